@@ -47,6 +47,11 @@ def environment_has_its_keys(config: Config) -> None:
             )
         if OWN_REWARD in dataset.all_tasks and not dataset.environment:
             raise ValueError(f"{where}task={OWN_REWARD!r} needs {where}environment, whose rewards these are")
+        if dataset.environment == "tools" and OWN_REWARD in dataset.all_tasks:
+            raise ValueError(
+                f'{where}environment="tools" with {where}task={OWN_REWARD!r}: tools judge nothing; legal: a task that '
+                "judges the last turn"
+            )
     if "tools" in names and not table.tools:
         raise ValueError('data.environment="tools" needs environment.tools, such as ["calculator"]')
     if ("search" in table.tools) != (table.corpus is not None):

@@ -21,6 +21,7 @@ from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.metrics.curves import Curve, read_curves
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints, policy_version_of
+from rlhpc.types import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,16 @@ class Run:
         """Every rollout that is on disk and selected, as `rlhpc rollouts` shows them, one at a time.
 
         steps: first and last.  grep: a regular expression.  tell: is told what cannot be shown.
-        Raises ConfigError: grep without a tokenizer.
+        Raises ConfigError: grep without a tokenizer, or a selection that selects in no way.
         """
-        pattern = None if grep is None else re.compile(grep)
+        if steps is not None and not (isinstance(steps, tuple) and len(steps) == 2):
+            raise ConfigError(f"steps={steps!r}; legal: (first, last)")
+        if verdict is not None and verdict not in (legal := [each.value for each in Verdict]):
+            raise ConfigError(f"verdict={verdict!r}; legal: {', '.join(legal)}")
+        try:
+            pattern = None if grep is None else re.compile(grep)
+        except re.error as error:
+            raise ConfigError(f"grep={grep!r} is no regular expression: {error}") from error
         chosen = Selection(steps, task, verdict, min_reward, max_reward, pattern)
         directory = None if tokenizer is None else Path(tokenizer)
         return RunRollouts(self._layout, tokenizer_dir=directory, tell=tell).each(chosen)

@@ -9,7 +9,7 @@ import re
 import shlex
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ def _shell_line(value: str) -> str:
 Several = Annotated[tuple[T, ...], Field(strict=False)]  # TOML has lists; a frozen site has tuples
 # A word of a directive.  No space, quote, backslash or #: sbatch reads those as something else than themselves.
 Word = Annotated[str, StringConstraints(pattern=r"^[^\s\"'\\#-][^\s\"'\\#]*$")]
-Walltime = Annotated[int, BeforeValidator(walltime_s)]
+Walltime = Annotated[int, BeforeValidator(walltime_s), WithJsonSchema({"type": ["integer", "string"]})]
 Directive = Annotated[str, AfterValidator(_directive)]
 ShellLine = Annotated[str, AfterValidator(_shell_line)]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

@@ -38,6 +38,7 @@ def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | N
 
     Raises DataError for one that fails, and how many are too long, or naming the first bad references.
     """
+    form.refuse_unknown_task_field(records)
     lengths: list[int] = []
     for first in range(0, len(records), _CHECKED_AT_ONCE):
         lengths += form.lengths(records[first : first + _CHECKED_AT_ONCE])

@@ -65,6 +65,18 @@ class PromptForm:
             texts.append(self.text(record))
         return self._tokenizer.lengths(texts)
 
+    def refuse_unknown_task_field(self, records: Sequence[Record]) -> None:
+        """Raises DataError if no record has data.task_field: it would have no effect."""
+        field = self._data.task_field
+        if field and not any(record.has(field) for record in records):
+            names = sorted({name for record in records[:100] for name in record.fields})
+            close = get_close_matches(field, names, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise DataError(
+                f"data.task_field={field!r}: no record has such a field, the first, {records[0].source}, has "
+                f"{', '.join(map(repr, records[0].fields))}{hint}"
+            )
+
     def reference_lengths(self, records: Sequence[Record]) -> list[int]:
         """Numbers of tokens of the references, of those that are text and no tests or entries."""
         field = self._data.reference_field
@@ -148,7 +160,7 @@ class PromptForm:
     def _length_fault(self, length: int, record: Record) -> str:
         return (
             f"{record.source}: the prompt has {length} tokens; legal: 1 to "
-            f"generation.max_prompt_tokens={self._max_prompt_tokens}"
+            f"{'data' if self._data.max_prompt_tokens else 'generation'}.max_prompt_tokens={self._max_prompt_tokens}"
         )
 
 

@@ -186,8 +186,9 @@ class PromptTokenizer:
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if not isinstance(template, str):
             raise ConfigError(
-                f"data.use_chat_template=true, but model.path={self._model_dir} has no chat template (neither "
-                "chat_template.jinja nor chat_template in tokenizer_config.json); legal: false"
+                f"model.path={self._model_dir} has no chat template (neither chat_template.jinja nor chat_template in "
+                "tokenizer_config.json), which data.use_chat_template=true and chat messages as prompts need; legal: "
+                "prompts that are text, with use_chat_template=false"
             )
         return template
 

@@ -41,6 +41,7 @@ def test_tools_and_own_environments_are_accepted() -> None:
             {"tools": ["calculator"], "max_turn_tokens": 9},
             "max_turn_tokens=9 is above .*tokens=8",
         ),
+        (TOOLS | {"task": "environment"}, {"tools": ["calculator"]}, "tools judge nothing"),
         ({"task": "environment"}, {}, "data.task='environment' needs data.environment"),
         ({"task_field": "kind", "tasks": {"g": "environment"}}, {}, "'environment' needs data.environment"),
         ({}, {"max_turns": 3}, "environment.max_turns=3 has no effect with no data.environment"),

@@ -47,6 +47,26 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
     return PromptTokenizer(make_tokenizer_files(tmp_path_factory.mktemp("model"), chat_template=CHATML))
 
 
+def test_a_task_field_that_no_record_has_is_refused(tokenizer: PromptTokenizer) -> None:
+    keys = {"path": "x.jsonl", "task": "regex", "task_field": "data_sorce", "tasks": {"openai/gsm8k": "math_answer"}}
+    form = PromptForm(DataConfig.model_validate(keys), tokenizer, max_prompt_tokens=500, max_completion_tokens=8)
+    with pytest.raises(
+        DataError, match=r"data.task_field='data_sorce': no record .* \(did you mean 'data_source'\?\)$"
+    ):
+        form.refuse_unknown_task_field([Record(VERL, "train.parquet:1")])
+    form.refuse_unknown_task_field([Record(VERL, "a:1"), Record(VERL | {"data_sorce": "openai/gsm8k"}, "a:2")])
+
+
+@pytest.mark.parametrize(("own", "key"), [(20, "data"), (None, "generation")])
+def test_a_prompt_that_is_too_long_names_the_key_that_says_so(
+    tokenizer: PromptTokenizer, own: int | None, key: str
+) -> None:
+    data = DataConfig.model_validate({"path": "x.jsonl", "task": "regex", "max_prompt_tokens": own})
+    form = PromptForm(data, tokenizer, max_prompt_tokens=20, max_completion_tokens=8)
+    with pytest.raises(DataError, match=f"legal: 1 to {key}.max_prompt_tokens=20"):
+        form.tokens(Record({"prompt": "1 + " * 30}, "a:1"))
+
+
 @pytest.fixture
 def asked(tokenizer: PromptTokenizer):
     def text_and_prompt(fields: dict[str, Any] | Record, **keys: Any) -> tuple[str, Prompt]:

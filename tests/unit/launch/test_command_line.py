@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jsonschema
 import pytest
 
 from launch.checks.bias import OVERSAMPLING
@@ -170,6 +172,10 @@ def test_a_schema_describes_every_table(capsys: pytest.CaptureFixture[str], kind
     schema = json.loads(capsys.readouterr().out)
     assert schema["title"] == f"rlhpc {kind} file"
     assert table in schema["properties"]
+    files = sorted((ROOT / ("configs" if kind == "run" else "slurm/sites")).rglob("*.toml"))
+    assert files
+    for file in files:
+        jsonschema.validate(tomllib.loads(file.read_text(encoding="utf-8")), schema)
     described = [key for each in schema["$defs"].values() for key in each.get("properties", {}).values()]
     assert all("description" in key or "$ref" in key or "anyOf" in key for key in described)
 

@@ -64,6 +64,9 @@ def test_a_run_is_arrays_rollouts_and_checkpoints(first: FirstRun) -> None:
     assert [(each.step, each.policy_version) for each in run.checkpoints] == [(2, 2)]
     assert run.checkpoints[0].path == first.layout.checkpoint(2)
     (wrong,) = run.rollouts(verdict="wrong")
+    for selection in ({"verdict": "wrnog"}, {"steps": 3}, {"steps": (0,)}, {"grep": "("}):
+        with pytest.raises(ConfigError, match=next(iter(selection))):
+            run.rollouts(**selection)
     assert (wrong.prompt, wrong.completion) == ("3 + 4 =", "eight<eos>")
     assert wrong.versions.dtype == np.int32
     assert [each.group_id for each in run.rollouts(grep=r"1 \+ 1", min_reward=0.5)] == [1]
