@@ -352,9 +352,9 @@ def test_the_config_loads_without_torch_in_little_more_than_pydantic_takes() -> 
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     # The best of five, and not by the clock: what the machine's neighbours do is not ours to measure.  A slow machine,
-    # or one whose cores are shared, needs longer for pydantic alone too: 0.15 s of CPU on a quiet one, 0.05 for ours.
+    # or one whose cores are shared, needs longer for pydantic alone too: 0.26 s of CPU on a quiet one, 0.08 for ours.
     model = "import pydantic\nclass One(pydantic.BaseModel): one: int = 1"
-    assert min(_cpu_s(program) for _ in range(5)) < 1.6 * min(_cpu_s(model) for _ in range(5))
+    assert min(_cpu_s(program) for _ in range(5)) < 2.0 * min(_cpu_s(model) for _ in range(5))
 
 
 def _cpu_s(program: str) -> float:
