@@ -1,6 +1,6 @@
 """Show a run's progress: one updated line on a terminal, a line from time to time elsewhere.
 
-    starting | waits for trainer-0 (loading), generator-0 (not here yet) | 31 s
+    starting | waits for trainer-0, generator-0 | 31 s
     step 120/2000 | 3 h 05 min left | reward 0.412 | staleness 1.2 | …
 
 Input: status.json.  Output: printed lines.  Groups that are dropped because their rewards cannot be computed, or

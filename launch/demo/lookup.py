@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,17 +25,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from launch.demo.tokenizer import EOS, EOS_ID, PAD, PAD_ID, SPECIAL_TOKENS, UNKNOWN
 from launch.demo.warm_start import (
     IGNORED,
-    MARKER,
     OnStep,
     WarmStart,
     WarmStartRecipe,
+    made_once,
     model_config,
-    one_thread,
-    read_marker,
-    save_checkpoint,
     supervised_step,
 )
-from rlhpc.files import write_atomically
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 HEAD, TAIL = '{"name": "search", "arguments": {"query": "', '"}}'  # one token each: this is no lesson in JSON
@@ -106,22 +101,13 @@ def make_lookup_model(
 ) -> WarmStart:
     """Write a checkpoint, or find that it is there; as warm_start.make_model.  Its accuracy: share of searches."""
     recipe = recipe or LookupRecipe()
-    marker = directory / MARKER
-    found = read_marker(marker, recipe.fingerprint)
-    if found is not None:
-        return found
-    directory.mkdir(parents=True, exist_ok=True)
-    marker.unlink(missing_ok=True)
-    began = time.monotonic()
-    with torch.random.fork_rng(devices=[]), one_thread():
-        torch.manual_seed(recipe.seed)
+
+    def train() -> tuple[Qwen2ForCausalLM, float]:
         model = Qwen2ForCausalLM(model_config(recipe.shape, VOCAB_SIZE))
         _train(model, recipe, on_step)
-        share = _search_share(model)
-    save_checkpoint(model, make_tokenizer(), directory)
-    made = {"accuracy": share, "num_parameters": model.num_parameters(), "seconds": time.monotonic() - began}
-    write_atomically(marker, json.dumps({"fingerprint": recipe.fingerprint, **made}, indent=2).encode())
-    return WarmStart(**made, is_reused=False)
+        return model, _search_share(model)
+
+    return made_once(directory, recipe.fingerprint, recipe.seed, train, make_tokenizer)
 
 
 def _train(model: Qwen2ForCausalLM, recipe: LookupRecipe, on_step: OnStep) -> None:

@@ -80,21 +80,36 @@ def make_model(
     it was.  Raises OSError.
     """
     recipe = recipe or WarmStartRecipe()
+
+    def train() -> tuple[Qwen2ForCausalLM, float]:
+        model = Qwen2ForCausalLM(model_config(recipe))
+        _train(model, recipe, on_step)
+        return model, sampled_accuracy(model, seed=recipe.seed)
+
+    return made_once(directory, recipe.fingerprint, recipe.seed, train, make_tokenizer)
+
+
+def made_once(
+    directory: Path,
+    fingerprint: str,
+    seed: int,
+    train: Callable[[], tuple[Qwen2ForCausalLM, float]],
+    tokenizer: Callable[[], PreTrainedTokenizerFast],
+) -> WarmStart:
+    """The checkpoint of a recipe, as make_model says; train: returns a model and its accuracy.  Raises OSError."""
     marker = directory / MARKER
-    found = read_marker(marker, recipe.fingerprint)
+    found = read_marker(marker, fingerprint)
     if found is not None:
         return found
     directory.mkdir(parents=True, exist_ok=True)
     marker.unlink(missing_ok=True)
     began = time.monotonic()
     with torch.random.fork_rng(devices=[]), one_thread():
-        torch.manual_seed(recipe.seed)
-        model = Qwen2ForCausalLM(model_config(recipe))
-        _train(model, recipe, on_step)
-        accuracy = sampled_accuracy(model, seed=recipe.seed)
-    save_checkpoint(model, make_tokenizer(), directory)
+        torch.manual_seed(seed)
+        model, accuracy = train()
+    save_checkpoint(model, tokenizer(), directory)
     made = {"accuracy": accuracy, "num_parameters": model.num_parameters(), "seconds": time.monotonic() - began}
-    write_atomically(marker, json.dumps({"fingerprint": recipe.fingerprint, **made}, indent=2).encode())
+    write_atomically(marker, json.dumps({"fingerprint": fingerprint, **made}, indent=2).encode())
     return WarmStart(**made, is_reused=False)
 
 
