@@ -223,7 +223,7 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
     table = getattr(config, section)
     value, default = getattr(table, key), type(table).model_fields[key].default
     if value != default:
-        plain = "to leave it out" if default is None else f"{as_toml(default)}, its default"
+        plain = "to leave it out" if default in (None, "") else f"{as_toml(default)}, its default"
         raise ValueError(f"{name}={as_toml(value)} has no effect with {beside}; legal: {plain}, or {other}")
 
 

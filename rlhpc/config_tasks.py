@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhpc.config_sections import NonNegative, Positive, PositiveFloat, Section, Share
 
@@ -67,24 +67,24 @@ class CompositeConfig(Section):
     """Fields of the record that hold a part's reference; a part that is not named gets the whole record.  Needs
     data.reference_field = "*".  Default: all parts have the record's reference."""
 
-    @model_validator(mode="after")
-    def _parts_are_named(self) -> Self:
-        if not self.tasks:
-            raise ValueError("composite.tasks={} has no part; legal: one or more")
-        named = ", ".join(self.tasks)
-        for key, names in (("weights", self.weights), ("fields", self.fields), ("correct", [self.correct])):
-            if strange := [name for name in names if name not in self.tasks]:
-                raise ValueError(f"composite.{key} names {strange[0]!r}, which is no part of it; legal: {named}")
-        return self
-
     def weight(self, part: str) -> float:
         """By which a part's reward counts."""
         return self.weights.get(part, 1.0)
 
 
+def _parts_are_named(name: str, composite: CompositeConfig) -> None:
+    if not composite.tasks:
+        raise ValueError(f"composite.{name}.tasks={{}} has no part; legal: one or more")
+    for key, parts in (("weights", composite.weights), ("fields", composite.fields), ("correct", [composite.correct])):
+        if strange := [part for part in parts if part not in composite.tasks]:
+            legal = ", ".join(composite.tasks)
+            raise ValueError(f"composite.{name}.{key} names {strange[0]!r}, which is no part of it; legal: {legal}")
+
+
 def composites_are_made_of_tasks(config: Config) -> None:
-    """One level, and records where parts take fields."""
+    """At least one part, one level, names of parts in the other tables, and records where parts take fields."""
     for name, composite in config.composite.items():
+        _parts_are_named(name, composite)
         for part, task in composite.tasks.items():
             if task in config.composite:
                 raise ValueError(f"composite.{name}.tasks: {part}={task!r} is a composite; legal: a task that is none")

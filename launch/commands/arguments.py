@@ -119,8 +119,8 @@ def takes_records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, metavar="RUN.toml", help=text)
     text = "field of a record that holds the completion (default: completion)"
     parser.add_argument("--completion", default="completion", metavar="FIELD", help=text)
-    text = "field that holds the reference (default: reference); '*': the whole record, as JSON"
-    parser.add_argument("--reference", default="reference", metavar="FIELD", help=text)
+    text = "field that holds the reference (default: as RUN.toml says, else reference); '*': the whole record, as JSON"
+    parser.add_argument("--reference", metavar="FIELD", help=text)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
 
 

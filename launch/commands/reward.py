@@ -45,11 +45,14 @@ def judge_records(options: argparse.Namespace) -> int:
     if len(files) > 1:
         raise ConfigError(f"{files[1]!r}: legal: at most one file, and settings (key=value)")
     config = _settings(options, overrides)
+    field = options.reference or _reference_field(config, options.task)
     for part in config.parts_of(options.task):
         validate_task(part)
     check_sandbox(config.sandbox, is_needed=is_code(config, options.task))
     records = _records(files[0] if files else "-")
-    asked = [(record.text(options.completion, "--completion"), _reference(record, options)) for record in records]
+    completions = [record.text(options.completion, "--completion") for record in records]
+    references = [_reference(record, field, options.completion) for record in records]
+    asked = list(zip(completions, references, strict=True))
 
     def show(place: int, judgement: Judgement) -> None:
         if options.json:
@@ -73,11 +76,11 @@ def _settings(options: argparse.Namespace, words: Sequence[str]) -> Config:
     document: dict[str, Any] = {
         "run": {"name": "reward", "num_steps": 1},
         "model": {"path": "."},
-        "data": {"path": ".", "task": options.task, "reference_field": options.reference},
+        "data": {"path": ".", "task": options.task, "reference_field": options.reference or "reference"},
         "generation": {"max_prompt_tokens": 1, "max_completion_tokens": 1},
         **UNUSED,
     }
-    return settled(document, words, "rlhpc reward")
+    return settled(document, words, "command line")
 
 
 def _records(file: str) -> list[Record]:
@@ -94,11 +97,22 @@ def _records_of(lines: Iterable[bytes], name: str) -> list[Record]:
     return [Record(fields, f"{name}:{number}") for fields, number in json_lines(lines, name)]
 
 
-def _reference(record: Record, options: argparse.Namespace) -> str:
-    if options.reference == WHOLE_RECORD:  # as it is in a dataset, which has no completion
-        rest = {name: value for name, value in record.fields.items() if name != options.completion}
+def _reference_field(config: Config, task: str) -> str:
+    """The field that the run file names for a task; for another task, that of its datasets, if they agree."""
+    of_task = {dataset.reference_field for dataset in config.data if dataset.task == task}
+    fields = of_task or {dataset.reference_field for dataset in config.data}
+    if len(fields) > 1:
+        raise ConfigError(
+            f"--reference is missing: the datasets of the run file have {', '.join(map(repr, sorted(fields)))}"
+        )
+    return fields.pop()
+
+
+def _reference(record: Record, field: str, completion: str) -> str:
+    if field == WHOLE_RECORD:  # as it is in a dataset, which has no completion
+        rest = {name: value for name, value in record.fields.items() if name != completion}
         record = Record(rest, record.source)
-    return record.reference(options.reference, "--reference")
+    return record.reference(field, "--reference")
 
 
 async def _judge(

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch.commands.job_status import document_of, is_slurm_run, lines_of, look_at_run
+from launch.commands.overview.find import find_runs
+from launch.commands.overview.standing import Queue, State, standing_of
 from launch.commands.status_notes import read_notes
+from launch.common.text_table import printable
 from launch.plan.processes import process_names
 from launch.run_directory.owner import launcher_of
 from rlhpc.config_file import read_resolved
@@ -53,8 +56,11 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
             return f"{layout.root}: " + (
                 f"starting (launcher pid {pid})" if pid else "ended before its controller started"
             )
-        lines = _run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine", expected)
-        return "\n".join([*(lines if pid else _without_roles(status, lines)), *notes.lines()])
+        if pid:
+            return "\n".join([*_run_lines(status, f"launcher pid {pid}", expected), *notes.lines()])
+        status, why = _as_it_ended(layout, status)
+        lines = _without_roles(status, _run_lines(status, "not running on this machine"))
+        return "\n".join([*lines, *why, *notes.lines()])
     life = "under Slurm" if view.is_alive else "none of its jobs is alive"
     if status is None:
         head = [f"{layout.root}: {life}, no controller yet"]
@@ -62,6 +68,19 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
         lines = _run_lines(status, life)
         head = lines if view.is_alive else _without_roles(status, lines)
     return "\n".join([*head, *notes.lines(), "", *lines_of(view)])
+
+
+def _as_it_ended(layout: RunLayout, status: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The status of a run that nothing runs any more, with what `rlhpc list` says of its end.
+
+    A controller that was killed leaves "training" behind.
+    """
+    found = find_runs([layout.root], depth=0).runs
+    standing = standing_of(found[0], Queue(), time.time()) if found else None
+    if standing is None or standing.state not in (State.FAILED, State.LOST):
+        return status, []
+    why = [f"{standing.state}: {printable(standing.remark)}"] if standing.remark else []
+    return {**status, "phase": f"{standing.state} while {status['phase']}"}, why
 
 
 def waiting_for(status: dict[str, Any], expected: Sequence[str]) -> str:

@@ -67,7 +67,9 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
     for number, line in enumerate(lines, start=1):
         source = f"{name}:{number}"
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text = line.decode(
+                "utf-8-sig" if number == 1 else "utf-8"
+            ).rstrip()  # else an end is column 1 of a next line
             fields = json.loads(text) if text.strip() else None
         except UnicodeDecodeError as error:
             raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
@@ -135,6 +137,10 @@ def _separated(file: Path) -> Rows:
 
 
 def _refuse_columns(columns: list[str], file: Path) -> None:
+    for mark, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+        if len(columns) == 1 and mark in columns[0]:
+            legal = "commas, or tabs in a .tsv file"
+            raise DataError(f"{file}:1: one column, {columns[0]!r}; are its values separated by {name}? legal: {legal}")
     for place, name in enumerate(columns):
         if not name or name in columns[:place]:
             raise DataError(f"{file}:1: column {place + 1} is called {name!r}; legal: a name of its own for each")

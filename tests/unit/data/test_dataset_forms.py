@@ -107,6 +107,12 @@ def test_arrow_in_the_form_of_files_is_read_too(tmp_path: Path) -> None:
         ("a.csv", b"question,question\n1,2\n", r"a\.csv:1: column 2 is called 'question'"),
         ("a.csv", b"question,answer\n1,2\n3,\xff\n", r"a\.csv: not UTF-8 after line"),
         ("a.csv", b'question,answer\n1,"2\n', r"a\.csv:2: malformed"),
+        (
+            "a.csv",
+            b"question;answer\n1;2\n",
+            r"a\.csv:1: one column, 'question;answer'; .* by semicolons\? legal: commas",
+        ),
+        ("a.jsonl", b'{"a": 1}\n{"question"\n', r"a\.jsonl:2: malformed JSON: .* at column 12"),
         ("a.jsonl.gz", gzip.compress(as_lines(ROWS), mtime=0)[:-12], r"a\.jsonl\.gz is damaged"),
         ("a.jsonl.gz", as_lines(ROWS), r"a\.jsonl\.gz is damaged: Not a gzipped file"),
         ("a.jsonl.zst", as_lines(ROWS), r"a\.jsonl\.zst cannot be read"),

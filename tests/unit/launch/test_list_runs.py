@@ -15,6 +15,7 @@ import pytest
 from launch.cli import main
 from launch.commands.overview.find import find_runs
 from launch.commands.overview.survey import survey
+from launch.commands.status import render_status
 from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_directory.owner import register_launcher
 from launch.run_files.exit_records import ExitRecord, write_record
@@ -69,6 +70,7 @@ def test_a_run_of_this_machine_is_what_its_launcher_and_its_status_say(
     assert run["where"] == socket.gethostname()
     layout.launcher.unlink()
     assert state(capsys, "here") == ("lost", "")
+    assert "here: lost while training, step 41/100" in render_status(layout)
     runs.status(layout, "stopped", 42)
     assert state(capsys, "here") == ("stopped", "")
     layout.summary.write_text("{}")
@@ -89,6 +91,8 @@ def test_a_run_that_failed_here_says_what_the_first_role_died_of(
         line = f"2026-11-22 01:16:{second},123 {role}-0 rlhpc.lifecycle ERROR "
         log.write_text(f"{line}failed\nTraceback\n{line}{words}\nlibraries go on talking\n")
     assert state(capsys, "failed") == ("failed", "trainer-0: CudaError: x y")
+    assert "failed while training, step 5/100" in render_status(layout)
+    assert "\nfailed: trainer-0: CudaError: x y" in render_status(layout)
     record = ExitRecord("trainer-0", 137, "step 5", starts=1, host="vm", job="")
     write_record(layout.exit_record("trainer", 0, 0), record)  # as the launcher does
     runs.status(layout, "stopped", 5)  # and the controller closes its books

@@ -120,11 +120,17 @@ def test_a_file_that_is_not_there_or_holds_no_json_is_named(tmp_path, capsys):
     assert "half.jsonl:2: malformed JSON" in said
 
 
-def test_a_run_file_gives_the_settings(file, tmp_path, capsys):
+def test_a_run_file_gives_the_settings_and_the_field_of_the_reference(file, tmp_path, capsys):
     (tmp_path / "RUN.toml").write_text(
-        '[run]\nname = "a"\nnum_steps = 1\n[model]\npath = "m"\n[data]\npath = "d.jsonl"\ntask = "regex"\n'
+        '[run]\nname = "a"\nnum_steps = 1\n[model]\npath = "m"\n'
+        '[[data]]\npath = "d.jsonl"\ntask = "regex"\nreference_field = "pattern"\n'
+        '[[data]]\npath = "e.jsonl"\ntask = "integer_arithmetic"\nreference_field = "reference"\n'
         "[generation]\nmax_prompt_tokens = 1\nmax_completion_tokens = 1\n[admission]\ngroups_per_step = 1\n"
         "group_size = 2\n[trainer]\ntoken_budget = 8\n[rewards]\ntimeout_s = 9\nworkers_per_replica = 2\n"
     )
     assert main(["reward", "integer_arithmetic", str(file), "--run", str(tmp_path / "RUN.toml"), "--json"]) == 1
     assert [json.loads(line)["line"] for line in capsys.readouterr().out.splitlines()] == [1, 3, 5]
+    assert main(["reward", "exact_match", str(file), "--run", str(tmp_path / "RUN.toml")]) == EXIT_CONFIG
+    assert "--reference is missing: the datasets of the run file have 'pattern', 'reference'" in capsys.readouterr().err
+    assert main(["reward", "regex", str(file), "--run", str(tmp_path / "RUN.toml")]) == EXIT_CONFIG
+    assert "no field 'pattern', which --reference names" in capsys.readouterr().err

@@ -125,7 +125,7 @@ def test_a_run_knows_the_tasks_behind_its_composites():
         ({"composite": {"graded": {"tasks": {"a": "regex"}, "correct": "b"}}}, "names 'b', which is no part of it"),
         (
             {"composite": {"graded": {"tasks": {"a": "regex"}, "correct": "a", "weights": {"c": 1.0}}}},
-            r"composite\.weights names 'c', which is no part of it; legal: a",
+            r"composite\.graded\.weights names 'c', which is no part of it; legal: a",
         ),
         (
             {"composite": {"graded": {"tasks": {"a": "graded"}, "correct": "a"}}},
