@@ -100,39 +100,39 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: Any) -> R
     return layout
 
 
+RULES = {"target_pass_rate": 0.5, "solved_rest_epochs": 1, "max_group_size": 9, "pass_chance": 0.99}
+MINIBATCHES = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "gmpo"}
+CRITIC = {"advantage": "gae", "advantage_normalization": "batch", "gae_lambda": 0.95}
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    ("name", "max_staleness", "trainer"),
-    [
-        pytest.param("synchronous", 0, {}, marks=pytest.mark.long),
-        pytest.param("one-behind", 1, {}, marks=pytest.mark.long),
-        pytest.param("two-behind", 2, {}, marks=pytest.mark.long),
-        ("megatron-dp2", 1, {"backend": "megatron", "ema_decay": 0.8, **TWO_RANKS}),
-        ("megatron-tp2", 1, {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS}),
-        ("deepspeed-zero2", 1, {"backend": "deepspeed", "zero_stage": 2, **FALLING, **TWO_RANKS}),
-        pytest.param("vllm", 1, {}, marks=pytest.mark.long),
-        pytest.param("minibatches", 1, {}, marks=pytest.mark.long),
-        pytest.param("reference", 1, {}, marks=pytest.mark.long),
-        pytest.param("critic", 1, {"backend": "deepspeed", **TWO_RANKS}, marks=pytest.mark.long),
-        pytest.param("curriculum", 1, {}, marks=pytest.mark.long),
+    ("name", "max_staleness", "trainer", "algorithm"),
+    [  # each staleness, backend and state that a checkpoint has to hold, in few runs
+        pytest.param(  # a reference that is renewed: checkpoints hold it
+            "megatron-tp2",
+            1,
+            {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS},
+            {"kl_coefficient": 0.5, "reference_every": 4},
+        ),
+        pytest.param(
+            "megatron-dp2", 0, {"backend": "megatron", "ema_decay": 0.8, **TWO_RANKS}, MINIBATCHES, marks=LONG
+        ),
+        pytest.param(
+            "critic", 2, {"backend": "deepspeed", "zero_stage": 2, **FALLING, **TWO_RANKS}, CRITIC, marks=LONG
+        ),
+        pytest.param("vllm", 1, {}, {}, marks=LONG),  # a bit that differs would show in every token
+        pytest.param("curriculum", 1, {}, {"kl_coefficient": 0.5, "entropy_coefficient": 1e-3}, marks=LONG),
     ],
 )
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
-    lab: Lab, name: str, max_staleness: int, trainer: dict[str, object]
+    lab: Lab, name: str, max_staleness: int, trainer: dict[str, object], algorithm: dict[str, object]
 ) -> None:
-    sections = settings(name, max_staleness, **trainer)
-    if name == "vllm":  # which samples by the weights that are trained: a different bit would show in every token
+    sections = settings(name, max_staleness, **trainer) | ({"algorithm": algorithm} if algorithm else {})
+    if name == "vllm":
         sections["generation"] |= {"engine": "vllm", "num_replicas": 1}
-    if name == "minibatches":
-        sections["algorithm"] = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "gmpo"}
-    if name == "megatron-tp2":  # a reference that is renewed: checkpoints hold it
-        sections["algorithm"] = {"kl_coefficient": 0.5, "reference_every": 4}
-    if name == "reference":  # which no checkpoint holds
-        sections["algorithm"] = {"kl_coefficient": 0.5, "entropy_coefficient": 1e-3}
-    if name == "critic":
-        sections["algorithm"] = {"advantage": "gae", "advantage_normalization": "batch", "gae_lambda": 0.95}
     if name == "curriculum":  # epochs of a few prompts: who is drawn, and how often, hangs on what was sampled before
-        rules = {"target_pass_rate": 0.5, "solved_rest_epochs": 1, "max_group_size": 9, "pass_chance": 0.99}
-        sections |= {"data": two_datasets(lab), "curriculum": rules}
+        sections |= {"data": two_datasets(lab), "curriculum": RULES}
     whole = Course.of(run_to_the_end(lab, f"{name}-whole", **sections))
     layout = run_killed_three_times(lab, f"{name}-killed", 1 + max_staleness, **sections)
     killed = Course.of(layout)

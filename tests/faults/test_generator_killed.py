@@ -23,24 +23,25 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.mark.ring
-@pytest.mark.vllm
+@pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
 def test_a_run_survives_sigkill_of_one_of_two_generators(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
+    name = f"bereft-{engine}"
     gate = tmp_path / "gate"
     monkeypatch.setenv(GATE, str(gate))
     open_gate(gate)
     run_file = lab.run_file(
-        "bereft",
+        name,
         run={"num_steps": 100_000},  # stopped once everything has been seen
         data={"task": "tests.ring.ring_rewards:gated_parity"},
         rewards={"timeout_s": 600.0},
-        generation={"engine": "vllm", "num_replicas": 2, "max_num_seqs": 8, "max_completion_tokens": 160},
+        generation={"engine": engine, "num_replicas": 2, "max_num_seqs": 8, "max_completion_tokens": 160},
         trainer={"device": "auto"},
         weights={"timeout_s": 10.0},
         transport={"dead_after_s": 5.0},
     )
-    layout = lab.layout("bereft")
+    layout = lab.layout(name)
     with Run(run_file, layout) as run:
         run.wait_until(lambda s: s["step"] >= 2 and all(_has_sampled(r) for r in _generators(s, 2)))
         # Nobody is judged from here on: who holds leases holds them until killed, and one does: all slots are full.

@@ -42,7 +42,9 @@ def standing_still(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.8, 1.5])
+@pytest.mark.parametrize(
+    "delay_s", [0.8, *(pytest.param(delay_s, marks=pytest.mark.long) for delay_s in (0.0, 0.3, 1.5))]
+)
 def test_a_launcher_that_is_killed_while_roles_start_leaves_nothing_behind(lab: Lab, delay_s: float) -> None:
     name = f"orphaned-{delay_s:g}".replace(".", "-")
     layout = lab.layout(name)

@@ -290,7 +290,8 @@ def _documents(text: str) -> list[str]:
 def test_an_evaluation_that_fails_does_not_touch_the_run(lab: Lab) -> None:
     layout = lab.layout("lonely")
     table = {"path": str(lab.dataset), "prompts": 2, "task": "tests.ring.ring_rewards:parity"}
-    with Run(lab.run_file("lonely", run={"num_steps": 100_000}, evaluation=[table]), layout) as run:
+    slow = {"task": "tests.ring.ring_rewards:slow_parity"}
+    with Run(lab.run_file("lonely", run={"num_steps": 100_000}, data=slow, evaluation=[table]), layout) as run:
         run.wait_for_step(1)
         for process in followers(layout.root):
             process.kill()
@@ -299,10 +300,12 @@ def test_an_evaluation_that_fails_does_not_touch_the_run(lab: Lab) -> None:
         run.wait_for_step(step + 2)
         assert rlhpc("stop", str(layout.root)).returncode == 0
         assert run.finish() == 0, run.story()
-    with Run(lab.run_file("lonely", run={"num_steps": step + 100}, evaluation=[table]), layout, "--resume") as run:
+    num_steps = run.status()["step"] + 5
+    longer = lab.run_file("lonely", run={"num_steps": num_steps}, data=slow, evaluation=[table])
+    with Run(longer, layout, "--resume") as run:
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
-    assert max(past_evaluations(layout)["train"]) == step + 100
+    assert max(past_evaluations(layout)["train"]) == num_steps
 
 
 @pytest.mark.long

@@ -36,10 +36,10 @@ def test_a_run_over_tcp_with_two_trainer_ranks_and_weights_by_file(lab: Lab) -> 
     assert not list(layout.weights.rglob("*.safetensors"))  # nothing of the broadcasts stays on disk
 
 
-@pytest.mark.vllm
-def test_staleness_zero_is_synchronous_with_one_version_a_rollout(lab: Lab) -> None:
+@pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
+def test_staleness_zero_is_synchronous_with_one_version_a_rollout(lab: Lab, engine: str) -> None:
     layout = run_to_the_end(
-        lab, "synchronous", run={"num_steps": 3}, generation={"engine": "vllm"}, admission={"max_staleness": 0},
+        lab, "synchronous", run={"num_steps": 3}, generation={"engine": engine}, admission={"max_staleness": 0},
         trainer={"device": "auto"}, weights={"timeout_s": 60.0},
     )  # fmt: skip
     assert_full_batches_trained_once(layout.rollouts, 3, 4, 4)
