@@ -64,9 +64,3 @@ def environment_has_its_keys(config: Config) -> None:
             f"environment.max_turn_tokens={table.max_turn_tokens} is above generation.max_completion_tokens="
             f"{config.generation.max_completion_tokens}, which holds the whole dialogue"
         )
-
-
-def dialogues_are_not_evaluated(config: Config) -> None:
-    """An evaluation samples one completion of a prompt."""
-    if config.evaluation and any(dataset.environment for dataset in config.data):
-        raise ValueError("[[evaluation]] with data.environment: evaluations have one turn only; legal: one of the two")

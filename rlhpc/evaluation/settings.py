@@ -41,6 +41,8 @@ class EvaluationSettings:
         return {
             **{f"inputs.{name}": value for name, value in self.inputs.items()},
             **{f"data.{key}": value for key, value in config.data[0].model_dump(mode="json", exclude=OF_RUNS).items()},
+            **_of_environment(config),
+            **_of_tasks(config),
             "generation.engine": config.generation.engine,
             "generation.max_prompt_tokens": config.generation.max_prompt_tokens,
             "generation.max_completion_tokens": config.generation.max_completion_tokens,
@@ -63,6 +65,31 @@ class EvaluationSettings:
         write_atomically(directory / NAME, json.dumps(document, indent=1).encode())
 
 
+def _of_environment(config: Config) -> dict[str, Any]:
+    """What decides about a dialogue; its corpus by its contents, which are among the inputs."""
+    if not config.data[0].environment:
+        return {}
+    table = config.environment.model_dump(mode="json", exclude={"corpus"})
+    return {f"environment.{key}": value for key, value in table.items()}
+
+
+def _of_tasks(config: Config) -> dict[str, Any]:
+    """The tables that say how the dataset's tasks judge."""
+    found: dict[str, Any] = {}
+    for task in config.all_tasks:
+        if task in config.composite:
+            found[f"composite.{task}"] = config.composite[task].model_dump(mode="json")
+        for part, key, table in (
+            ("llm_judge", "judge", config.judge),
+            ("instruction_following", "instructions", config.instructions),
+        ):
+            if part in config.parts_of(task):
+                values = table.model_dump(mode="json", exclude=_EFFORT)
+                found |= {f"{key}.{name}": value for name, value in values.items()}
+    return found
+
+
+_EFFORT = {"timeout_s", "attempts", "backoff_s", "requests_per_s", "key_variable", "key_file", "cache"}  # of no verdict
 _PLAIN = ("title", "samples_per_prompt", "num_prompts", "temperature", "inputs")
 
 

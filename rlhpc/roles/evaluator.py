@@ -1,8 +1,9 @@
 """Samples the prompts of an evaluation and has them judged: `python -m rlhpc.roles.evaluator DIRECTORY --share I/N`.
 
 Input: the settings in the directory, and the samples that are there.  Output: the missing ones of every N-th prompt, in
-samples-I.jsonl.  One engine with the weights of the checkpoint, one pool of reward workers; no controller, no trainer.
-A sample is drawn by (seed, prompt, number), so that what a killed process had begun is drawn again alike.
+samples-I.jsonl; where the dataset has an environment, each is a dialogue of several turns.  One engine with the weights
+of the checkpoint, one pool of reward workers; no controller, no trainer.  A sample is drawn by (seed, prompt, number),
+so that what a killed process had begun is drawn again alike.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from pathlib import Path
 
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import GenerationEngine
-from rlhpc.data.prompts import SeededPrompts, open_prompts
+from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.prompts import SeededPrompts, dialogue_template, open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.generation.factory import engine_seed, start_engine
+from rlhpc.messages import TurnReply
 from rlhpc.privacy import leave_no_core_file
 from rlhpc.rewards.code_place import check_sandbox
+from rlhpc.rewards.environments.settings import judged_tasks
 from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import Judgement, RewardPool
+from rlhpc.roles.common.dialogue import Dialogue, Taken
 from rlhpc.roles.common.lifecycle import exit_status_of, stop_event
-from rlhpc.types import FinishReason, RolloutRequest, SamplingParams, Verdict
+from rlhpc.roles.common.turn_calls import answered, turn_request
+from rlhpc.types import FinishReason, Rollout, RolloutRequest, SamplingParams, Verdict
 
 log = logging.getLogger("rlhpc.evaluator")
 
@@ -65,7 +71,7 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
         stack.push_async_callback(engine.close)
         check_sandbox(config.sandbox, is_needed=runs_programs(config))
-        pool = await stack.enter_async_context(open_pool(config, config.all_tasks))
+        pool = await stack.enter_async_context(open_pool(config, judged_tasks(config), with_environments=True))
         await Evaluator(settings, engine, pool, file).sample(mine, stop)
 
 
@@ -83,6 +89,8 @@ class Evaluator:
         self._settings, self._engine, self._pool, self._file = settings, engine, pool, file
         self._prompts: SeededPrompts = open_prompts(settings.config)
         self._tokenizer = PromptTokenizer(settings.config.model.path)
+        (self._dataset,) = settings.config.data
+        self._template = dialogue_template(settings.config, self._tokenizer) if self._dataset.environment else None
         self._sampling = SamplingParams(
             max_tokens=settings.config.generation.max_completion_tokens,
             temperature=settings.temperature,
@@ -115,15 +123,15 @@ class Evaluator:
 
     async def _sample(self, prompt_id: int, sample: int) -> EvaluatedSample:
         prompt = self._prompts.peek(prompt_id)
-        rollout = await self._engine.generate(RolloutRequest(prompt_id, sample, prompt, self._sampling))
-        has_ended = rollout.finish_reason is FinishReason.STOP
-        text = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
-        judge = partial(self._pool.judge, prompt.task, text, prompt.reference)
-        judgement: Judgement = await judge()
-        for _ in range(1, self._settings.config.rewards.max_attempts):
-            if judgement.verdict is not Verdict.VERIFIER_ERROR:
-                break
-            judgement = await judge()
+        request = RolloutRequest(prompt_id, sample, prompt, self._sampling)
+        if self._template is None:
+            rollout = await self._engine.generate(request)
+            has_ended = rollout.finish_reason is FinishReason.STOP
+            text = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
+            judgement = await self._judge(prompt.task, text, prompt.reference)
+        else:
+            rollout, judgement = await self._converse(request, self._template)
+            text = self._tokenizer.decode(rollout.token_ids, keep_special_tokens=True)
         return EvaluatedSample(
             prompt=prompt_id,
             sample=sample,
@@ -137,6 +145,42 @@ class Evaluator:
             detail=judgement.detail,
             parts=judgement.parts,
         )
+
+    async def _judge(self, task: str, text: str, reference: str) -> Judgement:
+        """A verdict, asked for again while the verifier fails."""
+        judge = partial(self._pool.judge, task, text, reference)
+        judgement: Judgement = await judge()
+        for _ in range(1, self._settings.config.rewards.max_attempts):
+            if judgement.verdict is not Verdict.VERIFIER_ERROR:
+                break
+            judgement = await judge()
+        return judgement
+
+    async def _converse(self, request: RolloutRequest, template: DialogueTemplate) -> tuple[Rollout, Judgement]:
+        """A dialogue to its end, and what its environment says of it."""
+        dialogue = Dialogue(
+            request,
+            self._engine,
+            partial(self._environment_says, request),
+            (self._tokenizer, template),
+            self._settings.config.environment,
+            admitted_version=self._engine.policy_version,
+        )
+        finished = await dialogue.run()
+        reply = finished.reply
+        assert reply is not None, "nobody cuts it off: a worker that is cancelled does not come here"
+        judgement = Judgement(reply.reward, Verdict(reply.verdict), reply.reward_parts, reply.detail)
+        return finished.rollout, judgement
+
+    async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
+        """Its answer to the turns so far, asked for again while it fails."""
+        asked = turn_request(request, self._dataset, taken)
+        reply = await answered(self._pool, asked)
+        for _ in range(1, self._settings.config.rewards.max_attempts):
+            if reply.verdict != Verdict.VERIFIER_ERROR.value:
+                break
+            reply = await answered(self._pool, asked)
+        return reply
 
 
 if __name__ == "__main__":  # engine workers are spawned: they import this module again

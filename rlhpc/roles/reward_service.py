@@ -17,15 +17,14 @@ from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest, TurnReply, TurnRequest
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.environments.settings import judged_tasks
-from rlhpc.rewards.frames import Dialogue
 from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.turn_calls import answered
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
-from rlhpc.types import Verdict
 
 
 def run(context: RoleContext) -> None:
@@ -97,7 +96,11 @@ class RewardService:
     async def _answer(self, peer: str, request: RewardRequest | TurnRequest) -> None:
         self._num_waiting += 1
         try:
-            reply = await (self._judged(request) if isinstance(request, RewardRequest) else self._turn(request))
+            reply: RewardReply | TurnReply
+            if isinstance(request, TurnRequest):
+                reply = await answered(self._pool, request)
+            else:
+                reply = await self._judged(request)
         finally:
             self._num_waiting -= 1
         self._num_judged += 1
@@ -115,29 +118,4 @@ class RewardService:
             judgement.parts,
             judgement.detail,
             judgement.rewards_at,
-        )
-
-    async def _turn(self, request: TurnRequest) -> TurnReply:
-        turn = await self._pool.answer(
-            Dialogue(
-                key=request.dialogue,
-                environment=request.environment,
-                record=request.record,
-                turns=list(request.turns),
-                task=request.task,
-                answer=request.answer,
-                reference=request.reference,
-                is_last=request.is_last,
-            )
-        )
-        verdict = Verdict.CORRECT if turn.is_correct else Verdict.WRONG
-        return TurnReply(
-            request_id=request.request_id,
-            messages=turn.messages,
-            reward=turn.reward,
-            verdict=(Verdict.VERIFIER_ERROR if turn.error else verdict).value,
-            reward_parts=turn.parts,
-            detail=turn.error or turn.detail,
-            is_done=turn.is_done,
-            is_over=turn.is_over,
         )

@@ -26,6 +26,8 @@ from rlhpc.evaluation.settings import EvaluationSettings, read_settings
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import Lab, Run, command_environment, make_lab, rlhpc, run_to_the_end, wait_while_it_moves
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.data.checkpoints import CHATML, SPECIAL_TOKENS, make_tokenizer_files
 
 pytestmark = pytest.mark.ring
 PROMPTS, SAMPLES = 12, 4
@@ -116,6 +118,34 @@ def test_two_processes_draw_what_one_draws_and_the_same_command_again_draws_noth
     assert json.loads(more.stdout)["samples_per_prompt"] == 5
     assert len(drawn(lab.root / "two")) == PROMPTS * 5
     assert set(drawn(lab.root / "two").values()) == {1}
+
+
+def test_dialogues_are_evaluated_turn_by_turn_and_a_killed_evaluation_draws_them_alike(lab: Lab) -> None:
+    make_tiny_checkpoint(lab.model, vocabulary=len(SPECIAL_TOKENS) + 96)
+    (lab.model / "chat_template.jinja").unlink()
+    make_tokenizer_files(lab.model, chat_template=CHATML)
+    lab.dataset.write_text(
+        "".join(json.dumps({"prompt": "hello", "name": f"n{n}", "answer": "1"}) + "\n" for n in range(PROMPTS))
+    )
+    talking = [
+        "data.task=environment", "data.environment=tests.unit.rewards.sample_environments:Talking",
+        "data.use_chat_template=true", "environment.max_turns=3", "environment.max_turn_tokens=9",
+        "model.dtype=float32", "generation.max_prompt_tokens=60", "generation.max_completion_tokens=400",
+        "generation.engine=scripted",
+    ]  # fmt: skip
+    done = rlhpc(*words_of(lab, "talks", *talking, "--json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["figures"]["reward"]["value"] == 1.5  # half of one for each of three turns
+    samples = list(read_samples(lab.root / "talks"))
+    assert len(samples) == PROMPTS * SAMPLES
+    assert all("go, n" in each.completion and "3: " not in each.completion for each in samples)
+    assert all(each.parts == {"n": 3.0} for each in samples)
+    path = lab.root / "talks" / "samples-0.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+    before = completions(lab.root / "talks")
+    assert rlhpc(*words_of(lab, "talks", *talking)).returncode == 0
+    assert completions(lab.root / "talks") == {(each.prompt, each.sample): each.completion for each in samples}
+    assert len(before) == 5
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ from rlhpc.types import Verdict
 
 # What has to be equal, or a difference would be of more than the models.
 ALIKE = ("inputs.data", "data.task", "data.prompt_template", "data.prompt_field", "data.system_prompt",
-         "data.use_chat_template", "data.reference_field",
+         "data.use_chat_template", "data.reference_field", "data.environment", "inputs.corpus",
          "generation.max_completion_tokens", "temperature")  # fmt: skip
+ALIKE_BELOW = ("environment.", "composite.", "judge.", "instructions.")
 FEW = 20  # prompts; the interval of fewer says too much
 
 
@@ -97,9 +98,8 @@ def _settings(directory: Path) -> EvaluationSettings:
 
 def _refuse_unlike(settings: Sequence[EvaluationSettings]) -> None:
     first, second = (each.identity for each in settings)
-    unlike = [
-        f"{key}: {first.get(key)!r} and {second.get(key)!r}" for key in ALIKE if first.get(key) != second.get(key)
-    ]
+    keys = [*ALIKE, *(key for key in dict.fromkeys((*first, *second)) if key.startswith(ALIKE_BELOW))]
+    unlike = [f"{key}: {first.get(key)!r} and {second.get(key)!r}" for key in keys if first.get(key) != second.get(key)]
     if unlike:
         raise ConfigError(
             "\n".join(["the two evaluations differ in more than the model:", *map("  {}".format, unlike)])

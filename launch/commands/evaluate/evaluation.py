@@ -23,7 +23,7 @@ from launch.commands.evaluate.target import Target
 from launch.common.paths import without_dots
 from launch.plan.gpu_map import map_gpus
 from launch.run_directory.inputs import look_at_data
-from rlhpc.config import with_values
+from rlhpc.config import Config, with_values
 from rlhpc.evaluation.samples_file import read_samples
 from rlhpc.evaluation.settings import SUMMARY, EvaluationSettings
 from rlhpc.files import write_atomically
@@ -99,7 +99,14 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
         inputs={
             "model": target.digest,
             "data": [entry.digest for entry in look_at_data(request.data, config.data[0].split).values()],
+            **_corpus(config),
         },
     )
     directory = request.out or target.home / f"{target.title}-{request.name}"
     return Evaluation(target, request, settings, without_dots(directory))
+
+
+def _corpus(config: Config) -> dict[str, list[str]]:
+    """The digest of what environments search, if anything."""
+    corpus = config.environment.corpus
+    return {} if corpus is None else {"corpus": [entry.digest for entry in look_at_data(corpus).values()]}

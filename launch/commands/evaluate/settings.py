@@ -25,6 +25,7 @@ OPEN = (
     "instructions",
     "composite",
     "judge",
+    "environment",
 )  # sections that the words may change
 OPEN_KEYS = ("model.dtype", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
@@ -59,24 +60,21 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
     if (run := target.settings) is not None:
         document["model"]["dtype"] = run.model.dtype
         like = _like(run, data, words)
+        task = _said("data.task", words, like.task)
         document["data"] = like.model_dump(mode="json", exclude={*_LIMITS, "weight"}) | data_here
         limits = {key: limit for key in _LIMITS if (limit := getattr(like, key)) is not None}
         document["generation"] = run.generation.model_dump(mode="json") | limits | generation | {"temperature": 1.0}
-        document["rewards"] = _limits_of_task(run.rewards.model_dump(mode="json"), _task(like, words))
+        document["rewards"] = _limits_of_task(run.rewards.model_dump(mode="json"), task)
         document["sandbox"] = run.sandbox.model_dump(mode="json")
-        document |= _settings_of_task(run, _task(like, words))
-    config = settled(document, words, "evaluation")
-    if config.data[0].environment:
-        raise ConfigError(
-            f"data.environment={config.data[0].environment!r}: evaluations have one turn only; legal: "
-            "data.environment='' with a data.task that judges it"
-        )
-    return config
+        if _said("data.environment", words, like.environment):
+            document["environment"] = run.environment.model_dump(mode="json")
+        document |= _settings_of_task(run, task)
+    return settled(document, words, "evaluation")
 
 
-def _task(like: DataConfig, words: Sequence[str]) -> str:
-    said = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "data.task"]
-    return said[-1] if said else like.task
+def _said(key: str, words: Sequence[str], otherwise: str) -> str:
+    said = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == key]
+    return said[-1] if said else otherwise
 
 
 def _limits_of_task(rewards: dict[str, Any], task: str) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from rlhpc.config import Config
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompts import dialogue_template
-from rlhpc.data.records import reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelError, ChannelTimeout
 from rlhpc.generation.finished_request import prefix_of, prefix_up_to
 from rlhpc.messages import LeaseProgress, LeaseReturn, RewardReply, RewardRequest, TurnReply, TurnRequest
 from rlhpc.metrics.meters import Rate
 from rlhpc.roles.common.dialogue import Dialogue, Taken
+from rlhpc.roles.common.turn_calls import turn_request
 from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.roles.generator.outbox import Outbox
 from rlhpc.transport.rpc import RpcClient
@@ -219,20 +219,8 @@ class Sampling:
 
     async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
         """What the environment answers to the turns so far; a failure is a verdict."""
-        prompt = request.prompt
-        dataset = self._config.dataset_of(prompt.prompt_id)
-        asked = TurnRequest(
-            request_id=0,
-            dialogue=f"{request.request_id}:{prompt.prompt_id}",
-            environment=dataset.environment,
-            record=prompt.reference,
-            turns=taken.turns,
-            task=prompt.task,
-            answer=taken.answer,
-            reference=reference_of(prompt.reference, dataset.reference_field),
-            is_last=taken.is_last,
-        )
-        reply: TurnReply | ChannelTimeout = await self._ask(asked)
+        dataset = self._config.dataset_of(request.prompt.prompt_id)
+        reply: TurnReply | ChannelTimeout = await self._ask(turn_request(request, dataset, taken))
         if isinstance(reply, TurnReply):
             return reply
         return TurnReply(0, (), 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply), is_done=False, is_over=True)

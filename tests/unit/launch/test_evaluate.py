@@ -33,6 +33,7 @@ from launch.commands.status_notes import read_notes
 from launch.demo.task import write_dataset
 from launch.run_files.job_records import JobRecord, write_record
 from launch.slurm.queue import QueueLook
+from rlhpc.config import Config
 from rlhpc.config_file import read_resolved, write_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
@@ -87,6 +88,21 @@ def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(m
     assert config.has_seeded_samples
     assert config.run.seed == 0 != target.settings.run.seed  # all models get the same prompts
     assert config.data[0].path == model.parent / "test.jsonl"
+
+
+def test_a_run_of_dialogues_is_evaluated_by_its_environment_and_in_one_turn_if_told_so(model: Path) -> None:
+    layout = a_run(model, 4)
+    config = read_resolved(layout)[0].model_dump(mode="json")
+    config["data"] = [{"path": "d", "task": "environment", "environment": "x:Y", "use_chat_template": True}]
+    config["environment"] = {"max_turns": 3}
+    layout.config.unlink()
+    write_resolved(Config.model_validate(config), layout, "")
+    data = model.parent / "test.jsonl"
+    settings = EvaluationSettings(evaluation_config(find_target(layout.root, None), data, []), "t", 1, 1, 1.0, {})
+    assert (settings.config.environment.max_turns, settings.identity["environment.max_turns"]) == (3, 3)
+    plain = ["data.environment=", "data.task=integer_arithmetic"]
+    alone = evaluation_config(find_target(layout.root, None), data, plain)
+    assert (alone.data[0].environment, alone.environment.max_turns) == ("", 8)
 
 
 def test_of_a_run_on_several_datasets_one_says_how_its_kind_is_asked_and_judged(model: Path) -> None:
@@ -168,7 +184,7 @@ def test_a_changed_model_has_another_digest(model: Path) -> None:
         (["model", "test.jsonl", *NEEDED, "data.prompt_template={q}"], "no field 'q'"),
         (
             ["model", "test.jsonl", *NEEDED, "data.environment=x:Y", "data.use_chat_template=true"],
-            "data.environment='x:Y': evaluations have one turn only",
+            "there is no module 'x' here",
         ),
         (["model", "test.jsonl", *NEEDED, "--samples", "0"], "--samples 0; legal: 1 or more"),
         (["model", "test.jsonl", *NEEDED, "--prompts", "0"], "--prompts 0; legal: 1 or more"),
@@ -610,6 +626,11 @@ def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: 
     other = replace(settings_of(model), inputs={"model": "n", "data": ["e"]}, temperature=0.5)
     with pytest.raises(ConfigError, match=r"(?s)inputs.data: \['d'\] and \['e'\].*temperature: 1.0 and 0.5"):
         comparison_of(first, evaluated(tmp_path / "b", other, [[True]]))
+    parts = ["data.task=both", "composite.both.tasks={a='regex'}", "composite.both.correct=a"]
+    one = evaluated(tmp_path / "one", settings_of(model, *parts), [[True]])
+    two = evaluated(tmp_path / "two", settings_of(model, *parts, "composite.both.weights.a=2"), [[True]])
+    with pytest.raises(ConfigError, match=r"composite.both: .*'weights': {}, .* and .*'weights': {'a': 2.0}"):
+        comparison_of(one, two)
     with pytest.raises(ConfigError, match="no evaluation is there"):
         comparison_of(first, model)
     begun = evaluated(tmp_path / "c", settings_of(model), [[True]])
