@@ -154,6 +154,11 @@ def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> Mod
             f"trainer.backend='megatron' does not know model_type={family!r} of {place}; legal: {', '.join(FAMILIES)}; "
             "trainer.backend='deepspeed' trains other families"
         )
+    if config.trainer.backend == "megatron" and model.get("use_sliding_window"):
+        raise ConfigError(
+            f"trainer.backend='megatron' has no sliding windows, and {place} says use_sliding_window=true; legal: "
+            "trainer.backend='deepspeed'"
+        )
     try:
         if config.trainer.backend == "megatron":
             ParallelLayout.of(config.trainer).refuse_unfit(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from launch.checks.bias import biases
 from launch.checks.first_prompt import first_prompt, stop_tokens
@@ -27,6 +28,8 @@ def check_run_file(options: argparse.Namespace) -> int:
     config = load_config(options.run_file, options.overrides)
     here = VisibleGpus() if options.site else gpus_here(os.environ)  # a site's GPUs are elsewhere
     gpus = GpuMap() if options.site else map_gpus(config, here)
+    if not options.site:
+        _refuse_place(config.run_directory)
     findings, evaluations = preflight(config), preview_evaluations(config)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
     print(describe_plan(config, RunLayout(config.run_directory), gpus))
@@ -48,6 +51,16 @@ def check_run_file(options: argparse.Namespace) -> int:
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     print("\n".join([*sandbox, *evaluations, memory, *biases(config)]))
     return 0
+
+
+def _refuse_place(directory: Path) -> None:
+    """Where a run cannot make its directory."""
+    there = next(place for place in (directory, *directory.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "you may not write there" if there.is_dir() else "it is not a directory"
+        raise ConfigError(
+            f"run.directory={str(directory)!r} cannot be made in {there}: {why}; legal: a directory of yours"
+        )
 
 
 def _millions_or_more(number: int) -> str:

@@ -2,13 +2,14 @@
 
 Input: a checkpoint directory.  Output: a CausalLM.  Offline.  Logits are never made: the caller hands hidden states and
 the head's weight to chunked_logprobs.  Works for every architecture that honours transformers' attention interface and
-whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments.  So
-is a mixture of experts whose tensors have other names on disk than hf_names knows.
+whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments
+beside HF's own attention.  So is a mixture of experts whose tensors have other names on disk than hf_names knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from rlhpc.types import TensorSpec
 
 TRIAL_TOLERANCE = 1e-3  # float32 round-off is 1e-6; attending across samples shows as 1e-2 to 3
 TRIAL_LENGTHS = (5, 7)
+TRIAL_WINDOW = 3  # tokens: sliding windows are so short in the trial, that its segments are longer
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,10 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path}: no model that transformers can load: {error}") from error
     layer_types = set(getattr(module.config, "layer_types", None) or {"full_attention"})
-    if layer_types != {"full_attention"}:
-        raise ConfigError(f"model.path={path}: layers of type {sorted(layer_types - {'full_attention'})} not supported")
+    if unknown := layer_types - LAYER_TYPES:
+        raise ConfigError(
+            f"model.path={path}: layers of type {sorted(unknown)} are not supported; legal: {sorted(LAYER_TYPES)}"
+        )
     if hasattr(module.config, "output_router_logits"):
         module.config.output_router_logits = False  # otherwise the trunk keeps those of every layer
     model = _without_logits(module)
@@ -121,26 +126,47 @@ def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
 
 @torch.no_grad()
 def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
-    """Packed log-probabilities must be those of HF's own logits, segment by segment.
+    """Packed log-probabilities must be those of HF's own attention and logits, segment by segment.
 
-    Catches layers that do not use the attention interface, and heads with a bias, a scale or a soft cap.
+    Catches layers that do not use the attention interface, attention with a soft cap, sinks or a bias, windows that are
+    not handed on, and heads with a bias, a scale or a soft cap.
     """
     device, vocabulary = model.head_weight.device, model.head_weight.shape[0]
-    model.module.eval()
+    module: Any = model.module
+    module.eval()
     row = torch.arange(1, 1 + sum(TRIAL_LENGTHS), device=device) % vocabulary
-    expected = []
-    for segment in row.split_with_sizes(TRIAL_LENGTHS):
-        plan = SegmentPlan.of(np.array([0, len(segment)], dtype=np.int32), device)
-        positions = torch.arange(len(segment), device=device)[None]
-        output = model.module(input_ids=segment[None], position_ids=positions, segments=plan, use_cache=False)
-        expected.append(output.logits[0].float().log_softmax(-1))
-    borders = np.cumsum((0, *TRIAL_LENGTHS), dtype=np.int32)
-    positions = torch.cat([torch.arange(length, device=device) for length in TRIAL_LENGTHS])
-    hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
+    with _narrow_windows(module):
+        module.set_attn_implementation("eager")
+        segments = row.split_with_sizes(TRIAL_LENGTHS)
+        logits = [module(input_ids=segment[None], use_cache=False).logits[0] for segment in segments]
+        expected = [each.float().log_softmax(-1) for each in logits]
+        module.set_attn_implementation(PACKED_ATTENTION)
+        borders = np.cumsum((0, *TRIAL_LENGTHS), dtype=np.int32)
+        positions = torch.cat([torch.arange(length, device=device) for length in TRIAL_LENGTHS])
+        hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
     found, _ = chunked_logprobs(hidden, model.head_weight, row, temperature=1.0, chunk_tokens=len(row))
     difference = (found - torch.cat(expected).gather(1, row[:, None])[:, 0]).abs().max().item()
     if not difference <= TRIAL_TOLERANCE:
         raise ConfigError(
             f"model.path={path}: {type(model.module).__name__} gives packed log-probabilities that differ by "
-            f"{difference:.2g} from its own logits; it ignores the attention interface or transforms its logits"
+            f"{difference:.2g} from its own logits; it ignores the attention interface, changes attention scores "
+            "(a soft cap, sinks, a bias), or transforms its logits"
         )
+
+
+@contextmanager
+def _narrow_windows(module: nn.Module) -> Iterator[None]:
+    """Every sliding window of a model is TRIAL_WINDOW tokens wide, wherever its layers have it from."""
+    places = {id(place): place for part in module.modules() for place in (part, getattr(part, "config", None))}
+    windows = {
+        key: window
+        for key, place in places.items()
+        if isinstance(window := getattr(place, "sliding_window", None), int)
+    }
+    try:
+        for key in windows:
+            places[key].sliding_window = TRIAL_WINDOW
+        yield
+    finally:
+        for key, window in windows.items():
+            places[key].sliding_window = window

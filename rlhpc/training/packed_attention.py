@@ -1,12 +1,15 @@
 """Causal attention inside each segment of a packed row, for any HF model that honours the attention interface.
 
+Layers with a sliding window of W tokens attend to the token itself and the W − 1 before it (arXiv:2310.06825, §2).
+
 Input: the borders of a row's segments.  Output: a SegmentPlan that travels to every layer through the model's keyword
 arguments.  Importing this module registers the implementation under the name PACKED_ATTENTION.
 Guarantees: no token attends across a border, and no [T, T] mask is ever made.
 
 On CUDA in half precision one variable-length flash kernel serves the whole row.  Elsewhere segments of similar length
 are padded on the right into a dense [B, heads, L, head size] batch: causal attention never looks to the right, so that
-padding cannot change a result, and one call serves many segments.
+padding cannot change a result, and one call serves many segments.  There a window is computed block by block, W queries
+and the 2 W − 1 keys that they see.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,12 +28,14 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from rlhpc.errors import ConfigError
 from rlhpc.training.row_tensors import on_device
 
 PACKED_ATTENTION = "rlhpc_packed"
 MIN_FILL = 0.8  # a bucket's shortest segment over its longest: padding costs at most a quarter more tokens
 SHORT_TOKENS = 16  # segments up to this length share a bucket regardless of padding
 _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # it changes between versions of torch
+HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ def packed_attention(
     *,
     segments: SegmentPlan,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function HF layers call: query [1, heads, T, D], key and value [1, key heads, T, D] → [1, T, heads, D].
@@ -120,28 +126,41 @@ def packed_attention(
     `segments` has no default, so that a call that lost it fails instead of attending across samples.
     `module` is ignored.  So is dropout: log-probabilities must be those of the sampled policy.
     """
+    window = sliding_window if sliding_window is not None and sliding_window < segments.max_tokens else None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, segments, scaling)[None], None
+        return _varlen(query, key, value, segments, scaling, window)[None], None
     if segments.is_one_segment:
-        return _causal(query, key, value, scaling).transpose(1, 2), None
-    return _padded(query, key, value, segments, scaling)[None], None
+        return _causal(query, key, value, scaling, window).transpose(1, 2), None
+    return _padded(query, key, value, segments, scaling, window)[None], None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """[B, heads, L, D] of dense batches."""
     is_grouped = query.shape[1] != key.shape[1]
-    return functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
-    )
+    attend = partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=is_grouped)
+    length = query.shape[2]
+    if window is None or window >= length:
+        return attend(query, key, value, is_causal=True)
+    blocks = []
+    for start in range(0, length, window):
+        end, first = min(start + window, length), max(0, start - window + 1)
+        behind = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
+        keys = slice(first, end)
+        mask = (behind >= 0) & (behind < window)
+        blocks.append(attend(query[:, :, start:end], key[:, :, keys], value[:, :, keys], attn_mask=mask))
+    return torch.cat(blocks, dim=2)
 
 
-def _padded(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None) -> Tensor:
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None, window: int | None
+) -> Tensor:
     """[T, heads, D] by one dense call per bucket."""
     sizes = [count * length for count, length in segments.buckets]
     padded = [_pad(_by_token(tensor), segments).split_with_sizes(sizes) for tensor in (query, key, value)]
     outputs = []
     for (count, length), *dense in zip(segments.buckets, *padded, strict=True):
         q, k, v = (tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in dense)
-        outputs.append(_causal(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+        outputs.append(_causal(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1))
     return _unpad(torch.cat(outputs), segments)
 
 
@@ -183,12 +202,13 @@ class _Unpad(torch.autograd.Function):
         return padded.index_copy_(0, ctx.segments.scatter, gradient), None
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None, window: int | None
+) -> Tensor:
     """[T, heads, D] by the flash kernel."""
     borders, longest = segments.cu_seqlens, segments.max_tokens
-    return varlen_causal(
-        _by_token(query), _by_token(key), _by_token(value), (borders, borders), (longest, longest), scaling
-    )
+    rows = (_by_token(query), _by_token(key), _by_token(value))
+    return varlen_causal(*rows, (borders, borders), (longest, longest), scaling, window)
 
 
 def varlen_causal(
@@ -198,14 +218,22 @@ def varlen_causal(
     borders: tuple[Tensor, Tensor],
     longest: tuple[int, int],
     scaling: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """The flash kernel, [tokens, heads, D] each; borders int32 [S + 1] and longest segment of queries and of keys.
 
     Where a segment has more keys than queries, its last query attends to all of them.  Causality is a window open to
-    the left, `is_causal` in older versions.
+    the left, `is_causal` in older versions, whose kernel knows no other one.
     """
     options: dict[str, Any] = {"scale": scaling}
-    options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
+    if HAS_WINDOWS:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None:
+        options["is_causal"] = True
+    else:
+        raise ConfigError(
+            f"model.path: layers with a window of {window} tokens need a newer torch on CUDA, such as 2.13"
+        )
     if query.shape[1] != key.shape[1]:
         if "enable_gqa" in _VARLEN_PARAMETERS:
             options["enable_gqa"] = True

@@ -284,6 +284,26 @@ def test_a_model_whose_config_is_not_json_is_refused(bench: Bench, lab: Lab) -> 
     assert "config.json: not JSON" in line
 
 
+def test_a_model_with_windows_is_not_trained_without_them(bench: Bench, lab: Lab) -> None:
+    model = bench.root / "windows"
+    shutil.copytree(lab.model, model)
+    document = json.loads((model / "config.json").read_text()) | {"use_sliding_window": True, "sliding_window": 8}
+    (model / "config.json").write_text(json.dumps(document))
+    bench.settings["model"]["path"] = str(model)
+    bench.settings["trainer"]["backend"] = "megatron"
+    (line,) = bench.refusal(command="check")
+    assert "config.json says use_sliding_window=true; legal: trainer.backend='deepspeed'" in line
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused_by_check_and_run(bench: Bench) -> None:
+    bench.run_directory = bench.root / "run.toml" / "first"
+    bench.settings["run"]["directory"] = str(bench.run_directory)
+    for command in ("check", "run"):
+        (line,) = bench.refusal(command=command)
+        assert "run.toml" in line
+        assert "not a directory" in line.lower()
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, GraniteConfig, MixtralConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+)
 
 from rlhpc.errors import ConfigError
 from rlhpc.training.hf_model import load_causal_lm
@@ -62,13 +74,49 @@ def test_logits_that_are_not_a_plain_product_are_refused(tmp_path):
         load_causal_lm(save_other(tmp_path, config), device=CPU)
 
 
-def test_sliding_windows_are_refused(tmp_path):
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "initializer_range": 0.3}  # fmt: skip
+MIXED = ["full_attention", "sliding_attention"]
+WINDOW = 8
+WITH_WINDOWS = {
+    "mistral": MistralConfig(**SMALL, sliding_window=WINDOW),
+    "qwen2": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED),
+    "gemma3": Gemma3TextConfig(**SMALL, sliding_window=WINDOW, layer_types=MIXED, query_pre_attn_scalar=16),
+}
+
+
+@pytest.mark.parametrize("family", WITH_WINDOWS)
+def test_sliding_windows_are_those_of_transformers_longer_than_which_segments_are(family, tmp_path):
+    model = load_causal_lm(save_other(tmp_path, WITH_WINDOWS[family]), device=CPU)
+    segments = [torch.arange(3, 3 + length) % 61 for length in (20, WINDOW, 33)]
+    found = logprobs_of_packed(model, segments)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = [plain(input_ids=segment[None]).logits[0].log_softmax(-1) for segment in segments]
+        plain.config.sliding_window = 1000
+        for part in plain.modules():
+            if getattr(part, "sliding_window", None):
+                part.sliding_window = 1000
+        without = plain(input_ids=segments[2][None]).logits[0].log_softmax(-1)
+    expected = torch.cat(
+        [each[:-1].gather(1, segment[1:, None])[:, 0] for each, segment in zip(logits, segments, strict=True)]
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert (logits[2] - without)[WINDOW:].abs().max() > 0.01  # the window does something here
+
+
+def test_attention_that_changes_its_scores_is_refused(tmp_path):
+    config = Gemma2Config(**SMALL, attn_logit_softcapping=0.5, final_logit_softcapping=None, query_pre_attn_scalar=1)
+    with pytest.raises(ConfigError, match=r"Gemma2.*changes attention scores \(a soft cap"):
+        load_causal_lm(save_other(tmp_path, config), device=CPU)
+
+
+def test_layers_of_another_kind_are_refused(tmp_path):
     make_tiny_checkpoint(tmp_path, hidden=32)
     config = AutoConfig.from_pretrained(tmp_path)
-    config.layer_types = ["full_attention", "sliding_attention"]
-    config.use_sliding_window, config.sliding_window = True, 8
+    config.layer_types = ["full_attention", "chunked_attention"]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.path=.*sliding_attention"):
+    with pytest.raises(ConfigError, match=r"model\.path=.*chunked_attention"):
         load_causal_lm(tmp_path, device=CPU)
 
 
@@ -77,6 +125,19 @@ def test_a_directory_without_a_model_is_a_config_error(tmp_path):
         load_causal_lm(tmp_path, device=CPU)
     with pytest.raises(ConfigError, match=r"model\.path"):
         load_causal_lm(tmp_path / "absent", device=CPU)
+
+
+@torch.no_grad()
+def logprobs_of_packed(model, segments):
+    """Of every token that has one before it."""
+    model.module.eval()
+    row = torch.cat(segments)
+    borders = np.cumsum([0, *map(len, segments)], dtype=np.int32)
+    positions = torch.cat([torch.arange(len(segment)) for segment in segments])
+    hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, CPU))
+    tokens = torch.cat([torch.arange(first + 1, last) for first, last in pairwise(borders)])
+    found, _ = chunked_logprobs(hidden[tokens - 1], model.head_weight, row[tokens], temperature=1.0, chunk_tokens=64)
+    return found
 
 
 def gradients_of_packed(model, segments):

@@ -89,6 +89,25 @@ def test_scaling_and_equal_head_counts_are_honoured(lengths):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 70))
+def test_a_window_hides_what_lies_further_back_and_nothing_else(lengths, window):
+    q, k, v = draw(sum(lengths))
+    behind = torch.arange(max(lengths))[:, None] - torch.arange(max(lengths))
+    sees = (behind >= 0) & (behind < window)
+    pieces = zip(lengths, *(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
+    attend = functional.scaled_dot_product_attention
+    outputs = [attend(*piece, attn_mask=sees[:length, :length], enable_gqa=True) for length, *piece in pieces]
+    expected = torch.cat(outputs, dim=2).transpose(1, 2)
+    found, _ = packed_attention(Module(), q, k, v, None, segments=plan(lengths), sliding_window=window)
+    factors = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad((expected * factors).sum(), (q, k, v))
+    gradients = torch.autograd.grad((found * factors).sum(), (q, k, v))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, want, atol=5e-6, rtol=0)
+
+
 def test_a_call_without_borders_fails_instead_of_attending_across_samples():
     with pytest.raises(TypeError, match="segments"):
         packed_attention(Module(), *draw(4), None)
