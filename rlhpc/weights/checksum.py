@@ -51,6 +51,18 @@ class RunningChecksum:
         go_on = lanes_in_order if piece.device.type == "cpu" else lanes_by_halves
         self._lanes = go_on(words, self._lanes)
 
+    def copy(self, piece: Tensor, target: Tensor) -> None:
+        """Copy uint8 [n] to `target`, and go on with it as `add` does; on CPU in one pass, where it is much."""
+        is_much = piece.numel() % ROW_BYTES == 0 and piece.numel() >= 8 * COMPILED_WORDS
+        if is_much and all(part.device.type == "cpu" and part.data_ptr() % 8 == 0 for part in (piece, target)):
+            from rlhpc.weights.checksum_lanes import copy_and_fold  # numba takes half a second to load
+
+            copy_and_fold(piece.view(torch.int64), target.view(torch.int64), self._lanes, HORNER_FACTOR)
+            self._num_bytes += piece.numel()
+            return
+        target.copy_(piece)
+        self.add(target)
+
     def value(self) -> int:
         """The checksum of all pieces in a row, as checksum64 has it."""
         steps = torch.arange(NUM_LANES, dtype=torch.int64, device=self._lanes.device) * LANE_STEP

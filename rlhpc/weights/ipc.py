@@ -295,14 +295,19 @@ class _Incoming:
         own, self._first = (self._first if index == 0 else None), None
         own = self._allocate(index, self._device) if own is None else own
         self._num_begun += 1
-        running = RunningChecksum(self._device)
+        running, is_on_cpu = RunningChecksum(self._device), self._device.type == "cpu"
         for span in torch.split(own, self._span_bytes) if own.numel() else [own]:
             number = self._line.read()["full"]
-            span.copy_(self._shared[number % len(self._shared)][: span.numel()])
-            _finish_copies(self._device)
+            full = self._shared[number % len(self._shared)][: span.numel()]
+            if is_on_cpu:
+                running.copy(full, span)
+            else:
+                span.copy_(full)
+                _finish_copies(self._device)
             self._num_heard += 1
             self._line.write({"copied": number})
-            running.add(span)
+            if not is_on_cpu:  # the publisher need not wait for it
+                running.add(span)
         self._sums.append(running.value())
         return own
 

@@ -102,6 +102,18 @@ def test_piece_by_piece_is_all_at_once(num_bytes: int) -> None:
     assert running.value() == checksum64(data)
 
 
+@pytest.mark.parametrize("num_rows", [8, 11])
+def test_what_is_copied_in_the_same_pass_has_the_checksum_that_it_has_alone(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    data = torch.randint(0, 256, (num_rows * ROW_BYTES + 5,), dtype=torch.uint8, generator=generator)
+    copies = torch.zeros_like(data)
+    running = RunningChecksum(data.device)
+    for piece, target in zip(torch.split(data, 8 * ROW_BYTES), torch.split(copies, 8 * ROW_BYTES), strict=True):
+        running.copy(piece, target)
+    assert torch.equal(copies, data)
+    assert running.value() == checksum64(data)
+
+
 def test_a_piece_after_one_that_fills_no_row_is_refused() -> None:
     running = RunningChecksum(torch.device("cpu"))
     running.add(torch.zeros(8, dtype=torch.uint8))
