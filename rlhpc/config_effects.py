@@ -155,6 +155,20 @@ def average_is_kept(config: Config) -> None:
         _refuse_without_effect(config, "trainer.ema_memory", beside, other)
 
 
+def deltas_are_sent(config: Config) -> None:
+    """Where every version is sent whole, the interval says nothing."""
+    weights = config.weights
+    other = "weights.delta='auto' with 16-bit weights over gloo or disk"
+    for beside in (
+        "weights.delta='off'" if weights.delta == "off" else "",
+        f"weights.transport={weights.transport!r}" if weights.transport in ("nccl", "ipc") else "",
+        "model.dtype='float32'" if config.model.dtype == "float32" else "",
+    ):
+        if beside:
+            beside += ": every version is sent whole"
+            _refuse_without_effect(config, "weights.full_every", beside, other)
+
+
 def schedule_has_an_end(config: Config) -> None:
     """A constant rate goes nowhere."""
     if config.trainer.lr_schedule == "constant":
@@ -228,6 +242,7 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
 
 
 EFFECTS = (
+    deltas_are_sent,
     environment_is_there,
     somebody_asks_the_judge,
     composites_judge,

@@ -215,13 +215,19 @@ class WeightsConfig(Section):
     """[weights]: how new weights reach the generators."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
-    """"auto": gloo on CPU; on CUDA nccl with separate GPUs, ipc if trainer and engines share one."""
+    """"auto": on CUDA nccl with separate GPUs, ipc if trainer and engines share one; on CPU ipc on one host, gloo
+    between hosts."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
     """Tensors travel in buckets of about this size; extra memory on the trainer is two buckets."""
     staging: Literal["auto", "shadow", "paused"] = "auto"
     """Where a version is kept until it is complete: "shadow": in host memory, while decoding continues; "paused":
     nowhere, sampling pauses while buckets are loaded as they arrive.  "auto": shadow on CPU and if host memory has
     room, else paused."""
+    delta: Literal["auto", "off"] = "auto"
+    """"auto": over gloo and disk only what has changed in 16-bit weights is sent, exactly, where engines keep versions
+    in host memory; the trainer keeps one, too.  All else, and what changes much, is sent whole.  "off": everything."""
+    full_every: Positive = 100
+    """With deltas: one version in so many is sent whole, besides the first of every epoch that a generator joins."""
     timeout_s: PositiveFloat = 120.0
     """A broadcast that takes longer is aborted and the epoch dissolved."""
     canary_every: NonNegative = 20

@@ -298,9 +298,13 @@ class WeightReceiver(ABC):
         """Join the group.  Raises GroupFailed after its timeout, and is then a member of none."""
 
     @abstractmethod
-    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
+    def receive(
+        self, manifest: WeightManifest, allocate: Allocate, held: int | None = None
+    ) -> Generator[Tensor, None, None]:
         """Yield every bucket, in order, in the memory that `allocate` gave for it; at most one is received ahead.
 
+        held: identity of the version whose bytes are in that memory, which what changed may be put into; 0: of none
+        yet; None: the memory is not kept until the next version.
         Nothing may be served before it has ended by itself: only then does every checksum agree.  Closed early, it
         lets the rest pass and tells the publisher that this member does not have the version.
         Raises TornWeights, GroupFailed; what `allocate` raises passes, and reaches the publisher as a refusal.
@@ -310,6 +314,10 @@ class WeightReceiver(ABC):
         """Why no more will come, "" while that is not known; for who waits between two buckets.  Never blocks."""
         return ""
 
+    def identity(self) -> int:
+        """Names the bytes of the version that `receive` has just yielded to its end; 0: nobody codes against it."""
+        return 0
+
     @abstractmethod
     def leave(self) -> None:
         """Forget the group.  Idempotent."""
@@ -317,6 +325,8 @@ class WeightReceiver(ABC):
 
 class WeightPublisher(ABC):
     """The sending end of weight broadcasts, on rank 0 of the trainer.  Blocking."""
+
+    sent_share = 1.0  # bytes that the last version took to send, for each of its own
 
     @abstractmethod
     def open(self, group: WeightGroup) -> WeightGroup:

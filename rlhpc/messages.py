@@ -191,6 +191,7 @@ class PublishReport:
     seconds: float
     error: str = ""
     canary: Float32 | None = None  # float32 [T] natural log, at temperature 1; None: not asked for
+    sent_share: float = 1.0  # bytes that were sent, for each of the weights; below 1: by delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "generator/live": Metric("generators", "with a recent heartbeat"),
         # Weight updates.
         "weights/publish_s": Metric("s", "trainer: export and broadcast"),
+        "weights/sent_share": Metric("share", "bytes sent, of the weights' own; below 1: what has changed"),
         "weights/receive_s": Metric("s", "slowest generator: from request to last verified byte; decoding continues"),
         "weights/pause_s": Metric("s", "slowest generator: no token could be sampled"),
         "weights/canary_logratio": Metric("nats", "mean absolute log-ratio, engine and trainer, worst of the last"),

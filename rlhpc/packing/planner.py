@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhpc.compiled import compiled
 from rlhpc.errors import PackingError
-from rlhpc.packing.compiled import compiled
 from rlhpc.packing.cost import FlopCost
 
 Int64 = NDArray[np.int64]

@@ -5,11 +5,13 @@ Input: a WeightManifest.  Output: a few int64 that travel ahead of the buckets.
 
 from __future__ import annotations
 
+import hashlib
+
 from rlhpc.errors import TornWeights
 from rlhpc.types import WeightManifest
 from rlhpc.weights.buckets import layout_digest, manifest_bytes
 
-FORMAT = 0x726C6870630001  # "rlhpc" and a format number
+FORMAT = 0x726C6870630002  # "rlhpc" and a format number
 SIGN_SHIFT = 1 << 63  # checksums are unsigned, int64 tensors are not
 FIELDS = ("format", "epoch", "policy version", "number of bytes", "number of buckets", "layout digest")
 
@@ -24,6 +26,12 @@ def header_of(manifest: WeightManifest) -> list[int]:
         len(manifest.bucket_ends),
         layout_digest(manifest),
     ]
+
+
+def identity_of(manifest: WeightManifest, sums: list[int]) -> int:
+    """63 bits, never 0, that name the bytes of a whole version: its layout and the checksums of its buckets."""
+    text = repr((layout_digest(manifest), sums))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
 
 
 def check_header(manifest: WeightManifest, received: list[int]) -> None:

@@ -4,8 +4,9 @@ Input: a flat uint8 tensor.  Output: an int.  Guards against broken transfers an
 65,536 lanes of 64-bit words, in each lane Horner's rule with an odd factor, then the lanes are mixed with their number
 and summed.  A flip of one bit always changes the result; swaps, shifts and longer damage do but for chance (2^-64),
 save that two flips of the highest bit in the same lane cancel.  About the speed of memory: on CPU one fused pass per
-512 KiB, whose lanes stay in the cache; on a GPU, where a launch costs more than such a pass, rows are folded in pairs:
-some ten launches per 64 MiB, and half as much memory again.  Both give the same number.
+512 KiB, whose lanes stay in the cache, in machine code where there is much to sum; on a GPU, where a launch costs more
+than such a pass, rows are folded in pairs: some ten launches per 64 MiB, and half as much memory again.  All give the
+same number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 NUM_LANES = 1 << 16
+ROW_BYTES = 8 * NUM_LANES
 MASK = (1 << 64) - 1
+COMPILED_WORDS = 8 * NUM_LANES  # 4 MiB
 MOST_ROWS = 128  # 64 MiB
 
 # Signed, as torch has no arithmetic on uint64; it wraps as two's complement does.
@@ -24,27 +27,64 @@ LANE_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio
 
 def checksum64(data: Tensor) -> int:
     """Checksum of uint8 [n] (contiguous); its length counts.  Returns an int in [0, 2^64)."""
-    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
-        raise ValueError(f"a checksum is taken of contiguous flat bytes, not of {data.dtype} {tuple(data.shape)}")
-    words = _as_words(data)
-    lanes = lanes_in_order(words) if data.device.type == "cpu" else lanes_by_halves(words)
-    lanes += torch.arange(NUM_LANES, dtype=torch.int64, device=data.device) * LANE_STEP
-    total = int(_mix(lanes).sum().item())
-    return (total ^ (data.numel() * 0xBF58476D1CE4E5B9)) & MASK
+    running = RunningChecksum(data.device)
+    running.add(data)
+    return running.value()
 
 
-def lanes_in_order(words: Tensor) -> Tensor:
-    """int64 [n] → int64 [NUM_LANES]: Horner's rule, row after row."""
-    lanes = torch.zeros(NUM_LANES, dtype=torch.int64, device=words.device)
+class RunningChecksum:
+    """The checksum of a block that is there piece by piece: each is read while it is still in the cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device: where the pieces are."""
+        self._lanes = torch.zeros(NUM_LANES, dtype=torch.int64, device=device)
+        self._num_bytes = 0
+
+    def add(self, piece: Tensor) -> None:
+        """Go on with uint8 [n], contiguous.  n is a multiple of ROW_BYTES, save in the last piece."""
+        if piece.dtype != torch.uint8 or piece.dim() != 1 or not piece.is_contiguous():
+            raise ValueError(f"a checksum is taken of contiguous flat bytes, not of {piece.dtype} {tuple(piece.shape)}")
+        if self._num_bytes % ROW_BYTES:
+            raise ValueError(f"a piece of {piece.numel()} bytes after {self._num_bytes}, no multiple of {ROW_BYTES}")
+        self._num_bytes += piece.numel()
+        words = _as_words(piece)
+        go_on = lanes_in_order if piece.device.type == "cpu" else lanes_by_halves
+        self._lanes = go_on(words, self._lanes)
+
+    def copy(self, piece: Tensor, target: Tensor) -> None:
+        """Copy uint8 [n] to `target`, and go on with it as `add` does; on CPU in one pass, where it is much."""
+        is_much = piece.numel() % ROW_BYTES == 0 and piece.numel() >= 8 * COMPILED_WORDS
+        if is_much and all(part.device.type == "cpu" and part.data_ptr() % 8 == 0 for part in (piece, target)):
+            from rlhpc.weights.checksum_lanes import copy_and_fold  # numba takes half a second to load
+
+            copy_and_fold(piece.view(torch.int64), target.view(torch.int64), self._lanes, HORNER_FACTOR)
+            self._num_bytes += piece.numel()
+            return
+        target.copy_(piece)
+        self.add(target)
+
+    def value(self) -> int:
+        """The checksum of all pieces in a row, as checksum64 has it."""
+        steps = torch.arange(NUM_LANES, dtype=torch.int64, device=self._lanes.device) * LANE_STEP
+        total = int(_mix(self._lanes + steps).sum().item())
+        return (total ^ (self._num_bytes * 0xBF58476D1CE4E5B9)) & MASK
+
+
+def lanes_in_order(words: Tensor, lanes: Tensor) -> Tensor:
+    """int64 [n], int64 [NUM_LANES] → int64 [NUM_LANES]: Horner's rule, row after row; `lanes` is overwritten."""
+    if words.numel() >= COMPILED_WORDS and words.device.type == "cpu":
+        from rlhpc.weights.checksum_lanes import fold  # numba takes half a second to load: not for small models
+
+        fold(words, lanes, HORNER_FACTOR)
+        return lanes
     for row in torch.split(words, NUM_LANES):
         head = lanes[: row.numel()]
         torch.add(row, head, alpha=HORNER_FACTOR, out=head)
     return lanes
 
 
-def lanes_by_halves(words: Tensor) -> Tensor:
+def lanes_by_halves(words: Tensor, lanes: Tensor) -> Tensor:
     """The same in few launches: neighbouring rows are joined, then neighbouring pairs, and so on."""
-    lanes = torch.zeros(NUM_LANES, dtype=torch.int64, device=words.device)
     num_whole = words.numel() // NUM_LANES
     rows = words[: num_whole * NUM_LANES].view(num_whole, NUM_LANES)
     while len(rows):

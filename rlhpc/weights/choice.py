@@ -16,11 +16,15 @@ CPU = ""
 MIG = "MIG-"  # prefix of NVIDIA's names of parts of a GPU
 
 
-def choose_transport(wish: str, trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
-    """Resolve "auto", or check the setting: gloo on CPU; on CUDA nccl between GPUs, ipc within one.
+def choose_transport(
+    wish: str, trainer: str, engines: Mapping[str, Sequence[str]], *, is_one_host: bool = False
+) -> str:
+    """Resolve "auto", or check the setting.
 
-    engines: name → devices of its workers.  Raises ConfigError, which names the devices of all, for a setting that
-    cannot work there, and for "auto" if some engines share the trainer's GPU and others do not.
+    On CUDA nccl between GPUs, ipc within one; on CPU ipc on one host, gloo between hosts.
+    engines: name → devices of its workers.  is_one_host: all run on one, and see its memory.
+    Raises ConfigError, which names the devices of all, for a setting that cannot work there, and for "auto" if some
+    engines share the trainer's GPU and others do not.
     """
     if wish not in ("auto", *TRANSPORTS):
         raise ConfigError(f"weights.transport={wish!r}; legal: auto, {', '.join(TRANSPORTS)}")
@@ -31,6 +35,8 @@ def choose_transport(wish: str, trainer: str, engines: Mapping[str, Sequence[str
     if wish == "nccl":
         return _nccl(trainer, engines)
     workers = [device for devices in engines.values() for device in devices]
+    if trainer == CPU and all(device == CPU for device in workers):
+        return "ipc" if is_one_host else "gloo"
     if trainer == CPU or CPU in workers:
         return "gloo"
     if trainer in workers:

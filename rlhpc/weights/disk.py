@@ -3,11 +3,13 @@
 Input: a WeightManifest and tensors.  Publisher and receivers share only a directory with atomic rename:
 
     epoch_000003/joined_0001                    rank 1 takes part
-    epoch_000003/version_000012/bucket_0000.bin …       one a bucket, as flat_tensors.py lays it out
+    epoch_000003/version_000012/bucket_0000.bin …       one a bucket, as flat_tensors.py lays it out; or .delta
     epoch_000003/version_000012/checksums.json  written last: a version without it does not exist
     epoch_000003/version_000012/verified_0001   rank 1 has it, whole ("torn_0001": it has not)
 
-The two newest versions are kept.  The directory goes when the epoch is dissolved.
+A rank that keeps the version writes its identity into "verified".  Where every rank has, the next version's buckets are
+what has changed (delta_file.py), save those of which much has.  The two newest versions are kept.  The directory goes
+when the epoch is dissolved.
 """
 
 from __future__ import annotations
@@ -27,25 +29,30 @@ from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.files import write_atomically
 from rlhpc.types import WeightGroup, WeightManifest
-from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
-from rlhpc.weights.buckets import buckets_of
+from rlhpc.weights.broadcast_header import check_header, check_sums, header_of, identity_of
+from rlhpc.weights.buckets import buckets_of, manifest_bytes
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
+from rlhpc.weights.host_image import MAX_SHARE, NOTHING, HostImage
 from rlhpc.weights.rendezvous_file import file_of
 
 NUM_KEPT_VERSIONS = 2
 LOOK_EVERY_S = 0.01  # a directory listing on a parallel filesystem takes about as long
 CHECKSUMS = "checksums.json"
+DELTA = ".delta"  # suffix of a bucket that is sent as what has changed
 
 
 class DiskPublisher(WeightPublisher):
     """Writes versions as files."""
 
-    def __init__(self, directory: Path, timeout_s: float) -> None:
-        """directory: the run's weights directory; made when needed."""
+    def __init__(self, directory: Path, timeout_s: float, image: HostImage | None = None) -> None:
+        """directory: the run's weights directory; made when needed.  image: for deltas; None: none are written."""
         self._directory, self._timeout_s = directory, timeout_s
         self._opened: WeightGroup | None = None
         self._is_formed = False
+        self._image = image
+        self._kept = NOTHING  # identity of the version that all receivers of this epoch keep
+        self._do_receivers_keep = False
 
     def open(self, group: WeightGroup) -> WeightGroup:
         """Make the epoch's directory, empty; see WeightPublisher."""
@@ -77,10 +84,11 @@ class DiskPublisher(WeightPublisher):
                 raise GroupFailed(f"epoch {manifest.epoch} is not formed")
             directory = _version_directory(self._opened, manifest.policy_version)
             try:
-                _write_version(directory, manifest, weights)
+                num_bytes = self._write(directory, manifest, weights)
             except OSError as error:
                 raise GroupFailed(f"version {manifest.policy_version} could not be written: {error}") from error
             self._wait_for_verdicts(directory)
+            self.sent_share = num_bytes / max(1, manifest_bytes(manifest))
         finally:
             exhaust(weights)
         self._remove_superseded()
@@ -90,6 +98,25 @@ class DiskPublisher(WeightPublisher):
         if self._opened is not None:
             shutil.rmtree(_path_of(self._opened), ignore_errors=True)
         self._opened, self._is_formed = None, False
+        self._kept, self._do_receivers_keep = NOTHING, False
+
+    def _write(self, directory: Path, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> int:
+        """Returns the bytes of all buckets' files."""
+        image = self._image
+        offered = NOTHING if image is None else image.offer(manifest)
+        if image is not None and offered != NOTHING and offered == self._kept:
+            image.forget()
+            sums, num_bytes = _write_deltas(directory, manifest, weights, image.blocks, offered)
+            image.became(manifest, sums, by_delta=True)
+            return num_bytes
+        if image is not None and self._do_receivers_keep and image.make_room(manifest):
+            image.became(manifest, _write_whole(directory, manifest, weights, image.blocks), by_delta=False)
+        else:
+            largest = max((bucket.num_bytes for bucket in buckets_of(manifest)), default=0)
+            buffer = torch.zeros(largest, dtype=torch.uint8)
+            blocks = [buffer[: bucket.num_bytes] for bucket in buckets_of(manifest)]
+            _write_whole(directory, manifest, weights, blocks)
+        return manifest_bytes(manifest)
 
     def _wait_for_verdicts(self, directory: Path) -> None:
         assert self._opened is not None
@@ -106,6 +133,9 @@ class DiskPublisher(WeightPublisher):
                 f"{directory.name}: ranks {sorted(missing)} of {self._opened.world_size} did not verify it "
                 f"(found it torn: {verdicts('torn')})"
             )
+        kept = {(directory / f"verified_{rank:04d}").read_text() for rank in ranks}
+        self._do_receivers_keep = "" not in kept
+        self._kept = int(kept.pop(), 16) if self._do_receivers_keep and len(kept) == 1 else NOTHING
 
     def _remove_superseded(self) -> None:
         assert self._opened is not None
@@ -121,6 +151,7 @@ class DiskReceiver(WeightReceiver):
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
         self._rank = 0
+        self._identity = 0
 
     def join(self, group: WeightGroup, rank: int) -> None:
         """Write this rank's file; see WeightReceiver."""
@@ -131,34 +162,45 @@ class DiskReceiver(WeightReceiver):
             raise GroupFailed(f"no rendezvous at {group.address!r}: {error}") from error
         self._group, self._rank = group, rank
 
-    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
+    def receive(
+        self, manifest: WeightManifest, allocate: Allocate, held: int | None = None
+    ) -> Generator[Tensor, None, None]:
         """Read every bucket as soon as it exists, verify at the end; see WeightReceiver."""
-        group = self._group
+        group, self._identity = self._group, 0
         if group is None or group.epoch != manifest.epoch:
             raise GroupFailed(f"not a member of epoch {manifest.epoch}")
         directory = _version_directory(group, manifest.policy_version)
-        verdict = "torn"
+        verdict, kept = "torn", ""
         try:
             sums: list[int] = []
             for index, bucket in enumerate(buckets_of(manifest)):
-                self._wait_for(_bucket_file(directory, index), directory)
+                paths = _bucket_file(directory, index), _bucket_file(directory, index).with_suffix(DELTA)
+                self._wait_for(*paths, directory / CHECKSUMS)
                 block = allocate(index, torch.device("cpu"))
-                _read_bucket(_bucket_file(directory, index), block, bucket.num_bytes)
+                if paths[1].exists():
+                    _read_delta(paths[1], held, block)
+                else:
+                    _read_bucket(paths[0], block, bucket.num_bytes)
                 sums.append(checksum64(block))
                 yield block
-            self._wait_for(directory / CHECKSUMS, directory)
+            self._wait_for(directory / CHECKSUMS)
             _verify(directory, manifest, sums)
-            verdict = "verified"
+            self._identity = identity_of(manifest, sums)
+            verdict, kept = "verified", "" if held is None else f"{self._identity:x}"
         finally:
             if self._group is not None:
-                _leave_verdict(directory, f"{verdict}_{self._rank:04d}")
+                _leave_verdict(directory, f"{verdict}_{self._rank:04d}", kept)
 
-    def _wait_for(self, path: Path, directory: Path) -> None:
-        """Raises GroupFailed if it does not appear, and is then a member of none."""
+    def _wait_for(self, *any_of: Path) -> None:
+        """Raises GroupFailed if none appears, and is then a member of no group."""
         deadline = Deadline(self._timeout_s)
-        if not deadline.wait_for(lambda: path.exists() or (directory / CHECKSUMS).exists(), LOOK_EVERY_S):
+        if not deadline.wait_for(lambda: any(path.exists() for path in any_of), LOOK_EVERY_S):
             self.leave()
-            raise GroupFailed(f"{path} did not appear within {self._timeout_s:g} s")
+            raise GroupFailed(f"{any_of[0]} did not appear within {self._timeout_s:g} s")
+
+    def identity(self) -> int:
+        """See WeightReceiver."""
+        return self._identity
 
     def leave(self) -> None:
         """Remove this rank's file; see WeightReceiver."""
@@ -167,20 +209,50 @@ class DiskReceiver(WeightReceiver):
         self._group = None
 
 
-def _write_version(directory: Path, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
+def _write_whole(
+    directory: Path, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]], blocks: list[Tensor]
+) -> list[int]:
+    """Returns the checksums.  Raises OSError."""
     directory.mkdir(exist_ok=True)
     sums: list[int] = []
-    buckets = buckets_of(manifest)
-    buffer = torch.zeros(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
-    for index, bucket in enumerate(buckets):
-        block = buffer[: bucket.num_bytes]
+    for index, (bucket, block) in enumerate(zip(buckets_of(manifest), blocks, strict=True)):
         fill_block(bucket, weights, block)
-        path = _bucket_file(directory, index)
-        # Not synced: after a power cut there is no reader left for it, and checksums guard the rest.
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(_bytes_of(block))
-        temporary.replace(path)
+        _write_bucket(_bucket_file(directory, index), block)
         sums.append(checksum64(block))
+    _write_checksums(directory, manifest, sums)
+    return sums
+
+
+def _write_deltas(
+    directory: Path, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]], image: list[Tensor], base: int
+) -> tuple[list[int], int]:
+    """What differs from the image, which becomes the new version.  Returns checksums and bytes.  Raises OSError."""
+    from rlhpc.weights.delta_codec import DeltaEncoder  # numba takes half a second to load
+    from rlhpc.weights.delta_file import with_head  # the same
+
+    directory.mkdir(exist_ok=True)
+    encoder, sums, num_bytes = DeltaEncoder(MAX_SHARE), list[int](), 0
+    scratch = torch.zeros(max((block.numel() for block in image), default=0), dtype=torch.uint8)
+    for index, (bucket, block) in enumerate(zip(buckets_of(manifest), image, strict=True)):
+        fresh, path = scratch[: bucket.num_bytes], _bucket_file(directory, index)
+        fill_block(bucket, weights, fresh)
+        coded = encoder.encode(block, fresh)
+        written = block if coded is None else with_head(base, coded)
+        _write_bucket(path if coded is None else path.with_suffix(DELTA), written)
+        num_bytes += written.numel()
+        sums.append(checksum64(block))
+    _write_checksums(directory, manifest, sums)
+    return sums, num_bytes
+
+
+def _write_bucket(path: Path, block: Tensor) -> None:
+    # Not synced: after a power cut there is no reader left for it, and checksums guard the rest.
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(_bytes_of(block))
+    temporary.replace(path)
+
+
+def _write_checksums(directory: Path, manifest: WeightManifest, sums: list[int]) -> None:
     write_atomically(directory / CHECKSUMS, json.dumps({"header": header_of(manifest), "checksums": sums}).encode())
 
 
@@ -202,6 +274,19 @@ def _read_bucket(path: Path, block: Tensor, num_bytes: int) -> None:
         raise TornWeights(f"{path}: {error!r}") from error
 
 
+def _read_delta(path: Path, held: int | None, block: Tensor) -> None:
+    """Raises TornWeights if it is not there, not whole, or for another version than the one in the block."""
+    from rlhpc.weights.delta_file import put_delta  # numba takes half a second to load
+
+    try:
+        content = bytearray(path.read_bytes())
+    except OSError as error:
+        raise TornWeights(f"{path}: {error!r}") from error
+    put_delta(
+        torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8), held, block
+    )
+
+
 def _verify(directory: Path, manifest: WeightManifest, sums: list[int]) -> None:
     try:
         record = json.loads((directory / CHECKSUMS).read_bytes())
@@ -211,9 +296,11 @@ def _verify(directory: Path, manifest: WeightManifest, sums: list[int]) -> None:
         raise TornWeights(f"{directory}: {error!r}") from error
 
 
-def _leave_verdict(directory: Path, name: str) -> None:
+def _leave_verdict(directory: Path, name: str, text: str) -> None:
     try:
-        (directory / name).touch()
+        temporary = directory / f"{name}.tmp"
+        temporary.write_text(text)
+        temporary.replace(directory / name)
     except OSError as error:
         raise GroupFailed(f"{directory} has gone: {error}") from error
 

@@ -12,6 +12,7 @@ from rlhpc.weights.device_scope import indexed
 from rlhpc.weights.disk import DiskPublisher, DiskReceiver
 from rlhpc.weights.group_publisher import GroupPublisher
 from rlhpc.weights.group_receiver import GroupReceiver
+from rlhpc.weights.host_image import HostImage
 from rlhpc.weights.ipc import IpcPublisher, IpcReceiver
 
 
@@ -24,11 +25,13 @@ def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host
     The size of buckets comes with the manifest.  Raises ConfigError for an unknown transport.
     """
     transport = _known(weights.transport)
+    # Over nccl and ipc a version does not pass through sockets or files, and is sent in less time than it is coded in.
+    image = HostImage(weights.full_every) if weights.delta == "auto" and transport in ("gloo", "disk") else None
     if transport == "ipc":
         return IpcPublisher(directory, indexed(device), weights.timeout_s)
     if transport == "disk":
-        return DiskPublisher(directory, weights.timeout_s)
-    return GroupPublisher(transport, directory, weights.timeout_s, device=indexed(device), host=host)
+        return DiskPublisher(directory, weights.timeout_s, image)
+    return GroupPublisher(transport, directory, weights.timeout_s, device=indexed(device), host=host, image=image)
 
 
 def make_receiver(transport: str, *, device: str, timeout_s: float) -> WeightReceiver:

@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -31,6 +31,33 @@ def fill_block(bucket: Bucket, weights: Iterator[tuple[str, Tensor]], block: Ten
         size = tensor_bytes(spec)
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         block[offset : offset + size].copy_(flat)
+
+
+def filled_spans(
+    bucket: Bucket, weights: Iterator[tuple[str, Tensor]], span_bytes: int, take: Callable[[int], Tensor]
+) -> Iterator[Tensor]:
+    """The bucket's block in spans of `span_bytes` (the last is shorter; an empty bucket has one), each as it is full.
+
+    span_bytes: a multiple of 16.  take: gives memory for a span of so many bytes.  Raises ValueError as fill_block.
+    """
+    start, span = 0, take(min(span_bytes, bucket.num_bytes))
+    for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+        _, tensor = next_weight(spec, weights)
+        flat, position = tensor.detach().contiguous().view(-1).view(torch.uint8), offset
+        while flat.numel():
+            if position >= start + span.numel():
+                yield span
+                start += span.numel()
+                span = take(min(span_bytes, bucket.num_bytes - start))
+            piece = flat[: start + span.numel() - position]
+            span[position - start : position - start + piece.numel()].copy_(piece)
+            flat, position = flat[piece.numel() :], position + piece.numel()
+    yield span
+
+
+def num_spans(bucket: Bucket, span_bytes: int) -> int:
+    """How many spans filled_spans yields."""
+    return max(1, -(-bucket.num_bytes // span_bytes))
 
 
 def next_weight(spec: TensorSpec, weights: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor]:

@@ -2,8 +2,10 @@
 
 Input: a WeightManifest and an iterator of tensors.  Two reused blocks of bytes take turns: one is filled while the
 other is on its way, so that the extra memory is two buckets.  Protocol of one publication, from rank 0 unless said
-otherwise: header; a sum in which every receiver says whether it can take the version; blocks; checksums; a sum in which
-every receiver says whether its checksums agree.  A publication that returns has arrived everywhere.
+otherwise: header, and the identity of a version to which a delta can be sent; a sum in which every receiver says
+whether it can take the version, whether it keeps it, and whether it has that other one (group_votes.py); blocks, or
+deltas where all have it (group_deltas.py); checksums of the whole buckets; a sum in which every receiver says whether
+its checksums agree.  A publication that returns has arrived everywhere.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from rlhpc.contracts import WeightPublisher
 from rlhpc.errors import GroupFailed
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import SIGN_SHIFT, header_of
-from rlhpc.weights.buckets import Bucket, buckets_of
+from rlhpc.weights.buckets import Bucket, buckets_of, manifest_bytes
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
+from rlhpc.weights.group_deltas import send_deltas
+from rlhpc.weights.group_votes import Votes
+from rlhpc.weights.host_image import NOTHING, HostImage
 from rlhpc.weights.out_of_memory import room_for
 from rlhpc.weights.process_group import SideGroup, open_store
 
@@ -31,18 +36,26 @@ class GroupPublisher(WeightPublisher):
     """Rank 0 of a gloo or NCCL group."""
 
     def __init__(
-        self, backend: str, directory: Path, timeout_s: float, *, device: torch.device, host: str = ""
+        self,
+        backend: str,
+        directory: Path,
+        timeout_s: float,
+        *,
+        device: torch.device,
+        host: str = "",
+        image: HostImage | None = None,
     ) -> None:
         """backend: "gloo" or "nccl".  device: the trainer's, with its index.
 
         host: address under which other machines reach this one; "": all members are on this machine and use a file of
-        `directory` as rendezvous.
+        `directory` as rendezvous.  image: for deltas, over gloo; None: every version is sent whole.
         """
         self._backend, self._directory, self._timeout_s = backend, directory, timeout_s
         self._device, self._host = device, host
         self._opened: WeightGroup | None = None
         self._store: Any = None
         self._group: SideGroup | None = None
+        self._image = image
 
     def open(self, group: WeightGroup) -> WeightGroup:
         """Open a file or a port; see WeightPublisher."""
@@ -91,36 +104,26 @@ class GroupPublisher(WeightPublisher):
         group = self._group
         if group is None or self._opened is None or self._opened.epoch != manifest.epoch:
             raise GroupFailed(f"epoch {manifest.epoch} is not formed")
-        group.broadcast(torch.tensor(header_of(manifest), dtype=torch.int64, device=group.device))
-        _require_all(group, manifest, "cannot take it: no room, or another version is expected")
-        sums = self._send_blocks(group, buckets_of(manifest), weights)
+        image, buckets = self._image, buckets_of(manifest)
+        offered = NOTHING if image is None else image.offer(manifest)
+        group.broadcast(torch.tensor([*header_of(manifest), offered], dtype=torch.int64, device=group.device))
+        votes = Votes.of(group.total(0))
+        _require_all(group, votes.taking, manifest, "cannot take it: no room, or another version is expected")
+        num_receivers, by_delta = group.world_size - 1, votes.mean_a_delta(offered, group.world_size)
+        sent_bytes = manifest_bytes(manifest)
+        if image is not None and by_delta:
+            image.forget()
+            sums, sent_bytes = send_deltas(group, buckets, weights, image.blocks)
+            image.became(manifest, sums, by_delta=True)
+        elif image is not None and votes.keeping == num_receivers and image.make_room(manifest):
+            sums = _send_blocks(group, buckets, weights, image.blocks)
+            image.became(manifest, sums, by_delta=False)
+        else:
+            sums = _send_blocks(group, buckets, weights, _blocks_in_turn(group, buckets))
         signed = [value - SIGN_SHIFT for value in sums]
         group.broadcast(torch.tensor(signed, dtype=torch.int64, device=group.device))
-        _require_all(group, manifest, "found the weights torn, or could not load them")
-
-    def _send_blocks(
-        self, group: SideGroup, buckets: tuple[Bucket, ...], weights: Iterator[tuple[str, Tensor]]
-    ) -> list[int]:
-        sizes = [bucket.num_bytes for bucket in buckets]
-        with room_for(f"two buckets, the largest of {max(sizes, default=0)} bytes, on the trainer"):
-            turns = [max(sizes[start::2]) for start in range(len(sizes[:2]))]
-            blocks = [torch.zeros(size, dtype=torch.uint8, device=group.device) for size in turns]
-        sums: list[int] = []
-        arrivals: list[Callable[[], None]] = []
-        try:
-            for index, bucket in enumerate(buckets):
-                if index > 1:
-                    arrivals[index - 2]()  # its block is written again
-                block = blocks[index % 2][: bucket.num_bytes]
-                fill_block(bucket, weights, block)
-                arrivals.append(group.begin_broadcast(block))
-                sums.append(checksum64(block))
-            for wait in arrivals[-2:]:
-                wait()
-        finally:
-            # A broadcast in progress keeps its connections open, and the traceback of a failure would keep it alive.
-            arrivals.clear()
-        return sums
+        _require_all(group, group.total(0), manifest, "found the weights torn, or could not load them")
+        self.sent_share = sent_bytes / max(1, manifest_bytes(manifest))
 
     def _cut(self) -> None:
         if self._group is not None:
@@ -128,10 +131,38 @@ class GroupPublisher(WeightPublisher):
         self._group = None
 
 
-def _require_all(group: SideGroup, manifest: WeightManifest, otherwise: str) -> None:
-    """Collect every receiver's vote.  Raises GroupFailed unless all are in favour."""
+def _blocks_in_turn(group: SideGroup, buckets: tuple[Bucket, ...]) -> list[Tensor]:
+    sizes = [bucket.num_bytes for bucket in buckets]
+    with room_for(f"two buckets, the largest of {max(sizes, default=0)} bytes, on the trainer"):
+        turns = [max(sizes[start::2]) for start in range(len(sizes[:2]))]
+        return [torch.zeros(size, dtype=torch.uint8, device=group.device) for size in turns]
+
+
+def _send_blocks(
+    group: SideGroup, buckets: tuple[Bucket, ...], weights: Iterator[tuple[str, Tensor]], blocks: list[Tensor]
+) -> list[int]:
+    """Fill a block while the one before it is on its way.  Returns the checksums."""
+    sums: list[int] = []
+    arrivals: list[Callable[[], None]] = []
+    try:
+        for index, bucket in enumerate(buckets):
+            if index > 1:
+                arrivals[index - 2]()  # of two blocks, its one is written again
+            block = blocks[index % len(blocks)][: bucket.num_bytes]
+            fill_block(bucket, weights, block)
+            arrivals.append(group.begin_broadcast(block))
+            sums.append(checksum64(block))
+        for wait in arrivals[-2:]:
+            wait()
+    finally:
+        # A broadcast in progress keeps its connections open, and the traceback of a failure would keep it alive.
+        arrivals.clear()
+    return sums
+
+
+def _require_all(group: SideGroup, num_in_favour: int, manifest: WeightManifest, otherwise: str) -> None:
+    """Raises GroupFailed unless all receivers are in favour."""
     num_receivers = group.world_size - 1
-    num_in_favour = group.total(0)
     if num_in_favour != num_receivers:
         against = f"{num_receivers - num_in_favour} of {num_receivers} receivers"
         raise GroupFailed(f"version {manifest.policy_version}: {against} {otherwise}")

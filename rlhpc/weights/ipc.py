@@ -1,12 +1,14 @@
-"""Move weights between processes that share a GPU, by CUDA IPC.
+"""Move weights between processes that share a GPU, by CUDA IPC, or the memory of one host.
 
-NCCL refuses two ranks on one device; here the publisher fills two shared blocks in turn and tells every receiver over a
-unix socket in the run directory; before it fills a block again all have copied it.  Messages are lines of JSON:
+NCCL refuses two ranks on one device, and gloo sends through the kernel's sockets what lies in the same memory.  Here
+the publisher fills a few shared blocks in turn and tells every receiver over a unix socket in the run directory; before
+it fills a block again all have copied it.  A bucket travels in one span on a GPU, on CPU in spans that the cache holds:
+what one side has written the other finds there.  Messages are lines of JSON:
 
     receiver → publisher   {"rank": 1}                              joins
-    publisher → receiver   {"header": [...], "blocks": [handle, …]}  once per publication
+    publisher → receiver   {"header": [...], "blocks": [handle, …], "span": bytes}   once per publication
     receiver → publisher   {"refused": ""}                          or why it cannot take it
-    publisher → receiver   {"bucket": 0}                            a block is full …
+    publisher → receiver   {"full": 0}                              a block is full: span 0 of all …
     receiver → publisher   {"copied": 0}                            … and may be overwritten
     publisher → receiver   {"checksums": ["…", …]}                  after the last bucket
     receiver → publisher   {"whole": true}
@@ -16,9 +18,6 @@ A process that dies closes its socket, so that the others fail at once.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import socket
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -34,11 +33,15 @@ from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import Bucket, buckets_of
-from rlhpc.weights.checksum import checksum64
-from rlhpc.weights.flat_tensors import exhaust, fill_block
+from rlhpc.weights.checksum import RunningChecksum
+from rlhpc.weights.flat_tensors import exhaust, filled_spans, num_spans
+from rlhpc.weights.lines import Line, Lost, short_path
 from rlhpc.weights.out_of_memory import room_for
 from rlhpc.weights.rendezvous_file import file_of
 from rlhpc.weights.shared_block import discard_block, make_block, open_block
+
+SPAN_BYTES = 4 << 20  # on CPU; a multiple of a checksum's rows
+NUM_BLOCKS = {"cpu": 4, "cuda": 2}  # more than two: a side that is put aside for a moment does not stop the other
 
 
 class IpcPublisher(WeightPublisher):
@@ -49,7 +52,8 @@ class IpcPublisher(WeightPublisher):
         self._directory, self._device, self._timeout_s = directory, device, timeout_s
         self._opened: WeightGroup | None = None
         self._listener: socket.socket | None = None
-        self._receivers: dict[int, _Line] = {}
+        self._receivers: dict[int, Line] = {}
+        self._shared: list[tuple[Tensor, dict[str, Any]]] = []  # blocks and their handles
 
     def open(self, group: WeightGroup) -> WeightGroup:
         """Listen on a socket file; see WeightPublisher."""
@@ -59,7 +63,7 @@ class IpcPublisher(WeightPublisher):
             self._directory.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             self._listener = socket.socket(socket.AF_UNIX)
-            with _short_path(path) as short:
+            with short_path(path) as short:
                 self._listener.bind(short)
             self._listener.listen(group.world_size)
         except OSError as error:
@@ -75,7 +79,7 @@ class IpcPublisher(WeightPublisher):
         try:
             while len(self._receivers) < self._opened.world_size - 1:
                 self._listener.settimeout(max(deadline.left_s, 1e-3))
-                line = _Line(self._listener.accept()[0], self._timeout_s)
+                line = Line(self._listener.accept()[0], self._timeout_s)
                 self._receivers[int(line.read()["rank"])] = line
         except OSError as error:
             wanted = self._opened.world_size - 1
@@ -97,6 +101,7 @@ class IpcPublisher(WeightPublisher):
     def dissolve(self) -> None:
         """Disconnect and remove the socket file; see WeightPublisher."""
         self._hang_up()
+        self._discard_blocks()
         if self._listener is not None:
             self._listener.close()
         if self._opened is not None:
@@ -109,37 +114,61 @@ class IpcPublisher(WeightPublisher):
         if len(self._receivers) != self._opened.world_size - 1:
             raise GroupFailed(f"epoch {manifest.epoch} is not whole: form it, or another one")
         buckets = buckets_of(manifest)
-        size = max((bucket.num_bytes for bucket in buckets), default=0)
-        name, shared = f"epoch_{manifest.epoch:06d}", []
+        largest = max((bucket.num_bytes for bucket in buckets), default=0)
+        span_bytes = min(largest, SPAN_BYTES) if self._device.type == "cpu" else largest
         try:
-            with room_for(f"two buckets of {size} bytes on the trainer"):
-                for index in range(len(buckets[:2])):
-                    shared.append(make_block(size, self._device, self._directory, f"{name}_{index}"))
-            self._tell({"header": header_of(manifest), "blocks": [handle for _, handle in shared]})
+            self._make_blocks(span_bytes, manifest)
+            handles = [handle for _, handle in self._shared]
+            self._tell({"header": header_of(manifest), "blocks": handles, "span": max(span_bytes, 1)})
             self._require_none("refused", manifest)
-            sums = self._send_blocks(buckets, [block for block, _ in shared], weights)
+            sums = self._send_spans(buckets, max(span_bytes, 1), weights)
             self._tell({"checksums": [f"{value:016x}" for value in sums]})
             torn = [rank for rank, whole in self._hear("whole").items() if not whole]
         finally:
-            for _, handle in shared:
-                discard_block(handle)
+            if self._device.type == "cuda":  # the memory is wanted for training
+                self._discard_blocks()
         if torn:
             raise GroupFailed(f"version {manifest.policy_version}: ranks {torn} found the weights torn")
 
-    def _send_blocks(
-        self, buckets: tuple[Bucket, ...], blocks: list[Tensor], weights: Iterator[tuple[str, Tensor]]
+    def _make_blocks(self, num_bytes: int, manifest: WeightManifest) -> None:
+        """As few as the last time, where they have this size: fresh memory costs more than the copy."""
+        if self._shared and self._shared[0][0].numel() == num_bytes:
+            return
+        self._discard_blocks()
+        number = NUM_BLOCKS[self._device.type] if manifest.bucket_ends else 0
+        with room_for(f"{number} shared blocks of {num_bytes} bytes on the trainer"):
+            while len(self._shared) < number:
+                self._shared.append(make_block(num_bytes, self._device))
+
+    def _discard_blocks(self) -> None:
+        for _, handle in self._shared:
+            discard_block(handle)
+        self._shared = []
+
+    def _send_spans(
+        self, buckets: tuple[Bucket, ...], span_bytes: int, weights: Iterator[tuple[str, Tensor]]
     ) -> list[int]:
-        """Fill one block while the receivers copy the other.  Returns the checksums."""
+        """Fill one block while the receivers copy others.  Returns the checksums of the buckets."""
         sums: list[int] = []
-        for index, bucket in enumerate(buckets):
-            if index > 1:
-                self._hear("copied")  # of the bucket before the last: its block is filled again
-            block = blocks[index % 2][: bucket.num_bytes]
-            fill_block(bucket, weights, block)
-            _finish_copies(self._device)
-            self._tell({"bucket": index})
-            sums.append(checksum64(block))
-        for _ in buckets[:2]:
+        number = num_copied = 0
+        blocks = [block for block, _ in self._shared]
+
+        def take(num_bytes: int) -> Tensor:
+            nonlocal num_copied
+            if number - num_copied == len(blocks):
+                self._hear("copied")
+                num_copied += 1
+            return blocks[number % len(blocks)][:num_bytes]
+
+        for bucket in buckets:
+            running = RunningChecksum(self._device)
+            for span in filled_spans(bucket, weights, span_bytes, take):
+                _finish_copies(self._device)
+                self._tell({"full": number})
+                number += 1
+                running.add(span)
+            sums.append(running.value())
+        for _ in range(number - num_copied):
             self._hear("copied")
         return sums
 
@@ -168,33 +197,36 @@ class IpcReceiver(WeightReceiver):
         """device: of the engine worker, the GPU both sides see."""
         self._device, self._timeout_s = device, timeout_s
         self._epoch = -1
-        self._line: _Line | None = None
+        self._line: Line | None = None
+        self._opened: dict[str, Tensor] = {}  # blocks of earlier versions in host memory, by file
 
     def join(self, group: WeightGroup, rank: int) -> None:
         """Connect; see WeightReceiver."""
         self.leave()
         connection = socket.socket(socket.AF_UNIX)
         try:
-            with _short_path(file_of(group.address)) as short:
+            with short_path(file_of(group.address)) as short:
                 connection.connect(short)
         except OSError as error:
             connection.close()
             raise GroupFailed(f"no rendezvous at {group.address!r}: {error}") from error
-        self._line = _Line(connection, self._timeout_s)
+        self._line = Line(connection, self._timeout_s)
         self._line.write({"rank": rank})
         self._epoch = group.epoch
 
-    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
+    def receive(
+        self, manifest: WeightManifest, allocate: Allocate, held: int | None = None
+    ) -> Generator[Tensor, None, None]:
         """Copy, verify at the end; see WeightReceiver."""
         if self._line is None or self._epoch != manifest.epoch:
             raise GroupFailed(f"not a member of epoch {manifest.epoch}")
-        incoming = _Incoming(self._line, manifest, allocate, self._device)
+        incoming = _Incoming(self._line, manifest, allocate, self._device, self._opened)
         try:
             incoming.open_blocks()
             while incoming.num_left:
                 yield from self._next_block(incoming)
             incoming.verify()
-        except _Lost as error:
+        except Lost as error:
             self.leave()
             raise GroupFailed(str(error)) from error
 
@@ -202,12 +234,12 @@ class IpcReceiver(WeightReceiver):
         """Yield one block.  If there is no memory for it, or it is the last that is wanted, refuse the rest."""
         try:
             yield incoming.next_block()
-        except _Lost:
+        except Lost:
             raise
         except BaseException:
             try:
                 incoming.refuse_the_rest()
-            except _Lost:
+            except Lost:
                 self.leave()
             raise
 
@@ -215,31 +247,42 @@ class IpcReceiver(WeightReceiver):
         """Disconnect; see WeightReceiver."""
         if self._line is not None:
             self._line.close()
-        self._line, self._epoch = None, -1
+        self._line, self._epoch, self._opened = None, -1, {}
 
 
 class _Incoming:
     """One publication, as it arrives."""
 
-    def __init__(self, line: _Line, manifest: WeightManifest, allocate: Allocate, device: torch.device) -> None:
+    def __init__(
+        self,
+        line: Line,
+        manifest: WeightManifest,
+        allocate: Allocate,
+        device: torch.device,
+        opened: dict[str, Tensor],
+    ) -> None:
         self._line, self._manifest, self._allocate, self._device = line, manifest, allocate, device
         self._buckets = buckets_of(manifest)
+        self._opened = opened
         self._shared: list[Tensor] = []
+        self._span_bytes = 1
         self._first: Tensor | None = None  # memory for the first bucket, allocated before the version is accepted
         self._sums: list[int] = []
-        self._num_heard = 0  # buckets that were announced and answered
+        self._num_begun = 0  # buckets
+        self._num_heard = 0  # spans that were announced and answered
 
     @property
     def num_left(self) -> int:
         """Buckets still to come."""
-        return len(self._buckets) - self._num_heard
+        return len(self._buckets) - self._num_begun
 
     def open_blocks(self) -> None:
         """Check the header and reply whether the version can be received.  Raises TornWeights, GroupFailed."""
         opening = self._line.read()
         try:
             check_header(self._manifest, opening["header"])
-            self._shared = [self._opened(handle) for handle in opening["blocks"]]
+            self._shared = [self._block_of(handle) for handle in opening["blocks"]]
+            self._span_bytes = opening["span"]
             self._first = self._allocate(0, self._device) if self._buckets else None
         except (TornWeights, GroupFailed) as error:
             self._line.write({"refused": str(error)})
@@ -247,17 +290,25 @@ class _Incoming:
         self._line.write({"refused": ""})
 
     def next_block(self) -> Tensor:
-        """Copy the next bucket, acknowledge it, and take the copy's checksum."""
-        index = self._line.read()["bucket"]
+        """Copy the next bucket, acknowledge each span, and take the copy's checksum."""
+        index = self._num_begun
         own, self._first = (self._first if index == 0 else None), None
-        try:
-            own = self._allocate(index, self._device) if own is None else own
-            own.copy_(self._shared[index % 2][: self._buckets[index].num_bytes])
-            _finish_copies(self._device)
-        finally:
+        own = self._allocate(index, self._device) if own is None else own
+        self._num_begun += 1
+        running, is_on_cpu = RunningChecksum(self._device), self._device.type == "cpu"
+        for span in torch.split(own, self._span_bytes) if own.numel() else [own]:
+            number = self._line.read()["full"]
+            full = self._shared[number % len(self._shared)][: span.numel()]
+            if is_on_cpu:
+                running.copy(full, span)
+            else:
+                span.copy_(full)
+                _finish_copies(self._device)
             self._num_heard += 1
-            self._line.write({"copied": index})
-        self._sums.append(checksum64(own))
+            self._line.write({"copied": number})
+            if not is_on_cpu:  # the publisher need not wait for it
+                running.add(span)
+        self._sums.append(running.value())
         return own
 
     def verify(self) -> None:
@@ -268,62 +319,22 @@ class _Incoming:
 
     def refuse_the_rest(self) -> None:
         """Skip the rest, and report that this member does not have the version."""
-        while self.num_left:
-            self._line.write({"copied": self._line.read()["bucket"]})
-            self._num_heard += 1
+        for _ in range(sum(num_spans(bucket, self._span_bytes) for bucket in self._buckets) - self._num_heard):
+            self._line.write({"copied": self._line.read()["full"]})
         self._line.read()
         self._line.write({"whole": False})
 
-    def _opened(self, handle: dict[str, Any]) -> Tensor:
+    def _block_of(self, handle: dict[str, Any]) -> Tensor:
+        known = self._opened.get(handle.get("file", ""))
+        if known is not None and known.numel() == handle["num_bytes"]:
+            return known
         try:
-            return open_block(handle, self._device)
-        except (RuntimeError, OSError) as error:
+            block = open_block(handle, self._device)
+        except (RuntimeError, OSError, ValueError) as error:
             raise GroupFailed(f"the shared block could not be opened: {error}") from error
-
-
-class _Lost(GroupFailed):
-    """The other end of a connection is gone, or did not reply."""
-
-
-class _Line:
-    """A socket that carries lines of JSON.  Every failure is a _Lost."""
-
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        connection.settimeout(timeout_s)
-        self._connection = connection
-        self._file = connection.makefile("rwb")
-
-    def write(self, message: dict[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps(message).encode() + b"\n")
-            self._file.flush()
-        except (OSError, ValueError) as error:
-            raise _Lost(f"a member of the group is gone: {error}") from error
-
-    def read(self) -> dict[str, Any]:
-        try:
-            text = self._file.readline()
-        except (OSError, ValueError) as error:
-            raise _Lost(f"a member of the group did not answer: {error}") from error
-        if not text.endswith(b"\n"):
-            raise _Lost("a member of the group is gone")
-        message: dict[str, Any] = json.loads(text)
-        return message
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # bytes left to flush to a peer that is gone
-            self._file.close()
-        self._connection.close()
-
-
-@contextlib.contextmanager
-def _short_path(path: Path) -> Iterator[str]:
-    """A name of `path` below the 107 bytes of a socket address, however deep the run directory lies (Linux)."""
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{path.name}"
-    finally:
-        os.close(descriptor)
+        if "file" in handle:
+            self._opened[handle["file"]] = block
+        return block
 
 
 def _finish_copies(device: torch.device) -> None:

@@ -31,9 +31,11 @@ class HostShadow:
         self._digest: int | None = None
         self._blocks: list[Tensor] = []
         self._whole: WeightManifest | None = None
+        self._identity = 0  # of the bytes in the memory, 0: of no version
 
     def receive(self, receiver: WeightReceiver, manifest: WeightManifest) -> None:
         """Receive a version.  Raises TornWeights, GroupFailed (also: no room); then there is nothing to take."""
+        held, self._identity = self._identity, 0
         self._whole = None
         on_device = blocks_in_turn(manifest)
 
@@ -41,12 +43,12 @@ class HostShadow:
             self._make_room(manifest)
             return self._blocks[index] if device.type == "cpu" else on_device(index, device)
 
-        with closing(receiver.receive(manifest, allocate)) as arriving:
+        with closing(receiver.receive(manifest, allocate, held)) as arriving:
             for index, block in enumerate(arriving):
                 own = self._blocks[index]
                 if block.data_ptr() != own.data_ptr():
                     own.copy_(block, non_blocking=True)  # in the order of the stream; readers wait for that
-        self._whole = manifest
+        self._whole, self._identity = manifest, receiver.identity()
 
     def take(self) -> NamedTensors:
         """The tensors of the version received last, in the manifest's order; valid until the next one is received.

@@ -1,35 +1,49 @@
 """One block of bytes that several processes of a machine see.
 
-On CUDA: device memory, opened elsewhere by its IPC handle.  On CPU: a file mapped by all; there for tests, and so that
-the protocol above it runs the same lines on both.  A handle is JSON; nothing here is pickled.
+On CUDA: device memory, opened elsewhere by its IPC handle.  On CPU: a file without a name (memfd), which others open by
+way of /proc and which is gone with the last process that has it, however that ends.  A handle is JSON; nothing here is
+pickled.
 """
 
 from __future__ import annotations
 
 import base64
-from pathlib import Path
+import mmap
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def make_block(num_bytes: int, device: torch.device, directory: Path, name: str) -> tuple[Tensor, dict[str, Any]]:
-    """Allocate uint8 [num_bytes] and return it with its handle.  The caller keeps the tensor while others use it."""
+def make_block(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """Allocate uint8 [num_bytes] and return it with its handle.  The caller keeps the tensor while others use it.
+
+    On CPU every page of it is there afterwards: the first touch of fresh memory is ten times slower than a copy.
+    """
     if device.type == "cuda":
         # A storage of its own: an IPC handle opens a whole allocation, and the caching allocator packs small ones.
         block = torch.empty(max(num_bytes, 2 << 20), dtype=torch.uint8, device=device)
         return block[:num_bytes], {"num_bytes": num_bytes, "cuda": _cuda_handle(block)}
-    path = directory / f"{name}.block"
-    path.unlink(missing_ok=True)
-    return _mapped(path, num_bytes), {"num_bytes": num_bytes, "file": str(path)}
+    descriptor = os.memfd_create("rlhpc-weights")
+    try:
+        os.ftruncate(descriptor, max(num_bytes, 1))
+        block = _mapped(descriptor, num_bytes).fill_(0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return block, {"num_bytes": num_bytes, "file": f"/proc/{os.getpid()}/fd/{descriptor}", "descriptor": descriptor}
 
 
 def open_block(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """The same bytes in another process, uint8 [num_bytes].  Raises RuntimeError if the handle is stale."""
+    """The same bytes in another process, uint8 [num_bytes].  Raises RuntimeError or OSError if the handle is stale."""
     num_bytes = int(handle["num_bytes"])
     if "file" in handle:
-        return _mapped(Path(handle["file"]), num_bytes)
+        descriptor = os.open(handle["file"], os.O_RDWR)
+        try:
+            return _mapped(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
     fields = [base64.b64decode(field[1:]) if isinstance(field, str) else field for field in handle["cuda"]]
     fields[0] = device.index or 0  # the same GPU may have another index in this process
     storage = torch.UntypedStorage._new_shared_cuda(*fields)
@@ -37,9 +51,9 @@ def open_block(handle: dict[str, Any], device: torch.device) -> Tensor:
 
 
 def discard_block(handle: dict[str, Any]) -> None:
-    """Remove the file behind a CPU block; CUDA memory goes with its tensor."""
-    if "file" in handle:
-        Path(handle["file"]).unlink(missing_ok=True)
+    """The process that made a block lets nobody open it any more; memory goes with the tensors that refer to it."""
+    if "descriptor" in handle:
+        os.close(handle["descriptor"])
 
 
 def _cuda_handle(block: Tensor) -> list[Any]:
@@ -52,5 +66,6 @@ def _cuda_handle(block: Tensor) -> list[Any]:
     return ["b" + base64.b64encode(field).decode() if isinstance(field, bytes) else field for field in fields]
 
 
-def _mapped(path: Path, num_bytes: int) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+def _mapped(descriptor: int, num_bytes: int) -> Tensor:
+    """Raises OSError, ValueError: there is no such memory."""
+    return torch.frombuffer(mmap.mmap(descriptor, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 from weight_receiver_process import fingerprint
 from weight_receivers import Broadcast, ReceiverProcess, counting, draw_weights, specs_of
@@ -17,7 +18,7 @@ from rlhpc.config_sections import WeightsConfig
 from rlhpc.errors import GroupFailed
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.checksum import checksum64
+from rlhpc.weights.checksum import RunningChecksum, checksum64
 from rlhpc.weights.factory import make_publisher
 
 BUCKET_BYTES = 1 << 16  # smaller than the largest tensor
@@ -84,6 +85,17 @@ def test_a_new_epoch_goes_on_without_the_member_that_was_killed(broadcast: Broad
     assert [receiver.answer() for receiver in survivors] == [{"ok": fingerprint(draw_weights(3))}] * 2
 
 
+class _Wrong(RunningChecksum):
+    """A checksum that is another one where `wrong` says so."""
+
+    def __init__(self, wrong: Iterator[int | None], device: torch.device) -> None:
+        super().__init__(device)
+        self._wrong = wrong
+
+    def value(self) -> int:
+        return next(self._wrong) or super().value()
+
+
 def _checksum(wrong: Iterator[int | None], block: Tensor) -> int:
     """Of the next bucket: another one where `wrong` says so."""
     return next(wrong) or checksum64(block)
@@ -95,8 +107,9 @@ def test_damaged_weights_are_refused_whole(broadcast: Broadcast, monkeypatch: py
         broadcast.form(epoch=epoch)
         wrong = iter([12345 if index == damaged else None for index in range(last + 1)])
         with monkeypatch.context() as damage:
-            for module in ("group_publisher", "disk", "ipc"):
+            for module in ("group_publisher", "disk"):
                 damage.setattr(f"rlhpc.weights.{module}.checksum64", partial(_checksum, wrong))
+            damage.setattr("rlhpc.weights.ipc.RunningChecksum", partial(_Wrong, wrong))
             with pytest.raises(GroupFailed, match="torn"):
                 publish(broadcast, epoch, epoch=epoch)
         for receiver in broadcast.receivers:

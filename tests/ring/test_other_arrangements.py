@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
-from tests.ring.run_kit import ROOT, Lab, Run, run_to_the_end, summary_of
+from tests.ring.run_kit import ROOT, Lab, Run, last_scalar, run_to_the_end, summary_of
 
 pytestmark = pytest.mark.ring
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -48,6 +48,21 @@ def test_staleness_zero_is_synchronous_with_one_version_a_rollout(lab: Lab, engi
         assert set(rollout.versions.tolist()) == {rollout.consumed_step}
     summary = summary_of(layout)
     assert (summary["staleness_max"], summary["staleness_bound"], summary["rollouts_spanning_update"]) == (0, 0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+def test_an_engine_follows_a_bfloat16_trainer_by_what_has_changed(lab: Lab) -> None:
+    """Each version is asked for by the canary: the engine computes what the trainer does, deltas or not."""
+    layout = run_to_the_end(
+        lab, "deltas", run={"num_steps": 5}, model={"dtype": "bfloat16"}, generation={"engine": "vllm"},
+        trainer={"device": "auto", "learning_rate": 1e-5}, transport={"kind": "tcp"},
+        weights={"timeout_s": 60.0, "canary_every": 1, "transport": "gloo"},
+    )  # fmt: skip
+    assert_full_batches_trained_once(layout.rollouts, 5, 4, 4)
+    assert 0 < last_scalar(layout, "weights/sent_share") < 0.5
+    assert last_scalar(layout, "weights/canary_failed_total") == 0
+    assert last_scalar(layout, "weights/checksums_differed") == 0
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no copy of GSM8K beside the repository")

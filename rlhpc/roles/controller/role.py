@@ -114,6 +114,7 @@ class Controller:
             self._trainer,
             self._state.membership,
             transport=config.weights.transport,
+            is_one_host=config.transport.kind != "tcp",
             timeline=self._state.replay.timeline,
             limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             canary=open_canary(config, self._state.prompts),

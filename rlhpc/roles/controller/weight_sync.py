@@ -65,6 +65,7 @@ class WeightSync:
         membership: Membership,
         *,
         transport: str,
+        is_one_host: bool = False,
         timeline: int = 0,
         limits: WeightSyncLimits,
         canary: Canary,
@@ -72,12 +73,13 @@ class WeightSync:
     ) -> None:
         """transport: weights.transport, "auto" not yet resolved.  timeline: of the run (buffer/history.py).
 
-        `clock` measures time-outs of others.
+        is_one_host: all roles run on one.  `clock` measures time-outs of others.
         """
         self._control, self._trainer, self._membership = control, trainer, membership
         self._canary = canary
         self._limits, self._clock = limits, clock
         self._wish, self._trainer_device, self._timeline = transport, "", timeline
+        self._is_one_host = is_one_host
         self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
         self._manifest: WeightManifest | None = None
         self._group: WeightGroup | None = None  # of the current epoch, while it is intact
@@ -85,6 +87,7 @@ class WeightSync:
         self._is_ending = False
         self.live_version = -1  # newest version that every remaining member samples with
         self.publish_s = 0.0  # of the last broadcast, on the trainer
+        self.sent_share = 1.0  # bytes that it took, for each of the weights
         self.last_acks: dict[str, WeightsLive] = {}
         self._num_canaries_failed = 0  # since take_failed_canaries()
         self.num_checksums_differed = 0  # times that a generator's was not that of the others
@@ -222,7 +225,7 @@ class WeightSync:
             manifest = replace(self._manifest, policy_version=version, epoch=group.epoch)
             await asyncio.gather(*(self._tell(name, ReceiveWeights(manifest)) for name in group.members))
             report = await self._trainer.ask(PublishWeights(group.epoch, version, row), PublishReport)
-            self.publish_s = report.seconds
+            self.publish_s, self.sent_share = report.seconds, report.sent_share
             if not report.error:
                 await self._follow(self._canary.by_trainer(report.canary))
                 return True
@@ -283,7 +286,7 @@ class WeightSync:
         return opened.group
 
     def _choose(self, engines: dict[str, tuple[str, ...]]) -> str:
-        return choose_transport(self._wish, self._trainer_device, engines)
+        return choose_transport(self._wish, self._trainer_device, engines, is_one_host=self._is_one_host)
 
     async def _somebody(self) -> bool:
         """Wait for a generator that can be reached.  False: the run is ending, and there is none."""

@@ -284,7 +284,8 @@ class Trainer:
         canary = None if command.canary is None else self._score(command.canary)
         if self._channel is not None:
             seconds = time.monotonic() - began
-            self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error, canary))
+            share = self._publisher.sent_share if self._publisher is not None else 1.0
+            self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error, canary, share))
             self._heartbeat.now("running", "batch", self._version)
 
     def _broadcast(self, command: PublishWeights) -> str:

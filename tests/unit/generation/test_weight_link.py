@@ -35,7 +35,9 @@ class GatedReceiver(WeightReceiver):
     def join(self, group: WeightGroup, rank: int) -> None:
         self.rank = rank
 
-    def receive(self, manifest: object, allocate: Allocate) -> Generator[torch.Tensor, None, None]:
+    def receive(
+        self, manifest: object, allocate: Allocate, held: int | None = None
+    ) -> Generator[torch.Tensor, None, None]:
         assert self.gate.wait(PATIENCE_S)
         try:
             for index in range(3):

@@ -150,7 +150,7 @@ def test_an_installation_that_cannot_be_written_to_still_plans(tmp_path: Path) -
     program = (
         "from numba.core import caching\n"
         "caching.CacheImpl._locator_classes = []\n"  # no directory can be written
-        "from rlhpc.packing.compiled import compiled\n"
+        "from rlhpc.compiled import compiled\n"
         "@compiled\n"
         "def double(x: int) -> int:\n"
         "    return 2 * x\n"

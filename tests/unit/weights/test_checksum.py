@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.weights.checksum import NUM_LANES, checksum64, lanes_by_halves, lanes_in_order
+from rlhpc.weights.checksum import (
+    NUM_LANES,
+    ROW_BYTES,
+    RunningChecksum,
+    checksum64,
+    lanes_by_halves,
+    lanes_in_order,
+)
 
 LONG = 3 * 8 * NUM_LANES + 24  # three rows of lanes and a bit
 
@@ -82,7 +89,36 @@ def test_only_flat_bytes_are_taken() -> None:
 def test_few_launches_give_the_same_lanes(num_words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhpc.weights.checksum.MOST_ROWS", 4)
     words = torch.randint(-(2**62), 2**62, (num_words,), generator=torch.Generator().manual_seed(num_words))
-    assert torch.equal(lanes_by_halves(words), lanes_in_order(words))
+    lanes = torch.randint(-(2**62), 2**62, (NUM_LANES,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(lanes_by_halves(words, lanes.clone()), lanes_in_order(words, lanes.clone()))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, ROW_BYTES, 3 * ROW_BYTES + 11])
+def test_piece_by_piece_is_all_at_once(num_bytes: int) -> None:
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
+    running = RunningChecksum(data.device)
+    for piece in torch.split(data, ROW_BYTES):
+        running.add(piece)
+    assert running.value() == checksum64(data)
+
+
+@pytest.mark.parametrize("num_rows", [8, 11])
+def test_what_is_copied_in_the_same_pass_has_the_checksum_that_it_has_alone(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    data = torch.randint(0, 256, (num_rows * ROW_BYTES + 5,), dtype=torch.uint8, generator=generator)
+    copies = torch.zeros_like(data)
+    running = RunningChecksum(data.device)
+    for piece, target in zip(torch.split(data, 8 * ROW_BYTES), torch.split(copies, 8 * ROW_BYTES), strict=True):
+        running.copy(piece, target)
+    assert torch.equal(copies, data)
+    assert running.value() == checksum64(data)
+
+
+def test_a_piece_after_one_that_fills_no_row_is_refused() -> None:
+    running = RunningChecksum(torch.device("cpu"))
+    running.add(torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="no multiple"):
+        running.add(torch.zeros(8, dtype=torch.uint8))
 
 
 class CountLaunches(TorchDispatchMode):
@@ -96,9 +132,10 @@ class CountLaunches(TorchDispatchMode):
 def test_a_bucket_takes_dozens_of_launches_and_not_hundreds() -> None:
     """256 MiB, on a device that has no memory."""
     words = torch.empty(512 * NUM_LANES, dtype=torch.int64, device="meta")
+    lanes = torch.empty(NUM_LANES, dtype=torch.int64, device="meta")
     with CountLaunches() as few:
-        lanes_by_halves(words)
+        lanes_by_halves(words, lanes)
     with CountLaunches() as many:
-        lanes_in_order(words)
+        lanes_in_order(words, lanes)
     assert many.num == 512
     assert few.num < 40

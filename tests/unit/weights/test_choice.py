@@ -36,6 +36,21 @@ def test_weights_travel_as_the_devices_allow(
 
 
 @pytest.mark.parametrize(
+    ("trainer", "engines", "chosen"),
+    [
+        ("", {"g0": [""], "g1": [""]}, "ipc"),
+        ("", {"g0": [A]}, "gloo"),
+        (A, {"g0": [""]}, "gloo"),
+        (A, {"g0": [B]}, "nccl"),
+    ],
+)
+def test_on_one_host_processes_on_the_cpu_share_memory(
+    trainer: str, engines: dict[str, list[str]], chosen: str
+) -> None:
+    assert choose_transport("auto", trainer, engines, is_one_host=True) == chosen
+
+
+@pytest.mark.parametrize(
     ("wish", "trainer", "engines", "words"),
     [
         ("auto", A, {"g0": [A], "g1": [B]}, r"ipc to g1: trainer-0 and g0 on GPU-a, g1 on GPU-b, .*'gloo'"),

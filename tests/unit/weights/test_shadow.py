@@ -25,12 +25,20 @@ class Sender(WeightReceiver):
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.alive: list[int] = []
+        self.held: list[int | None] = []
+        self.own_identity = 77
 
     def join(self, group: WeightGroup, rank: int) -> None: ...
 
     def leave(self) -> None: ...
 
-    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[torch.Tensor, None, None]:
+    def identity(self) -> int:
+        return self.own_identity
+
+    def receive(
+        self, manifest: WeightManifest, allocate: Allocate, held: int | None = None
+    ) -> Generator[torch.Tensor, None, None]:
+        self.held.append(held)
         blocks: list[weakref.ref[torch.Tensor]] = []
         for index, bucket in enumerate(buckets_of(manifest)):
             block = allocate(index, CPU)
@@ -57,6 +65,19 @@ def test_a_shadow_keeps_its_memory_from_version_to_version() -> None:
         assert values(tensors) == [0, 0, 1, 1, 2, 3, 3]
         addresses.append([tensor.data_ptr() for _, tensor in tensors])
     assert addresses[0] == addresses[1]
+
+
+def test_a_shadow_says_what_it_holds_and_after_a_torn_version_nothing() -> None:
+    """What changed is put into these bytes: those of two versions must never be taken for one."""
+    shadow = HostShadow(is_pinned=False)
+    sender, torn = Sender(), Sender(TornWeights("bad"))
+    shadow.receive(sender, MANIFEST)
+    shadow.receive(sender, MANIFEST)
+    with pytest.raises(TornWeights, match="bad"):
+        shadow.receive(torn, MANIFEST)
+    shadow.receive(sender, MANIFEST)
+    assert sender.held == [0, 77, 0]
+    assert torn.held == [77]
 
 
 def test_a_shadow_follows_a_model_of_another_layout() -> None:

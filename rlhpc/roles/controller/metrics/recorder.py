@@ -174,6 +174,7 @@ class RunRecorder:
             "queue/finished": float(counts["finished"]),
             "queue/taken": float(counts["taken"]),
             "weights/publish_s": self._weight_sync.publish_s,
+            "weights/sent_share": self._weight_sync.sent_share,
             "weights/receive_s": max((ack.receive_s for ack in acks), default=0.0),
             "weights/pause_s": max((ack.pause_s for ack in acks), default=0.0),
             "weights/canary_logratio": self._weight_sync.canary_logratio,

@@ -1,4 +1,4 @@
-"""Machine code for the planner's loops: numba behind one decorator.
+"""Machine code for loops over numbers: numba behind one decorator.
 
 Trap: numba decides where its cache lives when a function is decorated, at import.  It takes ``__pycache__`` beside the
 source if that can be written, else the user's cache directory (``NUMBA_CACHE_DIR`` sets another), and raises
@@ -18,8 +18,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Return `function`, compiled at its first call; cached on disk where a directory can be written."""
+    """Return `function`, compiled at its first call; cached on disk where a directory can be written.
+
+    It runs without the interpreter's lock: an engine decodes while a checksum is taken.
+    """
     try:
-        return cast(Function, njit(cache=True)(function))
+        return cast(Function, njit(cache=True, nogil=True)(function))
     except RuntimeError:  # "cannot cache function …: no locator available"
-        return cast(Function, njit(function))
+        return cast(Function, njit(nogil=True)(function))

@@ -1,0 +1,65 @@
+"""Messages between processes of one machine: lines of JSON over a unix socket.
+
+Input: a connected socket; output: messages, in order.  Whatever goes wrong is one error: the other end is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhpc.errors import GroupFailed
+
+
+class Lost(GroupFailed):
+    """The other end of a connection is gone, or did not reply."""
+
+
+class Line:
+    """A socket that carries lines of JSON.  Every failure is a Lost."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        """timeout_s: of every read and write."""
+        connection.settimeout(timeout_s)
+        self._connection = connection
+        self._file = connection.makefile("rwb")
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Raises Lost."""
+        try:
+            self._file.write(json.dumps(message).encode() + b"\n")
+            self._file.flush()
+        except (OSError, ValueError) as error:
+            raise Lost(f"a member of the group is gone: {error}") from error
+
+    def read(self) -> dict[str, Any]:
+        """The next message.  Raises Lost, also at the time-out."""
+        try:
+            text = self._file.readline()
+        except (OSError, ValueError) as error:
+            raise Lost(f"a member of the group did not answer: {error}") from error
+        if not text.endswith(b"\n"):
+            raise Lost("a member of the group is gone")
+        message: dict[str, Any] = json.loads(text)
+        return message
+
+    def close(self) -> None:
+        """Idempotent."""
+        with contextlib.suppress(OSError):  # bytes left to flush to a peer that is gone
+            self._file.close()
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """A name of `path` below the 107 bytes of a socket address, however deep the run directory lies (Linux)."""
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
