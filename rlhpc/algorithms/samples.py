@@ -139,7 +139,7 @@ def _samples(rollouts: Sequence[Rollout], advantages: Values) -> list[TrainingSa
 
     def behind(value: Any, of_completions: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
         """`value` on every token of a prompt, and what its completion has."""
-        on_prompts = np.full(longest, value, dtype)
+        on_prompts: NDArray[Any] = np.full(longest, value, dtype)
         pairs = zip(num_prompt_tokens, of_completions, strict=True)
         return np.concatenate([part for length, values in pairs for part in (on_prompts[:length], values)])
 
@@ -150,13 +150,12 @@ def _samples(rollouts: Sequence[Rollout], advantages: Values) -> list[TrainingSa
     behaviour_logprobs[~loss_mask] = 0
     on_tokens = np.zeros(len(loss_mask), np.float32)
     on_tokens[loss_mask] = advantages
-    columns = token_ids.astype(np.int32, copy=False), loss_mask, behaviour_logprobs, on_tokens, versions
+    columns: list[Any] = [token_ids.astype(np.int32, copy=False), loss_mask, behaviour_logprobs, on_tokens, versions]
     samples, start = list[TrainingSample](), 0
     for rollout, length in zip(rollouts, num_prompt_tokens, strict=True):
         end = start + length + len(rollout.token_ids)
-        samples.append(
-            TrainingSample(rollout.group_id, rollout.sample_index, *[column[start:end] for column in columns])
-        )
+        own = [column[start:end] for column in columns]
+        samples.append(TrainingSample(rollout.group_id, rollout.sample_index, *own))
         start = end
     return samples
 
