@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhpc.types import Float32, HeldChecksum, Int32, Prefix, ScoredRollout, UInt8, WeightGroup, WeightManifest
+from rlhpc.types import (
+    Float32,
+    HeldChecksum,
+    Int32,
+    PackedBatch,
+    PackedMinibatch,
+    Prefix,
+    ScoredRollout,
+    UInt8,
+    WeightGroup,
+    WeightManifest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +157,22 @@ class TurnReply:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Controller → every rank of the trainer: the rows of its replica, as a rule while the step before is trained."""
+
+    number: int  # of the rows, rising; those that are passed over are trained by nobody
+    minibatches: tuple[PackedMinibatch, ...]  # without the rows of other replicas
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Controller → trainer: train the rows of this number, which every rank has been sent before."""
+
+    rows: int
+    batch: PackedBatch  # without its minibatches
+
+
+@dataclass(frozen=True, slots=True)
 class FormGroup:
     """Controller → trainer: open the rendezvous of a new membership epoch."""
 
@@ -249,6 +276,7 @@ class TrainerReady:
     policy_version: int
     manifest: WeightManifest  # of the coming broadcasts; epoch 0
     device: str  # of the rank that broadcasts: the UUID of its GPU, "" for the CPU
+    replicas: tuple[int, ...] = (0,)  # of every rank, which data-parallel replica it is part of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhpc import messages as m
-from rlhpc.types import Lease, PackedBatch
+from rlhpc.types import Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ LEASES = ChannelSpec(
 BATCHES = ChannelSpec(
     "batches", "controller", ("trainer",),
     (m.TrainerReady, m.StepReport, m.GroupOpened, m.PublishReport, m.SnapshotTaken),
-    (PackedBatch, m.FormGroup, m.PublishWeights, m.SaveCheckpoint, m.StopRole),
+    (m.BatchRows, m.TrainBatch, m.FormGroup, m.PublishWeights, m.SaveCheckpoint, m.StopRole),
     8,
 )  # fmt: skip
 REWARDS = ChannelSpec(

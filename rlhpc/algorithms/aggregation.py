@@ -28,7 +28,10 @@ def aggregate(samples: Sequence[TrainingSample], how: str, max_completion_tokens
     counts = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.float64)
     prompts = np.unique([sample.group_id for sample in samples], return_inverse=True)[1]
     weights = loss_weights(counts, prompts, how, max_completion_tokens)
-    return [replace(sample, loss_weight=float(weight)) for sample, weight in zip(samples, weights, strict=True)]
+    return [
+        sample if weight == sample.loss_weight else replace(sample, loss_weight=weight)  # most have it: a copy is dear
+        for sample, weight in zip(samples, weights.tolist(), strict=True)
+    ]
 
 
 def loss_weights(

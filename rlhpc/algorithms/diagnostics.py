@@ -6,12 +6,12 @@ arrays for histograms.  No torch.  When to worry: docs/algorithms.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlhpc.algorithms.advantages.spread import has_reward_variance
-from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.algorithms.advantages.spread import RELATIVE_TOLERANCE, has_reward_variance
+from rlhpc.types import Bool, FinishReason, Float32, Int32, Rollout, RolloutGroup, ScoredRollout, Verdict
 
 
 def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -23,13 +23,13 @@ def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     members = _members(groups)
     if not members:
         return {}
-    figures = {"reward/correct_share": _share(m.verdict is Verdict.CORRECT for m in members)} | _part_means(members)
+    figures = {"reward/correct_share": _share([m.verdict is Verdict.CORRECT for m in members])} | _part_means(members)
     if len(values := rewards(groups)):
         figures |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
-        per_group = [values for values in (rewards([group]) for group in groups) if len(values)]
-        figures["reward/zero_spread_share"] = _share(_are_alike(values) for values in per_group)
-        figures["group/all_correct_share"] = _share(_are_alike(values) and values[0] > 0 for values in per_group)
-        figures["group/all_wrong_share"] = _share(_are_alike(values) and values[0] <= 0 for values in per_group)
+        are_alike, are_right = _groups_without_variance(groups, values)
+        figures["reward/zero_spread_share"] = _share(are_alike)
+        figures["group/all_correct_share"] = _share(are_alike & are_right)
+        figures["group/all_wrong_share"] = _share(are_alike & ~are_right)
     return figures
 
 
@@ -37,14 +37,17 @@ def length_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Tokens of completions and prompts, turns, and the share of completions cut by a limit.  Empty without groups."""
     if not groups:
         return {}
-    lengths = completion_lengths(groups)
+    lengths, rollouts = completion_lengths(groups), _rollouts(groups)
+    num_sampled = [np.count_nonzero(rollout.loss_mask) for rollout in rollouts]
+    pairs = zip(rollouts, num_sampled, strict=True)
+    num_turns = [1 if count == len(rollout.loss_mask) else _num_turns(rollout) for rollout, count in pairs]
     return {
         "length/prompt_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
         "length/completion_mean": float(lengths.mean()),
         "length/completion_max": float(lengths.max()),
-        "length/truncated_share": _share(r.finish_reason is FinishReason.LENGTH for r in _rollouts(groups)),
-        "length/turns_mean": float(np.mean([_num_turns(rollout) for rollout in _rollouts(groups)])),
-        "length/read_share": 1 - sum(np.count_nonzero(r.loss_mask) for r in _rollouts(groups)) / max(1, lengths.sum()),
+        "length/truncated_share": _share([r.finish_reason is FinishReason.LENGTH for r in rollouts]),
+        "length/turns_mean": float(np.mean(num_turns)),
+        "length/read_share": 1 - sum(num_sampled) / max(1, lengths.sum()),
     }
 
 
@@ -61,13 +64,15 @@ def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> di
     """
     if not groups:
         return {}
-    ages = staleness(groups, policy_version)
-    token_ages = policy_version - np.concatenate([rollout.versions for rollout in _rollouts(groups)])
-    num_versions = np.array([len(np.unique(rollout.versions)) for rollout in _rollouts(groups)])
+    ages, versions = staleness(groups, policy_version), [rollout.versions for rollout in _rollouts(groups)]
+    are_one = [each.item(0) == each.item(-1) for each in versions]  # of most: they never decrease
+    pairs = list(zip(versions, are_one, strict=True))
+    num_versions = np.array([1 if is_one else len(np.unique(each)) for each, is_one in pairs])
+    total = sum(each.item(0) * len(each) if is_one else int(each.sum(dtype=np.int64)) for each, is_one in pairs)
     return {
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
-        "staleness/token_mean": float(token_ages.mean()),
+        "staleness/token_mean": policy_version - total / sum(map(len, versions)),
         "rollout/spanning_update_share": _share(num_versions > 1),
         "rollout/num_versions_max": float(num_versions.max()),
     }
@@ -136,10 +141,20 @@ def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
     return {f"reward_part/{name}": float(np.mean([parts[name] for parts in judged if name in parts])) for name in names}
 
 
-def _are_alike(values: Float32) -> bool:
-    return not has_reward_variance(values)
+def _groups_without_variance(groups: Sequence[RolloutGroup], values: Float32) -> tuple[Bool, Bool]:
+    """Of each group that has a reward: whether they are all alike, and whether the first one is above 0.
+
+    values: of all members that have one.  As spread.has_reward_variance, of a batch at a time.
+    """
+    has_reward_variance(values)  # raises ValueError where one is not finite
+    sizes = [sum(m.verdict is not Verdict.VERIFIER_ERROR for m in group.members) for group in groups]
+    starts = np.cumsum([0, *(size for size in sizes if size)])[:-1]
+    highest, lowest = np.maximum.reduceat(values, starts), np.minimum.reduceat(values, starts)
+    scales = np.maximum(1.0, np.maximum(np.abs(highest), np.abs(lowest)).astype(np.float64))
+    spreads = highest.astype(np.float64) - lowest.astype(np.float64)
+    return spreads <= RELATIVE_TOLERANCE * scales, values[starts] > 0
 
 
-def _share(truths: Iterable[bool | np.bool_]) -> float:
+def _share(truths: Sequence[bool] | Bool) -> float:
     """Share that is true; at least one."""
-    return float(np.mean([bool(truth) for truth in truths]))
+    return float(np.mean(truths))

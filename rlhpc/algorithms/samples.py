@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhpc.algorithms.advantages.choice import make_estimator, normalization
 from rlhpc.algorithms.advantages.normalize import normalize
@@ -27,6 +28,7 @@ Values: TypeAlias = Float32  # of the loss tokens of one member
 # What the loss tokens of a completion have: all of them its advantage; each what it has earned of the reward, of which
 # a critic makes advantages; each what is still to come of it, its own part included.
 Spread: TypeAlias = Literal["alike", "earned", "to_come"]
+_NONE = np.empty(0, np.float32)  # numpy concatenates no arrays only if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +81,23 @@ class SampleMaker:
         rewards = [self.shaping.rewards(group) for group in groups]
         counts = [_num_loss_tokens(group) for group in groups]
         advantages = [self.estimator(*of_group) for of_group in zip(rewards, counts, strict=True)]
-        return [
-            _sample(member.rollout, values)
-            for group, of_group in zip(groups, self._on_tokens(groups, counts, advantages), strict=True)
-            for member, values in zip(group.members, of_group, strict=True)
-        ]
+        rollouts = [member.rollout for group in groups for member in group.members]
+        return _samples(rollouts, self._on_tokens(groups, counts, advantages)) if rollouts else []
 
     def _on_tokens(
         self, groups: Sequence[RolloutGroup], counts: Sequence[Int32], advantages: Sequence[Float32]
-    ) -> list[list[Values]]:
-        """What the loss tokens of every member have, normalised."""
+    ) -> Values:
+        """What all loss tokens have, normalised, in the order of members."""
         tasks = [group.prompt.task if self.normalization == "task" else "" for group in groups]
         is_earned_early = any(member.token_rewards for group in groups for member in group.members)
         if self.spread == "alike" or not (is_earned_early or self.spread == "earned"):
             scaled = advantages if self.normalization == "off" else normalize(advantages, counts, tasks)
-            return [list(map(np.full, *of_group)) for of_group in zip(counts, scaled, strict=True)]
-        found = [self._by_token(*of_group) for of_group in zip(groups, advantages, strict=True)]
+            return np.repeat(np.concatenate([*scaled, _NONE]), np.concatenate([*counts, _NONE]).astype(np.int64))
+        found = [np.concatenate(self._by_token(*of_group)) for of_group in zip(groups, advantages, strict=True)]
         if self.normalization == "off":
-            return found
-        of_groups = [np.concatenate(of_group) for of_group in found]
-        each_once = [np.ones(len(values), np.int32) for values in of_groups]
-        ends = [np.cumsum(list(map(len, of_group)))[:-1] for of_group in found]
-        return list(map(np.split, normalize(of_groups, each_once, tasks), ends))
+            return np.concatenate([*found, _NONE])
+        each_once = [np.ones(len(values), np.int32) for values in found]
+        return np.concatenate([*normalize(found, each_once, tasks), _NONE])
 
     def _by_token(self, group: RolloutGroup, rewards: Float32) -> list[Values]:
         """What each loss token of each member has earned, or may still expect, float32."""
@@ -113,6 +110,8 @@ class SampleMaker:
 
     def _learnt(self, group: RolloutGroup) -> RolloutGroup:
         """The group, with nothing to be learnt from members that [shaping] masks."""
+        if not any(self.shaping.is_masked(member.rollout) for member in group.members):
+            return group
         return replace(
             group,
             members=tuple(
@@ -130,24 +129,35 @@ def _num_loss_tokens(group: RolloutGroup) -> Int32:
     return np.array([np.count_nonzero(member.rollout.loss_mask) for member in group.members], np.int32)
 
 
-def _sample(rollout: Rollout, advantages: Values) -> TrainingSample:
-    """advantages: of the loss tokens."""
-    prompt, completion = rollout.prompt.token_ids, rollout.token_ids
-    start, length = len(prompt), len(prompt) + len(completion)
-    loss_mask, versions = np.zeros(length, np.bool_), np.full(length, -1, np.int32)
-    behaviour_logprobs, on_tokens = np.zeros(length, np.float32), np.zeros(length, np.float32)
-    loss_mask[start:], versions[start:] = rollout.loss_mask, rollout.versions
-    behaviour_logprobs[start:] = np.where(rollout.loss_mask, rollout.behaviour_logprobs, 0)
+def _samples(rollouts: Sequence[Rollout], advantages: Values) -> list[TrainingSample]:
+    """advantages: of all loss tokens.  The arrays of samples are views of arrays over all of them.
+
+    Rows are made a batch at a time: a call of numpy costs as much as what it does to a short rollout.
+    """
+    num_prompt_tokens = [len(rollout.prompt.token_ids) for rollout in rollouts]
+    longest = max(num_prompt_tokens)
+
+    def behind(value: Any, of_completions: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+        """`value` on every token of a prompt, and what its completion has."""
+        on_prompts: NDArray[Any] = np.full(longest, value, dtype)
+        pairs = zip(num_prompt_tokens, of_completions, strict=True)
+        return np.concatenate([part for length, values in pairs for part in (on_prompts[:length], values)])
+
+    token_ids = np.concatenate([part for each in rollouts for part in (each.prompt.token_ids, each.token_ids)])
+    loss_mask = behind(False, [rollout.loss_mask for rollout in rollouts], np.bool_)
+    versions = behind(-1, [rollout.versions for rollout in rollouts], np.int32)
+    behaviour_logprobs = behind(0, [rollout.behaviour_logprobs for rollout in rollouts], np.float32)
+    behaviour_logprobs[~loss_mask] = 0
+    on_tokens = np.zeros(len(loss_mask), np.float32)
     on_tokens[loss_mask] = advantages
-    return TrainingSample(
-        group_id=rollout.group_id,
-        sample_index=rollout.sample_index,
-        token_ids=np.concatenate((prompt, completion)).astype(np.int32, copy=False),
-        loss_mask=loss_mask,
-        behaviour_logprobs=behaviour_logprobs,
-        advantages=on_tokens,
-        versions=versions,
-    )
+    columns: list[Any] = [token_ids.astype(np.int32, copy=False), loss_mask, behaviour_logprobs, on_tokens, versions]
+    samples, start = list[TrainingSample](), 0
+    for rollout, length in zip(rollouts, num_prompt_tokens, strict=True):
+        end = start + length + len(rollout.token_ids)
+        own = [column[start:end] for column in columns]
+        samples.append(TrainingSample(rollout.group_id, rollout.sample_index, *own))
+        start = end
+    return samples
 
 
 def _check_group(group: RolloutGroup) -> None:

@@ -83,10 +83,10 @@ def lockstep_slowdown(plan: Plan, lengths: NDArray[Any], cost: FlopCost) -> floa
     return float(row_costs.max(axis=0).sum() * plan.num_ranks / row_costs.sum())
 
 
-def batch_slowdown(batch: PackedBatch, cost: FlopCost) -> float:
+def batch_slowdown(minibatches: Sequence[PackedMinibatch], cost: FlopCost) -> float:
     """lockstep_slowdown of a batch that is laid out already: ranks wait for each other in every minibatch."""
     slowest = mean = 0.0
-    for minibatch in batch.minibatches:
+    for minibatch in minibatches:
         row_costs = np.array([[cost(np.diff(row.cu_seqlens)).sum() for row in rows] for rows in minibatch.ranks])
         slowest += float(row_costs.max(axis=0).sum())
         mean += float(row_costs.sum()) / len(row_costs)
@@ -108,13 +108,13 @@ def _row(samples: list[TrainingSample]) -> PackedMicrobatch:
     if not samples:
         return _FILLER
     lengths = np.array([len(sample.token_ids) for sample in samples])
-    borders = np.concatenate(([0], np.cumsum(lengths)))
+    borders = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     loss_mask = np.concatenate([sample.loss_mask for sample in samples])
     versions = np.concatenate([sample.versions for sample in samples])
     return PackedMicrobatch(
         token_ids=np.concatenate([sample.token_ids for sample in samples]),
-        position_ids=(np.arange(borders[-1]) - np.repeat(borders[:-1], lengths)).astype(np.int32),
-        cu_seqlens=borders.astype(np.int32),
+        position_ids=np.arange(borders[-1], dtype=np.int32) - np.repeat(borders[:-1], lengths),
+        cu_seqlens=borders,
         loss_mask=loss_mask,
         behaviour_logprobs=np.concatenate([sample.behaviour_logprobs for sample in samples]),
         advantages=np.concatenate([sample.advantages for sample in samples]),

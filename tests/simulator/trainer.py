@@ -16,6 +16,7 @@ from rlhpc.algorithms.step_limits import refusal
 from rlhpc.contracts import ClientChannel
 from rlhpc.errors import TornWeights
 from rlhpc.messages import (
+    BatchRows,
     FormGroup,
     GroupOpened,
     Heartbeat,
@@ -26,6 +27,7 @@ from rlhpc.messages import (
     SnapshotTaken,
     StepReport,
     StopRole,
+    TrainBatch,
     TrainerReady,
 )
 from rlhpc.roles.common.heartbeat import beat, hello
@@ -178,12 +180,14 @@ class ScriptedTrainer:
         await run_until(over, self._obey(batches, control, over), beats)
 
     async def _obey(self, batches: ClientChannel, control: ClientChannel, over: asyncio.Event) -> None:
-        rng = self._world.rng
+        rng, rows = self._world.rng, dict[int, BatchRows]()
         while True:
             match await batches.receive():
-                case PackedBatch() as batch:
+                case BatchRows(number) as message:
+                    rows = {number: message}
+                case TrainBatch(number, batch):
                     await asyncio.sleep(rng.random() * self._step_s)
-                    await batches.send(self._train(batch))
+                    await batches.send(self._train(replace(batch, minibatches=rows[number].minibatches)))
                 case FormGroup(group):
                     self._group = replace(group, address="memory")
                     await batches.send(GroupOpened(self._group))

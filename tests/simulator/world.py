@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
@@ -29,6 +30,7 @@ from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, Ownershi
 from rlhpc.generation.scripted_engine import Script
 from rlhpc.ownership import take_over
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
+from rlhpc.roles.controller import batch_maker
 from rlhpc.roles.controller.disk_patience import LONGEST_PAUSE_S
 from rlhpc.roles.controller.role import Controller
 from rlhpc.run_layout import RunLayout
@@ -104,7 +106,8 @@ class World:
     def run(self) -> Outcome:
         """Let it happen."""
         problem = ""
-        with self.disk.installed(), in_silence():
+        in_a_thread = patch.object(batch_maker, "SMALL_BATCH_TOKENS", 0 if self.seed % 2 else 1 << 14)
+        with self.disk.installed(), in_silence(), in_a_thread:
             try:
                 self._found()
                 self.loop.run(self._live(), LIMIT_S)

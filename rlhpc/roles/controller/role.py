@@ -208,6 +208,7 @@ class Controller:
                     self._journaling.run(),
                     self._partials.run(),
                     self._recorder.lag.run(),
+                    self._recorder.run(),
                     self._awake.run(),
                 )
             ]

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from rlhpc.algorithms.minibatches import optimiser_steps
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.history import RecordedStep, Replay
@@ -25,9 +24,9 @@ from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.errors import LedgerError, RoleFailed
-from rlhpc.messages import StepReport
+from rlhpc.messages import StepReport, TrainBatch
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import batch_slowdown, pack
+from rlhpc.roles.controller.batch_maker import BatchMaker
 from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.learning_rates import LearningRates, RunProgress
@@ -90,12 +89,12 @@ class TrainLoop:
         restart can make them again.  clear_way: awaited before a batch is taken.
         """
         self._saved, self._none_is_live = step, False  # step of the last checkpoint
-        self._make_samples = SampleMaker.of(config)
-        shaping = self._make_samples.shaping
-        self._lockstep = Lockstep(buffer, config.admission, shaping) if config.run.deterministic else None
+        make_samples = SampleMaker.of(config)
+        self._batches = BatchMaker(config, buffer, trainer, cost, make_samples)
+        self._lockstep = Lockstep(buffer, config.admission, make_samples.shaping) if config.run.deterministic else None
         self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
-        self._cost, self._wake, self._durable, self._clear_way = cost, wake, durable, clear_way
+        self._wake, self._durable, self._clear_way = wake, durable, clear_way
         self._rates = LearningRates(config, progress or RunProgress())
         self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
         self.step, self.version = step, version
@@ -107,6 +106,7 @@ class TrainLoop:
     def groups_changed(self) -> None:
         """Call when a group is finished or dropped (a batch may be full), or a generator came or went (publish?)."""
         self._ready.set()
+        self._batches.groups_changed()
 
     async def replay(
         self,
@@ -159,17 +159,20 @@ class TrainLoop:
         every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
         saved, self._stop = self._saved, stop
         self._rates.start()
-        while self.step < last and not stop.is_set():
-            groups, waited_s = await self._full_batch(stop)
-            if groups is None:
-                break
-            record(await self._train(groups, waited_s, checkpoints))
-            await self._guarding.enforce()
-            checkpoints.raise_failure()
-            is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
-            if is_due and self.step < last:
-                await self._save(checkpoints)
-                saved = self.step
+        try:
+            while self.step < last and not stop.is_set():
+                groups, waited_s = await self._full_batch(stop)
+                if groups is None:
+                    break
+                record(await self._train(groups, waited_s, checkpoints))
+                await self._guarding.enforce()
+                checkpoints.raise_failure()
+                is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
+                if is_due and self.step < last:
+                    await self._save(checkpoints)
+                    saved = self.step
+        finally:
+            self._batches.give_up()
         await self._wait_until_released()
         if (self.step > saved or checkpoints.has_failed) and self._is_worth_saving(last):
             await self._save(checkpoints)
@@ -216,7 +219,7 @@ class TrainLoop:
         ready.cancel()
 
     async def _train(self, groups: list[RolloutGroup], waited_s: float, checkpoints: Checkpoints) -> StepRecord:
-        done = await self._step(groups)
+        done = await self._step(groups, goes_on=self.step + 1 < self._config.run.num_steps)
         # The previous version may not be live yet, and would release everything that is listed: list these after it.
         await self._wait_until_released()
         self._unreleased += [group.group_id for group in groups]
@@ -232,14 +235,20 @@ class TrainLoop:
             longest_save_s=checkpoints.longest_s,
         )
 
-    async def _step(self, groups: list[RolloutGroup]) -> StepRecord:
-        """Pack, train, consume."""
+    async def _step(self, groups: list[RolloutGroup], *, goes_on: bool = False) -> StepRecord:
+        """Pack, train, consume.  goes_on: the next step's batch is made meanwhile."""
         began = time.monotonic()
         recorded = self._recorded.pop(self.step, None)
         then = None if recorded is None else recorded.trained
-        batch = self._guarding.limit(self._rates.give(self._pack(groups), then), then)
+        made = await self._batches.made(groups, self.step)
+        renews = self._config.algorithm.renews_reference(self.version)
+        batch = PackedBatch(self.step, self.version, made.minibatches, made.order, renews_reference=renews)
+        batch = self._guarding.limit(self._rates.give(batch, then), then)
         packed_s = time.monotonic() - began
-        report = await self._trainer.ask(batch, StepReport)
+        await self._trainer.tell(TrainBatch(made.number, replace(batch, minibatches=())))
+        if goes_on:
+            self._batches.begin(self.step + 1)
+        report = await self._trainer.answer(StepReport)
         trained, self.version = self.version, report.policy_version
         note = await self._guarding.judge(report, groups, trained, then)
         if recorded is not None:
@@ -261,7 +270,7 @@ class TrainLoop:
             batch=batch,
             groups=tuple(groups),
             trained_version=trained,
-            lockstep_slowdown=batch_slowdown(batch, self._cost),
+            lockstep_slowdown=made.slowdown,
             pack_s=packed_s,
             guard=note,
         )
@@ -275,16 +284,6 @@ class TrainLoop:
                     f"group {group.group_id}, admitted under version {group.admitted_version}, would be trained at "
                     f"version {self.version}: staler than the bound of {bound}"
                 )
-
-    def _pack(self, groups: list[RolloutGroup]) -> PackedBatch:
-        trainer, algorithm = self._config.trainer, self._config.algorithm
-        minibatches = tuple(
-            pack(part, token_budget=trainer.token_budget, num_ranks=trainer.data_parallel, cost=self._cost)
-            for part in self._make_samples.minibatches(groups, self.step)
-        )
-        order = optimiser_steps(algorithm.minibatches, algorithm.epochs, (self._config.run.seed, self.step))
-        renews = algorithm.renews_reference(self.version)
-        return PackedBatch(self.step, self.version, minibatches, order, renews_reference=renews)
 
     # ------------------------------------------------------------------------------------------------- after the step
 

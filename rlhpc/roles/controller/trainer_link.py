@@ -1,20 +1,25 @@
 """The controller's requests to the trainer and its replies, one at a time.
 
 Only the train loop asks.  The trainer answers in order, so that an answer of another kind than expected is a bug.
-The one message out of order, the completion of a checkpoint, comes over the control channel.
+The one message out of order, the completion of a checkpoint, comes over the control channel.  The rows of a batch go
+straight to the ranks that train them, each its own, and may be sent while another request is answered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelTimeout, ProtocolError
-from rlhpc.messages import TrainerReady
+from rlhpc.messages import BatchRows, TrainerReady
+from rlhpc.types import PackedMinibatch
 
 Answer = TypeVar("Answer")
 RANK_0 = "trainer-0"
+SEND_S = 60.0  # for a rank to take a message
 
 
 class TrainerLink:
@@ -22,12 +27,18 @@ class TrainerLink:
 
     def __init__(self, batches: ServerChannel) -> None:
         self._batches = batches
+        self._replicas: tuple[int, ...] = (0,)  # of every rank
 
     async def ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
         """Wait, without a limit, until the trainer has loaded its model.
 
         Raises ChannelTimeout if some ranks are still `missing` after meet_timeout_s, and names them.
         """
+        ready = await self._ready(meet_timeout_s, missing)
+        self._replicas = ready.replicas
+        return ready
+
+    async def _ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
         try:
             return await self.answer(TrainerReady, meet_timeout_s)
         except ChannelTimeout:
@@ -40,7 +51,14 @@ class TrainerLink:
 
     async def tell(self, command: object) -> None:
         """Queue a command that has no answer, or whose answer is awaited later."""
-        await self._batches.send(RANK_0, command, timeout_s=60.0)
+        await self._batches.send(RANK_0, command, timeout_s=SEND_S)
+
+    async def send_rows(self, number: int, minibatches: Sequence[PackedMinibatch]) -> None:
+        """Queue the rows of a batch to all ranks, to each those of its replica."""
+        for rank, replica in enumerate(self._replicas):
+            mine = tuple(_of_replica(minibatch, replica) for minibatch in minibatches)
+            await self._batches.send(f"trainer-{rank}", BatchRows(number, mine), timeout_s=SEND_S)
+            await asyncio.sleep(0)  # encoding takes milliseconds
 
     async def ask(self, command: object, kind: type[Answer]) -> Answer:
         """Queue a command and wait for its answer.  Raises ProtocolError for an answer of another kind."""
@@ -56,3 +74,9 @@ class TrainerLink:
         if not isinstance(message, kind):
             raise ProtocolError(peer, type(message).__name__, f"expected {kind.__name__}")
         return message
+
+
+def _of_replica(minibatch: PackedMinibatch, replica: int) -> PackedMinibatch:
+    """The minibatch, without the rows of the others."""
+    ranks = tuple(rows if place == replica else () for place, rows in enumerate(minibatch.ranks))
+    return replace(minibatch, ranks=ranks)

@@ -71,14 +71,12 @@ def run(context: RoleContext) -> None:
         critic = _open_critic(context)
         if critic is not None:
             stack.callback(critic.close)
-        channel = None
-        if backend.is_rank_zero:
-            channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
-            stack.callback(channel.close)
-        commands = CommandStream(channel, context.num_ranks)
-        trainer = Trainer(context, backend, channel, heartbeat, critic)
+        channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
+        stack.callback(channel.close)
+        commands = CommandStream(channel, context.replica, context.num_ranks)
+        trainer = Trainer(context, backend, channel if backend.is_rank_zero else None, heartbeat, critic)
         try:
-            trainer.begin()
+            trainer.begin(commands.replicas(backend.dp_rank))
             while trainer.obey(commands.next(end.is_made)):
                 pass
         finally:
@@ -142,8 +140,11 @@ class Trainer:
         self._saving: Future[dict[str, int]] | None = None  # the last checkpoint
         self._waiting_since = time.monotonic()
 
-    def begin(self) -> None:
-        """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts."""
+    def begin(self, replicas: tuple[int, ...] = (0,)) -> None:
+        """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts.
+
+        replicas: of every rank.
+        """
         if self._config.algorithm.kl_coefficient:
             # Before the checkpoint: after a resume, too, the reference is the model that was opened.
             self._backend.hold_reference(self._config.trainer.reference_memory)
@@ -160,7 +161,7 @@ class Trainer:
             return
         specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes
         self._manifest = make_manifest(self._version, 0, specs, bucket_bytes)
-        self._channel.send(TrainerReady(self._version, self._manifest, device_id(self._backend.device)))
+        self._channel.send(TrainerReady(self._version, self._manifest, device_id(self._backend.device), replicas))
         self._heartbeat.now("running", "batch", self._version)
 
     def obey(self, command: object) -> bool:

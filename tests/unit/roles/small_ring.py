@@ -24,6 +24,7 @@ from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import (
+    BatchRows,
     CanaryTaken,
     FormGroup,
     GroupOpened,
@@ -35,6 +36,7 @@ from rlhpc.messages import (
     Reregister,
     StepReport,
     TakeCanary,
+    TrainBatch,
     WeightsLive,
 )
 from rlhpc.packing.cost import FlopCost
@@ -151,7 +153,14 @@ class FakeTrainer:
 
     async def obey(self, client: Any) -> None:
         while True:
-            await client.send(self._answer(await client.receive()))
+            match await client.receive():
+                case BatchRows() as rows:
+                    self._rows = rows
+                case TrainBatch(number, batch):
+                    assert number == self._rows.number
+                    await client.send(self._answer(replace(batch, minibatches=self._rows.minibatches)))
+                case command:
+                    await client.send(self._answer(command))
 
     def _answer(self, command: object) -> object:
         match command:

@@ -1,15 +1,21 @@
 """Records each step: totals, TensorBoard and the progress line.
 
 Input: StepRecord.  Called between steps; nothing is decided from what it measures.
+
+    record ──▶ totals, live line ──▶ unwritten ──▶ figures of every rollout, TensorBoard, in a thread
+
+What a checkpoint holds, the totals, is up to date when `record` returns; what people look at follows.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhpc.algorithms.diagnostics import staleness
+from rlhpc.algorithms.diagnostics import rewards
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
@@ -37,6 +43,19 @@ RATE_WINDOW_S = 20.0
 DETAILS_EVERY_STEPS = 10  # histograms and completions: large beside the numbers, and segments hold everything
 NUM_SAMPLES = 2  # completions
 NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, and plans must allow for them
+MAX_UNWRITTEN = 4  # steps, with their rollouts: if the thread is slower than steps are, these wait for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwritten:
+    """A step, as `record` leaves it."""
+
+    record: StepRecord
+    stats: IntakeStats
+    figures: dict[str, float]  # those that are known already
+    samples: list[Sample]  # none: this step shows none
+    num_tokens: int  # trained so far
+    wall_s: float
 
 
 class RunRecorder:
@@ -73,6 +92,8 @@ class RunRecorder:
         self._wall_from = now - state.totals.wall_s
         self._last_step_at: float | None = None
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
+        self._unwritten: deque[_Unwritten] = deque()
+        self._has_work, self._writing = asyncio.Event(), threading.Lock()
         live.attempt, live.resume_step = context.attempt, context.resume_step
         live.step, live.version = state.step, state.policy_version
 
@@ -90,28 +111,52 @@ class RunRecorder:
         step_s = now - (self._last_step_at if self._last_step_at is not None else now)
         self._last_step_at = now
         self._recent_s.append(step_s)
-        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
-        figures |= dataset_figures(stats.groups, [dataset.title for dataset in self._config.data])
-        figures |= self._account(record, stats, step_s) | self._situation()
-        step, totals = record.report.step, self._totals
-        self._recorder.step(step, figures, totals.tokens_trained, totals.wall_s)
-        if record.guard.text:
-            self._recorder.guard(step, record.guard.text)
-        if step % DETAILS_EVERY_STEPS == 0:
-            for name, values in histograms(record).items():
-                self._recorder.histogram(name, step, values)
-            self._recorder.samples(step, self._samples(record.groups))
-        self._show(record, figures, now)
+        figures = self._account(record, stats, step_s) | self._situation()
+        has_details = record.report.step % DETAILS_EVERY_STEPS == 0
+        samples = self._samples(record.groups) if has_details else []
+        self._show(record, stats, figures, now)
+        totals = self._totals
+        self._unwritten.append(_Unwritten(record, stats, figures, samples, totals.tokens_trained, totals.wall_s))
+        if len(self._unwritten) > MAX_UNWRITTEN:
+            self._write_all()
+        self._has_work.set()
+
+    async def run(self) -> None:
+        """Write what was recorded, endlessly."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            await asyncio.to_thread(self._write_all)
 
     def close_totals(self) -> None:
         """Update the seconds in the totals."""
         self._totals.wall_s = self._clock() - self._wall_from
 
     def close(self) -> None:
-        """Flush what is written."""
+        """Write what is left, and flush."""
+        self._write_all()
         self._recorder.close()
 
     # ------------------------------------------------------------------------------------------------------- internals
+
+    def _write_all(self) -> None:
+        """Any thread may do it; all of it is written when it returns."""
+        with self._writing:
+            while self._unwritten:
+                self._write(self._unwritten.popleft())
+
+    def _write(self, step: _Unwritten) -> None:
+        record, stats = step.record, step.stats
+        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
+        figures |= dataset_figures(stats.groups, [dataset.title for dataset in self._config.data]) | step.figures
+        number = record.report.step
+        self._recorder.step(number, figures, step.num_tokens, step.wall_s)
+        if record.guard.text:
+            self._recorder.guard(number, record.guard.text)
+        if number % DETAILS_EVERY_STEPS == 0:
+            for name, values in histograms(record).items():
+                self._recorder.histogram(name, number, values)
+            self._recorder.samples(number, step.samples)
 
     def _account(self, record: StepRecord, stats: IntakeStats, step_s: float) -> dict[str, float]:
         """Add one step to the totals; return the metrics derived from them."""
@@ -125,8 +170,9 @@ class RunRecorder:
         totals.steps += 1
         totals.skipped_steps += not record.report.applied
         totals.rollouts_trained += len(rollouts)
-        totals.rollouts_spanning_update += sum(int(r.versions[0] != r.versions[-1]) for r in rollouts)
-        totals.staleness_max = max(totals.staleness_max, int(staleness(record.groups, record.trained_version).max()))
+        totals.rollouts_spanning_update += sum(r.versions.item(0) != r.versions.item(-1) for r in rollouts)
+        oldest = min(group.admitted_version for group in record.groups)
+        totals.staleness_max = max(totals.staleness_max, record.trained_version - oldest)
         totals.tokens_generated += stats.num_tokens
         totals.tokens_trained += num_tokens
         totals.groups_dropped += sum(stats.num_dropped.values())
@@ -215,12 +261,12 @@ class RunRecorder:
         """Of several turns with the special tokens that tell them apart."""
         return self._tokenizer.decode(rollout.token_ids, keep_special_tokens=not rollout.loss_mask.all())
 
-    def _show(self, record: StepRecord, figures: dict[str, float], now: float) -> None:
-        live = self._live
+    def _show(self, record: StepRecord, stats: IntakeStats, figures: dict[str, float], now: float) -> None:
+        live, values = self._live, rewards(stats.groups)
         self._eta.step_done(record.report.step + 1, now)
         live.step, live.version = record.report.step + 1, record.report.policy_version
         live.step_s, live.save_s = max(self._recent_s), record.longest_save_s
-        live.reward = figures.get("reward/mean", live.reward)
+        live.reward = float(values.mean()) if len(values) else live.reward
         live.staleness_max = self._totals.staleness_max
         live.checkpoints_failed = self._totals.checkpoints_failed
         live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]

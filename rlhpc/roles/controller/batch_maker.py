@@ -1,0 +1,139 @@
+"""Make the batch of a step, and send its rows to the ranks that train them, as a rule while the step before is trained.
+
+    groups finished ──▶ samples, rows, in a thread ──▶ BatchRows to every rank ──▶ … batch taken ──▶ TrainBatch
+
+Input: RolloutGroup.  Output: MadeBatch.  What is made ahead is a guess: which groups a step trains is decided when its
+batch is taken, by the ledger, and their staleness is checked then.  Where that is another batch, its rows are made and
+sent anew under another number, and nobody trains the others.  Rows are a pure function of groups and step, so that a
+batch made ahead, made late or made again after a restart is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rlhpc.algorithms.minibatches import optimiser_steps
+from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config import Config
+from rlhpc.packing.cost import FlopCost
+from rlhpc.packing.layout import batch_slowdown, pack
+from rlhpc.roles.controller.trainer_link import TrainerLink
+from rlhpc.types import PackedMinibatch, RolloutGroup
+
+LOOK_S = 0.05  # between looks whether the groups of a batch are there: a look takes as long as there are groups
+SMALL_BATCH_TOKENS = 1 << 14  # of completions: made at once, since handing it to a thread takes longer
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBatch:
+    """A batch, but for what the steps before it decide; the ranks have its rows, or are being sent them."""
+
+    number: int  # of the rows
+    minibatches: tuple[PackedMinibatch, ...]
+    order: tuple[int, ...]
+    slowdown: float  # layout.batch_slowdown
+
+
+class BatchMaker:
+    """Of one train loop."""
+
+    def __init__(
+        self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, cost: FlopCost, make_samples: SampleMaker
+    ) -> None:
+        self._config, self._buffer, self._trainer = config, buffer, trainer
+        self._cost, self._make_samples = cost, make_samples
+        self._changed = asyncio.Event()
+        self._ahead: asyncio.Task[MadeBatch] | None = None
+        self._guess: tuple[int, tuple[int, ...]] | None = None  # step and groups that are being made, or are made
+        self._num_made = 0
+        self.num_wasted = 0  # made ahead for nothing
+
+    def groups_changed(self) -> None:
+        """Call when a group is finished or dropped."""
+        self._changed.set()
+
+    def begin(self, step: int) -> None:
+        """Make the batch of this step as soon as its groups are there."""
+        self.give_up()
+        self._ahead = asyncio.create_task(self._make_ahead(step))
+
+    async def made(self, groups: Sequence[RolloutGroup], step: int) -> MadeBatch:
+        """The batch of these groups, which were taken for the step; its rows are on their way.
+
+        Raises ValueError for groups that must not be trained on, PackingError, ChannelError.
+        """
+        ahead, wanted = self._ahead, (step, tuple(group.group_id for group in groups))
+        if ahead is not None and self._guess == wanted:
+            self._ahead = self._guess = None
+            return await ahead
+        self.give_up()
+        return await self._make(groups, step)
+
+    def give_up(self) -> None:
+        """What was begun is not wanted."""
+        if self._ahead is not None:
+            self.num_wasted += self._guess is not None
+            self._ahead.cancel()
+            self._ahead.add_done_callback(_ignore)
+        self._ahead = self._guess = None
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    async def _make_ahead(self, step: int) -> MadeBatch:
+        while True:
+            self._changed.clear()
+            groups = self._upcoming()
+            if groups is not None:
+                self._guess = step, tuple(group.group_id for group in groups)
+                return await self._make(groups, step)
+            await self._changed.wait()
+            await asyncio.sleep(LOOK_S)
+
+    def _upcoming(self) -> list[RolloutGroup] | None:
+        """The groups that a batch would take now, as AdmissionLedger.takeable has it; None: there are too few."""
+        admission = self._config.admission
+        finished = {group.group_id: group for group in self._buffer.finished()}
+        if len(finished) < admission.groups_per_step:
+            return None
+        chosen, anchor = list[RolloutGroup](), None
+        for group_id in self._buffer.open_groups():
+            if anchor is not None and group_id >= anchor + admission.window:
+                return None
+            if group_id in finished:
+                chosen.append(finished[group_id])
+            elif anchor is None:
+                anchor = group_id
+            if len(chosen) == admission.groups_per_step:
+                return chosen
+        return None
+
+    async def _make(self, groups: Sequence[RolloutGroup], step: int) -> MadeBatch:
+        self._num_made += 1
+        number, num_tokens = self._num_made, sum(len(m.rollout.token_ids) for group in groups for m in group.members)
+        if num_tokens < SMALL_BATCH_TOKENS:
+            minibatches, slowdown = self._pack(groups, step)
+        else:
+            minibatches, slowdown = await asyncio.to_thread(self._pack, groups, step)
+        await self._trainer.send_rows(number, minibatches)
+        algorithm = self._config.algorithm
+        order = optimiser_steps(algorithm.minibatches, algorithm.epochs, (self._config.run.seed, step))
+        return MadeBatch(number, minibatches, order, slowdown)
+
+    def _pack(self, groups: Sequence[RolloutGroup], step: int) -> tuple[tuple[PackedMinibatch, ...], float]:
+        """Any thread may do it."""
+        trainer = self._config.trainer
+        minibatches = tuple(
+            pack(part, token_budget=trainer.token_budget, num_ranks=trainer.data_parallel, cost=self._cost)
+            for part in self._make_samples.minibatches(groups, step)
+        )
+        return minibatches, batch_slowdown(minibatches, self._cost)
+
+
+def _ignore(task: asyncio.Task[MadeBatch]) -> None:
+    """Nobody asks any more how it went."""
+    with suppress(asyncio.CancelledError):
+        task.exception()
