@@ -222,7 +222,7 @@ class CoreThread:
                 self._obey()
                 if not self._must_stop and self._core.scheduler.has_requests():
                     self._step()
-        except Exception as error:  # noqa: BLE001 - whatever ends the thread must reach those who wait
+        except BaseException as error:  # noqa: BLE001 - whatever ends the thread must reach those who wait
             self._tell(partial(self._fail, repr(error)))
         finally:
             self._core.shutdown()
@@ -270,7 +270,7 @@ class CoreThread:
     def _do(self, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - reaches the caller
+        except BaseException as error:  # noqa: BLE001 - reaches the caller
             self._tell(partial(_settle, future, None, error))
         else:
             self._tell(partial(_settle, future, result, None))
@@ -283,7 +283,7 @@ class CoreThread:
             self._loop.call_soon_threadsafe(callback)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
     if error is not None:
