@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.demo.report import running_mean
+from launch.demo.learning_curve import running_mean
 from launch.demo.run import RUN_FILE
 from launch.demo.warm_start import make_model
 from rlhpc.buffer.event_log import Trained, event_paths, read_events

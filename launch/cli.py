@@ -257,7 +257,7 @@ def _recipes(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from launch.demo.run import RUN_FILE, fit_to, run_demo, say
+    from launch.demo.run import RUN_FILE, run_demo, say
 
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
@@ -265,10 +265,8 @@ def _demo(options: argparse.Namespace) -> int:
         from launch.commands.run import run_locally
         from launch.plan.gpu_map import map_gpus
 
-        gpus = gpus_here(os.environ)
-        words = [*(() if options.run_file else fit_to(gpus)), *options.overrides]
-        map_gpus(load_config(run_file, words), gpus)  # refused before the warm start
-        return run_demo(lambda config: run_locally(config, fresh=True), run_file, words)
+        map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start
+        return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
     from launch.demo import slurm
 
     overrides = [*slurm.OVERRIDES, *options.overrides]

@@ -232,7 +232,7 @@ class GenerationEngine(ABC):
         """
 
     def num_sampled(self, request_id: str) -> int:
-        """How many tokens `progress` would show; cheap.  0: none, or it is not known."""
+        """How many tokens `progress` would show, or more if it is asked later; cheap.  0: none, or it is not known."""
         return 0
 
     def progress(self, request_id: str, start: int = 0) -> Prefix | None:

@@ -18,7 +18,6 @@ from launch.demo.learning_curve import draw_learning_curve
 from launch.demo.lookup import make_lookup_model
 from launch.demo.task import write_dataset
 from launch.demo.warm_start import make_model
-from launch.plan.gpu_map import VisibleGpus
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
@@ -29,11 +28,6 @@ NUM_PROBLEMS = 8_000
 NUM_LOOKUPS = 4_000
 SHOW_EVERY_STEPS = 100
 EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a model that was half taught stalls
-
-
-def fit_to(gpus: VisibleGpus) -> tuple[str, ...]:
-    """What is changed in RUN_FILE, which is for a CPU, where there are one or two GPUs: they hold one rank."""
-    return ("trainer.num_ranks=1",) if 1 <= len(gpus.words) <= 2 else ()
 
 
 def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, overrides: Sequence[str] = ()) -> int:

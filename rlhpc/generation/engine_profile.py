@@ -55,10 +55,12 @@ class EngineProfile:
 
     engine_args: dict[str, Any]  # for AsyncEngineArgs
     environment: dict[str, str]  # to be set before vllm is imported
+    # Its core runs in this process (core_thread.py).  Not on CUDA: there it has not been tried.
+    is_in_process: bool = False
 
 
-def engine_profile(config: Config, *, seed: int, device: str) -> EngineProfile:
-    """The profile of one replica.  device: "cpu" or "cuda".
+def engine_profile(config: Config, *, seed: int, device: str, is_apart: bool = False) -> EngineProfile:
+    """The profile of one replica.  device: "cpu" or "cuda".  is_apart: in processes of its own whatever the device.
 
     Raises EngineError if run.deterministic=true cannot be kept there.
     """
@@ -72,11 +74,11 @@ def engine_profile(config: Config, *, seed: int, device: str) -> EngineProfile:
             )
         environment |= {} if is_cpu else BATCH_INVARIANT
     environment |= CPU_ENVIRONMENT if is_cpu else CUDA_ENVIRONMENT
-    if is_cpu and config.generation.tensor_parallel == 1:
+    has_one_worker = config.generation.tensor_parallel == 1
+    if is_cpu and has_one_worker:
         environment |= ONE_WORKER_ON_CPU
-    return EngineProfile(
-        _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config)), environment
-    )
+    engine_args = _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config))
+    return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
 
 
 def _common_args(config: Config, seed: int) -> dict[str, Any]:

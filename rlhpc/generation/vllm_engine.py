@@ -21,6 +21,7 @@ from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
 from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
+from rlhpc.generation.core_thread import CoreThread
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.generation.pause_switch import PauseSwitch
@@ -54,11 +55,12 @@ class _InFlight:
 
     request: RolloutRequest
     record: VersionRecord
+    has_output: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class VllmEngine(GenerationEngine):
-    """A vLLM AsyncLLM and its processes."""
+    """A vLLM AsyncLLM and its processes, or the thread that stands for them (core_thread.py)."""
 
     def __init__(self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock) -> None:
         """Use VllmEngine.start."""
@@ -75,16 +77,21 @@ class VllmEngine(GenerationEngine):
         self._num_tokens = 0
         self._death = ""  # why this engine is dead; "" while it is alive
         self._has_spans = hasattr(llm, "update_weight_version")
+        self._counts_all = isinstance(llm, CoreThread)  # of every request, whether it has begun or ended
         self._switch = PauseSwitch(llm, self._call, self._busy)
         self._weights = WeightUpdates(llm, self._call, self._switch, self._adopt, config=config, clock=clock)
 
     @classmethod
-    async def start(cls, config: Config, *, seed: int, clock: Clock = time.monotonic) -> VllmEngine:
+    async def start(
+        cls, config: Config, *, seed: int, clock: Clock = time.monotonic, is_apart: bool = False
+    ) -> VllmEngine:
         """Start vLLM on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
 
-        Sets environment variables of this process.  Raises EngineError and leaves no process behind.
+        is_apart: in a process of its own, as it always is on CUDA.  Sets environment variables of this process.
+        Raises EngineError and leaves no process behind.
         """
-        engine = cls(*start_vllm(engine_profile(config, seed=seed, device=device_here())), config, clock)
+        profile = engine_profile(config, seed=seed, device=device_here(), is_apart=is_apart)
+        engine = cls(*start_vllm(profile), config, clock)
         try:
             await engine._prepare()
         except BaseException:
@@ -123,6 +130,7 @@ class VllmEngine(GenerationEngine):
         self._busy.enter()
         try:
             output = await self._run(request_id, request)
+            flight.has_output = True
             # Tokens sampled after a load may overtake the load's reply, which says from which token on they are new.
             await self._weights.adopted.wait()
             return self._finish(flight, output)
@@ -234,6 +242,8 @@ class VllmEngine(GenerationEngine):
     async def _prepare(self) -> None:
         await self._rpc("rlhpc_follow_parent", os.getpid())
         self._weight_devices = tuple(await self._rpc("rlhpc_device_id"))
+        if isinstance(self._llm, CoreThread):
+            await self._call(self._llm.count_for("rlhpc_count_with"))
         can_count = all(await self._rpc("rlhpc_counts_tokens"))
         if not can_count and not self._has_spans:
             raise EngineError(
@@ -243,7 +253,8 @@ class VllmEngine(GenerationEngine):
         # A step that was launched ahead would be sampled by old weights and counted for new ones; and without spans a
         # request that has ended must have reached us before the others are counted.
         scheduler = self._llm.vllm_config.scheduler_config
-        self._weights.pauses_to_load = bool(getattr(scheduler, "async_scheduling", False)) or not self._has_spans
+        is_exact = self._has_spans or self._counts_all
+        self._weights.pauses_to_load = bool(getattr(scheduler, "async_scheduling", False)) or not is_exact
         if self._has_spans:
             await self._call(self._llm.update_weight_version(str(self._policy_version)))
 
@@ -309,6 +320,8 @@ class VllmEngine(GenerationEngine):
             counts = {key: num_tokens for name, num_tokens in counts.items() for key in (name, name.rpartition("-")[0])}
         for key, flight in self._in_flight.items():
             num_tokens = None if counts is None else counts.get(key)
+            if num_tokens is None and flight.has_output and self._counts_all:
+                continue  # it had ended when the weights were loaded
             if num_tokens is None and counts is not None and not self._has_spans:
                 num_tokens = 0  # paused and drained: a request that the worker does not know has not begun
             flight.record.weights_changed(policy_version, num_tokens)

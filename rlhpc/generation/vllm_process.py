@@ -1,6 +1,7 @@
 """Start and end vLLM with every process that belongs to it.
 
-Input: an EngineProfile.  Output: an AsyncLLM and the list of its processes.  Nothing survives stop_processes().
+Input: an EngineProfile.  Output: an AsyncLLM, or the CoreThread that stands for it, and the list of its processes.
+Nothing survives stop_processes().
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ COUNTING_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
     """Start an engine; blocks for seconds (CPU) to minutes (CUDA).  Sets the profile's variables in os.environ.
 
+    It has processes of its own, unless the profile says that its core runs in this one (core_thread.py).
+
     Must run on the main thread: the engine's process is set to die with the thread that started it.
     Raises EngineError if the engine does not start; its processes are gone then.
     """
@@ -38,6 +41,13 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if profile.is_in_process:
+            import torch._dynamo.config  # has read its environment if somebody has compiled here
+
+            from rlhpc.generation.core_thread import CoreThread
+
+            torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+            return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
         if not hasattr(AsyncLLM, "update_weight_version"):
             set_environment(COUNTING_RUNNER)
         # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,

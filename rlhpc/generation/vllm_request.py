@@ -8,10 +8,10 @@ is reported as "not known", and nothing else is lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -65,6 +65,9 @@ def scoring_params() -> Any:
 def row_logprobs(prompt_logprobs: Any, token_ids: Int32) -> Float32:
     """vLLM's log-probabilities of a prompt as float32 [T], 0 on the first token.  Raises EngineError if some lack."""
     found = np.zeros(len(token_ids), np.float32)
+    if isinstance(prompt_logprobs, np.ndarray) and len(prompt_logprobs) == len(token_ids) - 1:
+        found[1:] = prompt_logprobs
+        return found
     if prompt_logprobs is None or len(prompt_logprobs) != len(token_ids):
         raise EngineError(f"vLLM gave no log-probabilities for a row of {len(token_ids)} tokens")
     for place, token in enumerate(token_ids.tolist()[1:], start=1):
@@ -98,8 +101,21 @@ class PartialCompletion:
     finish_reason: str = "abort"
 
 
+@runtime_checkable
+class CoreOfOurs(Protocol):
+    """What is asked of core_thread.py, where vLLM's front end is asked in its own words."""
+
+    def num_tokens(self, request_id: str) -> int:
+        """Sampled so far."""
+
+    def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
+        """From token `first` on."""
+
+
 def num_tokens(llm: Any, request_id: str) -> int:
     """Number of tokens sampled for this request; 0: none, or this vLLM does not report it."""
+    if isinstance(llm, CoreOfOurs):
+        return llm.num_tokens(request_id)
     detokenizer = getattr(_state_of(llm, request_id), "detokenizer", None)
     return len(detokenizer.output_token_ids) if detokenizer is not None else 0
 
@@ -109,11 +125,13 @@ class FlatPart:
     """Log-probabilities of some tokens, as vLLM keeps those of all."""
 
     logprobs: list[float]
-    start_indices: list[int]
+    start_indices: Sequence[int]
 
 
 def partial_completion(llm: Any, request_id: str, first: int = 0) -> PartialCompletion | None:
     """The tokens sampled for this request from number `first` on; None if there are none, or vLLM does not tell."""
+    if isinstance(llm, CoreOfOurs):
+        return llm.sampled_so_far(request_id, first)
     state = _state_of(llm, request_id)
     detokenizer = getattr(state, "detokenizer", None)
     logprobs = getattr(getattr(state, "logprobs_processor", None), "logprobs", None)

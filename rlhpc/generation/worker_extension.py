@@ -28,7 +28,7 @@ from rlhpc.weights.held_checksum import checksum_of
 from rlhpc.weights.shadow import HostShadow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 NO_GROUP = (FAILED, "this worker is in no weight group")
@@ -45,6 +45,7 @@ class WeightUpdateExtension:
         vllm_config: Any
 
     _rlhpc_preemptions: PreemptionCount | None = None
+    _rlhpc_counter: Callable[[], dict[str, int]] | None = None
     _rlhpc_link: WeightLink | None = None
     _rlhpc_scope: DeviceScope | None = None  # this and the next two are made once, at the first join
     _rlhpc_shadow: HostShadow
@@ -79,6 +80,10 @@ class WeightUpdateExtension:
     def rlhpc_counts_tokens(self) -> bool:
         """True if rlhpc_load can say how many tokens each request had."""
         return isinstance(getattr(self.model_runner, "requests", None), dict)
+
+    def rlhpc_count_with(self, counter: Callable[[], dict[str, int]]) -> None:
+        """Who steps this worker, in its own process, counts the tokens of every request, of those not begun as well."""
+        self._rlhpc_counter = counter
 
     def rlhpc_begin_join(self, group_json: str, member: str, timeout_s: float) -> tuple[str, str]:
         """Start joining a membership epoch, after leaving the previous one.  Returns what rlhpc_poll would."""
@@ -133,6 +138,8 @@ class WeightUpdateExtension:
             self._rlhpc_link.give_up()
 
     def _rlhpc_num_tokens(self) -> dict[str, int] | None:
+        if self._rlhpc_counter is not None:
+            return self._rlhpc_counter()
         if not self.rlhpc_counts_tokens():
             return None
         return {key: len(state.output_token_ids) for key, state in self.model_runner.requests.items()}

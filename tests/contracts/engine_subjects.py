@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from rlhpc.config import Config
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import GenerationEngine, WeightPublisher, WeightTiming
+from rlhpc.generation.core_thread import CoreThread
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.types import (
@@ -176,6 +177,7 @@ class VllmSubject(Subject):
         device: str = "cpu",
         staging: str = "auto",
         dtype: str = "float32",
+        is_apart: bool = False,
         **generation: object,
     ) -> Self:
         model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
@@ -184,7 +186,7 @@ class VllmSubject(Subject):
         weights = WeightsConfig(transport=transport, timeout_s=config.weights.timeout_s)
         publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)
-        subject.engine = await VllmEngine.start(config, seed=0)
+        subject.engine = await VllmEngine.start(config, seed=0, is_apart=is_apart)
         subject.loads_arriving = staging == "paused"
         return subject
 
@@ -192,6 +194,11 @@ class VllmSubject(Subject):
         assert isinstance(self.engine, VllmEngine)
         counts = (await self.engine._llm.collective_rpc("_rlhpc_num_tokens"))[0]
         return sorted(counts.values())
+
+    def break_core(self) -> None:
+        """Where it runs on a thread of this process: its next step fails."""
+        if isinstance(self.engine, VllmEngine) and isinstance(self.engine._llm, CoreThread):
+            self.engine._llm._commands.put(_fail)
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(version)
@@ -207,6 +214,10 @@ class VllmSubject(Subject):
             logits = self._reference(tokens[None]).logits[0, len(prompt) - 1 : -1]
             picked = torch.log_softmax(logits.float(), -1).gather(1, tokens[len(prompt) :, None])
         return picked[:, 0].numpy()
+
+
+def _fail() -> None:
+    raise RuntimeError("a kernel failed")
 
 
 _strangers: frozenset[psutil.Process] = frozenset()  # below this process before an engine of these tests was started

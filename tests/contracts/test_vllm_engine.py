@@ -11,6 +11,7 @@ import pytest_asyncio
 import torch
 from engine_subjects import VllmSubject, living_children, request_of
 
+from rlhpc.generation.core_thread import CoreThread
 from rlhpc.types import FinishReason, Rollout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -37,7 +38,7 @@ class SharpSubject(VllmSubject):
     scope="module",
     loop_scope="module",
     params=[True, pytest.param(False, marks=pytest.mark.long)],
-    ids=["tied", "untied"],
+    ids=["tied apart", "untied"],
 )
 async def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -49,6 +50,7 @@ async def subject(
             family="qwen2",
             tied=request.param,
             dtype="bfloat16",
+            is_apart=request.param,
             kv_cache_bytes=KV_CACHE_BYTES,
         )
         await made.join()
@@ -60,6 +62,9 @@ async def subject(
 
 async def test_the_engines_processes_are_spawned_whatever_the_users_environment_says(subject: SharpSubject) -> None:
     engines = [child for child in living_children() if "spawn_main" in " ".join(child.cmdline())]
+    if isinstance(subject.engine._llm, CoreThread):
+        assert not engines
+        return
     assert engines
     assert {engine.environ()["VLLM_WORKER_MULTIPROC_METHOD"] for engine in engines} == {"spawn"}
 

@@ -26,8 +26,10 @@ def config_with(**generation: object) -> Config:
     )
 
 
-def test_on_cpu_one_worker_runs_inside_the_engine_process() -> None:
+def test_on_cpu_one_worker_runs_inside_the_engine_process_and_that_inside_the_generators() -> None:
     profile = engine_profile(config_with(), seed=7, device="cpu")
+    assert profile.is_in_process
+    assert not engine_profile(config_with(), seed=7, device="cpu", is_apart=True).is_in_process
     assert profile.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert profile.environment["OMP_NUM_THREADS"] == "1"
     assert profile.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -41,6 +43,8 @@ def test_on_cuda_memory_is_taken_by_share_and_graphs_are_captured() -> None:
     profile = engine_profile(config_with(gpu_memory_utilization=0.4, tensor_parallel=2), seed=7, device="cuda")
     assert profile.engine_args["gpu_memory_utilization"] == 0.4
     assert profile.engine_args["tensor_parallel_size"] == 2
+    assert not profile.is_in_process
+    assert not engine_profile(config_with(), seed=7, device="cuda").is_in_process
     assert profile.engine_args["distributed_executor_backend"] == "mp"
     assert profile.engine_args["enforce_eager"] is False
     assert "kv_cache_memory_bytes" not in profile.engine_args
@@ -56,6 +60,7 @@ def test_a_kv_cache_of_given_size_is_taken_on_both() -> None:
 
 def test_several_workers_on_cpu_are_processes() -> None:
     profile = engine_profile(config_with(tensor_parallel=2), seed=0, device="cpu")
+    assert not profile.is_in_process
     assert profile.engine_args["distributed_executor_backend"] == "mp"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in profile.environment
 

@@ -31,8 +31,9 @@ def site_of(**sections: dict[str, Any]) -> Site:
 
 
 def config_of(*overrides: str, run_file: str = "configs/demo.toml") -> Config:
-    """The demo, for nodes."""
-    return load_config(ROOT / run_file, [f"run.directory={SHARED}/run", "transport.kind=tcp", *overrides])
+    """The demo, for nodes, with two ranks."""
+    two = ["trainer.num_ranks=2"] if run_file == "configs/demo.toml" else []
+    return load_config(ROOT / run_file, [f"run.directory={SHARED}/run", "transport.kind=tcp", *two, *overrides])
 
 
 def plan_of(*overrides: str, **sections: dict[str, Any]) -> JobPlan:

@@ -1,0 +1,96 @@
+"""Train with TRL's GRPOTrainer what bench/versus_trl.py trains with rlhpc; run by the Python that has TRL.
+
+    python trl_side.py SETTINGS.json
+
+Prints a JSON line for each optimiser step: seconds by the clock and of CPU since the process began, and the reward.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+BEGAN_S = time.monotonic()
+MARK = re.compile(r"####|;|=")  # as rlhpc/rewards/integer_arithmetic.py
+
+
+def is_right(completion: str, answer: str) -> float:
+    """Whether what follows the last mark is the answer."""
+    return float(MARK.split(completion)[-1].strip() == answer)
+
+
+def is_even(completion: str, answer: str) -> float:
+    """A reward that says nothing of the length."""
+    return float(len(completion) % 2 == 0)
+
+
+REWARDS = {"integer_arithmetic": is_right, "bench.trl_side:is_even": is_even}
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(settings["threads"])
+    reward = REWARDS[settings["task"]]
+    means: list[float] = []
+
+    def judge(completions: list[str], answer: list[str], **_: object) -> list[float]:
+        given = [reward(text, right) for text, right in zip(completions, answer, strict=True)]
+        means.append(sum(given) / len(given))
+        return given
+
+    class Report(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
+        def on_step_end(self, arguments: object, state: Any, control: object, **_: object) -> None:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            line = {"step": state.global_step, "at_s": time.monotonic() - BEGAN_S, "reward": means[-1]}
+            print(json.dumps({**line, "cpu_s": used.ru_utime + used.ru_stime}), flush=True)
+
+    records = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
+    size = settings["groups"] * settings["group_size"]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        reward_funcs=judge,
+        train_dataset=Dataset.from_list(records),
+        callbacks=[Report()],
+        args=GRPOConfig(
+            output_dir=settings["scratch"],
+            max_steps=settings["steps"],
+            per_device_train_batch_size=size,
+            num_generations=settings["group_size"],
+            max_completion_length=settings["max_completion_tokens"],
+            learning_rate=settings["learning_rate"],
+            warmup_steps=settings["warmup_steps"],
+            lr_scheduler_type="constant_with_warmup",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            beta=0.0,
+            epsilon=0.2,
+            loss_type="dapo",
+            temperature=1.0,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+            seed=settings["seed"],
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The thread of an engine core, on a core that samples one token of each request in a step and counts upwards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rlhpc.generation.core_thread import CoreDied, CoreThread, FinishedSample
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.asyncio
+
+
+class CountingCore:
+    """What is called of vLLM's EngineCore.  A request's tokens are the numbers of the steps that sampled them."""
+
+    def __init__(self) -> None:
+        self.scheduler = self
+        self.requests: dict[str, list[int]] = {}  # id → [tokens to go]
+        self.num_steps = 0
+        self.loads: list[tuple[int, dict[str, int]]] = []  # steps before it, and what the counter said
+        self.counter: Any = None
+        self.is_down = False
+        self.thread = threading.current_thread()
+
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    def preprocess_add_request(self, request: tuple[str, int]) -> tuple[tuple[str, int], int]:
+        return request, 0
+
+    def add_request(self, request: tuple[str, int], wave: int) -> None:
+        self.requests[request[0]] = [request[1]]
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
+
+    def step_fn(self) -> tuple[dict[int, Any], bool]:
+        assert threading.current_thread() is self.thread
+        outputs = []
+        for request_id, left in list(self.requests.items()):
+            left[0] -= 1
+            logprobs = SimpleNamespace(logprobs=np.asarray([[-0.5 * self.num_steps, -9.0]], np.float32))
+            outputs.append(
+                SimpleNamespace(
+                    request_id=request_id,
+                    new_token_ids=[self.num_steps],
+                    new_logprobs=logprobs,
+                    new_prompt_logprobs_tensors=None,
+                    finish_reason="length" if left[0] == 0 else None,
+                )
+            )
+            if left[0] == 0:
+                del self.requests[request_id]
+        self.num_steps += 1
+        return {0: SimpleNamespace(outputs=outputs)}, True
+
+    def post_step(self, was_executed: bool) -> None:
+        pass
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        if method == "count_with":
+            (self.counter,) = args
+        elif method == "load":
+            self.loads.append((self.num_steps, self.counter()))
+        elif method == "fail":
+            raise KeyError("no such method")
+        return [len(self.loads)]
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+@pytest_asyncio.fixture
+async def thread() -> AsyncIterator[CoreThread]:
+    made = CoreThread(None, CountingCore, lambda prompt, params, request_id, priority: (request_id, params))
+    await made.count_for("count_with")
+    yield made
+    made.shutdown(PATIENCE_S)
+
+
+def core_of(thread: CoreThread) -> CountingCore:
+    core = thread._core
+    assert isinstance(core, CountingCore)
+    return core
+
+
+async def sample(thread: CoreThread, request_id: str, num_tokens: int) -> FinishedSample:
+    prompt = {"prompt_token_ids": [1, 2], "cache_salt": ""}
+    async for output in thread.generate(prompt, num_tokens, request_id):
+        return output
+    raise AssertionError("no output")
+
+
+async def test_a_request_is_heard_of_once_with_all_its_tokens(thread: CoreThread) -> None:
+    outputs = await asyncio.gather(*(sample(thread, f"r{n}", n + 1) for n in range(20)))
+    for number, output in enumerate(outputs):
+        (completion,) = output.outputs
+        assert len(completion.token_ids) == number + 1
+        assert completion.finish_reason == "length"
+        assert np.all(np.diff(completion.token_ids) == 1)
+        assert completion.logprobs.logprobs == [-0.5 * step for step in completion.token_ids]
+
+
+async def test_at_a_load_the_tokens_of_every_request_are_counted_begun_or_not_and_ended_or_not(
+    thread: CoreThread,
+) -> None:
+    running = [asyncio.create_task(sample(thread, f"r{n}", 1 + 37 * n % 400)) for n in range(60)]
+    for _ in range(40):
+        await asyncio.sleep(0)
+        await thread.collective_rpc("load")
+    tokens = {f"r{n}": (await task).outputs[0].token_ids for n, task in enumerate(running)}
+    loads = core_of(thread).loads
+    assert len(loads) == 40
+    for num_steps, counts in loads:
+        assert counts == {name: sum(step < num_steps for step in tokens[name]) for name in counts}
+        for name in tokens.keys() - counts.keys():  # nobody waits for it any more, or nobody has asked for it yet
+            assert tokens[name][-1] < num_steps or tokens[name][0] >= num_steps
+
+
+async def test_what_ended_before_a_call_has_ended_when_the_call_returns(thread: CoreThread) -> None:
+    core = core_of(thread)
+    for number in range(50):
+        task = asyncio.create_task(sample(thread, f"r{number}", 3))
+        await asyncio.sleep(0)
+        while f"r{number}" in thread._samples and thread.num_tokens(f"r{number}") < 3:
+            await thread.collective_rpc("anything")
+        await thread.collective_rpc("anything")
+        assert f"r{number}" not in core.requests
+        assert task.done() or thread._samples[f"r{number}"].ended.done()
+        await task
+
+
+async def test_an_abort_hands_over_what_there_is_and_follows_its_request(thread: CoreThread) -> None:
+    early = asyncio.create_task(sample(thread, "early", 10**9))
+    await asyncio.sleep(0)
+    await thread.abort("early")  # it may not have begun
+    assert (await early).outputs[0].finish_reason == "abort"
+    late = asyncio.create_task(sample(thread, "late", 10**9))
+    async with asyncio.timeout(PATIENCE_S):
+        while thread.num_tokens("late") < 5:  # noqa: ASYNC110 - by polling
+            await asyncio.sleep(0)
+    part = thread.sampled_so_far("late", 2)
+    await thread.abort("late")
+    tokens = (await late).outputs[0].token_ids
+    assert part is not None
+    assert part.token_ids == tokens[2 : 2 + len(part.token_ids)]
+    assert not core_of(thread).requests
+    await thread.abort("nobody")
+
+
+async def test_a_cancelled_request_is_aborted_in_the_core(thread: CoreThread) -> None:
+    running = asyncio.create_task(sample(thread, "r", 10**9))
+    async with asyncio.timeout(PATIENCE_S):
+        while not thread.num_tokens("r"):  # noqa: ASYNC110 - by polling
+            await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await thread.collective_rpc("anything")
+    assert not core_of(thread).requests
+    assert thread.num_tokens("r") == 0
+
+
+async def test_an_error_of_a_call_reaches_its_caller_and_nobody_else(thread: CoreThread) -> None:
+    with pytest.raises(KeyError):
+        await thread.collective_rpc("fail")
+    assert len((await sample(thread, "r", 2)).outputs[0].token_ids) == 2
+
+
+async def test_a_step_that_fails_fails_all_that_is_asked_and_all_that_will_be(thread: CoreThread) -> None:
+    core = core_of(thread)
+    running = asyncio.create_task(sample(thread, "r", 10**9))
+    await asyncio.sleep(0)
+    core.post_step = "no function"  # type: ignore[assignment]
+    with pytest.raises(CoreDied, match="not callable"):
+        await asyncio.wait_for(running, PATIENCE_S)
+    with pytest.raises(CoreDied):
+        await sample(thread, "s", 1)
+    with pytest.raises(CoreDied):
+        await thread.collective_rpc("anything")
+    thread._thread.join(PATIENCE_S)
+    assert core.is_down
+
+
+async def test_a_core_that_cannot_be_made_says_why() -> None:
+    def refuse() -> None:
+        raise MemoryError("the cache does not fit")
+
+    with pytest.raises(MemoryError, match="does not fit"):
+        CoreThread(None, refuse, lambda *_: None)
+
+
+async def test_shutdown_ends_thread_and_core_and_fails_what_waits(thread: CoreThread) -> None:
+    core, running = core_of(thread), asyncio.create_task(sample(thread, "r", 10**9))
+    await asyncio.sleep(0)
+    thread.shutdown(PATIENCE_S)
+    assert core.is_down
+    assert not thread._thread.is_alive()
+    with pytest.raises(CoreDied):
+        await running
