@@ -13,7 +13,6 @@ Runs that are complete are not repeated.  --pair: two complete runs of any kind;
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,20 +54,19 @@ class Figures:
 
     @classmethod
     def measured(cls, layout: RunLayout) -> Figures:
-        curves, summary = read_figures(layout).curves, json.loads(layout.summary.read_bytes())
+        curves = read_figures(layout).curves
 
         def mean(name: str) -> float:
             values = curves[name].values
             return float(values[len(values) // 10 :].mean())
 
         idle = (mean("generator/idle_ratio"), mean("trainer/idle_ratio"))
-        return cls(mean("time/step_s"), summary["training_s"], *idle, mean("staleness/mean"))
+        training_s = float(curves["time/step_s"].values.sum())
+        return cls(mean("time/step_s"), training_s, *idle, mean("staleness/mean"))
 
     @classmethod
     def predicted(cls, outcomes: list[Outcome]) -> Figures:
-        rows = [
-            (one.step_s, one.seconds, one.engines_idle, 1 - one.trainer_works, one.mean_staleness) for one in outcomes
-        ]
+        rows = [(one.step_s, one.seconds, one.engines_idle, one.trainer_idle, one.mean_staleness) for one in outcomes]
         return cls(*np.mean(rows, axis=0).tolist())
 
 
@@ -80,7 +78,8 @@ def compare(name: str, base: RunLayout, layout: RunLayout) -> None:
     known = measure(base, cost)
     rates = rates_of(config, NO_SITE, model, known, known.lengths.mean_tokens)
     shape = RingShape.of(config, cost)
-    outcomes = [Ring(shape, rates, known.lengths, seed).run(config.run.num_steps) for seed in range(SEEDS)]
+    num_steps = read_figures(layout).num_steps  # of a run that was ended before its last, too
+    outcomes = [Ring(shape, rates, known.lengths, seed).run(num_steps) for seed in range(SEEDS)]
     said, was = Figures.predicted(outcomes), Figures.measured(layout)
     print(
         f"| {name} | {1 / said.step_s:.3f} | {1 / was.step_s:.3f} | {was.step_s / said.step_s - 1:+.1%} "

@@ -26,6 +26,7 @@ from rlhpc.run_layout import RunLayout
 
 FEWEST_STEPS = 10
 _COLUMNS = (
+    "groups/group_id",
     "groups/consumed_step",
     "groups/drop_reason",
     "groups/prompt_offsets",
@@ -39,6 +40,7 @@ Float64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Group:
+    group_id: int
     step: int  # −1: dropped
     drawn: DrawnGroup
 
@@ -64,11 +66,14 @@ def measure(layout: RunLayout, cost: FlopCost) -> Measured:
         number = 0 if steps is None else len(steps.steps)
         raise ConfigError(f"--from {layout.root}: {number} steps are done; legal: a run of {FEWEST_STEPS} or more")
     first = int(steps.steps[len(steps.steps) // 10])
-    groups = [group for group in _groups(layout) if group.step < 0 or group.step >= first]
+    found = _groups(layout)
     source = f"{layout.root}, steps {first} to {steps.steps[-1]}"
-    trained = [group for group in groups if group.step >= 0]
+    trained = [group for group in found if group.step >= first]
     if not trained:
         raise ConfigError(f"--from {layout.root}: no trained group is in its segments; legal: a run with some on disk")
+    # Dropped ones are of no step: those of the same time, or the share of them would be too large.
+    oldest, newest = min(group.group_id for group in trained), max(group.group_id for group in trained)
+    groups = trained + [group for group in found if group.step < 0 and oldest <= group.group_id <= newest]
     table = _Table(run, first)
     engines = _engines(table)
     values = {
@@ -237,5 +242,5 @@ def _groups(layout: RunLayout) -> list[_Group]:
             if not len(tokens) or str(reason) not in ("", DropReason.NO_SPREAD.value):
                 continue
             drawn = DrawnGroup(int(prompts[at]), tokens, has_spread=not reason)
-            found.append(_Group(int(columns["groups/consumed_step"][at]), drawn))
+            found.append(_Group(int(columns["groups/group_id"][at]), int(columns["groups/consumed_step"][at]), drawn))
     return found

@@ -103,6 +103,11 @@ class Outcome:
     num_events: int
 
     @property
+    def trainer_idle(self) -> float:
+        """What a run calls trainer/idle_ratio, less what is between two steps."""
+        return self.trainer_waits_for_groups + self.trainer_waits_for_weights + self.trainer_saves
+
+    @property
     def mean_staleness(self) -> float:
         """Of a rollout."""
         return sum(age * count for age, count in self.staleness.items()) / sum(self.staleness.values())

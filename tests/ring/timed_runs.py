@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhpc.run_layout import RunLayout
-from tests.ring.run_kit import Lab, make_lab, run_to_the_end
+from tests.ring.run_kit import Lab, Run, make_lab
 from tests.ring.sleeping_loss import SLEEP
 
 TOKEN_S = 0.02
 STOP_PROBABILITY = 0.03
 TRAINED_TOKEN_S = 0.0008
 LONGEST = 64
+LONGEST_S = 3600.0  # of a run, on a machine that is busy
 
 
 def make_timed_lab(root: Path, slowness: float = 1.0) -> Lab:
@@ -33,8 +34,7 @@ def make_timed_lab(root: Path, slowness: float = 1.0) -> Lab:
 
 def timed_run(lab: Lab, name: str, *, generators: int, max_staleness: int, num_steps: int) -> RunLayout:
     """24 rollouts a step, 8 at once a generator; the trainer takes its time where the caller is in `slow_trainers`."""
-    return run_to_the_end(
-        lab,
+    run_file = lab.run_file(
         name,
         run={"num_steps": num_steps},
         generation={"num_replicas": generators, "max_num_seqs": 8, "max_completion_tokens": LONGEST},
@@ -43,6 +43,9 @@ def timed_run(lab: Lab, name: str, *, generators: int, max_staleness: int, num_s
         trainer={"token_budget": 2048},
         checkpoint={"every_steps": 1000},
     )
+    with Run(run_file, lab.layout(name)) as run:
+        assert run.finish(LONGEST_S) == 0, run.story()
+    return lab.layout(name)
 
 
 @contextmanager

@@ -95,7 +95,8 @@ def test_a_measured_run_tells_what_it_was_made_of(measured: MeasuredRun) -> None
     assert (value["publish_s"], value["live_s"], value["save_s"]) == pytest.approx((0.125, 0.375, 4.0))
     assert (value["pause_s"], value["judge_s"]) == pytest.approx((0.02, 0.03))
     assert value["start_s"] == pytest.approx(100, abs=0.01)
-    assert known.lengths.dropped_share == pytest.approx(9 / 82, abs=0.03)
+    # Of the 36 steps that count, and of the time of these alone: 72 trained groups, 9 dropped ones, of 10 in all.
+    assert known.lengths.dropped_share == pytest.approx(9 / 81)
     assert all(str(measured.layout.root) in figure.source for figure in known.figures.values())
 
 
