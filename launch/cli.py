@@ -11,7 +11,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launch.commands.arguments import continued, hint_for, is_family, refuse_resume_point, resume_point
+from launch.commands.arguments import (
+    continued,
+    hint_for,
+    is_family,
+    refuse_resume_point,
+    refuse_without_predict,
+    resume_point,
+)
 from launch.commands.parser import command_parser
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
@@ -71,6 +78,18 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if not options.predict:
+        refuse_without_predict(options)
+        return _show_jobs(options)
+    from launch.commands.predict import predict
+    from launch.plan.site_file import load_site
+
+    config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
+    print(predict(config, site, options))
+    return 0
+
+
+def _show_jobs(options: argparse.Namespace) -> int:
     from launch.plan.report import plan_report
     from launch.plan.site_file import load_site
 
@@ -108,7 +127,7 @@ def _submit(options: argparse.Namespace) -> int:
         return submit_family_of(options, _tell)
     if options.dry_run:
         dependency(options.after)
-        return _plan(options)
+        return _show_jobs(options)
 
     config = load_config(options.run_file, options.overrides)
     how = {"resume": options.resume, "fresh": options.fresh}

@@ -188,6 +188,7 @@ class EngineStatistics:
     busy_s: float  # seconds since start with at least one request in hand, pauses excluded
     kv_usage: float = 0.0  # share of KV cache blocks in use, 0–1; 0 where unknown
     num_preemptions: int = 0
+    decoding_s: float = 0.0  # of busy_s, counted for each request that is decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +341,7 @@ class WeightPublisher(ABC):
     def publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Broadcast bucket by bucket, then the checksums.  Raises GroupFailed; then dissolve.
 
-        `weights` yields exactly the manifest's tensors in its order and is always exhausted, so that a collective
-        export on the trainer's side never hangs half-way.
+        `weights` yields the manifest's tensors in its order; always exhausted, so that no collective export hangs.
         """
 
     @abstractmethod

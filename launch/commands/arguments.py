@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from launch.run_directory.checkpoint_choice import ResumePoint
 
 MOST_ROWS = 40  # of a list
+_OF_PREDICTIONS = {
+    "from_run": "--from", "mean_tokens": "--mean-tokens", "length_law": "--length-law",
+    "dropped_share": "--dropped-share", "json": "--json",
+}  # fmt: skip
 
 
 def number(text: str) -> int:
@@ -299,3 +303,10 @@ def takes_local_run(run: argparse.ArgumentParser) -> None:
         metavar="N",
         help="attempts after failed ones without a new checkpoint; default: 5",
     )
+
+
+def refuse_without_predict(options: argparse.Namespace) -> None:
+    """Raises ConfigError: an option that does nothing without --predict."""
+    for name, option in _OF_PREDICTIONS.items():
+        if getattr(options, name) not in (None, False):
+            raise ConfigError(f"{option}: legal with --predict only")

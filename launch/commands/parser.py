@@ -54,9 +54,21 @@ def _takes_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def _takes_plan(parser: argparse.ArgumentParser) -> None:
+    """Run file, site file, and what a prediction starts from."""
     takes_run_file(parser)
     takes_site_file(parser)
     takes_overrides(parser)
+    text = "instead of jobs and scripts: speed, idle times, staleness and cost, for this split and others"
+    parser.add_argument("--predict", action="store_true", help=text)
+    text = "take rates and lengths from this run (--predict)"
+    parser.add_argument("--from", dest="from_run", type=Path, metavar="RUN_DIR", help=text)
+    text = "of a completion; default: 0.4 of generation.max_completion_tokens (--predict)"
+    parser.add_argument("--mean-tokens", type=float, metavar="N", help=text)
+    text = "fixed, geometric or lognormal:SIGMA; default: lognormal:0.8 (--predict)"
+    parser.add_argument("--length-law", metavar="LAW", help=text)
+    text = "of groups whose rewards are all equal; default: 0.2 (--predict)"
+    parser.add_argument("--dropped-share", type=float, metavar="X", help=text)
+    parser.add_argument("--json", action="store_true", help="JSON output for programs (--predict)")
 
 
 def _takes_status(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -214,6 +214,38 @@ class PrologueConfig(Section):
         return self
 
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RatesConfig(Section):
+    """[rates]: how fast this site is, for `rlhpc plan --predict`; what is not given is measured (--from) or guessed."""
+
+    engine_step_s: Seconds | None = None
+    """Seconds of a decoding step of an engine, whatever it decodes."""
+    engine_sample_s: Seconds | None = None
+    """Seconds that every rollout decoded in a step adds to it."""
+    prefill_token_s: Seconds | None = None
+    """Seconds in which an engine reads one token of a prompt."""
+    judge_s: Seconds | None = None
+    """Seconds from the last token of a rollout until the controller has its reward."""
+    trainer_step_s: Seconds | None = None
+    """Seconds of an optimiser step, whatever its batch."""
+    trainer_pflop_s: Seconds | None = None
+    """Seconds that 10^15 floating-point operations of its batch's forward pass, on one data-parallel rank, add."""
+    between_steps_s: Seconds | None = None
+    """Seconds between a step and its publication: packing, messages, journal."""
+    publish_s: Seconds | None = None
+    """Seconds in which the trainer sends new weights."""
+    live_s: Seconds | None = None
+    """Seconds from then on until all engines sample with them."""
+    pause_s: Seconds | None = None
+    """Seconds of these in which engines sample nothing."""
+    save_s: Seconds | None = None
+    """Seconds for which a checkpoint holds up training."""
+    start_s: Seconds | None = None
+    """Seconds from the start of the processes to the first rollout."""
+
+
 class Site(Section):
     """A whole site file.  `rlhpc check --site` needs trainer and generation, a plan needs cluster too."""
 
@@ -225,6 +257,7 @@ class Site(Section):
     rewards: RewardsConfig | None = None
     evaluation: GpuConfig | None = None
     prologue: PrologueConfig = PrologueConfig()
+    rates: RatesConfig = RatesConfig()
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -236,6 +269,7 @@ SECTIONS: dict[str, type[Section]] = {
     "rewards": RewardsConfig,
     "evaluation": GpuConfig,
     "prologue": PrologueConfig,
+    "rates": RatesConfig,
 }
 
 

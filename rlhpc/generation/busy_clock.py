@@ -1,4 +1,4 @@
-"""Measure for how long an engine had work.
+"""Measure for how long an engine had work, and how much of it at once.
 
 Pure: time is asked from the clock that is passed in.
 """
@@ -11,41 +11,61 @@ from rlhpc.contracts import Clock
 class BusyClock:
     """Seconds with at least one request in flight, pauses excluded."""
 
-    def __init__(self, clock: Clock) -> None:
-        """Starts without requests, not paused."""
-        self._clock = clock
+    def __init__(self, clock: Clock, max_num_seqs: int) -> None:
+        """Starts without requests, not paused.  max_num_seqs: requests that are decoded together at most."""
+        self._clock, self._max_num_seqs = clock, max_num_seqs
         self._num_in_hand = 0
         self._is_paused = False
-        self._past_s = 0.0
+        self._past_s = self._past_decoding_s = 0.0
         self._since: float | None = None
 
     @property
     def seconds(self) -> float:
         """Up to now."""
-        return self._past_s + (self._clock() - self._since if self._since is not None else 0.0)
+        return self._past_s + self._present_s
+
+    @property
+    def decoding_s(self) -> float:
+        """Up to now, each request for itself: the integral of the number that is decoded, over the same seconds."""
+        return self._past_decoding_s + self._present_s * self._num_decoded
 
     def enter(self) -> None:
         """A request begins."""
-        self._num_in_hand += 1
         self._settle()
+        self._num_in_hand += 1
+        self._go_on()
 
     def leave(self) -> None:
         """A request ends."""
-        self._num_in_hand -= 1
         self._settle()
+        self._num_in_hand -= 1
+        self._go_on()
 
     def pause(self) -> None:
         """Stop counting."""
-        self._is_paused = True
         self._settle()
+        self._is_paused = True
+        self._go_on()
 
     def resume(self) -> None:
         """Go on counting."""
-        self._is_paused = False
         self._settle()
+        self._is_paused = False
+        self._go_on()
+
+    @property
+    def _present_s(self) -> float:
+        """Since the last change."""
+        return self._clock() - self._since if self._since is not None else 0.0
+
+    @property
+    def _num_decoded(self) -> int:
+        return min(self._num_in_hand, self._max_num_seqs)
 
     def _settle(self) -> None:
-        now = self._clock()
-        if self._since is not None:
-            self._past_s += now - self._since
-        self._since = now if self._num_in_hand > 0 and not self._is_paused else None
+        present_s = self._present_s
+        self._past_s += present_s
+        self._past_decoding_s += present_s * self._num_decoded
+
+    def _go_on(self) -> None:
+        self._since = self._clock() if self._num_in_hand > 0 and not self._is_paused else None

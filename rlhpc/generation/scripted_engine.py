@@ -79,7 +79,7 @@ class ScriptedEngine(GenerationEngine):
         self._serial = itertools.count()
         self._places = asyncio.Semaphore(script.max_num_seqs)
         self._may_run = True
-        self._clock, self._busy = clock, BusyClock(clock)
+        self._clock, self._busy = clock, BusyClock(clock, script.max_num_seqs)
         self._num_tokens = 0
         self._num_started = 0
         self._death = ""
@@ -210,6 +210,7 @@ class ScriptedEngine(GenerationEngine):
             num_waiting=len(self._in_flight) - self._num_started,
             tokens_generated=self._num_tokens,
             busy_s=self._busy.seconds,
+            decoding_s=self._busy.decoding_s,
         )
 
     # -------------------------------------------------------------------------------------------------- weights

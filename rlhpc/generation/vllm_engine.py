@@ -70,7 +70,7 @@ class VllmEngine(GenerationEngine):
         self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
         self._newest: dict[str, str] = {}  # request id → the id that vLLM knows
         self._serial = itertools.count()
-        self._clock, self._busy = clock, BusyClock(clock)
+        self._clock, self._busy = clock, BusyClock(clock, config.generation.max_num_seqs)
         self._weight_devices: tuple[str, ...] = ()
         self._policy_version = NO_VERSION
         self._num_updates = 0
@@ -203,6 +203,7 @@ class VllmEngine(GenerationEngine):
             num_waiting=len(self._in_flight) - num_running,
             tokens_generated=self._num_tokens,
             busy_s=self._busy.seconds,
+            decoding_s=self._busy.decoding_s,
             num_preemptions=self._weights.num_preemptions,
         )
 

@@ -142,6 +142,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "generator/tokens_per_s": Metric("tokens/s", "sampled by all generators over the last steps"),
         "generator/idle_ratio": Metric("ratio", "of wall time without a request, all generators", on_every_axis=True),
         "generator/running": Metric("rollouts", "being decoded"),
+        "generator/decoded_together": Metric("rollouts", "by one generator, mean over the time in which it had any"),
+        "generator/token_s": Metric("s", "between two tokens of a rollout, mean over the tokens sampled lately"),
         "generator/waiting": Metric("rollouts", "accepted by an engine, not yet started"),
         "generator/kv_usage": Metric("share", "KV cache in use, mean over generators; 0: not known"),
         "generator/preemptions": Metric("rollouts", "thrown out of the KV cache and computed again, since the start"),

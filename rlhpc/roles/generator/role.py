@@ -216,6 +216,7 @@ class Generator:
                 "waiting": float(figures.num_waiting),
                 "tokens": float(figures.tokens_generated),
                 "busy_s": figures.busy_s,
+                "decoding_s": figures.decoding_s,
                 "kv_usage": figures.kv_usage,
                 "preemptions": float(figures.num_preemptions),
                 "reward_retries": float(self._judges.num_retries),

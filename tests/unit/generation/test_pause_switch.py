@@ -36,7 +36,7 @@ def llm() -> RecordingLlm:
 
 @pytest.fixture
 def switch(llm: RecordingLlm) -> PauseSwitch:
-    return PauseSwitch(llm, call, BusyClock(lambda: 0.0))
+    return PauseSwitch(llm, call, BusyClock(lambda: 0.0, 1))
 
 
 async def test_an_engine_goes_on_when_the_last_one_lets_go(llm: RecordingLlm, switch: PauseSwitch) -> None:

@@ -138,6 +138,22 @@ def test_idle_time_is_what_lies_between_heartbeats_and_was_not_busy(
     assert meter.look() == (0, 0)  # nothing new was heard
 
 
+def test_what_engines_decoded_at_once_and_how_fast_is_of_all_of_them_together(
+    registry: ProcessRegistry, clock: ManualClock
+) -> None:
+    meter = GeneratorMeter(registry)
+    for replica in (0, 1):
+        registry.register(f"generator-{replica}", hello(replica=replica))
+        registry.record(f"generator-{replica}", beat())
+    meter.look()
+    assert meter.decoding.figures() == {}  # nothing was sampled
+    clock.advance(4)
+    registry.record("generator-0", beat(busy_s=4.0, decoding_s=32.0, tokens=320.0))
+    registry.record("generator-1", beat(busy_s=1.0, decoding_s=8.0, tokens=80.0))
+    meter.look()
+    assert meter.decoding.figures() == {"generator/decoded_together": 8.0, "generator/token_s": 0.1}
+
+
 def test_a_restart_counts_nothing_backwards(registry: ProcessRegistry, clock: ManualClock) -> None:
     meter = GeneratorMeter(registry)
     registry.register("generator-0", hello())

@@ -191,6 +191,7 @@ class RunRecorder:
         return {
             "trainer/idle_ratio": min(1.0, idle_s / step_s) if step_s else 0.0,
             "generator/idle_ratio": generator_idle_s / generator_s if generator_s else 0.0,
+            **self._generators.decoding.figures(),
             "trainer/tokens_per_s": self._trained.per_second(now),
             "generator/tokens_per_s": self._generated.per_second(now),
             "trainer/skipped_steps": float(totals.skipped_steps),
@@ -274,11 +275,31 @@ class RunRecorder:
         live.eta_s = self._eta.remaining_s()
 
 
+@dataclass(slots=True)
+class Decoding:
+    """What engines did between two readings, summed over them."""
+
+    busy_s: float = 0.0
+    decoding_s: float = 0.0  # of busy_s, counted for each rollout that was decoded
+    num_tokens: float = 0.0
+
+    def figures(self) -> dict[str, float]:
+        """Metrics; of an interval without a token none."""
+        if not (self.busy_s > 0 and self.num_tokens > 0):
+            return {}
+        return {
+            "generator/decoded_together": self.decoding_s / self.busy_s,
+            "generator/token_s": self.decoding_s / self.num_tokens,
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class _Reading:
     incarnation: str
     heard_at: float
     busy_s: float
+    decoding_s: float
+    num_tokens: float
 
 
 class GeneratorMeter:
@@ -290,15 +311,18 @@ class GeneratorMeter:
     def __init__(self, registry: ProcessRegistry) -> None:
         self._registry = registry
         self._last: dict[str, _Reading] = {}
+        self.decoding = Decoding()  # before the last look
 
     def look(self) -> tuple[float, float]:
         """Return seconds since the previous reading and those of them that were idle, summed over generators."""
         seconds = idle_s = 0.0
+        self.decoding = Decoding()
         for name in self._registry.names("generator"):
             member = self._registry.member(name)
             if member is None:
                 continue
-            now = _Reading(member.hello.incarnation, member.heard_at, member.beat.metrics.get("busy_s", 0.0))
+            counters = (member.beat.metrics.get(each, 0.0) for each in ("busy_s", "decoding_s", "tokens"))
+            now = _Reading(member.hello.incarnation, member.heard_at, *counters)
             before = self._last.get(name)
             self._last[name] = now
             if before is None or before.incarnation != now.incarnation:
@@ -306,4 +330,7 @@ class GeneratorMeter:
             elapsed = now.heard_at - before.heard_at
             seconds += elapsed
             idle_s += max(0.0, elapsed - (now.busy_s - before.busy_s))
+            self.decoding.busy_s += now.busy_s - before.busy_s
+            self.decoding.decoding_s += now.decoding_s - before.decoding_s
+            self.decoding.num_tokens += now.num_tokens - before.num_tokens
         return seconds, idle_s

@@ -1,0 +1,246 @@
+"""Rates and lengths of a run that exists, from what it has written.
+
+Input: a run directory, of a run that goes on as well.  Output: figures by the names of Rates, and the groups that it
+resolved.  The first tenth of the steps is left out: it compiles, and its ring is not full yet.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.prediction.lengths import DrawnGroup, RecordedLengths
+from launch.prediction.rates import Figure
+from launch.prediction.ring import RingShape
+from launch.reading.run_figures import RunFigures, read_figures
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.segment_reader import read_columns
+from rlhpc.errors import ConfigError, SegmentError
+from rlhpc.metrics.curves import Curve
+from rlhpc.packing.cost import FlopCost
+from rlhpc.run_layout import RunLayout
+
+FEWEST_STEPS = 10
+_COLUMNS = (
+    "groups/group_id",
+    "groups/consumed_step",
+    "groups/drop_reason",
+    "groups/prompt_offsets",
+    "groups/rollout_offsets",
+    "rollouts/token_offsets",
+)
+_NUM_BLOCKS = 20  # of steps, in whose means the slope of an engine's step is looked for
+_WIDE, _CLEAR = 1.3, 0.7  # largest over smallest number decoded together, correlation: below these there is no slope
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    group_id: int
+    step: int  # −1: dropped
+    drawn: DrawnGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one run tells."""
+
+    figures: dict[str, Figure]  # by the names of Rates
+    decoded_together: float  # by an engine, on average
+    tells_slope: bool  # False: engine_sample_s is 0 because nothing is known of it
+    lengths: RecordedLengths
+    run: RunFigures
+
+
+def measure(layout: RunLayout, cost: FlopCost) -> Measured:
+    """cost: of the model.  Raises ConfigError: no run is here, or it is too young or too old to tell."""
+    run = read_figures(layout)
+    steps = run.curves.get("time/step_s")
+    if run.config is None:
+        raise ConfigError(f"--from {layout.root}: its {layout.config.name} was written by another version")
+    if steps is None or len(steps.steps) < FEWEST_STEPS:
+        number = 0 if steps is None else len(steps.steps)
+        raise ConfigError(f"--from {layout.root}: {number} steps are done; legal: a run of {FEWEST_STEPS} or more")
+    first = int(steps.steps[len(steps.steps) // 10])
+    found = _groups(layout)
+    source = f"{layout.root}, steps {first} to {steps.steps[-1]}"
+    trained = [group for group in found if group.step >= first]
+    if not trained:
+        raise ConfigError(f"--from {layout.root}: no trained group is in its segments; legal: a run with some on disk")
+    # Dropped ones are of no step: those of the same time, or the share of them would be too large.
+    oldest, newest = min(group.group_id for group in trained), max(group.group_id for group in trained)
+    groups = trained + [group for group in found if group.step < 0 and oldest <= group.group_id <= newest]
+    table = _Table(run, first)
+    engines = _engines(table)
+    values = {
+        "engine_step_s": engines.token_s - engines.slope_s * engines.decoded_together,
+        "engine_sample_s": engines.slope_s,
+        "prefill_token_s": 0.0,  # what it takes to read prompts is in the time of a token
+        **_of_verifiers(table),
+        **_of_trainer(table, trained, RingShape.of(run.config, cost)),
+        **_of_weights(table),
+        **_of_start(layout, steps),
+    }
+    figures = {name: Figure(value, source) for name, value in values.items()}
+    lengths = RecordedLengths([group.drawn for group in groups], source)
+    return Measured(figures, engines.decoded_together, engines.slope_s > 0, lengths, run)
+
+
+class _Table:
+    """Metrics of the steps that count, a row a step."""
+
+    def __init__(self, run: RunFigures, first: int) -> None:
+        self._run, steps = run, run.curves["time/step_s"].steps
+        self.steps = steps[steps >= first]
+
+    def __getitem__(self, name: str) -> Float64:
+        """nan where it was not written."""
+        found = np.full(len(self.steps), np.nan)
+        curve = self._run.curves.get(name)
+        if curve is not None:
+            known = np.isin(curve.steps, self.steps)
+            found[np.searchsorted(self.steps, curve.steps[known])] = curve.values[known]
+        return found
+
+    def mean(self, name: str) -> float | None:
+        """None: it was never written."""
+        values = self[name]
+        return float(np.nanmean(values)) if np.isfinite(values).any() else None
+
+    def tasks(self, family: str) -> list[str]:
+        """Metrics of a family."""
+        return [name for name in self._run.curves if name.startswith(f"{family}/")]
+
+    @property
+    def root(self) -> str:
+        """Of the run, for messages."""
+        return str(self._run.layout.root)
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    token_s: float
+    decoded_together: float
+    slope_s: float
+
+
+def _engines(table: _Table) -> _Engines:
+    """Means, and b of a + b·n by least squares over blocks of steps, where n has varied enough to tell; else 0."""
+    together, token_s = table["generator/decoded_together"], table["generator/token_s"]
+    busy_s = table["time/step_s"] * table["generator/live"] * (1 - table["generator/idle_ratio"])
+    known = np.isfinite(together) & np.isfinite(token_s) & (busy_s > 0)
+    if not known.any():
+        raise ConfigError(
+            f"--from {table.root}: no generator/token_s in its TensorBoard files, which earlier versions did not "
+            "write; legal: a run of this version, or [rates] in the site file"
+        )
+    together, token_s, busy_s = together[known], token_s[known], busy_s[known]
+    decoding_s = together * busy_s
+    num_tokens = decoding_s / token_s
+    mean_s, mean_n = float(decoding_s.sum() / num_tokens.sum()), float(decoding_s.sum() / busy_s.sum())
+    blocks = [
+        np.array([each.sum() for each in np.array_split(one, _NUM_BLOCKS)]) for one in (decoding_s, busy_s, num_tokens)
+    ]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        n, tau = blocks[0] / blocks[1], blocks[0] / blocks[2]
+    is_told = np.isfinite(n) & np.isfinite(tau)
+    return _Engines(mean_s, mean_n, min(_slope(n[is_told], tau[is_told]), mean_s / mean_n))
+
+
+def _of_verifiers(table: _Table) -> dict[str, float]:
+    means = [table.mean(name) for name in table.tasks("verifier_mean_s")]
+    known = [mean for mean in means if mean is not None]
+    return {"judge_s": float(np.mean(known))} if known else {}
+
+
+def _slope(n: Float64, tau: Float64) -> float:
+    """0: not told."""
+    if len(n) < 5 or n.min() <= 0 or n.max() / n.min() < _WIDE or tau.std() == 0:
+        return 0.0
+    if np.corrcoef(n, tau)[0, 1] < _CLEAR:
+        return 0.0
+    return max(0.0, float(np.polyfit(n, tau, 1)[0]))
+
+
+# ------------------------------------------------------------------------------------------------------------- trainer
+
+
+def _of_trainer(table: _Table, trained: list[_Group], shape: RingShape) -> dict[str, float]:
+    """Batches are packed once more, as they were; what a step took is laid against what they cost."""
+    rows: dict[int, list[NDArray[np.int64]]] = {}
+    for group in trained:
+        rows.setdefault(group.step, []).append(group.drawn.trained_tokens)
+    whole = {step: np.concatenate(each) for step, each in rows.items() if len(each) == shape.admission.groups_per_step}
+    seconds = dict(zip(table.steps.tolist(), table["trainer/step_s"].tolist(), strict=True))
+    pairs = [(shape.pflops(whole[step]), s) for step, s in seconds.items() if step in whole and np.isfinite(s)]
+    if not pairs:
+        raise ConfigError(f"--from {table.root}: no batch of its steps is whole in its segments")
+    pflops, took_s = np.array(pairs).T
+    slope, fixed = took_s.mean() / pflops.mean(), 0.0
+    if len(pairs) >= FEWEST_STEPS and pflops.std() > 0.05 * pflops.mean():
+        fitted, intercept = np.polyfit(pflops, took_s, 1)
+        if fitted > 0 and intercept > 0:
+            slope, fixed = fitted, intercept
+    return {"trainer_step_s": float(fixed), "trainer_pflop_s": float(slope), "between_steps_s": _between(table)}
+
+
+def _between(table: _Table) -> float:
+    """What of a step is none of its named parts; the median, since checkpoints are in some steps."""
+    parts = [table[name] for name in ("time/wait_for_groups_s", "trainer/step_s")]
+    working_s = np.nansum([*parts, table["time/pack_s"]], axis=0)
+    live_s = np.nan_to_num(table["time/wait_for_weights_s"])
+    waited_s = np.maximum(0.0, live_s - working_s)  # for the version before, before the next one is published
+    packed_s = np.nan_to_num(table["time/pack_s"])
+    rest = table["time/step_s"] - working_s - waited_s - np.nan_to_num(table["weights/publish_s"]) + packed_s
+    return max(0.0, float(np.nanmedian(rest)))
+
+
+# ------------------------------------------------------------------------------------------------------------- the rest
+
+
+def _of_weights(table: _Table) -> dict[str, float]:
+    """Publication, and checkpoints."""
+    names = {"publish_s": "weights/publish_s", "live_s": "time/wait_for_weights_s", "pause_s": "weights/pause_s"}
+    found = {name: table.mean(metric) for name, metric in names.items()}
+    saves = np.unique(table["time/checkpoint_s"])
+    saves = saves[np.isfinite(saves) & (saves > 0)]
+    if saves.size:
+        found["save_s"] = float(saves.mean())
+    return {name: max(0.0, value) for name, value in found.items() if value is not None}
+
+
+def _of_start(layout: RunLayout, steps: Curve) -> dict[str, float]:
+    """From the beginning of the first attempt until its first step began."""
+    try:
+        line: dict[str, Any] = json.loads(layout.attempts.read_bytes().splitlines()[0])
+        seconds = float(steps.unix_times_s[0] - line["unix_time_s"] - steps.values[0])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return {}
+    return {"start_s": seconds} if line.get("resume_step") is None and steps.steps[0] == 0 and seconds > 0 else {}
+
+
+def _groups(layout: RunLayout) -> list[_Group]:
+    """Trained ones and those without spread, whole ones only; damaged files are passed over."""
+    found = []
+    for path in sorted(layout.rollouts.glob("segment_*.h5")):
+        try:
+            columns = read_columns(path, _COLUMNS)
+        except SegmentError:
+            continue
+        lengths = np.diff(columns["rollouts/token_offsets"])
+        prompts = np.diff(columns["groups/prompt_offsets"])
+        borders = columns["groups/rollout_offsets"]
+        for at, reason in enumerate(columns["groups/drop_reason"]):
+            tokens = lengths[borders[at] : borders[at + 1]].astype(np.int64)
+            if not len(tokens) or str(reason) not in ("", DropReason.NO_SPREAD.value):
+                continue
+            drawn = DrawnGroup(int(prompts[at]), tokens, has_spread=not reason)
+            found.append(_Group(int(columns["groups/group_id"][at]), int(columns["groups/consumed_step"][at]), drawn))
+    return found

@@ -1,0 +1,33 @@
+"""A loss that takes its time by sleeping: optimiser steps of a known length on a machine that others use, too.
+
+For timed_runs.py: `algorithm.loss = "tests.ring.sleeping_loss:loss"`.  The clipped loss, after RLHPC_SLEEP_TOKEN_S
+seconds for each token of the row.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from torch import Tensor
+
+from rlhpc.algorithms.losses.policy_loss import make_policy_loss
+from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.contracts import PolicyLoss, TokenRow
+
+SLEEP = "RLHPC_SLEEP_TOKEN_S"  # a variable of the environment
+
+
+class SleepingLoss:
+    """A PolicyLoss."""
+
+    def __init__(self) -> None:
+        self._loss = make_policy_loss(AlgorithmConfig(proximal="behaviour", importance_cap="off"), policy_version=0)
+
+    def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
+        """See PolicyLoss; without metrics, whose names are not for losses of one's own."""
+        time.sleep(float(os.environ.get(SLEEP, "0")) * len(row.loss_mask))
+        return self._loss(current, row)[0], {}
+
+
+loss: PolicyLoss = SleepingLoss()

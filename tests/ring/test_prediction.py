@@ -1,0 +1,47 @@
+"""A run is predicted from another one, and then takes about as long as was said."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from launch.reading.run_figures import read_figures
+from rlhpc.run_layout import RunLayout
+from tests.ring.run_kit import rlhpc, summary_of
+from tests.ring.timed_runs import make_timed_lab, slow_trainers, timed_run
+
+pytestmark = [pytest.mark.ring, pytest.mark.long]
+OFF_BY = 0.35  # bench/predict.py measures it on machines that are not as busy as this one may be
+
+
+def step_s(layout: RunLayout) -> float:
+    values = read_figures(layout).curves["time/step_s"].values
+    return float(values[len(values) // 4 :].mean())
+
+
+@pytest.mark.timeout(900)
+def test_a_run_takes_as_long_as_was_predicted_from_another_one(tmp_path: Path) -> None:
+    """Both at once, so that what else the machine does slows both down; the second has other generators and S."""
+    lab = make_timed_lab(tmp_path, slowness=2)
+    settings = {"one": (1, 1), "two": (2, 3)}
+    with slow_trainers(2), ThreadPoolExecutor(2) as pool:
+        runs = {
+            name: pool.submit(timed_run, lab, name, generators=generators, max_staleness=bound, num_steps=24)
+            for name, (generators, bound) in settings.items()
+        }
+    one, two = (run.result() for run in runs.values())
+    site = tmp_path / "site.toml"
+    site.write_text("[trainer]\n[generation]\n")
+    words = ("plan", str(tmp_path / "two.toml"), str(site), "--predict", "--from", str(one.root), "--json")
+    said = rlhpc(*words, timeout_s=600)
+    assert said.returncode == 0, said.stderr
+    prediction = json.loads(said.stdout)
+    assert not any(figure["source"].startswith("a guess: data") for figure in prediction["rates"].values())
+    this = prediction["this_split"]
+    assert this["step_s"] == pytest.approx(step_s(two), rel=OFF_BY)
+    assert this["step_s"] < 0.8 * step_s(one)
+    assert this["seconds"] == pytest.approx(summary_of(two)["training_s"], rel=OFF_BY)
+    assert max(map(int, this["staleness"])) <= 3
