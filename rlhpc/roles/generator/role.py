@@ -65,8 +65,11 @@ async def _generate(context: RoleContext) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             sampling = Sampling(config, engine, tasks)
-            await serve_controllers(context, stop, partial(_serve, engine, sampling))
-            await sampling.give_up()
+            try:
+                await serve_controllers(context, stop, partial(_serve, engine, sampling))
+                await sampling.give_up()
+            finally:
+                await sampling.agents.close()
     finally:
         await engine.close()
 
@@ -221,6 +224,7 @@ class Generator:
                 "reward_retries": float(self._judges.num_retries),
                 "tokens_per_s": self._sampling.tokens_per_s,
                 "tokens_unreported": 0.0 if self._is_draining else float(self._sampling.progress.num_unreported),
+                **self._sampling.agents.counts.as_metrics(),
             },
             incarnation=self._context.incarnation,
         )
