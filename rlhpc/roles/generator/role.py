@@ -17,6 +17,7 @@ import logging
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
+from rlhpc.config_data import AGENT
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.errors import ChannelError, GroupFailed, RoleFailed, TornWeights
 from rlhpc.generation.factory import engine_seed, start_engine
@@ -234,8 +235,10 @@ class Generator:
 
         0 while the engine has no complete weights.
         """
-        fits = self._engine.capacity_samples
-        return fits + self._context.config.largest_group if fits else 0
+        fits, config = self._engine.capacity_samples, self._context.config
+        if all(dataset.environment == AGENT for dataset in config.data):
+            fits = min(fits, config.agent.max_sessions)  # a rollout that waits for its agent makes no progress
+        return fits + config.largest_group if fits else 0
 
     async def leave(self, control: ClientChannel) -> None:
         """Hand back what is unfinished: the run continues without this generator, or a checkpoint keeps it."""

@@ -302,6 +302,23 @@ async def test_no_more_agents_live_at_once_than_may(model: Path) -> None:
             assert (await stand.delivered()).reward == 0.25
 
 
+async def test_a_rollout_that_waits_for_a_place_is_handed_back_or_cancelled_as_any_other(model: Path) -> None:
+    async with stand_with(config_with(model, function("silent", max_sessions=1))) as stand:
+        stand.lease(0, 1, 2)
+        await _until(lambda: len(_descendants()) == 2)
+        await stand.sampling.recall(0)
+        returned = {(await stand.next(LeaseReturn)).sample_indices[0] for _ in range(3)}
+        await _until(lambda: not len(stand.sampling))
+        stand.lease(3, 4)
+        await _until(lambda: len(_descendants()) == 2)
+        await stand.sampling.cancel(0)
+        await _until(lambda: not len(stand.sampling))
+        assert not stand.engine.statistics().tokens_generated
+        stand.lease(5)  # there are places again
+        await _until(lambda: len(_descendants()) == 2)
+    assert returned == {0, 1, 2}
+
+
 async def test_an_agent_that_cannot_be_imported_ends_the_generator_with_the_reason(model: Path) -> None:
     async def sample() -> None:
         async with stand_with(config_with(model, function("missing"))) as stand:

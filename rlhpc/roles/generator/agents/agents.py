@@ -43,28 +43,39 @@ class Agents:
         self._rules = Rules(config.environment.call_form, agent.turn_timeout_s, self._template_for)
         self.counts = TaskCounts()  # sessions and their failures, under the name "agent"
         self._places, self._opening = asyncio.Semaphore(agent.max_sessions), asyncio.Lock()
+        self._placed: set[str] = set()  # sessions
 
     @asynccontextmanager
     async def session(self, request: RolloutRequest, judge: Judge | None) -> AsyncIterator[AgentSession]:
-        """Start the agent of a rollout; whatever is left of it at the end is killed.
+        """The agent of a rollout, which is started when it is waited for; what is left of it at the end is killed.
 
-        judge: of the last turn, where the dataset's task is one.  Raises RoleFailed if no agent can be started.
+        judge: of the last turn, where the dataset's task is one.
         """
-        async with self._places:
-            endpoint = await self._open()
-            session = AgentSession(secrets.token_hex(8), self._rules, judge)
-            access = endpoint.admit(session)
-            variables = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.key}
-            try:
-                record = request.prompt.reference
-                await self._processes.start(session.name, record, variables, partial(_ended, session))
-                yield session
-            finally:
-                self._processes.kill(session.name)
-                endpoint.dismiss(session)
-                session.close()
-                if session.is_settled:
-                    self.counts.count(AGENT, session.waited_s, session.failure)
+        session = AgentSession(secrets.token_hex(8), self._rules, judge, partial(self._begin, request.prompt.reference))
+        try:
+            yield session
+        finally:
+            self._finish(session)
+
+    async def _begin(self, record: str, session: AgentSession) -> None:
+        """Wait for a place, and start the process.  Raises RoleFailed if there can be none."""
+        await self._places.acquire()
+        self._placed.add(session.name)
+        endpoint = await self._open()
+        access = endpoint.admit(session)
+        variables = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.key}
+        await self._processes.start(session.name, record, variables, partial(_ended, session))
+
+    def _finish(self, session: AgentSession) -> None:
+        self._processes.kill(session.name)
+        if self._endpoint is not None:
+            self._endpoint.dismiss(session)
+        session.close()
+        if session.name in self._placed:
+            self._placed.remove(session.name)
+            self._places.release()
+        if session.is_settled:
+            self.counts.count(AGENT, session.waited_s, session.failure)
 
     async def close(self) -> None:
         """End all of them.  Idempotent."""

@@ -105,16 +105,14 @@ class AgentProcesses:
             start_new_session=True,
             limit=_LONGEST_LINE,
         )
-        assert host.stdout is not None
+        why = "it was not waited for"
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                line = await host.stdout.readline()
-        except TimeoutError:
-            line = b'{"ready": "its module was not imported in time"}'
-        why = json.loads(line)["ready"] if line else "its host died before it was ready"
+            why = await _why_not_ready(host)
+        finally:
+            if why:
+                with contextlib.suppress(ProcessLookupError):
+                    host.kill()
         if why:
-            with contextlib.suppress(ProcessLookupError):
-                host.kill()
             await host.wait()
             raise RoleFailed(f"no agent can be started: {why}")
         self._host, self.num_hosts = host, self.num_hosts + 1
@@ -137,3 +135,14 @@ class AgentProcesses:
     def _say(self, **message: Any) -> None:
         if self._host is not None and self._host.stdin is not None:
             self._host.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+async def _why_not_ready(host: Process) -> str:
+    """Wait until it has imported the user's module; "" once it has."""
+    assert host.stdout is not None
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await host.stdout.readline()
+    except TimeoutError:
+        return f"its module was not imported within {START_TIMEOUT_S:g} s"
+    return str(json.loads(line)["ready"]) if line else "the process that holds agents died before it was ready"

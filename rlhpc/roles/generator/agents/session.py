@@ -69,9 +69,16 @@ class Rules:
 class AgentSession:
     """Environment and template of one Dialogue."""
 
-    def __init__(self, name: str, rules: Rules, judge: Judge | None) -> None:
-        """judge: the task of the dataset; None: the reward is the agent's alone."""
+    def __init__(
+        self,
+        name: str,
+        rules: Rules,
+        judge: Judge | None,
+        begin: Callable[[AgentSession], Awaitable[None]] | None = None,
+    ) -> None:
+        """judge: the task of the dataset; None: the reward is the agent's alone.  begin: starts the agent."""
         self.name, self._rules, self._judge = name, rules, judge
+        self._begin = begin
         self._template = rules.template_for(())
         self._tools: tuple[Mapping[str, Any], ...] = ()
         self._history: list[Message] = []  # all that was said
@@ -128,6 +135,9 @@ class AgentSession:
 
     async def __call__(self, taken: Taken) -> TurnReply:
         """Answer the request that has asked for the last turn, and wait for the next one, or for the reward."""
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            await begin(self)
         if len(taken.turns) > self._num_turns:
             self._answer(taken)
         if taken.is_last:
