@@ -42,7 +42,6 @@ class _Agent:
     """One that runs."""
 
     pid: int
-    life: int  # pidfd
     output: int  # reading end of its pipe
     said: bytes = b""
     is_told: bool = False  # its pipe has ended
@@ -59,19 +58,20 @@ class Host:
         self._inbox, self._outbox = inbox, outbox
         self._agents: dict[str, _Agent] = {}
         self._selector = selectors.DefaultSelector()
-        self._unread = b""
+        self._unread, self._is_open = b"", True
 
     def run(self) -> None:
         """Until the inbox ends."""
-        self._selector.register(self._inbox, selectors.EVENT_READ, None)
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._obey)
+        self._selector.register(_woken_by_children(), selectors.EVENT_READ, self._bury)
         try:
-            while True:
+            while self._is_open:
                 for key, _ in self._selector.select():
-                    if key.data is None:
-                        if not self._obey():
-                            return
-                    elif key.data in self._agents:
-                        self._look_at(key.data, key.fd)
+                    if isinstance(key.data, str):
+                        if (agent := self._agents.get(key.data)) is not None:
+                            self._read(agent)
+                    else:
+                        key.data(key.fd)
         finally:
             for agent in self._agents.values():
                 _kill(agent.pid)
@@ -82,15 +82,15 @@ class Host:
         while line:
             line = line[os.write(self._outbox, line) :]
 
-    def _obey(self) -> bool:
-        piece = os.read(self._inbox, _PIECE)
+    def _obey(self, inbox: int) -> None:
+        piece = os.read(inbox, _PIECE)
+        self._is_open = bool(piece)
         *lines, self._unread = (self._unread + piece).split(b"\n")
         for message in map(json.loads, lines):
             if "start" in message:
                 self._start(message["start"], message["record"], message["variables"])
             elif (agent := self._agents.get(message["kill"])) is not None:
                 _kill(agent.pid)
-        return bool(piece)
 
     def _start(self, session: str, record: str, variables: Mapping[str, str]) -> None:
         try:
@@ -103,26 +103,25 @@ class Host:
             self._become(record, variables, its_output)
         os.close(its_output)
         os.set_blocking(output, False)
-        agent = self._agents[session] = _Agent(pid, os.pidfd_open(pid), output)
-        for descriptor in (agent.life, output):
-            self._selector.register(descriptor, selectors.EVENT_READ, session)
+        self._agents[session] = _Agent(pid, output)
+        self._selector.register(output, selectors.EVENT_READ, session)
 
-    def _look_at(self, session: str, descriptor: int) -> None:
-        agent = self._agents[session]
-        if descriptor == agent.output:
+    def _bury(self, wakings: int) -> None:
+        """Some child has ended: tell of those agents that have."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(wakings, _PIECE)
+        for session, agent in list(self._agents.items()):
+            if os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            _kill(agent.pid)  # what it has started and left behind; its number is nobody else's before it is waited for
+            _, status = os.waitpid(agent.pid, 0)
             self._read(agent)
-            return
-        os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
-        _kill(agent.pid)  # what it has started and left behind; its number is nobody else's before it is waited for
-        _, status = os.waitpid(agent.pid, 0)
-        self._read(agent)
-        for each in (agent.life, *(() if agent.is_told else (agent.output,))):
-            self._selector.unregister(each)
-        os.close(agent.life)
-        os.close(agent.output)
-        del self._agents[session]
-        said = agent.said.decode(errors="replace")
-        self.say(ended=session, status=os.waitstatus_to_exitcode(status), said=said, why="")
+            if not agent.is_told:
+                self._selector.unregister(agent.output)
+            os.close(agent.output)
+            del self._agents[session]
+            said = agent.said.decode(errors="replace")
+            self.say(ended=session, status=os.waitstatus_to_exitcode(status), said=said, why="")
 
     def _read(self, agent: _Agent) -> None:
         """What it has printed, and no more than its end is kept."""
@@ -142,7 +141,8 @@ class Host:
         try:
             os.setsid()
             end_with_parent()
-            for number in (*_LEFT_TO_THE_GENERATOR, _PARENT_DIED):
+            signal.set_wakeup_fd(-1)
+            for number in (*_LEFT_TO_THE_GENERATOR, _PARENT_DIED, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             os.environ.update(variables)
             for descriptor in (self._inbox, self._outbox):
@@ -164,6 +164,16 @@ class Host:
             os.dup2(file.fileno(), 0)
         os.dup2(output, 1)
         os.execvp(self._command[0], list(self._command))
+
+
+def _woken_by_children() -> int:
+    """A descriptor that can be read once a child has ended."""
+    wakings, wakes = os.pipe()
+    for descriptor in (wakings, wakes):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    return wakings
 
 
 def _call(function: Callable[[Any], object] | None, record: str, output: int) -> int:
