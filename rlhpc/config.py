@@ -13,6 +13,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
+from rlhpc.config_agent import AgentConfig, agent_has_its_keys, agents_are_not_evaluated
 from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig, no_prompt_is_solved_and_hopeless, stages_ascend
 from rlhpc.config_data import DATA, DataConfig
@@ -76,6 +77,7 @@ class Config(Section):
     judge: JudgeConfig = JudgeConfig()
     composite: dict[Name, CompositeConfig] = Field(default={})
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -296,6 +298,8 @@ RULES = (
     limits_are_of_tasks,
     judge_can_be_asked,
     environment_has_its_keys,
+    agent_has_its_keys,
+    agents_are_not_evaluated,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

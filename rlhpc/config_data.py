@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 WHOLE_RECORD = "*"  # as reference_field
 MADE = "reasoning_gym"  # the task of a source
 OWN_REWARD = "environment"  # as task: the rewards of the environment's steps, and no other
+AGENT = "agent"  # as environment: a program of the user's own that samples over HTTP
 MOST_PROBLEMS = 1_000_000  # of a source
 COMPRESSIONS = (".gz", ".zst")
 _OF_SOURCES = ("size", "source_seed", "levels", "settings")
@@ -43,8 +44,8 @@ class DataConfig(Section):
     task: str
     """Name of the reward function (docs/rewards.md lists them); may be left out with a source, which has its own."""
     environment: str = ""
-    """What the policy talks to over several turns (docs/environments.md): "tools", or package.module:Class; default:
-    there is one turn."""
+    """What the policy talks to over several turns (docs/environments.md): "tools", or package.module:Class; "agent": a
+    program of yours that samples over HTTP (docs/agents.md); default: there is one turn."""
     task_field: str = ""
     """Field of the record whose value `tasks` turns into its reward function; a record without it has `task`."""
     tasks: dict[str, str] = Field(default={})

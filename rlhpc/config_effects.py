@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhpc.config_data import AGENT
+
 if TYPE_CHECKING:
     from rlhpc.config import Config
 
@@ -41,6 +43,10 @@ def environment_is_there(config: Config) -> None:
     if not any(dataset.environment for dataset in config.data):
         for key in type(config.environment).model_fields:
             _refuse_without_effect(config, f"environment.{key}", "no data.environment", "a data.environment")
+    if not any(dataset.environment == AGENT for dataset in config.data):
+        beside, other = "no data.environment='agent'", "data.environment='agent'"
+        for key in (*(f"agent.{key}" for key in type(config.agent).model_fields), "generation.endpoint"):
+            _refuse_without_effect(config, key, beside, other)
 
 
 def clip_has_a_ratio(config: Config) -> None:

@@ -263,6 +263,13 @@ def _with_absolute_paths(config: Config) -> Config:
             "environment": config.environment.model_copy(
                 update={"corpus": config.environment.corpus and config.environment.corpus.absolute()}
             ),
+            "agent": config.agent.model_copy(
+                update={
+                    "command": tuple(
+                        str(Path(word).absolute()) if Path(word).is_file() else word for word in config.agent.command
+                    )
+                }
+            ),
             **{
                 name: tuple(
                     each.model_copy(update={"path": each.path and each.path.absolute()})

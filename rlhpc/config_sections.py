@@ -68,6 +68,9 @@ class GenerationConfig(Section):
     """Sampling stops here."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits, in the engine and in the trainer."""
+    endpoint: Literal["local", "network"] = "local"
+    """From where agents reach the generators' OpenAI-compatible endpoint, with a key: from the same node, or from
+    others too, without encryption.  Without data.environment = "agent" there is none."""
     max_num_seqs: Positive = 256
     """Upper bound of sequences decoded at once by one replica."""
     max_num_batched_tokens: Positive | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
-from rlhpc.config_data import OWN_REWARD, WHOLE_RECORD
+from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.mixture import validate_datasets
@@ -115,8 +116,10 @@ def _tasks_are_there(config: Config) -> None:
 
 def _environments_are_there(config: Config) -> None:
     for dataset in config.data:
-        if dataset.environment:
+        if dataset.environment not in ("", AGENT):
             validate_environment(dataset.environment)
+    if config.agent.function:
+        look_up("agent.function", config.agent.function)
     if config.environment.corpus is not None:
         open_collection(config.environment.corpus)
 
@@ -184,6 +187,13 @@ def _parts_are_installed(config: Config) -> None:
 def _engine_is_installed(config: Config) -> None:
     if config.generation.engine == "vllm":
         _require([("vllm", "generation.engine='vllm'", "extra 'cpu' or 'gpu'")])
+    if any(dataset.environment == AGENT for dataset in config.data):
+        _require([("aiohttp", "data.environment='agent'", "extra 'agents'")])
+    command = config.agent.command
+    if command and shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"agent.command={list(command)}: no program {command[0]!r} here; legal: one on PATH, or with its directory"
+        )
 
 
 def _require(needed: Iterable[tuple[str, str, str]]) -> None:

@@ -11,6 +11,9 @@ That the difference does not depend on what stands before it is tried at the sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,8 @@ _OTHER: tuple[Message, ...] = (
     {"role": "user", "content": "R"},
 )
 _PROBE: Message = {"role": "user", "content": "O"}
+_TOLD: Message = {"role": "system", "content": "S"}
+_TOOL: Message = {"type": "function", "function": {"name": "f", "description": "F", "parameters": {}}}
 
 
 class DialogueTemplate:
@@ -59,6 +64,33 @@ class DialogueTemplate:
     def prompt_text(self, messages: Sequence[Message]) -> str:
         """The text of the same, of messages that a record begins with."""
         return self._rendered(messages, add_generation_prompt=False)
+
+    @cached_property
+    def beginning(self) -> str:
+        """What every dialogue begins with, whoever says what: special tokens, at least one.  Raises ConfigError."""
+        texts = [self._rendered([_ASKED])]
+        for messages, tools in (([_TOLD, _ASKED], ()), ([_ASKED], (_TOOL,))):
+            with suppress(ConfigError):  # a template that knows no system message, or no tools
+                texts.append(self._tokenizer.chat_template.render(messages, tools=tools))
+        shared = "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False)))
+        beginning = ""
+        for token in takewhile(self._tokenizer.is_special, self._tokenizer.encode_rendered(shared).tolist()):
+            longer = beginning + self._tokenizer.decode([token], keep_special_tokens=True)
+            if not shared.startswith(longer):  # a letter that the vocabulary lacks
+                break
+            beginning = longer
+        if not beginning:
+            raise self._refused("dialogues do not begin with a special token")
+        return beginning
+
+    @cached_property
+    def tokens_of_beginning(self) -> Int32:
+        """Of the same, [L]."""
+        return self._tokenizer.encode_rendered(self.beginning)
+
+    def whole(self, messages: Sequence[Message]) -> Int32:
+        """Tokens [L] of a dialogue up to the policy's next turn.  Raises ConfigError if the template refuses it."""
+        return self._tokenizer.encode_rendered(self._rendered(messages))
 
     def opening(self, messages: Sequence[Message]) -> Int32:
         """Tokens [L] from the end of any prompt up to the policy's first turn.  Raises ConfigError."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from string import Formatter
 
-from rlhpc.config_data import OWN_REWARD, WHOLE_RECORD, DataConfig
+from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.data.conversation import Message, as_conversation, is_conversation, prompt_messages, system, user
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.records import Record
@@ -97,6 +97,8 @@ class PromptForm:
     def text(self, record: Record) -> tuple[str, bool]:
         """The text that is tokenised, and whether a chat template made it, which spells special tokens itself."""
         data = self._data
+        if self._dialogue is not None and data.environment == AGENT:
+            return self._dialogue.beginning, True  # all else is for the agent to say
         if data.prompt_field:
             value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
             if is_conversation(value):

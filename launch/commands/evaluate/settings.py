@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.commands.evaluate.target import Target
 from rlhpc.config import Config
-from rlhpc.config_data import DataConfig
+from rlhpc.config_data import AGENT, DataConfig
 from rlhpc.config_file import settled
 from rlhpc.errors import ConfigError
 
@@ -69,7 +69,13 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
         if _said("data.environment", words, like.environment):
             document["environment"] = run.environment.model_dump(mode="json")
         document |= _settings_of_task(run, task)
-    return settled(document, words, "evaluation")
+    config = settled(document, words, "evaluation")
+    if config.data[0].environment == AGENT:
+        raise ConfigError(
+            f'data.environment="{AGENT}": agents are not evaluated; legal: data.environment= with a data.task that judges '
+            "one turn"
+        )
+    return config
 
 
 def _said(key: str, words: Sequence[str], otherwise: str) -> str:

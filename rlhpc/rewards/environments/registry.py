@@ -37,6 +37,6 @@ def _import_path(name: str) -> str:
     path = BUILT_IN.get(name, name)
     if not is_import_path(path):
         raise ConfigError(
-            f"{KEY}={name!r} is not an environment; legal: {', '.join(sorted(BUILT_IN))}, or package.module:Class"
+            f"{KEY}={name!r} is not an environment; legal: agent, {', '.join(sorted(BUILT_IN))}, package.module:Class"
         )
     return path

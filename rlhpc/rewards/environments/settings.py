@@ -6,14 +6,14 @@ import json
 import os
 
 from rlhpc.config import Config
-from rlhpc.config_data import OWN_REWARD
+from rlhpc.config_data import AGENT, OWN_REWARD
 from rlhpc.config_environment import EnvironmentConfig
 from rlhpc.rewards.environments.registry import VARIABLE
 
 
 def variables_of(config: Config) -> dict[str, str]:
     """What a reward worker needs to know of the environments of a run."""
-    names = list(dict.fromkeys(dataset.environment for dataset in config.data if dataset.environment))
+    names = list(dict.fromkeys(each.environment for each in config.data if each.environment not in ("", AGENT)))
     if not names:
         return {}
     return {VARIABLE: json.dumps({"settings": config.environment.model_dump(mode="json"), "names": names})}

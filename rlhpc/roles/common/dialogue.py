@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from rlhpc.config_environment import EnvironmentConfig
 from rlhpc.contracts import GenerationEngine
-from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.messages import TurnReply
 from rlhpc.types import Bool, FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest, Verdict
@@ -38,9 +38,25 @@ class Taken:
     turns: tuple[str, ...]
     answer: str  # the last of them without special tokens
     is_last: bool  # a limit ends the dialogue with it
+    is_cut: bool = False  # a limit has ended the last of them
+    num_tokens: tuple[int, int] = (0, 0)  # before the last of them, the prompt's included, and in it
 
 
 Environment = Callable[[Taken], Awaitable[TurnReply]]
+
+
+class Template(Protocol):
+    """What makes tokens of messages; DialogueTemplate is one."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> Int32:
+        """Tokens [L] from the end of the prompt to the first turn."""
+
+    def observation(self, messages: Sequence[Mapping[str, Any]], *, last_token: int) -> Int32:
+        """Tokens [L] from the end of a turn, whose last token was this, to the next one."""
 
 
 @dataclass(slots=True)
@@ -91,12 +107,16 @@ class Dialogue:
         request: RolloutRequest,
         engine: GenerationEngine,
         environment: Environment,
-        speech: tuple[PromptTokenizer, DialogueTemplate],
+        speech: tuple[PromptTokenizer, Template],
         limits: EnvironmentConfig,
         *,
         admitted_version: int,
+        longest_turn: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """admitted_version: of what is read before the first token is sampled, where the engine's is older."""
+        """admitted_version: of what is read before the first token is sampled, where the engine's is older.
+
+        longest_turn: tokens that the coming turn may have by the wish of who asked for it; None: no limit of theirs.
+        """
         self._engine, self._environment, self._limits = engine, environment, limits
         self._tokenizer, self._template = speech
         stops = {*request.sampling.stop_token_ids, *self._template.stop_token_ids}
@@ -105,7 +125,7 @@ class Dialogue:
         self._recorded = request.prefix
         self._version = admitted_version
         self._tokens, self._turns = _Tokens(), list[str]()
-        self._answer = ""
+        self._answer, self._last_turn, self._longest_turn = "", (False, (0, 0)), longest_turn
         self._token_rewards, self._earned = dict[int, float](), 0.0
         self._is_cut = asyncio.Event()
         self.request = request  # what is being sampled: without what was given up of its prefix
@@ -155,9 +175,8 @@ class Dialogue:
 
     async def _take_turn(self) -> FinishReason:
         """The policy's next turn: what the prefix has of it, and the rest by the engine."""
-        start, longest = len(self._tokens.ids), self._num_left
-        if self._limits.max_turn_tokens is not None:
-            longest = min(longest, self._limits.max_turn_tokens)
+        start, wishes = len(self._tokens.ids), (self._limits.max_turn_tokens, self._longest_turn())
+        longest = min([self._num_left, *(wish for wish in wishes if wish is not None)])
         self._repeat(longest)
         reason = self._ended(start, longest)
         if reason is None:
@@ -172,6 +191,8 @@ class Dialogue:
             spoken = turn[:-1] if reason is FinishReason.STOP else turn
             self._turns.append(self._tokenizer.decode(spoken, keep_special_tokens=True))
             self._answer = self._tokenizer.decode(spoken)
+            before = len(self._request.prompt.token_ids) + start
+            self._last_turn = reason is FinishReason.LENGTH, (before, len(turn))
         return reason
 
     async def _sample(self, max_tokens: int) -> Rollout:
@@ -187,7 +208,8 @@ class Dialogue:
 
     async def _ask(self, *, is_last: bool) -> TurnReply | None:
         """The environment's answer; None: cut off meanwhile."""
-        asking = asyncio.ensure_future(self._environment(Taken(tuple(self._turns), self._answer, is_last)))
+        taken = Taken(tuple(self._turns), self._answer, is_last, *self._last_turn)
+        asking = asyncio.ensure_future(self._environment(taken))
         cutting = asyncio.ensure_future(self._is_cut.wait())
         try:
             await asyncio.wait((asking, cutting), return_when=asyncio.FIRST_COMPLETED)

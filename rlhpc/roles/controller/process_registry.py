@@ -91,10 +91,10 @@ class ProcessRegistry:
         """Sum of one heartbeat metric over all members of a role."""
         return sum(self._members[name].beat.metrics.get(metric, 0.0) for name in self.names(role))
 
-    def totals(self, prefix: str, role: str) -> dict[str, float]:
-        """Sums of all heartbeat metrics that begin so, over all members of a role."""
+    def totals(self, prefix: str, *roles: str) -> dict[str, float]:
+        """Sums of all heartbeat metrics that begin so, over all members of these roles."""
         found: dict[str, float] = {}
-        for name in self.names(role):
+        for name in (name for role in roles for name in self.names(role)):
             for metric, value in self._members[name].beat.metrics.items():
                 if metric.startswith(prefix):
                     found[metric] = found.get(metric, 0.0) + value

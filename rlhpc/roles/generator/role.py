@@ -17,6 +17,7 @@ import logging
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
+from rlhpc.config_data import AGENT
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.errors import ChannelError, GroupFailed, RoleFailed, TornWeights
 from rlhpc.generation.factory import engine_seed, start_engine
@@ -65,8 +66,11 @@ async def _generate(context: RoleContext) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             sampling = Sampling(config, engine, tasks)
-            await serve_controllers(context, stop, partial(_serve, engine, sampling))
-            await sampling.give_up()
+            try:
+                await serve_controllers(context, stop, partial(_serve, engine, sampling))
+                await sampling.give_up()
+            finally:
+                await sampling.agents.close()
     finally:
         await engine.close()
 
@@ -222,6 +226,7 @@ class Generator:
                 "reward_retries": float(self._judges.num_retries),
                 "tokens_per_s": self._sampling.tokens_per_s,
                 "tokens_unreported": 0.0 if self._is_draining else float(self._sampling.progress.num_unreported),
+                **self._sampling.agents.counts.as_metrics(),
             },
             incarnation=self._context.incarnation,
         )
@@ -231,8 +236,10 @@ class Generator:
 
         0 while the engine has no complete weights.
         """
-        fits = self._engine.capacity_samples
-        return fits + self._context.config.largest_group if fits else 0
+        fits, config = self._engine.capacity_samples, self._context.config
+        if all(dataset.environment == AGENT for dataset in config.data):
+            fits = min(fits, config.agent.max_sessions)  # a rollout that waits for its agent makes no progress
+        return fits + config.largest_group if fits else 0
 
     async def leave(self, control: ClientChannel) -> None:
         """Hand back what is unfinished: the run continues without this generator, or a checkpoint keeps it."""

@@ -16,21 +16,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from rlhpc.config import Config
+from rlhpc.config_data import AGENT, OWN_REWARD
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompts import dialogue_template
+from rlhpc.data.records import reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelError, ChannelTimeout
 from rlhpc.generation.finished_request import prefix_of, prefix_up_to
 from rlhpc.messages import LeaseProgress, LeaseReturn, RewardReply, RewardRequest, TurnReply, TurnRequest
 from rlhpc.metrics.meters import Rate
-from rlhpc.roles.common.dialogue import Dialogue, Taken
+from rlhpc.roles.common.dialogue import Dialogue, Environment, Finished, Taken, Template
 from rlhpc.roles.common.turn_calls import turn_request
+from rlhpc.roles.generator.agents.agents import Agents
 from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.roles.generator.outbox import Outbox
 from rlhpc.transport.rpc import RpcClient
@@ -67,6 +70,7 @@ class Sampling:
         self.num_handed_back = 0  # members of leases
         self._dialogues: dict[str, Dialogue] = {}  # by request id, of those that have several turns
         self._template: DialogueTemplate | None = None
+        self.agents = Agents(config, self._tokenizer)  # of the dialogues that these begin
         self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
         self.outbox = Outbox()
         self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now)
@@ -199,23 +203,60 @@ class Sampling:
 
     async def _converse(self, request: RolloutRequest, admitted_version: int) -> tuple[Rollout, ScoredRollout | None]:
         """A rollout of several turns, and its rewards; None where it was cut off."""
-        if self._template is None:
-            self._template = dialogue_template(self._config, self._tokenizer)
-        dialogue = self._dialogues[request.request_id] = Dialogue(
-            request,
-            self._engine,
-            partial(self._environment_says, request),
-            (self._tokenizer, self._template),
-            self._config.environment,
-            admitted_version=admitted_version,
-        )
-        finished = await dialogue.run()
+        if self._config.dataset_of(request.prompt.prompt_id).environment == AGENT:
+            finished = await self._with_agent(request, admitted_version)
+        else:
+            if self._template is None:
+                self._template = dialogue_template(self._config, self._tokenizer)
+            environment = partial(self._environment_says, request)
+            finished = await self._talk(request, admitted_version, environment, self._template)
         reply, rollout = finished.reply, finished.rollout
         if reply is None:
             return rollout, None
         verdict = Verdict(reply.verdict)
         parts, token_rewards = reply.reward_parts, finished.token_rewards
         return rollout, ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards)
+
+    async def _with_agent(self, request: RolloutRequest, admitted_version: int) -> Finished:
+        """One that fails is started again, as a verifier is asked again, and goes on from the tokens that there are."""
+        judge = None if request.prompt.task == OWN_REWARD else partial(self._judge_answer, request)
+        for left in reversed(range(self._config.rewards.max_attempts)):
+            async with self.agents.session(request, judge) as session:
+                finished = await self._talk(request, admitted_version, session, session, session.longest_turn)
+            if not (left and session.may_do_better):
+                break
+            has_turns = finished.rollout.loss_mask.any() and not self._config.run.deterministic
+            request = replace(request, prefix=prefix_of(finished.rollout) if has_turns else None)
+        return finished
+
+    async def _talk(
+        self,
+        request: RolloutRequest,
+        admitted_version: int,
+        environment: Environment,
+        template: Template,
+        longest_turn: Callable[[], int | None] = lambda: None,
+    ) -> Finished:
+        dialogue = self._dialogues[request.request_id] = Dialogue(
+            request,
+            self._engine,
+            environment,
+            (self._tokenizer, template),
+            self._config.environment,
+            admitted_version=admitted_version,
+            longest_turn=longest_turn,
+        )
+        return await dialogue.run()
+
+    async def _judge_answer(self, request: RolloutRequest, answer: str) -> RewardReply:
+        """What the task says to an agent's last turn; a failure is a verdict."""
+        prompt = request.prompt
+        field = self._config.dataset_of(prompt.prompt_id).reference_field
+        asked = RewardRequest(0, prompt.task, answer, reference_of(prompt.reference, field))
+        reply: RewardReply | ChannelTimeout = await self._ask(asked)
+        if isinstance(reply, RewardReply):
+            return reply
+        return RewardReply(0, 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply))
 
     async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
         """What the environment answers to the turns so far; a failure is a verdict."""

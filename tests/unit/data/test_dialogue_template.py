@@ -12,6 +12,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.tool_schemas import TOOL_SCHEMAS
 from tests.unit.data.chat_models import QWEN25, TEMPLATES, make_chat_model
+from tests.unit.data.checkpoints import make_tokenizer_files
 
 TOOLS = [TOOL_SCHEMAS["calculator"], TOOL_SCHEMAS["search"]]
 
@@ -95,3 +96,23 @@ def test_a_template_that_cannot_be_applied_message_by_message_is_refused_at_the_
 def test_templates_of_the_families_are_accepted(tmp_path, family):
     tokenizer, template = dialogue_of(tmp_path, family)
     assert template.turn_end in tokenizer.eos_token_ids
+
+
+BEGINNINGS = {"qwen2.5": "<|im_start|>", "qwen3": "<|im_start|>", "llama3": "<|begin_of_text|><|start_header_id|>"}
+
+
+@pytest.mark.parametrize("tools", [TOOLS, []], ids=["tools", "none"])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_every_dialogue_begins_with_the_same_special_tokens_whoever_says_what(tmp_path, family, tools):
+    _, template = dialogue_of(tmp_path, family, tools=tools)
+    assert template.beginning == BEGINNINGS[family]
+    told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    for messages in (told, told[1:]):
+        whole = template.whole(messages).tolist()
+        assert whole[: len(template.tokens_of_beginning)] == template.tokens_of_beginning.tolist()
+
+
+def test_letters_that_a_vocabulary_lacks_are_no_beginning(tmp_path):
+    template = "{{ bos_token }}{% for m in messages %}é{{ m.content }}</turn>{% endfor %}"
+    unknown = PromptTokenizer(make_tokenizer_files(tmp_path / "other", chat_template=template))
+    assert DialogueTemplate(unknown).beginning == "<bos>"

@@ -6,6 +6,7 @@ import signal
 import time
 
 from rlhpc.environment import Environment, Step
+from tests.ring.ring_rewards import GATE
 
 
 class Counting(Environment):
@@ -62,3 +63,12 @@ class Half(Talking):
     async def step(self, completion):
         step = await super().step(completion)
         return Step(step.messages, 1.0 * (len(completion) % 2 == 0), parts=step.parts)
+
+
+class GatedHalf(Half):
+    """The same behind a gate: from the second turn on it waits until the file that GATE names is there."""
+
+    async def step(self, completion):
+        while self.turns and not os.path.exists(os.environ[GATE]):  # noqa: PTH110, ASYNC240
+            time.sleep(0.05)  # noqa: ASYNC251 - one dialogue at a time
+        return await super().step(completion)

@@ -239,7 +239,7 @@ class RunRecorder:
             "reward/queued": self._registry.total("queued", "reward"),
             "reward/worker_restarts": self._registry.total("restarts", "reward"),
             "reward/retries": self._registry.total("reward_retries", "generator"),
-            **verifier_figures(by_task(self._registry.totals(PREFIX, "reward"))),
+            **verifier_figures(by_task(self._registry.totals(PREFIX, "reward", "generator"))),
             "transport/lost_total": float(sum(one.messages_lost for one in channels)),
             "transport/rejected_total": float(sum(one.messages_rejected for one in channels)),
             "transport/denied_total": float(sum(one.connections_denied for one in channels)),

@@ -68,7 +68,7 @@ class StatusBoard:
             "staleness_bound": self._buffer.staleness_bound,
             "queue": self._buffer.counts() | {"oldest_in_flight_s": round(self._buffer.oldest_in_flight_age_s)},
             "roles": roles,
-            "verifiers": by_task(self._registry.totals(PREFIX, "reward")),
+            "verifiers": by_task(self._registry.totals(PREFIX, "reward", "generator")),
             **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }
         return json.dumps(document).encode()

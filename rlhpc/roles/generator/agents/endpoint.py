@@ -1,0 +1,179 @@
+"""The OpenAI-compatible endpoint of a generator, for the agents of its rollouts and for nobody else.
+
+    POST /SESSION/v1/chat/completions    the policy's next turn
+    GET  /SESSION/v1/models              one name; any other is accepted, too
+    POST /SESSION/v1/reward              what the rollout has earned, as a reward function may return it, in JSON
+
+Every request carries the key of its session (Authorization: Bearer …).  Keys are made from a secret that this process
+draws when it starts and tells nobody.  Without the right one there is a 401 without a word, whatever was asked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from rlhpc.errors import RoleFailed
+from rlhpc.host_address import host_address
+from rlhpc.rewards.returned import NoReward
+from rlhpc.roles.generator.agents.replies import chunks, completion, event
+from rlhpc.roles.generator.agents.reports import outcome_of
+from rlhpc.roles.generator.agents.requests import Refused, read_request
+from rlhpc.roles.generator.agents.session import AgentSession
+
+log = logging.getLogger("rlhpc.agents")
+LOOPBACK = "127.0.0.1"
+IDLE_CONNECTION_S = 75.0
+SHUTDOWN_S = 0.1  # for requests in hand; their sessions are over
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an agent needs to reach its session; the key is not for logs."""
+
+    base_url: str
+    key: str
+
+
+class Endpoint:
+    """One HTTP server; sessions come and go."""
+
+    def __init__(self, *, temperature: float, max_request_bytes: int) -> None:
+        self._temperature, self._max_request_bytes = temperature, max_request_bytes
+        self._secret = secrets.token_bytes(32)
+        self._sessions: dict[str, AgentSession] = {}
+        self._runner: web.AppRunner | None = None
+        self.address = ""  # http://HOST:PORT, once it is open
+
+    async def open(self, reach: str) -> None:
+        """Listen on a port that the kernel chooses; reach: generation.endpoint.  Raises RoleFailed."""
+        app = web.Application(middlewares=[self._guarded], client_max_size=self._max_request_bytes)
+        app.router.add_post("/{session}/v1/chat/completions", self._complete, expect_handler=self._expect)
+        app.router.add_post("/{session}/v1/reward", self._reward, expect_handler=self._expect)
+        app.router.add_get("/{session}/v1/models", self._models)
+        app.on_response_prepare.append(_without_server)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, keepalive_timeout=IDLE_CONNECTION_S, shutdown_timeout=SHUTDOWN_S
+        )
+        await self._runner.setup()
+        host = LOOPBACK if reach == "local" else host_address()
+        site = web.TCPSite(self._runner, host, 0)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise RoleFailed(f"the endpoint for agents cannot listen on {host}: {error}") from error
+        port = self._runner.addresses[0][1]
+        self.address = f"http://{host}:{port}"
+        log.info("agents sample at %s", self.address)
+
+    async def close(self) -> None:
+        """Refuse further requests; those in hand end.  Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def admit(self, session: AgentSession) -> Access:
+        """From now on it can be reached, with this key."""
+        self._sessions[session.name] = session
+        return Access(f"{self.address}/{session.name}/v1", self._key_of(session.name))
+
+    def dismiss(self, session: AgentSession) -> None:
+        """Nobody asks it any more."""
+        if self._sessions.get(session.name) is session:
+            del self._sessions[session.name]
+
+    # --------------------------------------------------------------------------------------------------- who may enter
+
+    def _key_of(self, name: str) -> str:
+        return "sk-" + hmac.digest(self._secret, name.encode(), "sha256").hex()
+
+    def _is_allowed(self, request: web.Request) -> bool:
+        name = request.path.split("/")[1]
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        wanted = self._key_of(name)
+        is_right = hmac.compare_digest(key.strip().encode(errors="replace"), wanted.encode())
+        return is_right and kind.lower() == "bearer"
+
+    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
+        """A client that asks before it sends a body is told nothing more than others."""
+        if not self._is_allowed(request):
+            return web.Response(status=401)
+        if request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return None
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if not self._is_allowed(request):
+            return web.Response(status=401)
+        try:
+            return await handler(request)
+        except Refused as refusal:
+            return _error(refusal.status, str(refusal), refusal.code)
+        except web.HTTPException as error:
+            if error.status == 413:
+                said = f"the request is longer than agent.max_request_bytes={self._max_request_bytes}"
+                return _error(413, said, "request_too_large")
+            return _error(error.status, f"{request.method} {request.path}: {error.reason}", "no_such_thing")
+
+    # -------------------------------------------------------------------------------------------------- what is offered
+
+    def _session(self, request: web.Request) -> AgentSession:
+        session = self._sessions.get(request.match_info["session"])
+        if session is None:
+            raise Refused("the session is over", status=410, code="session_over")
+        return session
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = read_request(await _json(request), self._temperature)
+        turn = await session.ask(asked)
+        if not asked.is_streamed:
+            return web.json_response(completion(session.name, turn, asked))
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await stream.prepare(request)
+        for chunk in chunks(session.name, turn, asked):
+            await stream.write(event(chunk))
+        await stream.write(event(None))
+        await stream.write_eof()
+        return stream
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        try:
+            outcome = outcome_of(await _json(request))
+        except NoReward as error:
+            raise Refused(f"no reward: {error}") from error
+        session.report(outcome)
+        return web.json_response({"is_reported": True})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlhpc"}
+        return web.json_response({"object": "list", "data": [model]})
+
+
+async def _json(request: web.Request) -> Any:
+    body = await request.read()
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+
+
+async def _without_server(_request: web.Request, response: web.StreamResponse) -> None:
+    """Versions of libraries are for nobody."""
+    response.headers.pop("Server", None)
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)

@@ -1,0 +1,265 @@
+"""The process that starts agents, one process for each, and tells how they end.
+
+    generator ── Start, Kill: JSON lines ──▶ host ── fork ──▶ agent, agent, …
+              ◀── Ready, Ended: JSON lines ──     ◀─ last line of what it prints, exit status
+
+Started by processes.py as `python -m rlhpc.roles.generator.agents.host PARENT_PID FUNCTION|-- COMMAND…`.  A function's
+module is imported once, here, and each call runs in a fork of this process: an agent costs no imports.  It has one
+thread and no event loop, so that forks are sound.  Every agent leads a process group of its own, which is killed when
+it ends or is not wanted any more; all of them when standard input closes, or the generator dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import selectors
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from rlhpc.errors import ConfigError
+from rlhpc.parent_death import end_with_parent
+from rlhpc.user_code import load, try_out
+
+MOST_KEPT = 1 << 16  # bytes of what an agent prints, from the end
+_PIECE = 1 << 16
+_PARENT_DIED = signal.SIGHUP
+_LEFT_TO_THE_GENERATOR = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals every process
+_RAISED = 1  # exit status of an agent that was a function
+
+
+@dataclass(slots=True)
+class _Agent:
+    """One that runs."""
+
+    pid: int
+    output: int  # reading end of its pipe
+    said: bytes = b""
+    is_told: bool = False  # its pipe has ended
+
+
+class Host:
+    """Agents by the name of their session."""
+
+    def __init__(
+        self, function: Callable[[Any], object] | None, command: Sequence[str], inbox: int, outbox: int
+    ) -> None:
+        """inbox, outbox: file descriptors for JSON lines."""
+        self._function, self._command = function, command
+        self._inbox, self._outbox = inbox, outbox
+        self._agents: dict[str, _Agent] = {}
+        self._selector = selectors.DefaultSelector()
+        self._unread, self._is_open = b"", True
+
+    def run(self) -> None:
+        """Until the inbox ends."""
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._obey)
+        self._selector.register(_woken_by_children(), selectors.EVENT_READ, self._bury)
+        try:
+            while self._is_open:
+                for key, _ in self._selector.select():
+                    if isinstance(key.data, str):
+                        if (agent := self._agents.get(key.data)) is not None:
+                            self._read(agent)
+                    else:
+                        key.data(key.fd)
+        finally:
+            for agent in self._agents.values():
+                _kill(agent.pid)
+
+    def say(self, **message: Any) -> None:
+        """One line."""
+        line = json.dumps(message).encode() + b"\n"
+        while line:
+            line = line[os.write(self._outbox, line) :]
+
+    def _obey(self, inbox: int) -> None:
+        piece = os.read(inbox, _PIECE)
+        self._is_open = bool(piece)
+        *lines, self._unread = (self._unread + piece).split(b"\n")
+        for message in map(json.loads, lines):
+            if "start" in message:
+                self._start(message["start"], message["record"], message["variables"])
+            elif (agent := self._agents.get(message["kill"])) is not None:
+                _kill(agent.pid)
+
+    def _start(self, session: str, record: str, variables: Mapping[str, str]) -> None:
+        try:
+            output, its_output = os.pipe()
+            pid = os.fork()
+        except OSError as error:  # no more processes, or descriptors
+            self.say(ended=session, status=-1, said="", why=f"no process can be started: {error.strerror}")
+            return
+        if not pid:
+            self._become(record, variables, its_output)
+        os.close(its_output)
+        os.set_blocking(output, False)
+        self._agents[session] = _Agent(pid, output)
+        self._selector.register(output, selectors.EVENT_READ, session)
+
+    def _bury(self, wakings: int) -> None:
+        """Some child has ended: tell of those agents that have."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(wakings, _PIECE)
+        for session, agent in list(self._agents.items()):
+            if os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            _kill(agent.pid)  # what it has started and left behind; its number is nobody else's before it is waited for
+            _, status = os.waitpid(agent.pid, 0)
+            self._read(agent)
+            if not agent.is_told:
+                self._selector.unregister(agent.output)
+            os.close(agent.output)
+            del self._agents[session]
+            said = agent.said.decode(errors="replace")
+            self.say(ended=session, status=os.waitstatus_to_exitcode(status), said=said, why="")
+
+    def _read(self, agent: _Agent) -> None:
+        """What it has printed, and no more than its end is kept."""
+        with contextlib.suppress(BlockingIOError):
+            while not agent.is_told:
+                piece = os.read(agent.output, _PIECE)
+                agent.said = (agent.said + piece)[-MOST_KEPT:]
+                if not piece:
+                    agent.is_told = True
+                    self._selector.unregister(agent.output)
+
+    # --------------------------------------------------------------------------------------------------- in the agent
+
+    def _become(self, record: str, variables: Mapping[str, str], output: int) -> NoReturn:
+        """In the fork: be an agent, and nothing else."""
+        status = 70
+        try:
+            os.setsid()
+            end_with_parent()
+            signal.set_wakeup_fd(-1)
+            for number in (*_LEFT_TO_THE_GENERATOR, _PARENT_DIED, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            os.environ.update(variables)
+            for descriptor in (self._inbox, self._outbox):
+                os.close(descriptor)
+            if self._function is None:
+                self._execute(record, output)
+            status = _call(self._function, record, output)
+        except BaseException:  # noqa: BLE001  a copy of the host must never come back into its loop
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _execute(self, record: str, output: int) -> NoReturn:
+        with (
+            tempfile.TemporaryFile() as file
+        ):  # a pipe would hold up who writes a long record to a program that reads none
+            file.write(record.encode())
+            file.seek(0)
+            os.dup2(file.fileno(), 0)
+        os.dup2(output, 1)
+        os.execvp(self._command[0], list(self._command))
+
+
+def _woken_by_children() -> int:
+    """A descriptor that can be read once a child has ended."""
+    wakings, wakes = os.pipe()
+    for descriptor in (wakings, wakes):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    return wakings
+
+
+def _call(function: Callable[[Any], object] | None, record: str, output: int) -> int:
+    """Call it; what it returns is the last line, and what it raises is told by its name."""
+    assert function is not None
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    status = 0
+    try:
+        said = try_out(
+            "agent.function", getattr(function, "__name__", "?"), "a record", lambda: _returned(function, record)
+        )
+    except ConfigError as error:
+        traceback.print_exception(error.__cause__)
+        said, status = f"{type(error.__cause__).__name__}: {error.__cause__}", _RAISED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    line = said.replace("\n", " ").encode(errors="replace")[:MOST_KEPT]
+    while line:
+        line = line[os.write(output, line) :]
+    return status
+
+
+def _returned(function: Callable[[Any], object], record: str) -> str:
+    """In JSON."""
+    returned = function(json.loads(record))
+    if inspect.iscoroutine(returned):
+        returned = asyncio.run(returned)
+    return json.dumps(_plain(returned))
+
+
+def _plain(returned: object) -> object:
+    """A RewardOutcome as a dict; everything else as it is."""
+    if hasattr(returned, "__dataclass_fields__"):
+        names = ("reward", "is_correct", "detail")
+        return {**getattr(returned, "parts", {}), **{name: getattr(returned, name) for name in names}}
+    return returned
+
+
+def _kill(pid: int) -> None:
+    """The agent and all of its group; one that leads none yet, alone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def main(parent_pid: int, what: Sequence[str]) -> int:
+    """Serve until the pipe closes.  Returns the exit status."""
+    _heed_signals(parent_pid)
+    inbox, outbox = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)  # what a function prints goes to the log
+    function, command = (None, what[1:]) if what[0] == "--" else (what[0], ())
+    host = Host(None, command, inbox, outbox)
+    try:
+        loaded = None
+        if function is not None:
+            loaded = try_out("agent.function", function, "its import", lambda: load("agent.function", function))
+    except ConfigError as error:
+        host.say(ready=str(error.__cause__ if isinstance(error.__cause__, ConfigError) else error))
+        return 1
+    host = Host(loaded, command, inbox, outbox)
+    host.say(ready="")
+    host.run()
+    return 0
+
+
+def _heed_signals(parent_pid: int) -> None:
+    """Those of a job are the generator's to obey; its death is ours."""
+
+    def stay(_number: int, _frame: FrameType | None) -> None:
+        pass
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        sys.exit(0)
+
+    for number in _LEFT_TO_THE_GENERATOR:
+        signal.signal(number, stay)
+    signal.signal(_PARENT_DIED, leave)
+    end_with_parent(_PARENT_DIED)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

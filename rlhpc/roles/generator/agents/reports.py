@@ -1,0 +1,37 @@
+"""What an agent reports of its rollout: anything that a reward function may return, or nothing.
+
+Input: a value of JSON.  Output: RewardOutcome, or None where it has nothing to say of a reward.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+from rlhpc.contracts import RewardOutcome
+from rlhpc.rewards.returned import NoReward, as_outcome
+
+
+def outcome_of(reported: object) -> RewardOutcome | None:
+    """Raises NoReward for what is none, or no finite number."""
+    if reported is None:
+        return None
+    outcome = as_outcome(reported)
+    for name, value in {"reward": outcome.reward, **outcome.parts}.items():
+        if isinstance(value, bool) or not isinstance(value, float) or not math.isfinite(value):
+            raise NoReward(f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}")
+    if outcome.rewards_at:
+        raise NoReward("rewards_at: an agent's reward is of the whole rollout")
+    return RewardOutcome(outcome.reward, bool(outcome.is_correct), outcome.parts, str(outcome.detail)[:500])
+
+
+def last_line(output: str) -> RewardOutcome | None:
+    """Of a program that has ended well: its last line, where that is JSON; None: it has said nothing of a reward.
+
+    Raises NoReward as outcome_of does.
+    """
+    lines = output.strip().splitlines()
+    try:
+        return outcome_of(json.loads(lines[-1])) if lines else None
+    except (ValueError, RecursionError):  # it speaks to people
+        return None

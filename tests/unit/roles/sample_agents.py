@@ -1,0 +1,158 @@
+"""Agents, also such that misbehave; named by tests as "tests.unit.roles.sample_agents:counting" and so on.
+
+They speak HTTP by the standard library; one is an unmodified client of OpenAI's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+
+def post(path: str, body: object, key: str | None = None) -> tuple[int, Any]:
+    """Status and JSON of a request to this agent's session; path: "/chat/completions"."""
+    sent = os.environ["OPENAI_API_KEY"] if key is None else key
+    headers = {"Authorization": f"Bearer {sent}", "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def say(messages: list[dict[str, Any]], **wishes: Any) -> dict[str, Any]:
+    """The policy's next turn, which is appended."""
+    status, reply = post("/chat/completions", {"model": "policy", "messages": messages, **wishes})
+    assert status == 200, reply
+    messages.append(reply["choices"][0]["message"])
+    return reply
+
+
+def counting(record: dict[str, Any], turns: int = 3, salt: str = "") -> dict[str, Any]:
+    """Says what it has heard; reports what was said as its detail."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": record["question"]}]
+    for place in range(turns):
+        reply = say(messages)
+        heard = sum(map(ord, messages[-1]["content"] or ""))
+        if place < turns - 1:
+            messages.append({"role": "user", "content": f"{heard % 97}{salt}?"})
+    texts = [message["content"] for message in messages if message["role"] == "assistant"]
+    return {"reward": 0.5, "length": float(reply["usage"]["total_tokens"]), "detail": json.dumps(texts)}
+
+
+async def once(record: dict[str, Any]) -> float:
+    """One turn, in an async function; right or wrong by what it heard."""
+    messages = [{"role": "user", "content": record["question"]}]
+    say(messages)
+    return float(sum(map(ord, messages[-1]["content"] or "")) % 2)
+
+
+def with_openai(record: dict[str, Any]) -> float:
+    """OpenAI's own client, as it is installed: it finds the endpoint in its environment."""
+    from openai import OpenAI
+
+    client = OpenAI()
+    assert [model.id for model in client.models.list()] == ["policy"]
+    messages: list[Any] = [{"role": "user", "content": record["question"]}]
+    for place in range(3):
+        streamed = place == 1
+        if streamed:
+            text = ""
+            for chunk in client.chat.completions.create(model="policy", messages=messages, stream=True):
+                text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            messages.append({"role": "assistant", "content": text})
+        else:
+            reply = client.chat.completions.create(model="policy", messages=messages, max_tokens=7)
+            assert reply.usage is not None
+            assert reply.usage.completion_tokens <= 7
+            messages.append(reply.choices[0].message)
+        messages.append({"role": "user", "content": "and?"})
+    return float(len(record["question"]) % 2)
+
+
+def by_post(record: dict[str, Any]) -> None:
+    """Reports over HTTP, then stays."""
+    say([{"role": "user", "content": "go"}])
+    assert post("/reward", {"reward": 0.25, "acc": True})[0] == 200
+    time.sleep(600)
+
+
+def changing(record: dict[str, Any]) -> float:
+    """Shortens what was said before."""
+    messages = [{"role": "user", "content": "go"}]
+    say(messages)
+    status, reply = post("/chat/completions", {"messages": [{"role": "user", "content": "a summary"}]})
+    assert (status, reply["error"]["code"]) == (400, "history_changed")
+    return 1.0
+
+
+def raising(record: dict[str, Any]) -> float:
+    """Falls after a turn."""
+    say([{"role": "user", "content": "go"}])
+    raise RuntimeError("the browser is gone")
+
+
+def dying(record: dict[str, Any]) -> float:
+    """Is killed."""
+    say([{"role": "user", "content": "go"}])
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def flaky(record: dict[str, Any]) -> dict[str, Any]:
+    """Dies the first time, behind its second turn."""
+    has_died = Path(os.environ["FLAKY"])
+    if not has_died.exists():
+        has_died.touch()
+        counting(record, turns=2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return counting(record)
+
+
+def silent(record: dict[str, Any]) -> float:
+    """Never asks."""
+    time.sleep(600)
+    return 1.0
+
+
+def idle(record: dict[str, Any]) -> float:
+    """Reports and has not asked."""
+    return 1.0
+
+
+def speechless(record: dict[str, Any]) -> None:
+    """Has no reward of its own."""
+    say([{"role": "user", "content": "go"}])
+
+
+def endless(record: dict[str, Any]) -> float:
+    """Talks until it is told that there is no more room."""
+    messages = [{"role": "user", "content": "go"}]
+    while True:
+        status, reply = post("/chat/completions", {"messages": messages})
+        if status != 200:
+            assert reply["error"]["code"] == "context_length_exceeded", reply
+            return 0.75
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": "more"}]
+
+
+def main() -> None:
+    """As a program: the record comes in, a reward goes out."""
+    record = json.load(sys.stdin)
+    messages = [{"role": "user", "content": record["question"]}]
+    say(messages)
+    print("a line for people")
+    print(json.dumps({"reward": 1.5, "is_correct": False}))
+
+
+if __name__ == "__main__":
+    main()

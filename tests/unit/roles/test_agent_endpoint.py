@@ -1,0 +1,323 @@
+"""The endpoint for agents: who has no key learns nothing, and what would make log-probabilities untrue is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.messages import TurnReply
+from rlhpc.roles.common.dialogue import Taken
+from rlhpc.roles.generator.agents.endpoint import Access, Endpoint
+from rlhpc.roles.generator.agents.requests import Refused, read_request
+from rlhpc.roles.generator.agents.session import AgentSession, Rules
+from tests.patience import PATIENCE_S
+from tests.unit.data.chat_models import make_chat_model
+
+GO = [{"role": "user", "content": "go"}]
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "è"}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "search", "description": "", "parameters": {}}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    return PromptTokenizer(make_chat_model(tmp_path_factory.mktemp("model"), "qwen2.5"))
+
+
+@dataclass
+class Stand:
+    """A session, and a policy that says what a test tells it to."""
+
+    endpoint: Endpoint
+    session: AgentSession
+    access: Access
+    http: aiohttp.ClientSession
+    turns: list[str] = field(default_factory=list)
+
+    async def ask(self, messages: list[dict[str, Any]], **wishes: Any) -> tuple[int, Any]:
+        return await self.post("/chat/completions", {"messages": messages, **wishes})
+
+    async def post(self, path: str, body: object, key: str | None = None) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {self.access.key if key is None else key}"}
+        async with self.http.post(self.access.base_url + path, json=body, headers=headers) as reply:
+            is_json = reply.content_type == "application/json"
+            return reply.status, await (reply.json() if is_json else reply.text())
+
+    async def next(self, *, is_last: bool = False) -> TurnReply:
+        """What the agent does after the turns so far."""
+        last = self.turns[-1] if self.turns else ""
+        taken = Taken(tuple(self.turns), last, is_last, False, (10, 3))
+        return await asyncio.wait_for(self.session(taken), PATIENCE_S)
+
+
+@asynccontextmanager
+async def stand_of(tokenizer: PromptTokenizer, *, max_request_bytes: int = 1 << 20) -> AsyncIterator[Stand]:
+    rules = Rules("hermes", PATIENCE_S, lambda tools: DialogueTemplate(tokenizer, tools))
+    endpoint = Endpoint(temperature=1.0, max_request_bytes=max_request_bytes)
+    await endpoint.open("local")
+    session = AgentSession("one", rules, None)
+    async with aiohttp.ClientSession() as http:
+        try:
+            yield Stand(endpoint, session, endpoint.admit(session), http)
+        finally:
+            session.close()
+            await endpoint.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ strangers
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/one/v1/chat/completions"), ("GET", "/one/v1/models"), ("POST", "/one/v1/reward"),
+        ("GET", "/"), ("GET", "/two/v1/models"), ("DELETE", "/one/v1/models"), ("GET", "/one"),
+    ],
+)  # fmt: skip
+async def test_who_has_no_key_gets_401_and_nothing_else(tokenizer: PromptTokenizer, method: str, path: str) -> None:
+    async with stand_of(tokenizer) as stand:
+        key = stand.access.key
+        other = stand.endpoint.admit(AgentSession("two", stand.session._rules, None)).key
+        if not path.startswith("/one"):
+            key, other = other, key
+        wrong = (
+            None,
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer wrong",
+            f"Basic {key}",
+            key,
+            f"Bearer {key}x",
+            f"Bearer {other}",
+        )
+        for said in wrong:
+            headers = {} if said is None else {"Authorization": said}
+            url = stand.endpoint.address + path
+            async with stand.http.request(method, url, data=b"{" * 1000, headers=headers) as reply:
+                assert (reply.status, await reply.read()) == (401, b""), said
+                assert set(reply.headers) <= {"Content-Length", "Content-Type", "Date", "Connection"}
+        assert stand.session._events.empty()
+
+
+async def test_a_client_that_asks_before_it_sends_is_refused_before_it_has_sent(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer) as stand:
+        host, _, port = stand.endpoint.address.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /one/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).startswith(b"HTTP/1.1 401")
+        writer.close()
+
+
+async def test_the_endpoint_listens_for_this_node_alone(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer) as stand:
+        assert stand.endpoint.address.startswith("http://127.0.0.1:")
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+async def test_a_turn_with_calls_is_told_as_openai_tells_it_and_may_come_back_in_other_words(
+    tokenizer: PromptTokenizer,
+) -> None:
+    async with stand_of(tokenizer) as stand:
+        asking = asyncio.create_task(stand.ask(GO, tools=TOOLS, model="any"))
+        await stand.next()
+        prompt = tokenizer.decode(stand.session.opening(()), keep_special_tokens=True)
+        assert '"name": "search"' in prompt
+        stand.turns.append("Let me see.\n" + CALL)
+        following = asyncio.create_task(stand.next())
+        status, reply = await asking
+        (choice,) = reply["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (status, choice["finish_reason"], choice["message"]["content"]) == (200, "tool_calls", "Let me see.")
+        assert (call["id"], call["function"]["name"]) == ("call_1_0", "search")
+        assert json.loads(call["function"]["arguments"]) == {"query": "è"}
+        assert reply["usage"] == {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
+        assert reply["model"] == "any"
+        call["function"]["arguments"] = '{ "query" : "\\u00e8" }'
+        said = [
+            *GO,
+            choice["message"] | {"refusal": None},
+            {"role": "tool", "tool_call_id": call["id"], "content": "4"},
+        ]
+        asking = asyncio.create_task(stand.ask(said, tools=TOOLS))
+        (message,) = (await following).messages
+        assert (message["role"], message["content"]) == ("tool", "4")
+        asking.cancel()
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", "no call at all", CALL + "<tool_call>"])
+async def test_what_is_no_whole_call_stays_text(tokenizer: PromptTokenizer, text: str) -> None:
+    async with stand_of(tokenizer) as stand:
+        asking = asyncio.create_task(stand.ask(GO, tools=TOOLS))
+        await stand.next()
+        stand.turns.append(text)
+        following = asyncio.create_task(stand.next())
+        _, reply = await asking
+        assert reply["choices"][0]["message"] == {"role": "assistant", "content": text}
+        following.cancel()
+
+
+async def test_a_stream_has_the_same_in_chunks(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer) as stand:
+        url, headers = stand.access.base_url + "/chat/completions", {"Authorization": f"Bearer {stand.access.key}"}
+        body = {"messages": GO, "stream": True, "stream_options": {"include_usage": True}}
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(stand.http.post(url, json=body, headers=headers))
+            await stand.next()
+            stand.turns.append("words")
+            following = group.create_task(stand.next())
+            reply = await asking
+            lines = (await reply.text()).split("\n\n")
+            following.cancel()
+        assert lines[-2:] == ["data: [DONE]", ""]
+        first, last, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-2])
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": "words"}
+        assert last["choices"][0]["finish_reason"] == "stop"
+        assert usage["usage"]["total_tokens"] == 13
+
+
+async def test_a_request_that_comes_again_gets_the_same_turn_and_no_other_is_sampled(
+    tokenizer: PromptTokenizer,
+) -> None:
+    async with stand_of(tokenizer) as stand:
+        impatient = asyncio.create_task(stand.ask(GO))
+        await stand.next()
+        impatient.cancel()
+        asking = asyncio.create_task(stand.ask(GO))
+        while not stand.session._pending:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        stand.turns.append("words")
+        following = asyncio.create_task(stand.next())
+        _, reply = await asking
+        _, again = await stand.ask(GO)
+        assert again["choices"] == reply["choices"]
+        assert not following.done()
+        following.cancel()
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ([{"role": "user", "content": "gone"}], "message 0"),
+        ([*GO, {"role": "assistant", "content": "other words"}, *GO], "message 1"),
+        ([*GO, {"role": "assistant", "content": "words"}, {"role": "assistant", "content": "x"}, *GO], "did not say"),
+    ],
+)
+async def test_a_history_that_was_changed_ends_the_session_by_its_name(
+    tokenizer: PromptTokenizer, said: list[dict[str, Any]], why: str
+) -> None:
+    async with stand_of(tokenizer) as stand:
+        asking = asyncio.create_task(stand.ask(GO))
+        await stand.next()
+        stand.turns.append("words")
+        following = asyncio.create_task(stand.next())
+        await asking
+        status, reply = await stand.ask(said)
+        assert (status, reply["error"]["code"]) == (400, "history_changed")
+        assert why in reply["error"]["message"]
+        ended = await following
+        assert (ended.verdict, ended.is_over) == ("verifier_error", True)
+        assert "history_changed" in ended.detail
+        assert (await stand.ask(GO))[0] == 410
+
+
+async def test_other_tools_than_those_that_the_policy_has_read_are_another_history(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer) as stand:
+        asking = asyncio.create_task(stand.ask(GO))
+        await stand.next()
+        stand.turns.append("words")
+        following = asyncio.create_task(stand.next())
+        await asking
+        status, reply = await stand.ask([*GO, {"role": "assistant", "content": "words"}, *GO], tools=TOOLS)
+        assert (status, reply["error"]["code"]) == (400, "history_changed")
+        assert (await following).verdict == "verifier_error"
+
+
+async def test_two_requests_at_once_are_two_histories(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer) as stand:
+        asking = asyncio.create_task(stand.ask(GO))
+        await stand.next()
+        status, reply = await stand.ask([{"role": "user", "content": "meanwhile"}])
+        assert (status, reply["error"]["code"]) == (400, "history_changed")
+        stand.turns.append("words")
+        assert "second request" in (await stand.next()).detail
+        assert (await asking)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "reported", [{"reward": "much"}, {}, "words", [1], {"reward": float("nan")}, {"reward": 1.0, "part": float("inf")}]
+)
+async def test_what_is_no_reward_is_refused_and_another_may_follow(tokenizer: PromptTokenizer, reported: Any) -> None:
+    async with stand_of(tokenizer) as stand:
+        status, reply = await stand.post("/reward", reported)
+        assert status == 400
+        assert reply["error"]["message"].startswith("no reward: ")
+        assert (await stand.post("/reward", {"reward": 1, "tests": 3}))[0] == 200
+
+
+async def test_a_request_that_is_too_long_or_no_json_is_refused(tokenizer: PromptTokenizer) -> None:
+    async with stand_of(tokenizer, max_request_bytes=2000) as stand:
+        status, reply = await stand.ask([{"role": "user", "content": "x" * 3000}])
+        assert (status, reply["error"]["code"]) == (413, "request_too_large")
+        assert "agent.max_request_bytes=2000" in reply["error"]["message"]
+        headers = {"Authorization": f"Bearer {stand.access.key}"}
+        for body in (b"{", b"\xff", b"[" * 1500):
+            async with stand.http.post(stand.access.base_url + "/reward", data=body, headers=headers) as answer:
+                assert answer.status == 400
+                assert "not JSON" in (await answer.json())["error"]["message"]
+        async with stand.http.get(stand.access.base_url + "/embeddings", headers=headers) as answer:
+            assert answer.status == 404
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ({"temperature": 0}, r"temperature=0: .*generation.temperature=0.7.*legal: 0.7"),
+        ({"temperature": 1.0}, "temperature=1.0"),
+        ({"top_p": 0.9}, "top_p=0.9: all rollouts of a run are sampled alike; legal: 1"),
+        ({"n": 2}, "n=2"),
+        ({"n": True}, "n=true"),
+        ({"stop": ["\n"]}, "stop="),
+        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"guided_json": {}}, "guided_json: not known here"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_tokens": True}, "max_tokens=True"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "critic", "content": ""}]}, "messages.0: an object with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+        ({"tools": "all"}, "tools: a list"),
+    ],
+)
+def test_wishes_that_would_make_log_probabilities_untrue_are_refused_with_what_is_legal(
+    wish: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(Refused, match=why) as refused:
+        read_request({"messages": GO} | wish, 0.7)
+    assert refused.value.status == 400
+
+
+def test_wishes_that_change_nothing_are_granted() -> None:
+    idle = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "seed": 5, "user": "x", "tool_choice": "auto",
+            "presence_penalty": 0.0, "response_format": {"type": "text"}, "max_completion_tokens": 9}  # fmt: skip
+    content = [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]
+    asked = read_request({"messages": [{"role": "developer", "content": content}], **idle}, 0.7)
+    assert asked.messages == ({"role": "system", "content": "go"},)
+    assert asked.max_tokens == 9

@@ -1,0 +1,341 @@
+"""Agents sample over HTTP: what they were given is what is trained, and nobody else is given anything."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from rlhpc.config import Config
+from rlhpc.config_data import AGENT
+from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.messages import Delivery, LeaseReturn
+from rlhpc.rewards.pool import RewardPool
+from rlhpc.roles.generator.sampling import Link, Sampling
+from rlhpc.roles.reward_service import RewardService
+from rlhpc.topology import LEASES, REWARDS
+from rlhpc.transport.memory import MemoryServer
+from rlhpc.transport.rpc import RpcClient
+from rlhpc.types import Lease, Prefix, Prompt, Rollout, SamplingParams, ScoredRollout, Verdict
+from rlhpc.weights.buckets import make_manifest
+from tests.patience import PATIENCE_S
+from tests.unit.data.checkpoints import CHATML, SPECIAL_TOKENS, make_tokenizer_files
+from tests.unit.roles.small_ring import small_config
+
+pytestmark = pytest.mark.starts
+VOCABULARY = len(SPECIAL_TOKENS) + 96  # of make_tokenizer_files
+STOP = SPECIAL_TOKENS.index("<eos>")
+AGENTS = "tests.unit.roles.sample_agents"
+
+
+def config_with(
+    model: Path, agent: dict[str, Any], task: str = "environment", attempts: int = 1, **environment: Any
+) -> Config:
+    settings = small_config().model_dump(mode="json")
+    settings["model"]["path"] = str(model)
+    settings["data"] = {"path": "none.jsonl", "task": task, "environment": AGENT, "use_chat_template": True}
+    settings["environment"] = {"max_turn_tokens": 9, "max_turns": 5} | environment
+    settings["agent"] = {"turn_timeout_s": PATIENCE_S} | agent
+    settings["rewards"]["max_attempts"] = attempts
+    settings["admission"]["lease_deadline_s"] = 4 * PATIENCE_S
+    settings["generation"]["max_completion_tokens"] = 600
+    settings["trainer"]["token_budget"] = 700
+    settings["buffer"]["partial_interval_tokens"] = 1
+    return Config.model_validate(settings)
+
+
+def function(name: str, **keys: Any) -> dict[str, Any]:
+    return {"function": f"{AGENTS}:{name}"} | keys
+
+
+class Stand:
+    """A generator with a scripted engine and real agents."""
+
+    def __init__(self, config: Config, tasks: asyncio.TaskGroup, pool: RewardPool | None) -> None:
+        self.leases, rewards = MemoryServer(LEASES), MemoryServer(REWARDS)
+        script = Script(seed=4, vocab_size=VOCABULARY, stop_token_id=STOP, stop_probability=0.1)
+        self.engine = ScriptedEngine(script)
+        self.tokenizer = PromptTokenizer(config.model.path)
+        self.sampling = Sampling(config, self.engine, tasks)
+        self.client, self.rpc = self.leases.connect("generator-0"), RpcClient([rewards.connect("generator-0")])
+        self.judging = asyncio.create_task(RewardService(rewards, pool).serve()) if pool is not None else None
+        self.failures: list[BaseException] = []
+        template = DialogueTemplate(self.tokenizer)
+        record = json.dumps({"question": "What is 6 times 7?", "answer": "42"})
+        task = config.data[0].task
+        self.prompt = Prompt(0, task, template.tokens_of_beginning, record)
+
+    async def begin(self) -> None:
+        await self.engine.receive_weights(make_manifest(0, 1, (), 1))
+        await self.sampling.enter(0)
+        await self.rpc.__aenter__()
+        await self.sampling.attach(Link(self.client, self.rpc, self.failures.append))
+
+    async def end(self) -> None:
+        await self.sampling.give_up()
+        await self.sampling.agents.close()
+        if self.judging is not None:
+            self.judging.cancel()
+        await self.rpc.close()
+
+    def lease(self, *indices: int, prefixes: tuple[Prefix | None, ...] = (), max_tokens: int = 600) -> None:
+        sampling = SamplingParams(max_tokens, 1.0, (STOP,))
+        self.sampling.start(Lease(0, 0, self.prompt, 4, indices, sampling, 0, prefixes))
+
+    async def next(self, kind: type) -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                _, message = await self.leases.receive(PATIENCE_S)
+                if isinstance(message, kind):
+                    return message
+
+    async def delivered(self) -> ScoredRollout:
+        delivery: Delivery = await self.next(Delivery)
+        return delivery.scored
+
+    async def one(self) -> ScoredRollout:
+        self.lease(0)
+        return await self.delivered()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_files(tmp_path_factory.mktemp("model"), chat_template=CHATML)
+
+
+@asynccontextmanager
+async def stand_with(config: Config, pool: RewardPool | None = None) -> AsyncIterator[Stand]:
+    async with asyncio.TaskGroup() as tasks:
+        stand = Stand(config, tasks, pool)
+        await stand.begin()
+        try:
+            yield stand
+        finally:
+            await stand.end()
+
+
+def turns_of(rollout: Rollout) -> list[np.ndarray]:
+    """Tokens of each turn of the policy."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], rollout.loss_mask.astype(int), [0]])))
+    return [rollout.token_ids[first:last] for first, last in edges.reshape(-1, 2)]
+
+
+def same(mine: Rollout, other: Rollout) -> None:
+    for name in ("token_ids", "behaviour_logprobs", "versions", "loss_mask"):
+        np.testing.assert_array_equal(getattr(mine, name), getattr(other, name), err_msg=name)
+
+
+# ------------------------------------------------------------------------------------------------------ what is trained
+
+
+async def test_what_an_agent_was_given_is_what_is_trained_and_what_it_said_is_masked(model: Path) -> None:
+    async with stand_with(config_with(model, function("counting"))) as stand:
+        stand.lease(0, 1, 2)
+        found = [await stand.delivered() for _ in range(3)]
+        table = stand.engine.logprob_table(0)
+        assert not stand.failures
+    for scored in found:
+        rollout, tokenizer = scored.rollout, stand.tokenizer
+        assert (scored.reward, scored.verdict) == (0.5, Verdict.WRONG)
+        turns = turns_of(rollout)
+        ended = [turn[:-1] if turn[-1] in (STOP, SPECIAL_TOKENS.index("</turn>")) else turn for turn in turns]
+        assert [tokenizer.decode(turn) for turn in ended] == json.loads(scored.detail)
+        np.testing.assert_array_equal(rollout.behaviour_logprobs[rollout.loss_mask], table[np.concatenate(turns)])
+        assert (rollout.behaviour_logprobs[~rollout.loss_mask] == 0).all()
+        text = tokenizer.decode(np.concatenate([rollout.prompt.token_ids, rollout.token_ids]), keep_special_tokens=True)
+        said = "<bos><turn>system: Be brief.</turn>\n<turn>user: What is 6 times 7?</turn>\n<turn>assistant: "
+        assert text.startswith(said)
+        assert scored.reward_parts["length"] == len(rollout.prompt.token_ids) + len(rollout.token_ids)
+    assert len({rollout.rollout.token_ids.tobytes() for rollout in found}) == 3
+
+
+async def test_a_session_that_is_handed_back_goes_on_elsewhere_as_if_nothing_had_happened(model: Path) -> None:
+    config = config_with(model, function("counting"))
+    async with stand_with(config) as stand:
+        whole = await stand.one()
+    async with stand_with(config) as stand:
+        stand.lease(0)
+        async with asyncio.timeout(PATIENCE_S):
+            while stand.engine.statistics().tokens_generated < 14:  # noqa: ASYNC110 - a token each time
+                await asyncio.sleep(0)
+        await stand.sampling.hand_back()
+        returned: LeaseReturn = await stand.next(LeaseReturn)
+    (prefix,) = returned.prefixes
+    assert prefix is not None
+    np.testing.assert_array_equal(prefix.token_ids, whole.rollout.token_ids[: len(prefix.token_ids)])
+    async with stand_with(config) as stand:
+        stand.lease(0, prefixes=(prefix,))
+        again = await stand.delivered()
+        drawn = stand.engine.statistics().tokens_generated
+    assert drawn < np.count_nonzero(whole.rollout.loss_mask) - 9
+    assert (again.reward, again.detail) == (whole.reward, whole.detail)
+    same(again.rollout, whole.rollout)
+
+
+async def test_an_unmodified_client_of_openai_samples(model: Path) -> None:
+    if importlib.util.find_spec("openai") is None:
+        pytest.skip("openai is not installed (extra 'dev')")
+    async with stand_with(config_with(model, function("with_openai"))) as stand:
+        scored = await stand.one()
+    assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
+    turns = turns_of(scored.rollout)
+    assert len(turns) == 3
+    assert max(len(turns[0]), len(turns[2])) <= 7
+    assert scored.reward == len("What is 6 times 7?") % 2
+
+
+async def test_a_program_gets_the_record_and_its_last_line_is_the_reward(model: Path) -> None:
+    command = [sys.executable, "-m", AGENTS]
+    async with stand_with(config_with(model, {"command": command})) as stand:
+        scored = await stand.one()
+    assert (scored.reward, scored.verdict, len(turns_of(scored.rollout))) == (1.5, Verdict.WRONG, 1)
+
+
+async def test_an_agent_may_report_over_http_and_is_ended_then(model: Path) -> None:
+    async with stand_with(config_with(model, function("by_post"))) as stand:
+        scored = await stand.one()
+        await _until(lambda: len(_descendants()) <= 1)  # the host alone
+    assert (scored.reward, scored.verdict) == (0.25, Verdict.CORRECT)
+    assert not _descendants()
+
+
+async def test_the_task_of_the_dataset_judges_the_last_turn_where_it_is_not_the_agent(model: Path) -> None:
+    task = "tests.ring.ring_rewards:parity"
+    config = config_with(model, function("speechless"), task)
+    async with RewardPool(1, PATIENCE_S) as pool, stand_with(config, pool) as stand:
+        scored = await stand.one()
+    (turn,) = turns_of(scored.rollout)
+    text = stand.tokenizer.decode(turn[:-1] if turn[-1] == STOP else turn)
+    assert scored.reward == sum(map(ord, text)) % 2
+    assert scored.detail == "against 42"
+
+
+async def test_an_agent_is_told_when_there_is_no_more_room_and_its_reward_still_counts(model: Path) -> None:
+    async with stand_with(config_with(model, function("endless"), max_turns=3)) as stand:
+        by_turns = await stand.one()
+        stand.lease(1, max_tokens=60)
+        by_tokens = await stand.delivered()
+    assert len(turns_of(by_turns.rollout)) == 3
+    for scored in (by_turns, by_tokens):
+        assert (scored.reward, scored.verdict) == (0.75, Verdict.WRONG), scored.detail
+    assert len(by_tokens.rollout.token_ids) <= 60
+
+
+# -------------------------------------------------------------------------------------------------- what is no reward
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("changing", "history_changed: message 0 of 1 is not what was said before"),
+        ("raising", "ended with exit status 1: RuntimeError: the browser is gone"),
+        ("dying", "died of signal SIGKILL"),
+        ("idle", "asked for no turn"),
+        ("speechless", "reported no reward"),
+    ],
+)
+async def test_a_session_that_fails_is_a_verifier_error_and_never_a_reward_of_zero(
+    model: Path, name: str, why: str
+) -> None:
+    async with stand_with(config_with(model, function(name))) as stand:
+        scored = await stand.one()
+        counts = stand.sampling.agents.counts
+        assert sum(counts.of(AGENT, kind) for kind in ("raised", "died", "invalid", "timed_out")) == 1
+        assert counts.of(AGENT, "judged") == 1
+    assert scored.verdict is Verdict.VERIFIER_ERROR
+    assert why in scored.detail
+
+
+async def test_an_agent_that_dies_is_started_again_and_its_turns_are_not_sampled_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stand_with(config_with(model, function("counting"))) as stand:
+        whole = await stand.one()
+    monkeypatch.setenv("FLAKY", str(tmp_path / "has_died"))
+    async with stand_with(config_with(model, function("flaky"), attempts=2)) as stand:
+        again = await stand.one()
+        counts, drawn = stand.sampling.agents.counts, stand.engine.statistics().tokens_generated
+    assert (counts.of(AGENT, "died"), counts.of(AGENT, "judged")) == (1, 2)
+    assert drawn == np.count_nonzero(again.rollout.loss_mask)
+    assert again.reward == 0.5
+    same(again.rollout, whole.rollout)
+
+
+async def test_an_agent_that_is_silent_for_too_long_is_killed(model: Path) -> None:
+    async with stand_with(config_with(model, function("silent", turn_timeout_s=0.3))) as stand:
+        scored = await stand.one()
+        await _until(lambda: len(_descendants()) <= 1)
+        assert stand.sampling.agents.counts.of(AGENT, "timed_out") == 1
+    assert scored.verdict is Verdict.VERIFIER_ERROR
+    assert "agent.turn_timeout_s=0.3" in scored.detail
+
+
+async def test_agents_are_started_again_after_the_process_that_holds_them_has_died(model: Path) -> None:
+    async with stand_with(config_with(model, function("silent"))) as stand:
+        stand.lease(0)
+        await _until(lambda: len(_descendants()) == 2)
+        for process in _descendants():
+            process.kill()
+        assert "the process that holds the agents has ended" in (await stand.delivered()).detail
+        stand.lease(1)
+        await _until(lambda: len(_descendants()) == 2)
+    assert not _descendants()
+
+
+async def test_no_more_agents_live_at_once_than_may(model: Path) -> None:
+    async with stand_with(config_with(model, function("by_post", max_sessions=1))) as stand:
+        stand.lease(0, 1, 2)
+        for _ in range(3):
+            assert len(_descendants()) <= 3  # the host, one agent, one that is being ended
+            assert (await stand.delivered()).reward == 0.25
+
+
+async def test_a_rollout_that_waits_for_a_place_is_handed_back_or_cancelled_as_any_other(model: Path) -> None:
+    async with stand_with(config_with(model, function("silent", max_sessions=1))) as stand:
+        stand.lease(0, 1, 2)
+        await _until(lambda: len(_descendants()) == 2)
+        await stand.sampling.recall(0)
+        returned = {(await stand.next(LeaseReturn)).sample_indices[0] for _ in range(3)}
+        await _until(lambda: not len(stand.sampling))
+        stand.lease(3, 4)
+        await _until(lambda: len(_descendants()) == 2)
+        await stand.sampling.cancel(0)
+        await _until(lambda: not len(stand.sampling))
+        assert not stand.engine.statistics().tokens_generated
+        stand.lease(5)  # there are places again
+        await _until(lambda: len(_descendants()) == 2)
+    assert returned == {0, 1, 2}
+
+
+async def test_an_agent_that_cannot_be_imported_ends_the_generator_with_the_reason(model: Path) -> None:
+    async def sample() -> None:
+        async with stand_with(config_with(model, function("missing"))) as stand:
+            stand.lease(0)
+            await stand.delivered()
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await sample()
+    assert "sample_agents has no function 'missing'" in str(raised.value.exceptions)
+
+
+def _descendants() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+
+
+async def _until(is_so: Any) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.02)
