@@ -116,6 +116,7 @@ bench: setup  ## print the benchmark tables
 	$(BIN)/python -m bench.trainer
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.experts
 	$(BIN)/python bench/window.py
+	$(BIN)/python -m bench.admission
 	$(BIN)/python bench/length_bias.py
 
 clean:  ## delete the environment and caches, not runs

@@ -1,4 +1,4 @@
-"""How many steps a second slots and window allow: the real ledger in virtual time, one generator and one trainer.
+"""How many steps a second a narrower window allows: the real ledger in virtual time, one generator and one trainer.
 
     python bench/window.py [--steps 400] [--seeds 3]
 

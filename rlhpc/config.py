@@ -129,6 +129,11 @@ class Config(Section):
         return self.dataset_of(prompt_id).max_completion_tokens or self.generation.max_completion_tokens
 
     @property
+    def window_groups(self) -> int:
+        """A batch takes groups less than this many admissions past the oldest one waiting."""
+        return 1 if self.run.deterministic else self.admission.window
+
+    @property
     def largest_group(self) -> int:
         """Most rollouts of one prompt."""
         most = self.curriculum.max_group_size
@@ -159,17 +164,6 @@ def engine_step_holds_every_sequence(config: Config) -> None:
         raise ValueError(
             f"generation.max_num_batched_tokens={tokens} is less than a token for each of "
             f"generation.max_num_seqs={sequences}; legal: {sequences} or more"
-        )
-
-
-def window_leaves_slots(config: Config) -> None:
-    """A wide window costs slots; a batch must still fit."""
-    admission = config.admission
-    if admission.num_slots < admission.groups_per_step:
-        legal = admission.max_staleness * admission.groups_per_step + 1
-        raise ValueError(
-            f"admission.window_groups={admission.window} with max_staleness={admission.max_staleness} leaves "
-            f"{admission.num_slots} slots for batches of {admission.groups_per_step} groups; legal: 1 to {legal}"
         )
 
 
@@ -266,8 +260,8 @@ def critic_knows_no_tasks(config: Config) -> None:
 
 def deterministic_order_is_strict(config: Config) -> None:
     """With a window, the batch depends on which groups are finished first."""
-    if config.run.deterministic and (window := config.admission.window) > 1:
-        raise ValueError(f"run.deterministic=true needs admission.window_groups=1, its default; it is {window}")
+    if config.run.deterministic and (window := config.admission.window_groups or 1) > 1:
+        raise ValueError(f"run.deterministic=true needs admission.window_groups=1, its default there; it is {window}")
 
 
 def stragglers_can_be_passed(config: Config) -> None:
@@ -284,13 +278,12 @@ def stragglers_can_be_passed(config: Config) -> None:
             "admission.max_staleness of 1 or more"
         )
     if admission.window > 1:
-        raise ValueError(f"{key} with admission.window_groups={admission.window}, which lets batches wait; legal: one")
+        raise ValueError(f"{key} with admission.window_groups={admission.window}, which lets batches wait; legal: 1")
 
 
 RULES = (
     budget_holds_longest_sample,
     engine_step_holds_every_sequence,
-    window_leaves_slots,
     *STATISTICS,
     *RATES,
     sandbox_ends_before_its_verifier,

@@ -92,6 +92,9 @@ class GenerationConfig(Section):
     good."""
 
 
+NO_WINDOW = 1 << 30  # groups: a batch may pass whom it will, as far as the bound on staleness lets it
+
+
 class AdmissionConfig(Section):
     """[admission]: how much is in flight, and how stale it may become."""
 
@@ -102,7 +105,8 @@ class AdmissionConfig(Section):
     max_staleness: NonNegative = 1
     """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
     window_groups: Positive | None = None
-    """A batch takes groups less than this many admissions past the oldest one waiting (W); default: 1, strict order."""
+    """A batch takes groups less than this many admissions past the oldest one waiting (W); 1: strict order; default: as
+    many as the bound allows, but 1 with oversample or run.deterministic."""
     oversample: Share = 0.0
     """Share of groups_per_step that a batch may pass unfinished; they are dropped: trained is what is shorter."""
     lease_deadline_s: PositiveFloat = 600.0
@@ -122,8 +126,8 @@ class AdmissionConfig(Section):
 
     @property
     def window(self) -> int:
-        """W with its default filled in."""
-        return 1 if self.window_groups is None else self.window_groups
+        """W with its default filled in, of a run that is not deterministic."""
+        return self.window_groups or (1 if self.oversample else NO_WINDOW)
 
     @property
     def most_cut(self) -> int:
@@ -132,12 +136,8 @@ class AdmissionConfig(Section):
 
     @property
     def num_slots(self) -> int:
-        """Groups admitted and not yet released, at most; the largest number that keeps max_staleness.
-
-        A group admitted with N − 1 others unreleased waits behind at most those and the W − 1 younger ones that the
-        window lets pass, so its staleness is at most ⌊(N + W − 2) / P⌋ (docs/design.md, §4); solved for N.
-        """
-        return (self.max_staleness + 1) * self.groups_per_step + 1 - self.window
+        """Groups admitted and not yet released, at most: those of S + 1 batches (docs/design.md, §4)."""
+        return (self.max_staleness + 1) * self.groups_per_step
 
 
 class TrainerConfig(Section):

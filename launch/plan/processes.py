@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from launch.plan.gpu_map import VARIABLE, GpuMap, describe_gpus
 from launch.run_files.plan_file import Share
 from rlhpc.config import Config
-from rlhpc.config_sections import TrainerConfig
+from rlhpc.config_sections import NO_WINDOW, TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.run_layout import RunLayout
 
@@ -54,7 +54,7 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         f"processes   {', '.join(counts)}",
         f"batch       {admission.groups_per_step} groups of {_describe_sizes(config)} rollouts a step, "
         f"up to {generation.max_prompt_tokens} + {generation.max_completion_tokens} tokens each",
-        f"admission   {admission.num_slots} slots, window {admission.window}; staleness never above "
+        f"admission   {admission.num_slots} slots, {_describe_window(config.window_groups)}; staleness never above "
         f"{admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
         f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
         f"learning rate {trainer.learning_rate:g}{_describe_fall(trainer)}",
@@ -112,6 +112,12 @@ def _describe_sizes(config: Config) -> str:
     if most == admission.group_size:
         return f"{most} = {least}"
     return f"{admission.group_size} to {most} = {least} to {admission.groups_per_step * most}"
+
+
+def _describe_window(window_groups: int) -> str:
+    if window_groups == 1:
+        return "batches in order of admission"
+    return "batches of what is finished first" + (f", inside a window of {window_groups}" * (window_groups < NO_WINDOW))
 
 
 def _describe_layout(trainer: TrainerConfig) -> str:

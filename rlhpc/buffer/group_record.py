@@ -5,7 +5,7 @@ A member is delivered, held by one generator, or free; a group is in flight, fin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,14 +41,25 @@ class GroupRecord:
     admitted_at_s: float  # by the ledger's clock
     members: list[MemberRecord]
     num_leases: int = 0
+    due: int = -1  # groups that may have been taken before its batch, of those of the run; -1: it goes in its turn
     step: int | None = None  # the step it was taken for
     is_dropped: bool = False
     company: int = ANY_COMPANY  # groups that a generator may hold at once, this one included
+    num_missing: int = field(init=False)  # members that are not delivered
+
+    def __post_init__(self) -> None:
+        """Count what is missing; `deliver` keeps it."""
+        self.num_missing = sum(not member.is_delivered for member in self.members)
 
     @property
     def is_finished(self) -> bool:
         """All members are delivered."""
-        return all(member.is_delivered for member in self.members)
+        return not self.num_missing
+
+    def deliver(self, index: int) -> None:
+        """A member that was missing has arrived."""
+        self.members[index].is_delivered, self.members[index].prefix = True, None
+        self.num_missing -= 1
 
     @property
     def free_indices(self) -> list[int]:

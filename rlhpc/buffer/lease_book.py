@@ -7,11 +7,11 @@ is in one of two queues, `fresh` (never granted whole) or `returned` (lost a lea
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rlhpc.buffer.group_record import GroupRecord
+from rlhpc.buffer.lease_deadlines import LeaseDeadlines
 from rlhpc.buffer.lost_leases import ANY_COMPANY, LostLeases
 from rlhpc.contracts import Clock
 from rlhpc.errors import LedgerError
@@ -32,21 +32,17 @@ class LeaseBook:
         self._fresh: deque[GroupRecord] = deque()  # in order of admission
         self._waiting: deque[GroupRecord] = deque()  # came back after a restart, and are not granted yet
         self._returned: dict[int, GroupRecord] = {}
+        self._returned_ids: list[int] = []  # heap, with each id of _queued_ids once
+        self._queued_ids: set[int] = set()
         self._held: dict[str, dict[tuple[int, int], GroupRecord]] = {}  # holder → (group_id, sample_index) → group
-        # Heap of (when to look, serial, holder, group, lease), one of each lease that may be held: renewals, which are
-        # many, add none.
-        self._deadlines: list[tuple[float, int, str, GroupRecord, int]] = []
-        self._serial = itertools.count()
+        self.num_held = 0  # samples that are held by some generator
+        self.relieved: set[str] = set()  # whose holds have ended; for whoever reads and empties it
+        self._deadlines = LeaseDeadlines()
 
     @property
     def is_quarantining(self) -> bool:
         """True while some group in flight is granted only to a generator that holds little else."""
         return not self._quarantine.is_empty
-
-    @property
-    def num_held(self) -> int:
-        """Samples that are held by some generator."""
-        return sum(map(len, self._held.values()))
 
     def outstanding(self, holder: str) -> int:
         """Samples that this generator holds."""
@@ -61,7 +57,7 @@ class LeaseBook:
             group.remember(suspicion.strikes)
             self._quarantine.set_company(group, suspicion.company(self.max_attempts))
         if group.attempts > 1:
-            self._returned[group.group_id] = group
+            self._queue_returned(group)
         else:
             self._fresh.append(group)
 
@@ -102,19 +98,25 @@ class LeaseBook:
         """Record that a generator samples these free members; return the number of the lease."""
         lease, group.num_leases = group.num_leases, group.num_leases + 1
         held, now_s = self._held.setdefault(holder, {}), self._clock()
+        num_before = len(held)
         for index in indices:
             member = group.members[index]
             member.holder, member.lease, member.seen_s = holder, lease, now_s
             held[group.group_id, index] = group
+        num_members = len(held) - num_before
+        self.num_held += num_members
         self._forget_if_not_free(group)
-        self._look_after(now_s, holder, group, lease)
+        self._deadlines.begin((group.group_id, lease), holder, group, num_members)
+        self._deadlines.look_at((group.group_id, lease), now_s + self.lease_deadline_s)
         return lease
 
     def deliver(self, group: GroupRecord, index: int) -> None:
         """Record that a member has arrived, whoever held it."""
         self._let_go(group, index)
-        group.members[index].is_delivered, group.members[index].prefix = True, None
+        group.deliver(index)
         self._forget_if_not_free(group)
+        if group.group_id in self._returned:
+            self._queue_returned(group)  # what has arrived may be the member that was out of attempts
         if group.is_finished:
             self._quarantine.forget(group)
             self._lost_leases.clear(group.prompt)
@@ -151,16 +153,16 @@ class LeaseBook:
         """Free the members of overdue leases; return (group_id, holder) of each such lease."""
         expired = []
         now_s = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, _, holder, group, lease = heapq.heappop(self._deadlines)
-            held = [i for i, member in enumerate(group.members) if member.holder == holder and member.lease == lease]
+        for key, lease in self._deadlines.due(now_s):
+            group, holder = lease.group, lease.holder
+            held = [i for i, member in enumerate(group.members) if member.holder == holder and member.lease == key[1]]
             overdue = [i for i in held if group.members[i].seen_s + self.lease_deadline_s <= now_s]
             for index in overdue:
                 self._give_back(group, index, is_lost=True)
             if overdue:
                 expired.append((group.group_id, holder))
             if renewed := [group.members[i].seen_s for i in held if i not in overdue]:
-                self._look_after(min(renewed), holder, group, lease)
+                self._deadlines.look_at(key, min(renewed) + self.lease_deadline_s)
         return expired
 
     def forget_holder(self, holder: str, *, is_dead: bool = True) -> list[int]:
@@ -193,25 +195,42 @@ class LeaseBook:
         }
         if recorded != {(holder, *key) for holder, keys in self._held.items() for key in keys}:
             raise LedgerError("the members that generators hold and the groups' own records differ")
+        if self.num_held != len(recorded):
+            raise LedgerError(f"{len(recorded)} members are held, and {self.num_held} are counted")
         queued = self._returned.keys() | {group.group_id for group in (*self._fresh, *self._waiting)}
         if lost := [group.group_id for group in groups if group.free_indices and group.group_id not in queued]:
             raise LedgerError(f"groups {lost} have free members that no grant would find")
 
-    def _look_after(self, seen_s: float, holder: str, group: GroupRecord, lease: int) -> None:
-        """Look at a lease once a member that was seen then, and not since, is overdue."""
-        entry = (seen_s + self.lease_deadline_s, next(self._serial), holder, group, lease)
-        heapq.heappush(self._deadlines, entry)
-
     def _free_groups(self) -> Iterator[GroupRecord]:
-        """Groups with members to grant: those that lost some, oldest first, then the others, oldest first."""
-        healthy = [i for i, group in self._returned.items() if self._is_grantable(group)]
-        if healthy:
-            yield self._returned[min(healthy)]
-            yield from (self._returned[i] for i in sorted(healthy)[1:])
+        """Groups with members to grant: those that lost some, oldest first, then the others, oldest first.
+
+        The first one costs O(log n) of n groups that are queued, all others O(n log n).
+        """
+        first = self._first_returned()
+        if first is not None:
+            yield first
+            yield from (
+                group for _, group in sorted(self._returned.items()) if group is not first and self._is_grantable(group)
+            )
         while self._fresh and (self._fresh[0].group_id in self._returned or not self._is_grantable(self._fresh[0])):
             self._fresh.popleft()
         if self._fresh:
             yield self._fresh[0]
+
+    def _queue_returned(self, group: GroupRecord) -> None:
+        self._returned[group.group_id] = group
+        if group.group_id not in self._queued_ids:
+            self._queued_ids.add(group.group_id)
+            heapq.heappush(self._returned_ids, group.group_id)
+
+    def _first_returned(self) -> GroupRecord | None:
+        """The oldest of the groups that lost some member and can be granted."""
+        while self._returned_ids:
+            group = self._returned.get(self._returned_ids[0])
+            if group is not None and self._is_grantable(group):
+                return group
+            self._queued_ids.remove(heapq.heappop(self._returned_ids))
+        return None
 
     def _is_grantable(self, group: GroupRecord) -> bool:
         return bool(group.free_indices) and not group.is_dropped and not group.is_poisoned(self.max_attempts)
@@ -229,14 +248,17 @@ class LeaseBook:
         del held[group.group_id, index]
         if not held:
             del self._held[member.holder]
+        self.num_held -= 1
+        self.relieved.add(member.holder)
+        self._deadlines.let_go((group.group_id, member.lease))
         member.holder = None
 
     def _give_back(self, group: GroupRecord, index: int, *, is_lost: bool) -> None:
         self._let_go(group, index)
-        self._returned[group.group_id] = group
         if is_lost:
             group.members[index].lost_leases += 1
             self.num_lost_members += 1
+        self._queue_returned(group)
 
 
 class Quarantine:

@@ -2,9 +2,9 @@
 
 Input: Prompt.  Output: Lease.  The only backpressure and the only retry of the system; pure, synchronous, time passed
 in.  Guarantees: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was
-admitted at version ≥ s − ⌊(num_slots + window_groups − 2) / groups_per_step⌋, if groups are released only when the
-weights of their step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished,
-taken, released, dropped}.  Why (2) holds: docs/design.md, §4.
+admitted at version ≥ s − ⌊(num_slots − 1) / groups_per_step⌋, if groups are released only when the weights of their
+step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished, taken, released,
+dropped}.  Why (2) holds: docs/design.md, §4.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlhpc.buffer.batch_choice import choose_batch
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.lease_book import LeaseBook
 from rlhpc.buffer.lost_leases import LostLeases
@@ -49,6 +50,7 @@ class AdmissionLedger:
         self._leases = LeaseBook(lease_deadline_s, max_attempts, clock=clock, lost_leases=known)
         self.next_group_id = 0  # of the group that is admitted next
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
+        self._num_finished = 0  # of these
         self._taken: dict[int, GroupRecord] = {}
         self._num_released = 0
         self._dropped: Counter[str] = Counter()
@@ -67,7 +69,7 @@ class AdmissionLedger:
     @property
     def staleness_bound(self) -> int:
         """Upper bound of the staleness of a taken group, in steps."""
-        return (self.num_slots + self.window_groups - 2) // self.groups_per_step
+        return (self.num_slots - 1) // self.groups_per_step
 
     def admit(self, prompt: Prompt, policy_version: int, *, size: int = 0, again: bool = False) -> int:
         """Take a slot for this prompt and return the new group's id; policy_version is what generators serve now.
@@ -79,6 +81,9 @@ class AdmissionLedger:
             raise LedgerError(f"no free slot among {self._num_slots_open} for prompt {prompt.prompt_id}")
         members = [MemberRecord() for _ in range(max(size, self.group_size))]
         group = GroupRecord(self.next_group_id, prompt, policy_version, self._clock(), members)
+        if not again:
+            most_behind = (self._num_slots_open - 1) // self.groups_per_step  # batches before its own
+            group.due = self._num_released + most_behind * self.groups_per_step
         self.next_group_id, self._untaken[group.group_id] = group.group_id + 1, group
         self._leases.add(group, waits=again)
         return group.group_id
@@ -90,10 +95,9 @@ class AdmissionLedger:
     # ---------------------------------------------------------------------------------------------------- leases
 
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
-        """Lease free members of one group to a generator, at most credit_samples of them.
+        """Lease free members of one group to a generator, at most credit_samples; None: there is nothing for this one.
 
-        Groups that lost a lease come first, then fresh ones, oldest first within both; groups whose generators died
-        repeatedly get one alone.  None when there is nothing for this holder.
+        Groups that lost a lease come first, then fresh ones, oldest first; some whose generators died get one alone.
         """
         group = self._leases.grantable(holder) if credit_samples > 0 else None
         if group is None:
@@ -124,11 +128,18 @@ class AdmissionLedger:
         """Samples leased to this generator that it neither delivered, lost nor handed back."""
         return self._leases.outstanding(holder)
 
+    def take_relieved(self) -> set[str]:
+        """Holders that have let go of a sample since the last call."""
+        relieved, self._leases.relieved = self._leases.relieved, set()
+        return relieved
+
     def deliver(self, group_id: int, sample_index: int) -> bool:
         """Record that a member arrived, whoever holds it.  False, without effect, if it is not wanted (any more)."""
         if not self.is_wanted(group_id, sample_index):
             return False
-        self._leases.deliver(self._untaken[group_id], sample_index)
+        group = self._untaken[group_id]
+        self._leases.deliver(group, sample_index)
+        self._num_finished += group.is_finished
         return True
 
     def hand_back(
@@ -136,9 +147,8 @@ class AdmissionLedger:
     ) -> None:
         """Make members grantable again, each with what was sampled of it; that is no lost lease.
 
-        Members that another generator holds, or that are delivered, are unchanged; an unknown group is ignored.
-        prefixes: none, or one per sample index.  Raises LedgerError if not, or for an index outside the group; then
-        nothing changes.
+        Members that another one holds, or that are delivered, and unknown groups are ignored.  prefixes: none, or one
+        per sample index.  Raises LedgerError, changing nothing, if not, or for an index outside the group.
         """
         group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
@@ -147,10 +157,7 @@ class AdmissionLedger:
     def renew(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
-        """The holder is still sampling these members: renew their deadline.
-
-        Prefixes are kept for the next holder.  Others' members and unknown groups are ignored.  Raises as hand_back.
-        """
+        """The holder goes on with these members; prefixes are for the next one.  Ignores and raises as hand_back."""
         group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
             self._leases.renew(group, holder, sample_indices, prefixes)
@@ -170,38 +177,26 @@ class AdmissionLedger:
     # ------------------------------------------------------------------------------------------------ resolution
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group in flight or finished; its slot is free at once.
-
-        Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
-        """
+        """Drop an open group; its slot is free at once.  Raises LedgerError, changing nothing, for any other."""
         group = self._untaken.pop(group_id, None)
         if group is None:
             raise LedgerError(f"group {group_id} cannot be dropped ({reason}): it is {self._whereabouts(group_id)}")
+        self._num_finished -= group.is_finished
         self._leases.remove(group)
         self._dropped[reason.value] += 1
 
-    def takeable(self, num_groups: int) -> list[int]:
-        """Ids of at most num_groups groups that the anchored window lets a batch take now, oldest first.
-
-        The anchor is the oldest group neither taken nor dropped; a group may pass it by less than window_groups ids.
-        """
-        chosen: list[int] = []
-        anchor: int | None = None  # the oldest group that stays behind when all of `chosen` are taken
-        for group_id, group in self._untaken.items():
-            if len(chosen) == num_groups or (anchor is not None and group_id >= anchor + self.window_groups):
-                break
-            if group.is_finished:
-                chosen.append(group_id)
-            elif anchor is None:
-                anchor = group_id
-        return chosen
+    def upcoming(self, num_groups: int) -> list[int] | None:
+        """Ids of the groups that a batch would take now, ascending; None: it has to wait (batch_choice.py)."""
+        if self._num_finished < num_groups:
+            return None
+        waiting, num_taken = list(self._untaken.values()), self._num_released + len(self._taken)
+        return choose_batch(waiting, num_groups, num_taken, self.groups_per_step, self.window_groups)
 
     def take(self, num_groups: int, step: int) -> list[int] | None:
-        """Move the oldest takeable groups into the batch of this step; None, without effect, if there are too few."""
-        chosen = self.takeable(num_groups)
-        if len(chosen) < num_groups:
-            return None
-        self.take_these(chosen, step)
+        """Move the upcoming groups into the batch of this step; None, without effect, if it has to wait."""
+        chosen = self.upcoming(num_groups)
+        if chosen is not None:
+            self.take_these(chosen, step)
         return chosen
 
     def take_these(self, group_ids: Sequence[int], step: int) -> None:
@@ -213,6 +208,7 @@ class AdmissionLedger:
             group = self._untaken.pop(group_id)
             group.step = step
             self._taken[group_id] = group
+        self._num_finished -= len(group_ids)
 
     def release(self, group_ids: Sequence[int]) -> None:
         """Free the slots of groups whose weights are live.  Raises LedgerError, before any, if one is not taken."""
@@ -257,11 +253,10 @@ class AdmissionLedger:
 
     def counts(self) -> dict[str, int]:
         """Groups per state, and members held or lost, for metrics and status."""
-        num_finished = sum(group.is_finished for group in self._untaken.values())
         return {
             "admitted": self.next_group_id,
-            "in_flight": len(self._untaken) - num_finished,
-            "finished": num_finished,
+            "in_flight": len(self._untaken) - self._num_finished,
+            "finished": self._num_finished,
             "taken": len(self._taken),
             "released": self._num_released,
             "dropped": self._dropped.total(),
@@ -275,12 +270,12 @@ class AdmissionLedger:
         """Raise LedgerError unless every admitted group is in exactly one state and the leases agree with it."""
         num_ended = self._num_released + self._dropped.total()
         if self._num_slots_taken + num_ended != self.next_group_id or self._untaken.keys() & self._taken.keys():
-            raise LedgerError(
-                f"{self.next_group_id} groups admitted, but {len(self._untaken)} wait, {len(self._taken)} are taken, "
-                f"{self._num_released} released and {self._dropped.total()} dropped"
-            )
+            raise LedgerError(f"the counts contradict each other: {self.counts()}")
         if unfinished := [group_id for group_id, group in self._taken.items() if not group.is_finished]:
             raise LedgerError(f"groups {unfinished} are taken, but not finished")
+        num_finished = sum(all(m.is_delivered for m in group.members) for group in self._untaken.values())
+        if num_finished != self._num_finished:
+            raise LedgerError(f"{num_finished} groups are finished, and {self._num_finished} are counted")
         self._leases.check(self.groups)
 
     # ----------------------------------------------------------------------------------------------- persistence
@@ -325,6 +320,7 @@ class AdmissionLedger:
         for saved in state["groups"]:
             group = GroupRecord.from_json(saved, self._clock())
             self._untaken[group.group_id] = group
+            self._num_finished += group.is_finished
             self._leases.add(group)
 
     def _group_of(

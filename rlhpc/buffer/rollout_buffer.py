@@ -77,6 +77,10 @@ class RolloutBuffer:
         """Samples that this generator holds."""
         return self._ledger.outstanding(holder)
 
+    def take_relieved(self) -> set[str]:
+        """Generators that have let go of a sample since the last call."""
+        return self._ledger.take_relieved()
+
     def hand_back(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
@@ -94,10 +98,7 @@ class RolloutBuffer:
         return len(self._ledger.expire())
 
     def forget_holder(self, holder: str, *, is_dead: bool = True) -> int:
-        """Make everything that a generator held grantable again; return the number of groups concerned.
-
-        is_dead: False if it has only connected again (AdmissionLedger.forget_holder).
-        """
+        """Make all that a generator held grantable again (AdmissionLedger); return the number of groups concerned."""
         return len(self._ledger.forget_holder(holder, is_dead=is_dead))
 
     def poisoned(self) -> list[int]:
@@ -117,9 +118,8 @@ class RolloutBuffer:
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
         """Add a member; return its group when it is now complete (it stays here, ready to be taken or dropped).
 
-        Second copies and members that are no longer wanted are ignored.
-        Raises LedgerError for an aborted rollout, which is handed back and never delivered, and for one that answers
-        another prompt than its group's; then nothing changes.
+        What is not wanted (any more) is ignored.  Raises LedgerError, changing nothing, for an aborted rollout, which
+        is handed back and never delivered, and for one that answers another prompt than its group's.
         """
         rollout = scored.rollout
         if rollout.finish_reason is FinishReason.ABORT:
@@ -128,10 +128,8 @@ class RolloutBuffer:
             return None
         record = self._ledger.group(rollout.group_id)
         if rollout.prompt.prompt_id != record.prompt.prompt_id:
-            raise LedgerError(
-                f"sample {rollout.sample_index} of group {rollout.group_id} answers another prompt, "
-                f"{rollout.prompt.prompt_id}"
-            )
+            place = f"sample {rollout.sample_index} of group {rollout.group_id}"
+            raise LedgerError(f"{place} answers another prompt, {rollout.prompt.prompt_id}")
         self._ledger.deliver(rollout.group_id, rollout.sample_index)
         if self.journal is not None:
             self.journal.add(scored, record.admitted_version)
@@ -150,6 +148,10 @@ class RolloutBuffer:
         """The record, read-only, of a group that is in flight or finished; None: it is neither."""
         return self._ledger.group(group_id) if self._ledger.is_open(group_id) else None
 
+    def size_of(self, group_id: int) -> int:
+        """Rollouts that are wanted of a group.  Raises LedgerError for one that is gone or unknown."""
+        return len(self._ledger.group(group_id).members)
+
     def open_groups(self) -> list[int]:
         """Ids of all groups that are in flight or finished, in order of admission."""
         return [group.group_id for group in self._ledger.groups if self._ledger.is_open(group.group_id)]
@@ -158,16 +160,18 @@ class RolloutBuffer:
         """Ids of unfinished groups, at most `most`, without which a batch is there (early_cut.py)."""
         return in_the_way((group for group in self._ledger.groups if group.step is None), num_groups, most)
 
+    def upcoming(self, num_groups: int) -> list[RolloutGroup] | None:
+        """The groups that a batch would take now; None: it would have to wait (AdmissionLedger.upcoming)."""
+        group_ids = self._ledger.upcoming(num_groups)
+        return None if group_ids is None else [self._groups[group_id] for group_id in group_ids]
+
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
-        """Take the batch of a step, oldest group first; None, without effect, while it is not full."""
-        group_ids = self._ledger.take(num_groups, step)
-        if group_ids is None:
-            return None
-        self._note(Taken(step, group_ids))
-        return [self._groups[group_id] for group_id in group_ids]
+        """Take the batch of a step, in order of admission; None, without effect, while it has to wait."""
+        groups = self.upcoming(num_groups)
+        return None if groups is None else self.take_again([group.group_id for group in groups], step)
 
     def take_again(self, group_ids: Sequence[int], step: int) -> list[RolloutGroup]:
-        """Take the batch that a step had before the run was interrupted.  Raises LedgerError if one is not finished."""
+        """Take these groups, as before the run was interrupted.  Raises LedgerError if one is not finished."""
         self._ledger.take_these(group_ids, step)
         self._note(Taken(step, group_ids))
         return [self._groups[group_id] for group_id in group_ids]
@@ -184,12 +188,11 @@ class RolloutBuffer:
         skipped: tuple[int, ...] = (),
         began_s: float | None = None,
     ) -> None:
-        """Record that the step has used these groups.  Called after the step's report, before `release`.
+        """Record that the step has used these groups, after its report and before `release`.
 
         trained_version: of the policy that the step began with; applied: whether it led to another; metrics: the
-        trainer's, for a replay to compare with; refused: why the guard had it skipped, or the `skipped` parts of it;
-        began_s: seconds that the run had trained before.  Raises LedgerError, before anything changed, if one was not
-        taken for this step or is consumed already.
+        trainer's, for a replay to compare; refused: why the guard had it skipped, or the `skipped` parts; began_s: of
+        training before.  Raises LedgerError, changing nothing, if one was not taken for this step, or is consumed.
         """
         for group in groups:
             if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
@@ -206,10 +209,7 @@ class RolloutBuffer:
         self._ledger.release(group_ids)
 
     def drop(self, group_id: int, reason: DropReason) -> RolloutGroup:
-        """Drop a group and record its members so far, which are returned; its slot is free at once.
-
-        Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
-        """
+        """Drop a group and record its members so far, which are returned.  Raises as AdmissionLedger.drop."""
         group = self._groups.get(group_id) or self._assembled(self._ledger.group(group_id))
         resolved = self._resolved(group, drop_reason=reason)
         self._ledger.drop(group_id, reason)
@@ -253,9 +253,9 @@ class RolloutBuffer:
         return FrozenBuffer(tuple(groups), self._ledger.state(next_step), next_step, self.segments, position)
 
     def load(self, directory: Path) -> int:
-        """Take back what a frozen buffer wrote; the ledger was made from the same state.  Returns the number of groups.
+        """Take back the groups that a frozen buffer wrote; return their number.
 
-        Raises CheckpointError when file and ledger do not agree, or the file is damaged.
+        Raises CheckpointError when file and ledger, made from the same state, do not agree, or the file is damaged.
         """
         try:
             saved = read_segment(directory / BUFFERED_FILE)
@@ -281,8 +281,8 @@ class RolloutBuffer:
 
         Groups that were trained on since then are finished again.  draw_again: takes the id of a prompt that was drawn,
         or None where that is lost (PromptSource).  Adds to history.implied what only the order of groups tells.
-        Returns the groups that got rollouts and are finished now, or dropped, in order of admission.
-        Raises CheckpointError if the order of prompts is not that of the history.
+        Returns the groups that got rollouts and are finished now, or dropped, in order of admission.  Raises
+        CheckpointError if the order of prompts is not that of the history.
         """
         known = history.implied | history.admitted
         last = max(known, default=-1)

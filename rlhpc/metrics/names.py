@@ -89,7 +89,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         # Staleness.
         "staleness/mean": Metric("versions", "version trained minus version at admission, mean over rollouts"),
         "staleness/max": Metric("versions", "largest of the batch; never above staleness/bound"),
-        "staleness/bound": Metric("versions", "upper bound that slots and window guarantee"),
+        "staleness/bound": Metric("versions", "upper bound that the ledger guarantees"),
         "staleness/token_mean": Metric("versions", "version trained minus version that sampled the token, mean"),
         "rollout/spanning_update_share": Metric("share", "rollouts whose tokens were sampled by several versions"),
         "rollout/num_versions_max": Metric("versions", "most versions that sampled one rollout of the batch"),

@@ -120,12 +120,17 @@ class Membership:
     def waiting_for(self, policy_version: int) -> frozenset[str]:
         """Live members of the current epoch that do not serve this version or a newer one yet."""
         return frozenset(
-            name for name in self._roster if name in self._members and not self._serves(name, policy_version)
+            name for name in self._roster if name in self._members and not self.serves(name, policy_version)
         )
 
     def live_members(self, policy_version: int) -> frozenset[str]:
         """Live generators that serve this version or a newer one, of whatever epoch: these may get leases."""
-        return frozenset(name for name in self._members if self._serves(name, policy_version))
+        return frozenset(name for name in self._members if self.serves(name, policy_version))
+
+    def serves(self, name: str, policy_version: int) -> bool:
+        """Whether this is a live generator that serves this version or a newer one."""
+        member = self._members.get(name)
+        return member is not None and member.policy_version >= policy_version
 
     # ----------------------------------------------------------------------------------------------- restart
 
@@ -139,6 +144,3 @@ class Membership:
         if not isinstance(last_epoch, int) or last_epoch < 0:
             raise CheckpointError(f"membership: last_epoch={last_epoch!r} is not a count of epochs")
         self._last_epoch = max(self._last_epoch, last_epoch)
-
-    def _serves(self, name: str, policy_version: int) -> bool:
-        return self._members[name].policy_version >= policy_version

@@ -26,7 +26,7 @@ def settings_of(seed: int, root: Path) -> Config:
             "groups_per_step": groups_per_step,
             "group_size": rng.choice((2, 2, 3)),
             "max_staleness": max_staleness,
-            "window_groups": rng.choice((1, 1, 2)) if max_staleness else 1,  # of more slots than a batch
+            "window_groups": rng.choice((None, None, 1, 2)) if max_staleness else None,
             "lease_deadline_s": rng.choice((6.0, 20.0)),
         }
     )

@@ -72,8 +72,8 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
     config = settled(document, words, "evaluation")
     if config.data[0].environment == AGENT:
         raise ConfigError(
-            f'data.environment="{AGENT}": agents are not evaluated; legal: data.environment= with a data.task that judges '
-            "one turn"
+            f'data.environment="{AGENT}": agents are not evaluated; legal: data.environment= with a data.task that '
+            "judges one turn"
         )
     return config
 

@@ -125,8 +125,8 @@ class Controller:
         buffer, prompts, shaping = self._state.buffer, self._state.prompts, RewardShaping.of(config)
         self._sink = RolloutSink(buffer, gate, config.admission, shaping, prompts, of_one_version=is_exact)
         self._sink.lost_leases = self._state.lost_leases
-        on_disk = self._journaling.durable if config.curriculum.goes_by_memory else None
-        self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, on_disk)
+        saved = self._journaling.durable if config.curriculum.goes_by_memory else None
+        self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, saved, is_exact)
         self._cancelling = Cancelling(buffer, self._sink, leases, self._weight_sync, config.admission)
         self._guarding = self._make_guarding()
         self._loop = self._make_loop()
@@ -256,9 +256,10 @@ class Controller:
                     self._dispatcher.wake()
             elif isinstance(message, Heartbeat):
                 await self._processes.beat(name, message)
-                self._dispatcher.wake()  # its credit may have grown
+                self._dispatcher.wake(name)  # its credit may have grown
             elif isinstance(message, WeightsLive):
                 await self._weight_sync.acknowledge(name, message)
+                self._dispatcher.wake(name)
             elif isinstance(message, CanaryTaken):
                 await self._weight_sync.scored(name, message)
                 self._loop.groups_changed()  # nobody may be trusted any more
@@ -283,7 +284,7 @@ class Controller:
                 await self._partials.receive(name, message)
                 continue
             self._loop.groups_changed()
-            self._dispatcher.wake()
+            self._dispatcher.wake(name)
 
     def _counts(self, message: Delivery | LeaseReturn) -> bool:
         """Whether the weights that sampled it are among those that this controller's trainer makes, or makes again."""

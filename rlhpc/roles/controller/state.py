@@ -202,7 +202,7 @@ def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Cl
 
     return {
         "num_slots": admission.num_slots,
-        "window_groups": admission.window,
+        "window_groups": config.window_groups,
         "groups_per_step": admission.groups_per_step,
         "group_size": admission.group_size,
         "sampling": sampling,

@@ -176,6 +176,10 @@ class WeightSync:
         """Generators that sample with the live version, and are trusted to: they may be given leases."""
         return self._trusted_members(self.live_version) if self.live_version >= 0 else frozenset()
 
+    def is_ready(self, name: str) -> bool:
+        """Whether this is one of the ready members."""
+        return self.live_version >= 0 and self._membership.serves(name, self.live_version) and self._canary.trusts(name)
+
     def _trusted_members(self, version: int) -> frozenset[str]:
         return frozenset(filter(self._canary.trusts, self._membership.live_members(version)))
 

@@ -169,12 +169,12 @@ def test_a_lease_that_is_renewed_all_the_time_takes_no_more_memory_and_expires_w
         clock.advance(1.0)
         ledger.renew("g-0", 0, [0, 1])
         assert ledger.expire() == []
-    assert len(ledger._leases._deadlines) == 1
+    assert ledger._leases._deadlines.num_entries == 1
     clock.advance(59.0)
     assert ledger.expire() == []
     clock.advance(1.0)
     assert ledger.expire() == [(0, "g-0")]
-    assert ledger._leases._deadlines == []
+    assert ledger._leases._deadlines.num_entries == 0
 
 
 def test_what_a_holder_has_shown_of_a_rollout_survives_its_death(ledger):
@@ -278,21 +278,21 @@ def test_a_batch_waits_for_groups_inside_the_window(clock):
     ledger = make_ledger(clock, num_slots=6, window_groups=3)
     admit(ledger, 6)
     finish(ledger, 1, 3, 4)
-    assert ledger.takeable(9) == [1]  # group 0 is the anchor: 0 + 3 is outside
-    assert ledger.take(2, step=0) is None
+    assert ledger.upcoming(1) == [1]
+    assert ledger.take(2, step=0) is None  # group 0 is the anchor: 0 + 3 is outside
     finish(ledger, 2)
     assert ledger.take(2, step=0) == [1, 2]
     finish(ledger, 0)
-    assert ledger.takeable(9) == [0, 3, 4]  # the anchor moved to 5
+    assert ledger.upcoming(3) == [0, 3, 4]  # the anchor moved to 5
 
 
 def test_a_dropped_anchor_moves_the_window_on(clock):
     ledger = make_ledger(clock, num_slots=6, window_groups=2)
     admit(ledger, 6)
     finish(ledger, 2, 3)
-    assert ledger.takeable(9) == []
+    assert ledger.upcoming(1) is None
     ledger.drop(0, DropReason.POISON)
-    assert ledger.takeable(9) == [2]
+    assert (ledger.upcoming(1), ledger.upcoming(2)) == ([2], None)
     ledger.drop(1, DropReason.POISON)
     assert ledger.take(2, step=0) == [2, 3]
 
@@ -301,7 +301,7 @@ def test_a_window_of_one_takes_groups_in_strict_order(clock):
     ledger = make_ledger(clock, window_groups=1)
     admit(ledger, 4)
     finish(ledger, 1, 2, 3)
-    assert ledger.takeable(9) == []
+    assert ledger.upcoming(1) is None
     finish(ledger, 0)
     assert ledger.take(2, step=0) == [0, 1]
 
@@ -426,3 +426,39 @@ def test_a_prompt_of_a_dataset_with_a_limit_of_its_own_is_leased_with_it(clock):
     for prompt_id in range(2):
         ledger.admit(make_prompt(prompt_id), 0)
     assert [ledger.grant("g-0", 2).sampling.max_tokens for _ in range(2)] == [8, 5]
+
+
+def test_what_is_leased_and_delivered_leaves_nothing_behind_before_its_deadline(clock):
+    """A lease's deadline is minutes away, and thousands of groups pass in that time."""
+    ledger = make_ledger(clock, num_slots=8, groups_per_step=8)
+    most = 0
+    for group_id in range(2000):
+        ledger.admit(make_prompt(group_id), 0)
+        ledger.grant("g-0", 2)
+        finish(ledger, group_id)
+        ledger.drop(group_id, DropReason.NO_SPREAD)
+        most = max(most, ledger._leases._deadlines.num_entries)
+    assert most < 100
+    book = ledger._leases
+    assert (len(book._deadlines), book._held, book._returned, book._returned_ids) == (0, {}, {}, [])
+
+
+def test_a_group_out_of_attempts_is_granted_again_once_the_member_that_was_has_arrived(ledger):
+    admit(ledger, 1)
+    for _ in range(3):
+        ledger.grant("g-0", 1)
+        ledger.forget_holder("g-0")
+    assert (ledger.poisoned(), ledger.grant("g-1", 2)) == ([0], None)
+    ledger.deliver(0, 0)  # by the first holder, which was not dead
+    assert ledger.poisoned() == []
+    assert ledger.grant("g-1", 2).sample_indices == (1,)
+
+
+def test_the_oldest_group_that_came_back_is_granted_first(clock):
+    ledger = make_ledger(clock, num_slots=6, group_size=1)
+    admit(ledger, 6)
+    for holder in "abcdef":
+        ledger.grant(holder, 1)
+    for holder in "dbfa":
+        ledger.hand_back(holder, "abcdef".index(holder), [0])
+    assert [ledger.grant("g", 1).group_id for _ in range(4)] == [0, 1, 3, 5]

@@ -206,6 +206,13 @@ class Ring(RuleBasedStateMachine):
         assert counts["admitted"] - counts["released"] - counts["dropped"] <= self.ledger.num_slots
         assert counts["admitted"] == sum(counts[k] for k in ("in_flight", "finished", "taken", "released", "dropped"))
         assert counts["dropped"] == len(self.dropped)
+        waiting = [group for group in self.ledger.groups if group.step is None]
+        num_taken = counts["released"] + counts["taken"]
+        for rank, due in enumerate(sorted(group.due for group in waiting if group.due >= 0)):
+            batches_before = rank // self.ledger.groups_per_step
+            assert num_taken + batches_before * self.ledger.groups_per_step <= due, "a batch has passed too many"
+        if counts["in_flight"] == 0 and counts["finished"] >= self.ledger.groups_per_step:
+            assert self.ledger.upcoming(self.ledger.groups_per_step) is not None, "the ring is stuck"
 
     def teardown(self) -> None:
         """Nothing is ever stuck: a generator that delivers and a trainer that trains bring every group to its end."""

@@ -133,7 +133,7 @@ class AuditedRun:
         self.held: list[tuple[int, int]] = []  # members that the generator is sampling
         settings: dict[str, Any] = {
             "num_slots": config.admission.num_slots,
-            "window_groups": config.admission.window,
+            "window_groups": config.window_groups,
             "groups_per_step": config.admission.groups_per_step,
             "group_size": config.admission.group_size,
             "sampling": lambda _: SamplingParams(max_tokens=16),

@@ -77,7 +77,7 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("generation", "top_p", 0.9, ["generation.top_p=0.9", "importance ratio", "legal: leave it out"]),
         ("generation", "top_k", 5, ["generation.top_k=5", "importance ratio", "legal: leave it out"]),
         ("trainer", "token_budget", 35, ["trainer.token_budget=35", "longest sample", "= 36", "legal: 36 or more"]),
-        ("admission", "window_groups", 6, ["admission.window_groups=6", "legal: 1 to 5"]),
+        ("admission", "window_groups", 0, ["admission.window_groups=0", "legal: above 0"]),
         ("trainer", "warmup_steps", 7, ["trainer.warmup_steps=7", "run.num_steps=6"]),
         ("trainer", "min_learning_rate", 1.0, ["trainer.min_learning_rate=1", "trainer.learning_rate=0.0001"]),
         ("data", "task", "integer_arithmetics", ["data.task=", "regex, token_f1, or package.module:function"]),

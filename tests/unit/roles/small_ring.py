@@ -111,7 +111,7 @@ def make_ledger(
     admission = config.admission
     return AdmissionLedger(
         num_slots=admission.num_slots,
-        window_groups=admission.window,
+        window_groups=config.window_groups,
         groups_per_step=admission.groups_per_step,
         group_size=admission.group_size,
         sampling=lambda _: SamplingParams(max_tokens=8),

@@ -1,4 +1,4 @@
-"""Slots are filled at once, and no generator is given more than it said it would hold."""
+"""Prompts are drawn when somebody can sample them, and no generator is given more than it said it would hold."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ class TwoGenerators:
     live_version: int = 3
     samples: Counter[str] = field(default_factory=Counter)
 
+    def is_ready(self, name: str) -> bool:
+        return name in self.ready_members
+
     def capacity(self, name: str) -> int:
         return self.samples[name]
 
@@ -69,18 +72,22 @@ class TwoGenerators:
 class Exchange:
     """LeaseDispatcher with two generators that say what they can hold."""
 
-    def __init__(self, directory: Path, on_disk: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self, directory: Path, on_disk: Callable[[], Awaitable[None]] | None = None, *, fills_slots: bool = False
+    ) -> None:
         self.server = MemoryServer(LEASES)
         self.clients = {name: self.server.connect(name) for name in ("generator-0", "generator-1")}
         self.ledger, self.prompts = make_ledger(CONFIG), CountedPrompts()
         self.generators = TwoGenerators(set(self.clients))
         self.capacity = self.generators.samples
         buffer = make_buffer(CONFIG, directory, self.ledger)
-        self.dispatcher = LeaseDispatcher(self.server, buffer, self.prompts, self.generators, self.generators, on_disk)
+        self.dispatcher = LeaseDispatcher(
+            self.server, buffer, self.prompts, self.generators, self.generators, on_disk, fills_slots
+        )
 
-    async def leases(self) -> dict[str, list[Lease]]:
+    async def leases(self, name: str = "") -> dict[str, list[Lease]]:
         """Wake it, and return what each generator is sent because of that."""
-        self.dispatcher.wake()
+        self.dispatcher.wake(name)
         for _ in range(20):
             await asyncio.sleep(0)
         return {name: await _drain(client) for name, client in self.clients.items()}
@@ -185,6 +192,40 @@ async def test_credit_below_zero_is_no_credit(exchange: Exchange) -> None:
     await exchange.leases()
     exchange.capacity["generator-0"] = 2  # it drains: it holds more than it wants
     assert (await exchange.leases())["generator-0"] == []
+
+
+async def test_prompts_are_drawn_as_they_can_be_begun_under_the_version_that_is_live_then(exchange: Exchange) -> None:
+    exchange.capacity["generator-0"] = 6
+    assert [lease.admitted_version for lease in (await exchange.leases())["generator-0"]] == [3, 3]
+    assert exchange.prompts.num_drawn == 2  # though there are eight slots
+    exchange.generators.live_version, exchange.capacity["generator-0"] = 5, 12
+    leases = (await exchange.leases())["generator-0"]
+    assert [(lease.group_id, lease.admitted_version) for lease in leases] == [(1, 3), (2, 5)]
+
+
+async def test_slots_are_filled_at_once_where_nothing_may_depend_on_time(tmp_path: Path) -> None:
+    exchange = Exchange(tmp_path, fills_slots=True)
+    task = asyncio.create_task(exchange.dispatcher.run())
+    exchange.capacity["generator-0"] = 1
+    assert num_samples((await exchange.leases())["generator-0"]) == 1
+    assert exchange.prompts.num_drawn == 8
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_wake_for_one_generator_looks_at_no_other_but_at_whom_something_was_taken_from(tmp_path: Path) -> None:
+    exchange = Exchange(tmp_path)
+    exchange.capacity.update({"generator-0": 4, "generator-1": 4})
+    task = asyncio.create_task(exchange.dispatcher.run())
+    await exchange.leases()
+    exchange.capacity.update({"generator-0": 1, "generator-1": 1})  # one more each
+    given = {name: num_samples(leases) for name, leases in (await exchange.leases("generator-0")).items()}
+    assert given == {"generator-0": 1, "generator-1": 0}
+    exchange.ledger.deliver(1, 0)  # generator-1 holds it
+    given = {name: num_samples(leases) for name, leases in (await exchange.leases("generator-0")).items()}
+    assert given == {"generator-0": 0, "generator-1": 2}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_dropped_group_is_replaced_by_a_new_prompt(exchange: Exchange) -> None:

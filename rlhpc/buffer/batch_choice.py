@@ -1,0 +1,51 @@
+"""Choose the groups of a batch so that all others can still be trained in time.
+
+Input: GroupRecord, in order of admission.  Output: ids of a batch, or that none can be formed yet.  Pure.
+
+Each group has a last batch that it may be in (`GroupRecord.due`).  A batch takes finished groups, those due first.  It
+may pass an unfinished one while that has batches left, and these have room for all who need them: for each k, no more
+than k · groups_per_step groups stay behind that are due within the next k batches.  That is Hall's condition: with it,
+taking what is due first meets every due date.  docs/design.md, §4, has the proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rlhpc.buffer.group_record import GroupRecord
+
+
+def choose_batch(
+    groups: Sequence[GroupRecord], num_groups: int, num_taken: int, groups_per_step: int, window_groups: int
+) -> list[int] | None:
+    """Ids of num_groups finished groups, ascending; None: there are too few, or they would leave others no room.
+
+    groups: all that no batch has taken, in order of admission.  num_taken: groups taken before.  window_groups: a group
+    may pass the oldest unfinished one by less than so many ids.
+    """
+    # Batches that may be formed before the one that a group is in; who came back after a restart goes in order.
+    spare = {
+        group.group_id: max(0, (group.due - num_taken) // groups_per_step)
+        if group.due >= 0
+        else rank // groups_per_step
+        for rank, group in enumerate(groups)
+    }
+    anchor = next((group.group_id for group in groups if not group.is_finished), None)
+    inside = (g.group_id for g in groups if g.is_finished and (anchor is None or g.group_id < anchor + window_groups))
+    chosen = sorted(inside, key=lambda group_id: (spare[group_id], group_id))[:num_groups]
+    if len(chosen) < num_groups or _is_short_of_room(spare, chosen, groups_per_step):
+        return None
+    return sorted(chosen)
+
+
+def _is_short_of_room(spare: dict[int, int], chosen: Sequence[int], groups_per_step: int) -> bool:
+    """Whether some group that is left behind could be in no batch in time, and another choice would help it."""
+    left = Counter(spare.values())
+    left.subtract(Counter(spare[group_id] for group_id in chosen))
+    num_due = 0
+    for later in range(spare[chosen[-1]]):  # further on, all that are chosen are among the most urgent
+        num_due += left[later]
+        if num_due > later * groups_per_step:
+            return True
+    return False

@@ -1,0 +1,69 @@
+"""When to look at which lease: the oldest that may be overdue first, in memory that follows what is leased now.
+
+Input: leases, by group and number.  Output: those that are due for a look.  Pure; time is passed in.  A look, an end
+and a begin cost O(log n) of n leases that some generator holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlhpc.buffer.group_record import GroupRecord
+
+SPARE = 64  # entries of leases that are over, before they are counted as too many
+
+LeaseKey = tuple[int, int]  # group, number of the lease within the group
+
+
+@dataclass(slots=True)
+class RunningLease:
+    """A lease of which its holder still has some member."""
+
+    holder: str
+    group: GroupRecord
+    num_members: int
+
+
+class LeaseDeadlines:
+    """The leases that are held, and a heap of when to look at them: one entry of each, renewals add none."""
+
+    def __init__(self) -> None:
+        self._running: dict[LeaseKey, RunningLease] = {}
+        # An entry of a lease that is over is passed over, and forgotten with all others when they outnumber the rest:
+        # kept until its deadline, which is minutes away, each would hold some hundred bytes.
+        self._looks: list[tuple[float, LeaseKey]] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_entries(self) -> int:
+        """Entries in memory, those of leases that are over among them."""
+        return len(self._looks)
+
+    def begin(self, key: LeaseKey, holder: str, group: GroupRecord, num_members: int) -> None:
+        """A generator holds these members from now on; `look_at` says when to see whether it still lives."""
+        self._running[key] = RunningLease(holder, group, num_members)
+
+    def look_at(self, key: LeaseKey, at_s: float) -> None:
+        """Have `due` return this lease then."""
+        heapq.heappush(self._looks, (at_s, key))
+
+    def let_go(self, key: LeaseKey) -> None:
+        """A member has left its lease, which is over with the last one."""
+        lease = self._running[key]
+        lease.num_members -= 1
+        if not lease.num_members:
+            del self._running[key]
+            if len(self._looks) > 2 * len(self._running) + SPARE:
+                self._looks = [look for look in self._looks if look[1] in self._running]
+                heapq.heapify(self._looks)
+
+    def due(self, now_s: float) -> Iterator[tuple[LeaseKey, RunningLease]]:
+        """Leases whose time for a look has come, oldest first; each once, unless `look_at` asks for another."""
+        while self._looks and self._looks[0][0] <= now_s:
+            key = heapq.heappop(self._looks)[1]
+            if (lease := self._running.get(key)) is not None:
+                yield key, lease

@@ -1,0 +1,108 @@
+"""A batch is formed as soon as some finished groups can be spared by all others, and never before."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from rollout_samples import ManualClock, make_ledger, make_prompt
+
+from rlhpc.buffer.batch_choice import choose_batch
+from rlhpc.buffer.group_record import GroupRecord, MemberRecord
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.config_sections import NO_WINDOW
+
+
+@pytest.fixture
+def ledger() -> AdmissionLedger:
+    """Batches of two, a staleness of 2."""
+    return make_ledger(ManualClock(), num_slots=6, group_size=1, window_groups=NO_WINDOW)
+
+
+def admit(ledger: AdmissionLedger, count: int, version: int = 0) -> None:
+    for _ in range(count):
+        ledger.admit(make_prompt(ledger.next_group_id), version)
+
+
+def finish(ledger: AdmissionLedger, *group_ids: int) -> None:
+    for group_id in group_ids:
+        assert ledger.deliver(group_id, 0)
+
+
+def test_stragglers_are_passed_until_they_are_due(ledger: AdmissionLedger) -> None:
+    admit(ledger, 6)
+    finish(ledger, 1, 2, 3, 4, 5)
+    assert ledger.take(2, step=0) == [1, 2]
+    assert ledger.take(2, step=1) == [3, 4]
+    assert ledger.upcoming(2) is None  # group 0 is as stale as it may be
+    finish(ledger, 0)
+    assert ledger.take(2, step=2) == [0, 5]
+
+
+def test_no_batch_passes_more_groups_than_the_next_ones_have_room_for(ledger: AdmissionLedger) -> None:
+    admit(ledger, 6)
+    finish(ledger, 1, 2)
+    ledger.release(ledger.take(2, step=0))
+    admit(ledger, 2, version=1)
+    finish(ledger, 6, 7)
+    assert ledger.upcoming(2) is None  # four others, one batch after this one
+    finish(ledger, 3)
+    assert ledger.upcoming(2) is None  # three others
+    finish(ledger, 5)
+    assert ledger.take(2, step=1) == [3, 5]
+    assert ledger.upcoming(2) is None
+
+
+def test_what_comes_back_after_a_restart_goes_in_its_order(ledger: AdmissionLedger) -> None:
+    admit(ledger, 4)
+    state = ledger.state(next_step=0)
+    again = AdmissionLedger.from_state(
+        state, num_slots=6, window_groups=NO_WINDOW, groups_per_step=2, group_size=1, sampling=lambda _: None,
+        lease_deadline_s=60.0, max_attempts=3, clock=ManualClock(),
+    )  # fmt: skip
+    admit(again, 2)
+    finish(again, 1, 2, 3, 4, 5)
+    assert again.upcoming(2) is None
+    finish(again, 0)
+    assert [again.take(2, step) for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def record(group_id: int, due: int, *, is_finished: bool) -> GroupRecord:
+    member = MemberRecord(is_delivered=is_finished)
+    return GroupRecord(group_id, make_prompt(group_id), 0, 0.0, [member], due=due)
+
+
+def leaves_room(spares: list[int], groups_per_step: int) -> bool:
+    """Whether groups that have so many batches before their last one can all be in one in time."""
+    ordered = sorted(spares)
+    return all(place // groups_per_step <= spare for place, spare in enumerate(ordered))
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=9),
+    groups_per_step=st.integers(1, 3),
+    num_taken=st.integers(0, 2),
+)
+def test_it_waits_only_where_every_choice_would_leave_somebody_behind(
+    groups: list[tuple[int, bool]], groups_per_step: int, num_taken: int
+) -> None:
+    if not leaves_room([spare for spare, _ in groups], groups_per_step):
+        return  # no ledger comes to this
+    base = num_taken * groups_per_step
+    records = [
+        record(group_id, base + spare * groups_per_step, is_finished=is_finished)
+        for group_id, (spare, is_finished) in enumerate(groups)
+    ]
+    chosen = choose_batch(records, groups_per_step, base, groups_per_step, NO_WINDOW)
+    finished = [group_id for group_id, (_, is_finished) in enumerate(groups) if is_finished]
+
+    def is_sound(batch: tuple[int, ...]) -> bool:
+        left = [spare - 1 for group_id, (spare, _) in enumerate(groups) if group_id not in batch]
+        return min(left, default=0) >= 0 and leaves_room(left, groups_per_step)
+
+    possible = any(map(is_sound, itertools.combinations(finished, groups_per_step)))
+    assert (chosen is not None) == possible
+    assert chosen is None or is_sound(tuple(chosen))
