@@ -3,7 +3,7 @@
 Input: requests, and calls of the worker extension.  Output: one FinishedSample for each request.  Where there is one
 worker on CPU this stands for AsyncLLM, whose methods it has as far as we call them.  AsyncLLM has a process for the
 core, sends it every request through a socket, and gets a message with every request's newest token after every step
-(docs/decisions/034-the-engine-core-in-the-generators-process.md has the cost).
+(docs/decisions/036-the-engine-core-in-the-generators-process.md has the cost).
 
 Guarantees.  All that touches the engine happens on its thread, between two steps, in the order in which it was asked
 for.  A request that ends before a call is executed has ended for its caller before the call returns.  How many tokens
