@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.packing.compiled import compiled
+from rlhpc.compiled import compiled
 
 Array = NDArray[Any]
 
