@@ -157,7 +157,9 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
 @contextmanager
 def _narrow_windows(module: nn.Module) -> Iterator[None]:
     """Every sliding window of a model is TRIAL_WINDOW tokens wide, wherever its layers have it from."""
-    places = {id(place): place for part in module.modules() for place in (part, getattr(part, "config", None))}
+    places: dict[int, Any] = {}
+    for part in module.modules():
+        places |= {id(place): place for place in (part, getattr(part, "config", None))}
     windows = {
         key: window
         for key, place in places.items()
