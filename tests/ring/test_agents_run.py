@@ -1,0 +1,103 @@
+"""docs/agents.md: its commands are run as printed, and what its agent was given by OpenAI's client is trained."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.run_layout import RunLayout
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, assert_the_audit_is_clean
+from tests.ring.run_kit import CEILING_S, Run, rlhpc
+from tests.unit.doc_pages import ROOT, blocks, commands_of_block
+
+PAGE = ROOT / "docs" / "agents.md"
+# The scripted engine draws as the policy of an untaught model would, and needs a second in place of a minute.
+QUICK = ("generation.engine=scripted", "trainer.backend=reference", "trainer.device=cpu", "run.num_steps=100000")
+QUICK += ("admission.groups_per_step=4", "admission.group_size=4")
+QUICK += ("environment.max_turn_tokens=1",)  # its engine draws an end too seldom for groups with spread
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("openai") is None:
+        pytest.skip("openai is not installed (extra 'dev')")
+    root = tmp_path_factory.mktemp("reader")
+    shutil.copytree(ROOT / "examples", root / "examples")
+    return root
+
+
+@pytest.mark.ring
+def test_the_commands_of_the_page_train_what_a_client_of_openai_was_given_through_the_death_of_a_generator(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = blocks(PAGE, "bash")
+    export, make, check, run = commands_of_block("bash", block)
+    assert export == "export PYTHONPATH=examples"
+    monkeypatch.setenv("PYTHONPATH", f"{place / 'examples'}:{ROOT}")
+    monkeypatch.chdir(place)
+    program, *words = shlex.split(make)
+    assert program == "python"
+    subprocess.run([sys.executable, *words], check=True, cwd=place)
+    assert rlhpc(*shlex.split(check)[1:]).returncode == 0
+    name, command, run_file = shlex.split(run)
+    assert (name, command) == ("rlhpc", "run")
+    layout = RunLayout(place / "runs" / "echo")
+    with Run(Path(shutil.copy(place / run_file, place)), layout, *QUICK) as started:
+        # The death of a generator takes its agents along; its rollouts go on with other agents.
+        status = started.wait_for_step(2)
+        agents = [process for process in started.survivors() if "rlhpc.roles.generator.agents.host" in _words(process)]
+        assert len(agents) >= 1
+        os.kill(next(role["pid"] for role in status["roles"] if role["name"] == "generator-0"), signal.SIGKILL)
+        started.wait_for_step(status["step"] + 3)
+        assert not [process for process in agents if process.is_running()]
+        stopped = rlhpc("stop", str(layout.root), timeout_s=CEILING_S)
+        assert stopped.returncode == 0, stopped.stderr
+        assert started.finish() == 0, started.story()
+        started.assert_nothing_is_left()
+        num_steps = started.status()["step"]
+    assert_full_batches_trained_once(layout.rollouts, num_steps, 4, 4)
+    assert_the_audit_is_clean(layout)
+    assert_every_reward_is_of_what_was_trained(layout, place / "echo" / "model")
+
+
+def assert_every_reward_is_of_what_was_trained(layout: RunLayout, model: Path) -> None:
+    """The agent's own count, made again from the tokens on disk."""
+    tokenizer, found = PromptTokenizer(model), 0
+    for resolved in read_rollouts_directory(layout.rollouts):
+        for member in resolved.group.members:
+            rollout = member.rollout
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], rollout.loss_mask.astype(int), [0]])))
+            turns = [rollout.token_ids[first:last] for first, last in edges.reshape(-1, 2)]
+            asked = [tokenizer.decode(rollout.token_ids[max(0, first - 3) : first])[0] for first in edges[::2]]
+            assert len(turns) == 3
+            assert [len(turn) for turn in turns] == [1, 1, 1]
+            right = [tokenizer.decode(turn) == digit for turn, digit in zip(turns, asked, strict=True)]
+            assert member.reward == pytest.approx(sum(right) / 3)
+            found += 1
+    assert found >= 5 * 4 * 4
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_the_agent_of_the_page_is_the_example() -> None:
+    (shown,) = blocks(PAGE, "python")
+    example = (ROOT / "examples" / "echo_agent.py").read_text(encoding="utf-8")
+    for part in shown.strip().split("\n\n\n"):
+        assert part in example
