@@ -135,7 +135,8 @@ class IpcPublisher(WeightPublisher):
         if self._shared and self._shared[0][0].numel() == num_bytes:
             return
         self._discard_blocks()
-        number = NUM_BLOCKS[self._device.type] if manifest.bucket_ends else 0
+        spans = sum(num_spans(bucket, max(num_bytes, 1)) for bucket in buckets_of(manifest))
+        number = min(NUM_BLOCKS[self._device.type], spans)
         with room_for(f"{number} shared blocks of {num_bytes} bytes on the trainer"):
             while len(self._shared) < number:
                 self._shared.append(make_block(num_bytes, self._device))
