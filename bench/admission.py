@@ -62,6 +62,7 @@ class Rule(Protocol):
     """What a system decides.  Ids are those of groups, in the order in which they begin."""
 
     live: int  # newest version that generators sample with
+    fills_slots: bool  # whether groups begin before somebody can sample them
 
     def may_begin(self) -> bool: ...
 
@@ -325,8 +326,10 @@ def figures_of(name: str, bound: int, pace: str, law: str, num_places: int, *, s
         found.append(ring.run(steps))
     worst = max(each.worst_staleness for each in found)
     assert name not in KEEP_THE_BOUND or worst <= bound, (name, bound, worst)
-    means = (float(np.mean([getattr(each, key) for each in found])) for key in ("efficiency", "mean_staleness"))
-    return Figures(*means, worst, float(np.mean([each.length for each in found])))
+    efficiency, staleness, length = (
+        float(np.mean([getattr(each, key) for each in found])) for key in ("efficiency", "mean_staleness", "length")
+    )
+    return Figures(efficiency, staleness, worst, length)
 
 
 def main() -> None:
