@@ -13,11 +13,12 @@ from typing import Any
 
 from launch.common.text_table import aligned, span
 from launch.prediction.lengths import Lengths
-from launch.prediction.rates import Rates
+from launch.prediction.rates import GUESS, Rates
 from launch.prediction.splits import WITHIN, Split
 from rlhpc.metrics.progress import format_count
 
 _WIDTH, _INDENT = 80, 12
+_FEW = 4  # names that are said
 _NEVER_IN_IT = "waiting in the queue, time limits and requeues, faults, evaluations"
 
 
@@ -180,6 +181,8 @@ def _wrapped(title: str, text: str) -> list[str]:
 
 def _short(value: float) -> str:
     """Three digits that count."""
+    if value >= 10_000:
+        return format_count(value)
     if value >= 1000:
         return f"{value:,.0f}"
     text = f"{value:.3g}"
@@ -189,10 +192,11 @@ def _short(value: float) -> str:
 def guesses_among(rates: Rates, lengths: Lengths) -> list[str]:
     """A remark, where figures are guesses; none otherwise."""
     names = [name for name, figure in rates.items().items() if figure.is_guess]
-    names += ["lengths"] if lengths.source.startswith("a guess") else []
+    names += ["lengths"] if lengths.source.startswith(GUESS) else []
     if not names:
         return []
-    return [f"{len(names)} figures are guesses and may be off by half: --from RUN_DIR measures them"]
+    which = ", ".join(names) if len(names) <= _FEW else f"{len(names)} figures"
+    return [f"guessed, and perhaps off by half: {which}; a run that is measured (--from) or [rates] may tell"]
 
 
 def left_out_of(settings: Sequence[tuple[bool, str]]) -> list[str]:

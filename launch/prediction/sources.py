@@ -73,7 +73,7 @@ def rates_of(
         for name, value in site.rates.model_dump().items()
         if value is not None
     }
-    known = guesses | given | (_measured(measured, guesses) if measured is not None else {})
+    known = guesses | given | (_measured(measured, guesses, config.generation.engine) if measured is not None else {})
     for name in NAMES:
         if name not in known:
             raise ConfigError(
@@ -85,15 +85,22 @@ def rates_of(
     return Rates(**{name: known[name] for name in NAMES})
 
 
-def _measured(measured: Measured, guesses: Mapping[str, Figure]) -> dict[str, Figure]:
-    """A run that always decoded as many at once tells one number of two: the guess divides it."""
+def _measured(measured: Measured, guesses: Mapping[str, Figure], engine: str) -> dict[str, Figure]:
+    """A run that always decoded as many at once tells one number of two: the guess divides it.
+
+    vLLM without a GPU that is known is on a CPU, as far as anybody knows: there a step is arithmetic, and takes twice
+    as long for twice as many (docs/log.md).  The scripted engine only sleeps.
+    """
     found = dict(measured.figures)
-    if measured.tells_slope or "engine_sample_s" not in guesses:
+    is_guessed = "engine_sample_s" in guesses
+    if measured.tells_slope or not (is_guessed or engine == "vllm"):
         return found
-    step, sample, n = guesses["engine_step_s"].value, guesses["engine_sample_s"].value, measured.decoded_together
+    step, sample, n = 0.0, 1.0, measured.decoded_together
+    if is_guessed:
+        step, sample = guesses["engine_step_s"].value, guesses["engine_sample_s"].value
     whole = found["engine_step_s"]
     scale = whole.value / (step + sample * n)
-    divided = f"{whole.source}, divided like the guess"
+    divided = f"{whole.source}, {'divided like the guess' if is_guessed else 'taken to be proportional'}"
     return found | {
         "engine_step_s": replace(whole, value=scale * step, source=divided),
         "engine_sample_s": Figure(scale * sample, divided),

@@ -132,6 +132,19 @@ def test_a_run_that_decoded_as_many_all_the_time_is_divided_as_the_guess_is(meas
     )
 
 
+def test_without_a_guess_engines_on_cpu_take_as_long_as_they_have_to_decode(measured: MeasuredRun) -> None:
+    """Twice as many together, twice the time; the scripted engine sleeps as long for any number."""
+    known = measure(measured.layout, COST)
+    told = known.figures | {"engine_step_s": Figure(0.03, "run"), "engine_sample_s": Figure(0.0, "run")}
+    flat = replace(known, figures=told, tells_slope=False, decoded_together=10.0)
+    bare = Site.model_validate({"trainer": {}, "generation": {}})
+    computed, slept = (
+        rates_of(config_of(f"generation.engine={engine}"), bare, MODEL, flat, 30) for engine in ("vllm", "scripted")
+    )
+    assert computed.token_s(20) == pytest.approx(0.06)
+    assert slept.token_s(20) == pytest.approx(0.03)
+
+
 def test_what_nobody_knows_is_named() -> None:
     with pytest.raises(ConfigError, match=r"rates.engine_step_s: missing in the site file.*generation.gpu=None"):
         rates_of(config_of(), Site.model_validate({"trainer": {}, "generation": {}}), MODEL, None, 30)
@@ -186,7 +199,7 @@ def test_the_text_fits_a_terminal_and_marks_what_is_guessed(
     assert main(["plan", *files, "--predict"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert "13 figures are guesses" in text
+    assert "guessed, and perhaps off by half: 13 figures" in text
     assert "a guess: data sheet of h100" in text
     assert "2 generators, max_staleness 1" in text
     assert "GPU-hours" in text
