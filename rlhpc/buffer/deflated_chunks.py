@@ -47,7 +47,7 @@ def _num_stored_planes(kind: np.dtype[Any]) -> int:
 def _deflated(data: NDArray[np.uint8], num_stored: int, strategy: int) -> bytes:
     """A zlib stream, its first bytes stored unless they are all alike."""
     if num_stored and (data[:num_stored] == data[0]).all():  # as of versions
-        num_stored = 0
+        num_stored, strategy = 0, zlib_ng.Z_RLE
     pieces: list[Any] = [_HEADER]
     for start in range(0, num_stored, _MOST_STORED):
         block = data[start : min(start + _MOST_STORED, num_stored)]

@@ -52,8 +52,8 @@ class BatchMaker:
         self._num_made = 0
         self.num_wasted = 0  # made ahead for nothing
 
-    def groups_changed(self) -> None:
-        """Call when a group is finished or dropped."""
+    def look_again(self) -> None:
+        """Call when a group is finished or dropped: the batch that is to be made ahead may be there."""
         self._changed.set()
 
     def begin(self, step: int) -> None:

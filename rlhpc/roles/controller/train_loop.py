@@ -106,7 +106,7 @@ class TrainLoop:
     def groups_changed(self) -> None:
         """Call when a group is finished or dropped (a batch may be full), or a generator came or went (publish?)."""
         self._ready.set()
-        self._batches.groups_changed()
+        self._batches.look_again()
 
     async def replay(
         self,

@@ -43,7 +43,7 @@ class Stand:
         for group_id in group_ids:
             for index in (0, 1):
                 self.buffer.deliver("somebody", scored(group_id, index))
-        self.maker.groups_changed()
+        self.maker.look_again()
 
     async def rows(self) -> BatchRows:
         message = await self.rank.receive(PATIENCE_S)

@@ -61,12 +61,12 @@ def lease() -> Lease:
     return Lease(9, 1, prompt(), 4, (0, 2), sampling, 11, (None, prefix))
 
 
-def batch(num_tokens: int) -> PackedBatch:
+def batch(num_tokens: int) -> m.BatchRows:
     ints = np.arange(num_tokens, dtype=np.int32)
     floats = ints.astype(np.float32)
     row = PackedMicrobatch(ints, ints, np.array([0, num_tokens], np.int32), ints > 0, floats, floats, ints, floats[:1])
     minibatch = PackedMinibatch(((row, row), (row, row)), 4 * (num_tokens - 1), 4)
-    return PackedBatch(4, 4, (minibatch, minibatch), (0, 1, 1, 0))
+    return m.BatchRows(4, (minibatch, minibatch))
 
 
 MESSAGES = [
@@ -74,6 +74,7 @@ MESSAGES = [
     m.Delivery(7, 3, "outbox", 0, scored(4096)),
     m.Delivery(7, 3, "outbox", 2, scored(40_000)),
     lease(),
+    m.TrainBatch(4, PackedBatch(4, 4, (), (0, 1, 1, 0))),
     batch(64),
     batch(30_000),
     batch(1_100_000),  # arrays of 4.2 MiB: two frames each
