@@ -13,6 +13,7 @@ each request has is counted on that thread: a call that loads weights knows exac
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import queue
 import threading
@@ -26,6 +27,7 @@ from rlhpc.generation.vllm_request import FlatPart, PartialCompletion
 from rlhpc.types import Float32
 
 YIELD_S = 0.001  # where requests wait and none can be scheduled
+LAST_STEP_S = 30.0  # at the exit of the process, for the step and what vLLM tears down
 MakeRequest = Callable[[dict[str, Any], Any, str, int], Any]  # raises ValueError for what is refused
 
 
@@ -94,6 +96,8 @@ class CoreThread:
         is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(is_ready,), name="engine", daemon=True)
         self._thread.start()
+        # A thread that is within torch when the interpreter goes takes the process down with SIGABRT.
+        atexit.register(self._end_before_exit)
         is_ready.wait()
         if self._start_error is not None:
             raise self._start_error
@@ -167,9 +171,17 @@ class CoreThread:
 
     def shutdown(self, timeout: float) -> None:
         """End the thread, and with it the engine; what is still asked for raises CoreDied.  Blocks for `timeout`."""
+        self._end(timeout)
+        self._fail("it was shut down")
+
+    def _end(self, timeout: float) -> None:
         self._commands.put(self._stop)
         self._thread.join(timeout)
-        self._fail("it was shut down")
+        if not self._thread.is_alive():
+            atexit.unregister(self._end_before_exit)
+
+    def _end_before_exit(self) -> None:
+        self._end(LAST_STEP_S)
 
     # --------------------------------------------------------------------------------------------- on the loop
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest_asyncio
 
 from rlhpc.generation.core_thread import CoreDied, CoreThread, FinishedSample
 from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.asyncio
 
@@ -207,3 +211,23 @@ async def test_shutdown_ends_thread_and_core_and_fails_what_waits(thread: CoreTh
     assert not thread._thread.is_alive()
     with pytest.raises(CoreDied):
         await running
+
+
+@pytest.mark.starts
+async def test_a_process_that_exits_waits_for_the_step_that_is_under_way() -> None:
+    """Torch within a thread that the interpreter ends ends the process with SIGABRT."""
+    script = (
+        "import asyncio, time\n"
+        "from tests.unit.generation.test_core_thread import CountingCore, CoreThread\n"
+        "class Slow(CountingCore):\n"
+        "    def shutdown(self):\n"
+        "        time.sleep(0.5)\n"
+        "        print('torn down', flush=True)\n"
+        "async def main():\n"
+        "    thread = CoreThread(None, Slow, lambda *_: None)\n"
+        "    thread.shutdown(0.0)\n"
+        "asyncio.run(main())\n"
+    )
+    done = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    said, _ = await done.communicate()
+    assert (said, done.returncode) == (b"torn down\n", 0)
