@@ -12,7 +12,7 @@ longest begins first, its length known beforehand, which nobody can.
 AReaL: begin while (S + version + 1) · P − (accepted + running) is above 0, train the oldest P that are finished
 (areal/core/staleness_manager.py).  open-instruct: S · P groups in flight, each that is collected is replaced; a group
 is thrown away that is older than S when its batch is put together, up to S batches ahead.
-limit: no rule is faster that keeps the bound and begins P groups a version (docs/design.md, §4).
+limit: no rule is faster that keeps the bound and begins P groups a version (docs/staleness.md).
 """
 
 from __future__ import annotations

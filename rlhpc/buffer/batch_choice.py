@@ -5,7 +5,7 @@ Input: GroupRecord, in order of admission.  Output: ids of a batch, or that none
 Each group has a last batch that it may be in (`GroupRecord.due`).  A batch takes finished groups, those due first.  It
 may pass an unfinished one while that has batches left, and these have room for all who need them: for each k, no more
 than k · groups_per_step groups stay behind that are due within the next k batches.  That is Hall's condition: with it,
-taking what is due first meets every due date.  docs/design.md, §4, has the proof.
+taking what is due first meets every due date.  docs/staleness.md has the proof.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Input: Prompt.  Output: Lease.  The only backpressure and the only retry of the 
 in.  Guarantees: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was
 admitted at version ≥ s − ⌊(num_slots − 1) / groups_per_step⌋, if groups are released only when the weights of their
 step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished, taken, released,
-dropped}.  Why (2) holds: docs/design.md, §4.
+dropped}.  Why (2) holds: docs/staleness.md.
 """
 
 from __future__ import annotations
