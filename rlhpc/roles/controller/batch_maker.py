@@ -86,30 +86,12 @@ class BatchMaker:
     async def _make_ahead(self, step: int) -> MadeBatch:
         while True:
             self._changed.clear()
-            groups = self._upcoming()
+            groups = self._buffer.upcoming(self._config.admission.groups_per_step)
             if groups is not None:
                 self._guess = step, tuple(group.group_id for group in groups)
                 return await self._make(groups, step)
             await self._changed.wait()
             await asyncio.sleep(LOOK_S)
-
-    def _upcoming(self) -> list[RolloutGroup] | None:
-        """The groups that a batch would take now, as AdmissionLedger.takeable has it; None: there are too few."""
-        admission = self._config.admission
-        finished = {group.group_id: group for group in self._buffer.finished()}
-        if len(finished) < admission.groups_per_step:
-            return None
-        chosen, anchor = list[RolloutGroup](), None
-        for group_id in self._buffer.open_groups():
-            if anchor is not None and group_id >= anchor + admission.window:
-                return None
-            if group_id in finished:
-                chosen.append(finished[group_id])
-            elif anchor is None:
-                anchor = group_id
-            if len(chosen) == admission.groups_per_step:
-                return chosen
-        return None
 
     async def _make(self, groups: Sequence[RolloutGroup], step: int) -> MadeBatch:
         self._num_made += 1
