@@ -34,14 +34,14 @@ def load_own_loss(path: str) -> PolicyLoss:
 
 @dataclass(frozen=True, slots=True)
 class OwnLoss:
-    """A PolicyLoss; metrics get names that no other metric has."""
+    """A PolicyLoss; metrics get names that no other metric has, of one family: "a/0" becomes "own_loss/a_0"."""
 
     loss: PolicyLoss
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
         """See PolicyLoss."""
         value, metrics = self.loss(current, row)
-        return value, {f"{FAMILY}/{name}": number for name, number in metrics.items()}
+        return value, {f"{FAMILY}/{name.replace('/', '_')}": number for name, number in metrics.items()}
 
 
 def _problem(loss: PolicyLoss) -> str:

@@ -13,6 +13,7 @@ from rlhpc.algorithms.advantages.choice import make_estimator
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
 from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.errors import ConfigError
+from rlhpc.metrics.names import find_metric
 
 GOOD = """
 import torch
@@ -63,6 +64,17 @@ def test_a_loss_of_ones_own_is_used_and_its_metrics_have_a_family(module: Path) 
     expected = -(row.weights * row.advantages * current)[row.loss_mask].sum()
     torch.testing.assert_close(value, expected)
     assert metrics == {"own_loss/kept": row.loss_mask.sum().float()}
+
+
+def test_metrics_that_it_hands_on_from_a_loss_of_ours_have_names_that_are_known(module: Path) -> None:
+    module.write_text(
+        "from rlhpc.algorithms.losses.policy_loss import make_policy_loss\n"
+        "from rlhpc.config_algorithm import AlgorithmConfig\n"
+        "loss = make_policy_loss(AlgorithmConfig(), 2)\n"
+    )
+    _, metrics = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 2)(*ragged_row(0))
+    assert "own_loss/age_clipped_0" in metrics
+    assert {find_metric(name).unit for name in metrics} == {"-"}
 
 
 @pytest.mark.parametrize("kind", BROKEN_LOSSES)
