@@ -114,7 +114,7 @@ class Outcome:
 
 
 class Takeable:
-    """How many finished groups the ledger would let a batch take, so that it is not asked in vain thousands of times.
+    """How many finished groups a batch may be chosen from, so that the ledger is not asked in vain thousands of times.
 
     Those less than `window` ids past the oldest group in flight; ids are given in turn.
     """
@@ -254,7 +254,8 @@ class Ring:
         if not self._wants_batch or self._takeable.number < admission.groups_per_step:
             return
         batch = self.ledger.take(admission.groups_per_step, self.trained)
-        assert batch is not None, f"the ledger has no batch, of {self._takeable.number} groups that it should give"
+        if batch is None:  # others would have no room in time: the next that finishes is looked at
+            return
         self._wants_batch, self._batch = False, batch
         self._takeable.number -= len(batch)
         self._spent["groups"] += self.now_s - self._wants_since_s

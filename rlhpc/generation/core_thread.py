@@ -16,9 +16,10 @@ import asyncio
 import atexit
 import contextlib
 import queue
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -309,7 +310,22 @@ def _engine_core(vllm_config: Any) -> Any:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
-    return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    with _unseen("llvmlite.binding.ffi"):
+        return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+
+
+@contextlib.contextmanager
+def _unseen(module: str) -> Iterator[None]:
+    """Keep vLLM 0.32 from looking into a module whose objects answer vars() with what is no dictionary.
+
+    It looks through all modules that are loaded for kernels to replace (triton_utils/dispatcher.py).
+    """
+    hidden = sys.modules.pop(module, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            sys.modules[module] = hidden
 
 
 def _request_maker(vllm_config: Any) -> MakeRequest:

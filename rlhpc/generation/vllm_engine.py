@@ -243,8 +243,8 @@ class VllmEngine(GenerationEngine):
     async def _prepare(self) -> None:
         await self._rpc("rlhpc_follow_parent", os.getpid())
         self._weight_devices = tuple(await self._rpc("rlhpc_device_id"))
-        if isinstance(self._llm, CoreThread):
-            await self._call(self._llm.count_for("rlhpc_count_with"))
+        if (count_for := getattr(self._llm, "count_for", None)) is not None:  # on a thread of this process
+            await self._call(count_for("rlhpc_count_with"))
         can_count = all(await self._rpc("rlhpc_counts_tokens"))
         if not can_count and not self._has_spans:
             raise EngineError(

@@ -70,7 +70,8 @@ def test_from_the_login_node_alone_it_takes_no_job(slurm: DevCluster, ask: Any, 
 def test_jobs_on_all_partitions_tell_what_nodes_see_and_whom_they_reach(
     slurm: DevCluster, ask: Any, tmp_path: Path
 ) -> None:
-    overrides = [f"run.directory={tmp_path}/run", "transport.kind=tcp", "trainer.device=cuda", "rewards.num_replicas=2"]
+    overrides = [f"run.directory={tmp_path}/run", "transport.kind=tcp", "trainer.device=cuda", "rewards.num_replicas=2",
+                 "trainer.num_ranks=2"]  # fmt: skip
     site = site_of(tmp_path, trainer={"nodes": 2}, cluster={"placement": "jobs"}, rewards={"partition": "cpu"})
     status, rows = ask(site, run_file=ROOT / "configs" / "demo.toml", overrides=overrides)
     failed = {check: row for check, row in rows.items() if row[0] == "fail"}

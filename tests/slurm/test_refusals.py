@@ -109,7 +109,7 @@ def test_gpus_of_another_type_or_too_many_are_refused(slurm: DevCluster, tmp_pat
 
 def test_components_that_want_more_nodes_together_than_there_are_are_refused(slurm: DevCluster, tmp_path: Path) -> None:
     """Slurm takes such a job, and lets it wait for ever: each component alone would fit."""
-    plan = plan_of(tmp_path, trainer={"nodes": 2}, generation={"partition": "train"})
+    plan = plan_of(tmp_path, "trainer.num_ranks=2", trainer={"nodes": 2}, generation={"partition": "train"})
     with turned_to(slurm):
         assert {finding.verdict for finding in try_components(plan)} == {"pass"}
     lines = refusal(slurm, plan)

@@ -53,11 +53,6 @@ def test_what_does_not_go_together_is_refused(data: dict[str, Any], environment:
         config_with(data, environment)
 
 
-def test_an_evaluation_of_dialogues_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[\[evaluation\]\] with data.environment"):
-        config_with(OWN, {}, evaluation=[{"path": "none.jsonl"}], checkpoint={"every_steps": 2})
-
-
 def test_the_python_tool_needs_a_sandbox_as_tasks_with_code_do() -> None:
     assert runs_programs(config_with(TOOLS, {"tools": ["python"]}))
     assert not runs_programs(config_with(TOOLS, {"tools": ["calculator"]}))

@@ -69,13 +69,12 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
         if _said("data.environment", words, like.environment):
             document["environment"] = run.environment.model_dump(mode="json")
         document |= _settings_of_task(run, task)
-    config = settled(document, words, "evaluation")
-    if config.data[0].environment == AGENT:
+    if _said("data.environment", words, str(document["data"].get("environment", ""))) == AGENT:
         raise ConfigError(
             f'data.environment="{AGENT}": agents are not evaluated; legal: data.environment= with a data.task that '
             "judges one turn"
         )
-    return config
+    return settled(document, words, "evaluation")
 
 
 def _said(key: str, words: Sequence[str], otherwise: str) -> str:

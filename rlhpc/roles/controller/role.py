@@ -179,9 +179,12 @@ class Controller:
         )
 
     def _make_guarding(self) -> Guarding:
-        context, state = self._context, self._state
-        file = GuardFile(context.layout.guard, context.fence)
-        config, attempt, free = context.config, context.attempt, not context.config.run.deterministic
+        context, state, config = self._context, self._state, self._context.config
+        file, attempt, free = (
+            GuardFile(context.layout.guard, context.fence),
+            context.attempt,
+            not config.run.deterministic,
+        )
         return Guarding(state.guard, state.buffer, config.admission, file=file, attempt=attempt, may_tighten=free)
 
     # ---------------------------------------------------------------------------------------------------------- running
@@ -212,8 +215,7 @@ class Controller:
                     self._awake.run(),
                 )
             ]
-            training = group.create_task(self._train(stop.event))
-            stopped = group.create_task(stop.event.wait())
+            training, stopped = group.create_task(self._train(stop.event)), group.create_task(stop.event.wait())
             await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
             self._dispatcher.is_open = False
             await self._weight_sync.stop_waiting()

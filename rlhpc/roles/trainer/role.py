@@ -141,10 +141,7 @@ class Trainer:
         self._waiting_since = time.monotonic()
 
     def begin(self, replicas: tuple[int, ...] = (0,)) -> None:
-        """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts.
-
-        replicas: of every rank.
-        """
+        """Load the checkpoint to resume from, if any, and tell the controller what is broadcast.  replicas: by rank."""
         if self._config.algorithm.kl_coefficient:
             # Before the checkpoint: after a resume, too, the reference is the model that was opened.
             self._backend.hold_reference(self._config.trainer.reference_memory)

@@ -330,8 +330,18 @@ async def test_an_agent_that_cannot_be_imported_ends_the_generator_with_the_reas
     assert "sample_agents has no function 'missing'" in str(raised.value.exceptions)
 
 
+_before: set[int] = set()  # what tests before have started, and keep
+
+
+@pytest.fixture(autouse=True)
+def _only_those_of_this_test() -> None:
+    _before.clear()
+    _before.update(each.pid for each in psutil.Process().children(recursive=True))
+
+
 def _descendants() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    found = [each for each in psutil.Process().children(recursive=True) if each.pid not in _before]
+    return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
 
 
 async def _until(is_so: Any) -> None:
