@@ -179,12 +179,9 @@ class Controller:
         )
 
     def _make_guarding(self) -> Guarding:
-        context, state, config = self._context, self._state, self._context.config
-        file, attempt, free = (
-            GuardFile(context.layout.guard, context.fence),
-            context.attempt,
-            not config.run.deterministic,
-        )
+        context, state = self._context, self._state
+        file = GuardFile(context.layout.guard, context.fence)
+        config, attempt, free = context.config, context.attempt, not context.config.run.deterministic
         return Guarding(state.guard, state.buffer, config.admission, file=file, attempt=attempt, may_tighten=free)
 
     # ---------------------------------------------------------------------------------------------------------- running
@@ -228,10 +225,8 @@ class Controller:
         await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
         ready = await self._trainer.ready(self._context.meet_timeout_s, self._missing_trainers)
         if ready.policy_version != self._loop.version:
-            raise CheckpointError(
-                f"the trainer is at policy version {ready.policy_version}, the controller at {self._loop.version}: "
-                "they restored different checkpoints"
-            )
+            theirs, ours = ready.policy_version, self._loop.version
+            raise CheckpointError(f"the trainer is at policy version {theirs}, the controller at {ours}")
         self._weight_sync.describe(ready.manifest, ready.device)
         if self._state.replay.steps:
             self._recorder.training_begins()
