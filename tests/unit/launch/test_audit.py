@@ -168,7 +168,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[RunLayout]:
     layouts = [
         complete_run(root / "complete", 5, 0),
         complete_run(root / "resumed", 11, 3),
-        killed_run(root / "dead", 8),
+        killed_run(root / "dead", 47),
     ]
     for layout in layouts:
         assert_clean(layout)
