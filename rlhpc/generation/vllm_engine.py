@@ -87,8 +87,8 @@ class VllmEngine(GenerationEngine):
     ) -> VllmEngine:
         """Start vLLM on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
 
-        is_apart: in a process of its own, as it always is on CUDA, and with weights.staging = "paused".  Sets environment
-        variables of this process.  Raises EngineError and leaves no process behind.
+        is_apart: in a process of its own, as it always is on CUDA, and with weights.staging = "paused".  Sets
+        environment variables of this process.  Raises EngineError and leaves no process behind.
         """
         is_apart = is_apart or config.weights.staging == "paused"  # whose tests fail with the core on a thread
         profile = engine_profile(config, seed=seed, device=device_here(), is_apart=is_apart)
