@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlhpc.algorithms.advantages.spread import RELATIVE_TOLERANCE, has_reward_variance
+from rlhpc.algorithms.advantages.spread import have_reward_variance
 from rlhpc.types import Bool, FinishReason, Float32, Int32, Rollout, RolloutGroup, ScoredRollout, Verdict
 
 
@@ -144,15 +144,11 @@ def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
 def _groups_without_variance(groups: Sequence[RolloutGroup], values: Float32) -> tuple[Bool, Bool]:
     """Of each group that has a reward: whether they are all alike, and whether the first one is above 0.
 
-    values: of all members that have one.  As spread.has_reward_variance, of a batch at a time.
+    values: of all members that have one.
     """
-    has_reward_variance(values)  # raises ValueError where one is not finite
     sizes = [sum(m.verdict is not Verdict.VERIFIER_ERROR for m in group.members) for group in groups]
     starts = np.cumsum([0, *(size for size in sizes if size)])[:-1]
-    highest, lowest = np.maximum.reduceat(values, starts), np.minimum.reduceat(values, starts)
-    scales = np.maximum(1.0, np.maximum(np.abs(highest), np.abs(lowest)).astype(np.float64))
-    spreads = highest.astype(np.float64) - lowest.astype(np.float64)
-    return spreads <= RELATIVE_TOLERANCE * scales, values[starts] > 0
+    return ~have_reward_variance(values, starts), values[starts] > 0
 
 
 def _share(truths: Sequence[bool] | Bool) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.types import Float32
+from rlhpc.types import Bool, Float32
 
 RELATIVE_TOLERANCE = 1e-6
 """Rewards closer than this, relative to the largest (or to 1), are one reward.
@@ -18,10 +18,17 @@ float32; verifiable rewards are coarser by far.
 
 def has_reward_variance(rewards: Float32) -> bool:
     """Whether a group [G] teaches anything.  Raises ValueError if there is no reward or one is not finite."""
+    return bool(have_reward_variance(rewards, np.zeros(1, np.int64))[0])
+
+
+def have_reward_variance(rewards: Float32, starts: NDArray[np.int64]) -> Bool:
+    """The same of groups that stand one after the other in rewards [N], each from one of starts [G] on; [G]."""
     if rewards.ndim != 1 or len(rewards) == 0 or not np.isfinite(rewards).all():
         raise ValueError(f"rewards of a group: {rewards.tolist()}; legal: one finite number per member")
-    scale = max(1.0, float(np.abs(rewards).max()))
-    return float(rewards.max()) - float(rewards.min()) > RELATIVE_TOLERANCE * scale
+    highest = np.maximum.reduceat(rewards, starts).astype(np.float64)
+    lowest = np.minimum.reduceat(rewards, starts).astype(np.float64)
+    scales = np.maximum(1.0, np.maximum(np.abs(highest), np.abs(lowest)))
+    return np.asarray(highest - lowest > RELATIVE_TOLERANCE * scales, np.bool_)
 
 
 def centred(rewards: Float32) -> NDArray[np.float64]:
