@@ -12,10 +12,11 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import GenerationEngine
@@ -38,6 +39,7 @@ from rlhpc.roles.common.turn_calls import answered, turn_request
 from rlhpc.types import FinishReason, Rollout, RolloutRequest, SamplingParams, Verdict
 
 log = logging.getLogger("rlhpc.evaluator")
+Answer = TypeVar("Answer", Judgement, TurnReply)
 
 
 def main(arguments: list[str]) -> int:
@@ -128,7 +130,7 @@ class Evaluator:
             rollout = await self._engine.generate(request)
             has_ended = rollout.finish_reason is FinishReason.STOP
             text = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
-            judgement = await self._judge(prompt.task, text, prompt.reference)
+            judgement = await self._asked_again(partial(self._pool.judge, prompt.task, text, prompt.reference))
         else:
             rollout, judgement = await self._converse(request, self._template)
             text = self._tokenizer.decode(rollout.token_ids, keep_special_tokens=True)
@@ -146,15 +148,14 @@ class Evaluator:
             parts=judgement.parts,
         )
 
-    async def _judge(self, task: str, text: str, reference: str) -> Judgement:
-        """A verdict, asked for again while the verifier fails."""
-        judge = partial(self._pool.judge, task, text, reference)
-        judgement: Judgement = await judge()
+    async def _asked_again(self, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+        """An answer with a verdict, asked for again while the verifier fails."""
+        answer = await ask()
         for _ in range(1, self._settings.config.rewards.max_attempts):
-            if judgement.verdict is not Verdict.VERIFIER_ERROR:
+            if answer.verdict != Verdict.VERIFIER_ERROR.value:
                 break
-            judgement = await judge()
-        return judgement
+            answer = await ask()
+        return answer
 
     async def _converse(self, request: RolloutRequest, template: DialogueTemplate) -> tuple[Rollout, Judgement]:
         """A dialogue to its end, and what its environment says of it."""
@@ -173,14 +174,8 @@ class Evaluator:
         return finished.rollout, judgement
 
     async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
-        """Its answer to the turns so far, asked for again while it fails."""
-        asked = turn_request(request, self._dataset, taken)
-        reply = await answered(self._pool, asked)
-        for _ in range(1, self._settings.config.rewards.max_attempts):
-            if reply.verdict != Verdict.VERIFIER_ERROR.value:
-                break
-            reply = await answered(self._pool, asked)
-        return reply
+        """Its answer to the turns so far."""
+        return await self._asked_again(partial(answered, self._pool, turn_request(request, self._dataset, taken)))
 
 
 if __name__ == "__main__":  # engine workers are spawned: they import this module again
