@@ -68,11 +68,9 @@ class RingShape:
         )
 
     def split(self, num_engines: int, max_staleness: int) -> Self:
-        """The same with other numbers of these; W is 1 where the run's does not fit the staleness."""
-        window = self.admission.window
-        fits = window <= max_staleness * self.admission.groups_per_step + 1
-        settings = {"max_staleness": max_staleness, "window_groups": window if fits else 1}
-        return replace(self, num_engines=num_engines, admission=self.admission.model_copy(update=settings))
+        """The same with other numbers of these."""
+        admission = self.admission.model_copy(update={"max_staleness": max_staleness})
+        return replace(self, num_engines=num_engines, admission=admission)
 
     def pflops(self, lengths: NDArray[np.int64]) -> float:
         """10^15 operations of the slowest ranks, summed over micro-batches, for a batch of these rows (Rates)."""
