@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.training.hf_names import on_disk
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import PACKED_ATTENTION, SegmentPlan
+from rlhpc.training.value_head import VALUE_HEAD, token_values
 from rlhpc.types import TensorSpec
 
 TRIAL_TOLERANCE = 1e-3  # float32 round-off is 1e-6; attending across samples shows as 1e-2 to 3
@@ -99,6 +100,15 @@ def cast_parameters(model: CausalLM, dtype: torch.dtype) -> None:
     """Convert parameters to the dtype of the forward pass.  Buffers keep theirs: rotary frequencies are float32."""
     for parameter in model.parameters.values():
         parameter.data = parameter.data.to(dtype)
+
+
+def with_value_head(model: CausalLM) -> CausalLM:
+    """The same trunk with a value head; the module's own head is gone, unless it is the embedding too."""
+    head, embedding = model.head_weight, model.module.get_input_embeddings()  # type: ignore[operator]
+    weight = nn.Parameter(torch.zeros(1, head.shape[1], device=head.device, dtype=head.dtype))
+    is_tied = embedding.weight is head
+    kept = {name: each for name, each in model.parameters.items() if is_tied or each is not head}
+    return replace(model, parameters=kept | {VALUE_HEAD: weight}, head_weight=weight, head=token_values)
 
 
 def _without_logits(module: Any) -> CausalLM:

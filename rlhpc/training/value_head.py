@@ -7,12 +7,8 @@ classification with one label.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from torch import Tensor, nn
-
-from rlhpc.training.hf_model import CausalLM
+from torch import Tensor
 
 VALUE_HEAD = "score.weight"
 
@@ -24,12 +20,3 @@ def token_values(hidden: Tensor, head_weight: Tensor, *_: Tensor, **__: object) 
     """
     values = (hidden.float() @ head_weight.float().t())[:, 0]
     return values, torch.zeros_like(values)
-
-
-def with_value_head(model: CausalLM) -> CausalLM:
-    """The same trunk with a value head; the module's own head is gone, unless it is the embedding too."""
-    head, embedding = model.head_weight, model.module.get_input_embeddings()  # type: ignore[operator]
-    weight = nn.Parameter(torch.zeros(1, head.shape[1], device=head.device, dtype=head.dtype))
-    is_tied = embedding.weight is head
-    kept = {name: each for name, each in model.parameters.items() if is_tied or each is not head}
-    return replace(model, parameters=kept | {VALUE_HEAD: weight}, head_weight=weight, head=token_values)

@@ -34,7 +34,7 @@ from rlhpc.training.deepspeed.environment import accelerator_environment
 from rlhpc.training.deepspeed.policy import ZeroPolicy
 from rlhpc.training.deepspeed.state import ZeroState
 from rlhpc.training.held_parameters import HeldParameters
-from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm, with_value_head
 from rlhpc.training.hf_names import named_on_disk, on_disk
 from rlhpc.training.metric_sums import MetricSums, sums_over_ranks
 from rlhpc.training.optimizer import STATE_KINDS
@@ -51,7 +51,6 @@ from rlhpc.training.row_tensors import all_but_first, of_row, on_device, scatter
 from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
-from rlhpc.training.value_head import with_value_head
 from rlhpc.training.weight_average import AVERAGE, WeightAverage
 from rlhpc.types import PackedMicrobatch, TensorSpec
 

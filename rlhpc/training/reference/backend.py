@@ -26,7 +26,7 @@ from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.held_parameters import HeldParameters
-from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm, with_value_head
 from rlhpc.training.hf_names import named_on_disk, on_disk, sharded_on_disk
 from rlhpc.training.metric_sums import MetricSums, sums_over_ranks
 from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
@@ -42,7 +42,6 @@ from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, of_row, on_device, scattered, token_row
 from rlhpc.training.sharded_tensors import Shard
 from rlhpc.training.step_vote import all_ranks_agree
-from rlhpc.training.value_head import with_value_head
 from rlhpc.training.weight_average import AVERAGE, WeightAverage
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
