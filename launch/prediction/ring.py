@@ -204,7 +204,7 @@ class Ring:
         if not self._wants_batch:
             return self.fleet.advance(until_s, admission.num_slots)
         if admission.window > 1:
-            return self.fleet.advance(until_s, 1)
+            return self.fleet.advance(until_s, max(1, self.ledger.num_missing(admission.groups_per_step)))
         oldest = self._place_of.get(self._takeable.oldest)  # no batch without it
         if oldest is not None:
             self.fleet.stop_at(oldest)

@@ -18,6 +18,7 @@ from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.lease_book import LeaseBook
 from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.untaken_tally import UntakenTally
 from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, LedgerError
 from rlhpc.types import Lease, Prefix, Prompt, SamplingParams
@@ -44,13 +45,12 @@ class AdmissionLedger:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = self._num_slots_open = num_slots
         self.window_groups, self.groups_per_step, self.group_size = window_groups, groups_per_step, group_size
-        self._sampling = sampling
-        self._clock = clock
+        self._sampling, self._clock = sampling, clock
         known = lost_leases or LostLeases()
         self._leases = LeaseBook(lease_deadline_s, max_attempts, clock=clock, lost_leases=known)
         self.next_group_id = 0  # of the group that is admitted next
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
-        self._num_finished = 0  # of these
+        self._tally = UntakenTally(groups_per_step)  # of these
         self._taken: dict[int, GroupRecord] = {}
         self._num_released = 0
         self._dropped: Counter[str] = Counter()
@@ -85,6 +85,7 @@ class AdmissionLedger:
             most_behind = (self._num_slots_open - 1) // self.groups_per_step  # batches before its own
             group.due = self._num_released + most_behind * self.groups_per_step
         self.next_group_id, self._untaken[group.group_id] = group.group_id + 1, group
+        self._tally.add(group)
         self._leases.add(group, waits=again)
         return group.group_id
 
@@ -139,7 +140,7 @@ class AdmissionLedger:
             return False
         group = self._untaken[group_id]
         self._leases.deliver(group, sample_index)
-        self._num_finished += group.is_finished
+        self._tally.delivered(group)
         return True
 
     def hand_back(
@@ -181,16 +182,20 @@ class AdmissionLedger:
         group = self._untaken.pop(group_id, None)
         if group is None:
             raise LedgerError(f"group {group_id} cannot be dropped ({reason}): it is {self._whereabouts(group_id)}")
-        self._num_finished -= group.is_finished
+        self._tally.remove(group)
         self._leases.remove(group)
         self._dropped[reason.value] += 1
 
     def upcoming(self, num_groups: int) -> list[int] | None:
         """Ids of the groups that a batch would take now, ascending; None: it has to wait (batch_choice.py)."""
-        if self._num_finished < num_groups:
+        if self.num_missing(num_groups):
             return None
         waiting, num_taken = list(self._untaken.values()), self._num_released + len(self._taken)
         return choose_batch(waiting, num_groups, num_taken, self.groups_per_step, self.window_groups)
+
+    def num_missing(self, num_groups: int) -> int:
+        """How many groups have to end before there may be such a batch, at the least; 0: ask `upcoming`."""
+        return self._tally.num_missing(num_groups, self._num_released + len(self._taken))
 
     def take(self, num_groups: int, step: int) -> list[int] | None:
         """Move the upcoming groups into the batch of this step; None, without effect, if it has to wait."""
@@ -205,10 +210,9 @@ class AdmissionLedger:
             if group_id not in self._untaken or not self._untaken[group_id].is_finished:
                 raise LedgerError(f"group {group_id} cannot be taken: it is {self._whereabouts(group_id)}")
         for group_id in group_ids:
-            group = self._untaken.pop(group_id)
+            group = self._taken[group_id] = self._untaken.pop(group_id)
+            self._tally.remove(group)
             group.step = step
-            self._taken[group_id] = group
-        self._num_finished -= len(group_ids)
 
     def release(self, group_ids: Sequence[int]) -> None:
         """Free the slots of groups whose weights are live.  Raises LedgerError, before any, if one is not taken."""
@@ -255,8 +259,8 @@ class AdmissionLedger:
         """Groups per state, and members held or lost, for metrics and status."""
         return {
             "admitted": self.next_group_id,
-            "in_flight": len(self._untaken) - self._num_finished,
-            "finished": self._num_finished,
+            "in_flight": len(self._untaken) - self._tally.num_finished,
+            "finished": self._tally.num_finished,
             "taken": len(self._taken),
             "released": self._num_released,
             "dropped": self._dropped.total(),
@@ -274,8 +278,8 @@ class AdmissionLedger:
         if unfinished := [group_id for group_id, group in self._taken.items() if not group.is_finished]:
             raise LedgerError(f"groups {unfinished} are taken, but not finished")
         num_finished = sum(all(m.is_delivered for m in group.members) for group in self._untaken.values())
-        if num_finished != self._num_finished:
-            raise LedgerError(f"{num_finished} groups are finished, and {self._num_finished} are counted")
+        if num_finished != self._tally.num_finished:
+            raise LedgerError(f"{num_finished} groups are finished, and {self._tally.num_finished} are counted")
         self._leases.check(self.groups)
 
     # ----------------------------------------------------------------------------------------------- persistence
@@ -320,7 +324,7 @@ class AdmissionLedger:
         for saved in state["groups"]:
             group = GroupRecord.from_json(saved, self._clock())
             self._untaken[group.group_id] = group
-            self._num_finished += group.is_finished
+            self._tally.add(group)
             self._leases.add(group)
 
     def _group_of(

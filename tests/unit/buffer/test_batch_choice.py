@@ -12,6 +12,7 @@ from rollout_samples import ManualClock, make_ledger, make_prompt
 from rlhpc.buffer.batch_choice import choose_batch
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.resolved import DropReason
 from rlhpc.config_sections import NO_WINDOW
 
 
@@ -67,6 +68,47 @@ def test_what_comes_back_after_a_restart_goes_in_its_order(ledger: AdmissionLedg
     assert again.upcoming(2) is None
     finish(again, 0)
     assert [again.take(2, step) for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data(), max_staleness=st.integers(0, 3), window=st.sampled_from((1, 3, NO_WINDOW)))
+def test_what_counts_say_is_what_a_look_at_every_group_would(
+    data: st.DataObject, max_staleness: int, window: int
+) -> None:
+    """Asked at every change; and no batch is there before so many have ended as were said to be missing."""
+    per_step, version, no_batch_before, num_ended = 2, 0, 0, 0
+    num_slots = (max_staleness + 1) * per_step
+    ledger = make_ledger(ManualClock(), num_slots=num_slots, group_size=1, window_groups=window)
+    taken: list[list[int]] = []
+    for _ in range(40):
+        while ledger.has_slot:
+            ledger.admit(make_prompt(ledger.next_group_id), version)
+        open_groups = [group for group in ledger.groups if group.step is None]
+        in_flight = [group.group_id for group in open_groups if not group.is_finished]
+        what = data.draw(st.sampled_from(("finish", "finish", "drop", "release", "tighten")))
+        if what == "finish" and in_flight:
+            finish(ledger, data.draw(st.sampled_from(in_flight)))
+            num_ended += 1
+        elif what == "drop" and open_groups:
+            ledger.drop(data.draw(st.sampled_from(open_groups)).group_id, DropReason.NO_SPREAD)
+            num_ended += 1
+        elif what == "release" and taken:
+            ledger.release(taken.pop(0))
+            version += 1
+        elif what == "tighten":
+            ledger.tighten(data.draw(st.integers(per_step, num_slots)))
+        open_groups = [group for group in ledger.groups if group.step is None]
+        num_taken = per_step * (version + len(taken))
+        chosen = choose_batch(open_groups, per_step, num_taken, per_step, window)
+        assert ledger.upcoming(per_step) == chosen
+        assert chosen is None or num_ended >= no_batch_before
+        assert window != NO_WINDOW or (chosen is None) == (ledger.num_missing(per_step) > 0)
+        no_batch_before = max(no_batch_before, num_ended + ledger.num_missing(per_step))
+        if chosen is not None and data.draw(st.booleans()):
+            ledger.take_these(chosen, step=version + len(taken))
+            taken.append(chosen)
+            no_batch_before = 0
+        ledger.conservation()
 
 
 def record(group_id: int, due: int, *, is_finished: bool) -> GroupRecord:

@@ -116,6 +116,32 @@ def test_packing_is_that_of_the_run() -> None:
     assert two.pflops(rows) == 100  # the long one on one rank, the others on the other
 
 
+class RingThatAsksAlways(Ring):
+    """Hears of every group as it finishes, and looks through all of them each time."""
+
+    def _advance(self, until_s: float) -> list[int]:
+        return self.fleet.advance(until_s, 1)
+
+    def _take(self) -> None:
+        self._takeable.number = len(self.ledger.groups)
+        self.ledger.num_missing = lambda num_groups: max(0, num_groups - self.ledger.counts()["finished"])
+        super()._take()
+
+
+@pytest.mark.parametrize("window", [1, 5, 1 << 30])
+@pytest.mark.parametrize("dropped", [0.0, 0.5])
+@pytest.mark.parametrize("law", ["fixed", "geometric", "lognormal:1.5"])
+def test_a_prediction_is_what_asking_at_every_finish_would_give(law: str, dropped: float, window: int) -> None:
+    """To the bit: asking less is a matter of speed."""
+    for max_staleness in (0, 1, 3):
+        size = shape(num_engines=3, max_num_seqs=4, groups=5, group_size=2, max_staleness=max_staleness, window=window)
+        took = rates(trainer_step_s=0.3, publish_s=0.1, live_s=0.2, judge_s=0.05, engine_sample_s=0.001)
+        outcomes = [
+            kind(size, took, lengths(law, dropped_share=dropped)).run(30) for kind in (Ring, RingThatAsksAlways)
+        ]
+        assert outcomes[0] == outcomes[1]
+
+
 def test_what_the_ledger_would_give_is_counted_without_asking_it() -> None:
     takeable = Takeable(window=2)
     for group_id in range(5):

@@ -1,0 +1,73 @@
+"""Say from counts alone whether a batch can be formed, so that groups are looked through only when one can.
+
+Input: groups, as they are admitted, finish and leave.  Output: how many more have to end first.  A look at all groups
+(batch_choice.py) costs a microsecond each; where thousands are waited for one by one, that is more than all else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rlhpc.buffer.group_record import GroupRecord
+
+
+class UntakenTally:
+    """The groups that no batch has taken, counted by when they are due: a handful of numbers, however many groups."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        """There is none."""
+        self._groups_per_step = groups_per_step
+        self._all: Counter[int] = Counter()  # due → groups
+        self._finished: Counter[int] = Counter()
+        self.num_finished = 0
+
+    def add(self, group: GroupRecord) -> None:
+        """It is admitted, or was before the run was interrupted."""
+        self._all[group.due] += 1
+        self.delivered(group)
+
+    def delivered(self, group: GroupRecord) -> None:
+        """One of its members has arrived: the last one, maybe."""
+        if group.is_finished:
+            self._finished[group.due] += 1
+            self.num_finished += 1
+
+    def remove(self, group: GroupRecord) -> None:
+        """It is taken, or dropped."""
+        _less_one(self._all, group.due)
+        if group.is_finished:
+            _less_one(self._finished, group.due)
+            self.num_finished -= 1
+
+    def num_missing(self, num_groups: int, num_taken: int) -> int:
+        """Before how many more groups have ended, finished or dropped, there is no batch of so many; 0: there may be.
+
+        num_taken: as choose_batch, which may refuse for two reasons that are not counted here: the window, and groups
+        that came back after a restart, whose turn hangs on all others.
+        """
+        if self.num_finished < num_groups or -1 in self._all:
+            return max(0, num_groups - self.num_finished)
+        everyone, finished = self._by_spare(self._all, num_taken), self._by_spare(self._finished, num_taken)
+        num_left, num_due, most, later = num_groups, 0, 0, 0  # num_left: to be chosen among those due later
+        while True:
+            chosen = min(finished[later], num_left)
+            num_left -= chosen
+            if not num_left:  # further on, all that are chosen are among the most urgent
+                return most
+            num_due += everyone[later] - chosen
+            # One that ends is one less of too many left behind, or one less that is chosen though others are due first.
+            most = max(most, min(num_due - later * self._groups_per_step, num_left))
+            later += 1
+
+    def _by_spare(self, by_due: Counter[int], num_taken: int) -> Counter[int]:
+        """By the number of batches that may be formed before the one that a group is in (batch_choice.py)."""
+        counts: Counter[int] = Counter()
+        for due, count in by_due.items():
+            counts[max(0, (due - num_taken) // self._groups_per_step)] += count
+        return counts
+
+
+def _less_one(counts: Counter[int], due: int) -> None:
+    counts[due] -= 1
+    if not counts[due]:
+        del counts[due]
