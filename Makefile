@@ -106,18 +106,8 @@ gpu-dry: setup  ## without a GPU: our adapters beside official wheels, and the C
 	$(BIN)/python -m tests.gpu_dry names
 	$(BIN)/python -m tests.gpu_dry torch $(if $(GPU_DRY_PYTHON),--python $(GPU_DRY_PYTHON))
 
-bench: setup  ## print the benchmark tables
-	$(BIN)/python bench/packing.py
-	$(BIN)/python bench/transport.py
-	$(BIN)/python -m bench.journal
-	$(BIN)/python -m bench.rewards
-	OMP_NUM_THREADS=1 $(BIN)/python -m bench.checkpoint
-	$(BIN)/python -m bench.logprob_memory --tokens 2048
-	$(BIN)/python -m bench.trainer
-	OMP_NUM_THREADS=1 $(BIN)/python -m bench.experts
-	$(BIN)/python bench/window.py
-	$(BIN)/python -m bench.admission
-	$(BIN)/python bench/length_bias.py
+bench: setup  ## measure every figure of docs/benchmarks.md and write it anew; half an hour on two quiet cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.scoreboard
 
 clean:  ## delete the environment and caches, not runs
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

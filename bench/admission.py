@@ -1,6 +1,6 @@
 """How fast a ring is under which rule of admission, and how stale what it trains: virtual time, the real ledger.
 
-    python -m bench.admission [--steps 300] [--seeds 2] [--all]
+    python -m bench.admission [--steps 300] [--seeds 2] [--all] [--law NAME] [--share SHARE] [--pace PACE]
 
 g: seconds in which full generators sample a batch's worth of tokens; t: seconds of an optimiser step.  Figures are
 steps a second · max(g, t): 1 is a ring in which one side never waits; in brackets the staleness of what is trained,
@@ -27,6 +27,7 @@ from typing import Protocol
 
 import numpy as np
 
+from bench.figures import tell
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.types import Prompt, SamplingParams
@@ -34,6 +35,7 @@ from rlhpc.types import Prompt, SamplingParams
 P, G = 16, 8  # groups of a step, samples of a group
 SETTLE_SHARE = 0.02  # from the end of a step until its weights are live, of max(g, t)
 PACES = {"g = t": (1.0, 1.0), "g = 2t": (2.0, 1.0), "t = 2g": (1.0, 2.0)}
+SHARES = (0.5, 1.0)
 WARM_UP_STEPS = 30
 NOTHING = np.zeros(1, np.int32)
 
@@ -337,19 +339,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--all", action="store_true", help="every pace and bound, not those of the documentation")
+    parser.add_argument("--law", choices=LAWS, help="of the lengths; this alone")
+    parser.add_argument("--share", type=float, choices=SHARES, help="of a batch decoded at once; this alone")
+    parser.add_argument("--pace", choices=PACES, help="of generators and trainer; this alone")
     options = parser.parse_args()
+    laws, shares = [options.law] if options.law else list(LAWS), [options.share] if options.share else SHARES
+    paces = [options.pace] if options.pace else list(PACES if options.all else ("g = t", "g = 2t"))
     bounds = (0, 1, 2, 3, 4, 6, 8) if options.all else (0, 1, 2, 4, 8)
     print("| lengths | places | pace | S | limit |", *(f"{name} |" for name in RULES))
     print("|---" * (5 + len(RULES)) + "|")
-    for law, share, pace in itertools.product(LAWS, (0.5, 1.0), PACES if options.all else ("g = t", "g = 2t")):
+    for law, share, pace in itertools.product(laws, shares, paces):
         num_places = int(share * P * G)
         for bound in bounds:
-            cells = [str(figures_of(name, bound, pace, law, num_places, steps=options.steps, seeds=options.seeds))
-                     for name in RULES]  # fmt: skip
+            found = {name: figures_of(name, bound, pace, law, num_places, steps=options.steps, seeds=options.seeds)
+                     for name in RULES}  # fmt: skip
+            tell(f"admission S = {bound}", found["ours"].efficiency)
             highest = limit(bound, *PACES[pace], LAWS[law], num_places)
             print(
                 f"| {law} | {share:g} | {pace} | {bound} | {highest:.2f} |",
-                *(f"{cell} |" for cell in cells),
+                *(f"{figures} |" for figures in found.values()),
                 flush=True,
             )
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bench.figures import tell
 from bench.journal import records
 from launch.demo.task import write_dataset
 from launch.demo.tokenizer import make_tokenizer
@@ -298,6 +299,7 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; numpy {np.__version__}; "
         f"{options.ranks} ranks, {tokens / 1e6:.2f} Mtok a step, steps of {options.step_s:g} s"
     )
+    tell("batch wait s", statistics.median(seconds))
     for name, values in (("wait for the batch", seconds), ("CPU time on the way", cpu_s)):
         middle = statistics.median(values)
         verdict = f"ratio {middle / LIMIT_S:.2f}{'' if middle <= LIMIT_S else '  MISSED'}"

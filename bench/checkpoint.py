@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.figures import tell
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.rng import read_rng
@@ -132,6 +133,7 @@ def main() -> None:
             else:
                 timings = run_ranks(num_ranks, measure, scratch, options.parameters, scratch, timeout_s=600)
         worst, lead = max(timings, key=lambda timing: timing.ratio), timings[0]
+        tell("checkpoint over copy", worst.ratio)
         print(
             f"{num_ranks:>5} {worst.own_bytes / 1e6:>9.0f} {1e3 * worst.save_s:>8.1f} {1e3 * worst.copy_s:>8.1f} "
             f"{worst.ratio:>6.2f} {lead.file_bytes / lead.write_s / 1e6:>12.0f}"

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.figures import tell
 from bench.journal import records
 from launch.demo.task import write_dataset
 from launch.demo.tokenizer import make_tokenizer
@@ -244,6 +245,7 @@ def once(num_tokens: int, options: argparse.Namespace) -> None:
     total, limit = sum(each.values()), LIMITS_US.get(num_tokens)
     verdict = "" if limit is None else f"; limit {limit:g}, ratio {total / limit:.2f}"
     verdict += "  MISSED" if limit is not None and total > limit else ""
+    tell(f"controller us, {num_tokens} tokens", total)
     parts = ", ".join(f"{thread} {us:.0f}" for thread, us in each.items())
     print(
         f"{num_tokens:6} tokens: {total:6.0f} µs of CPU a rollout ({parts}){verdict}; {num_rollouts / took_s:,.0f} "

@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 
 from bench.demo_runs import GOAL, Rewards, make_demo_model
+from bench.figures import tell
 from launch.demo.run import NUM_PROBLEMS, RUN_FILE
 from launch.demo.task import write_dataset
 from rlhpc.run_layout import RunLayout
@@ -137,6 +138,7 @@ def table(looks: Sequence[Look], layout: RunLayout, group_size: int) -> str:
     lines.append(f"{'all':<32}{1000 * sum(spent.values()) / made:8.2f}")
     lines.append(f"{made / seconds:.0f} samples/s made, {made:,} in {seconds:.0f} s, {last.num_steps} steps")
     lines.append(goal_line(looks, layout, first.at_s))
+    tell("demo CPU-s", 1000 * sum(spent.values()) / made)
     return "\n".join(lines)
 
 
@@ -145,6 +147,7 @@ def goal_line(looks: Sequence[Look], layout: RunLayout, began_s: float) -> str:
     rewards = Rewards.of(layout)
     version = next((index for index, value in enumerate(rewards.curve) if value >= GOAL), math.inf)
     at = next((look.at_s - began_s for look in looks if look.num_steps > version), math.nan)
+    tell("demo s to goal", at)
     return f"reward {GOAL} after {at:.0f} s (version {version}), {rewards.final:.3f} at the end"
 
 

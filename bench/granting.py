@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.figures import tell
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
@@ -160,9 +161,11 @@ def main() -> None:
     costs = asyncio.run(granting(options.leases))
     first = next(iter(costs.values()))
     for number, cost in costs.items():
+        tell(f"granting growth, {number}", cost / first)
         print(f"{number:5} generators: {cost:6.1f} µs of CPU a lease, × {cost / first:.2f}", flush=True)
     if options.groups:
         sizes = asyncio.run(memory(options.groups))
+        tell("memory growth", max(sizes[2:]) / min(sizes[2:]))
         print(f"{options.groups} groups, blocks after each tenth:", *sizes)
 
 

@@ -37,6 +37,7 @@ from unittest import mock
 
 import numpy as np
 
+from bench.figures import tell
 from bench.intake import Intake, Shape
 from rlhpc.buffer.event_log import GroupEventLog
 from rlhpc.buffer.journal_files import JournalFiles
@@ -298,7 +299,13 @@ def main() -> None:
         results = measure(place, rollouts, options.seconds / 2)
         print_table(place, results, options.tokens)
         print(f"\n{'':52}{'aim':>8}{'is':>8}{'by CPU':>8}")
-        print("\n".join(map(str, aims(results, options.tokens))))
+        append_over_raw, durable, replay, _ = found = aims(results, options.tokens)
+        print("\n".join(map(str, found)))
+        if place == options.memory:
+            tell("append over raw", append_over_raw.value)
+            tell("replay GB/s", replay.value)
+        else:
+            tell("durable ingest over not", durable.value)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How many 4,096-token rollouts a second get from one process to another: encode → TCP → verified arrays.
 
-    python bench/transport.py [--seconds 20] [--tokens 4096]
+    python -m bench.transport [--seconds 20] [--tokens 4096]
 
 A second process produces, this one consumes.  Contenders take turns, shuffled, several times in the same run; medians
 are printed beside the fastest and slowest repeat.  "raw socket" moves the same bytes with sendall and recv_into and
@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from bench.figures import tell
 from rlhpc.config_sections import TransportConfig
 from rlhpc.messages import CancelGroup
 from rlhpc.topology import LEASES
@@ -333,15 +334,21 @@ def main() -> None:
 
 
 def print_table(results: dict[str, list[Result]], num_tokens: int) -> None:
-    raw = statistics.median(result.per_second for result in results["raw socket"])
+    raw = rate_of(results["raw socket"])
     print(f"{'':20}{'rollouts/s':>11}{'(min–max)':>18}{'Mtok/s':>8}{'/ raw':>7}   CPU µs: make{'take':>7}{'rest':>7}")
     for contender, repeats in results.items():
+        tell(f"{contender} over raw".replace("channel, CURVE", "CURVE channel"), rate_of(repeats) / raw)
         rates = [result.per_second for result in repeats]
         median = statistics.median(rates)
         spread = f"({min(rates):,.0f}–{max(rates):,.0f})"
         make, take, rest = np.median([result.cpu_us for result in repeats], axis=0)
         columns = f"{median:>11,.0f}{spread:>18}{median * num_tokens / 1e6:>8.1f}{median / raw:>7.2f}"
         print(f"{contender:20}{columns}{make:>15.1f}{take:>7.1f}{rest:>7.1f}")
+
+
+def rate_of(repeats: list[Result]) -> float:
+    """Rollouts a second, the median."""
+    return statistics.median(result.per_second for result in repeats)
 
 
 def measure(options: argparse.Namespace, secrets: Path, orders: Connection) -> dict[str, list[Result]]:

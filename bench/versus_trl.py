@@ -29,6 +29,7 @@ from transformers import Qwen2ForCausalLM
 
 from bench.demo_cost import run_watched, span
 from bench.demo_runs import GOAL, SMOOTHED_OVER, Rewards, make_demo_model
+from bench.figures import tell
 from launch.demo.learning_curve import running_mean
 from launch.demo.task import write_dataset
 from launch.demo.tokenizer import EOS_ID, PAD_ID, encode, make_tokenizer
@@ -223,6 +224,8 @@ def main() -> None:
     of_trl, of_ours = sides["TRL"], sides["rlhpc"]
     rate = [sum(each.samples for each in side) / sum(each.seconds for each in side) for side in (of_ours, of_trl)]
     cost = [sum(each.cpu_s for each in side) / sum(each.samples for each in side) for side in (of_ours, of_trl)]
+    tell(f"samples/s over TRL, {options.task}", rate[0] / rate[1])
+    tell(f"CPU over TRL, {options.task}", cost[0] / cost[1])
     print(f"rlhpc / TRL: samples/s {rate[0] / rate[1]:.2f}, CPU a sample {cost[0] / cost[1]:.2f}")
 
 

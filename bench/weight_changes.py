@@ -1,6 +1,6 @@
 """How many bfloat16 weights a step of Adam changes, what a delta of them takes, and what it costs to make and to apply.
 
-    python bench/weight_changes.py [--learning-rate 1e-6] [--steps 20] [--layers 1]
+    python -m bench.weight_changes [--learning-rate 1e-6] [--steps 20] [--layers 1]
 
 Float32 masters in the shapes of layers of Qwen2.5-0.5B, drawn from N(0, 0.02²), Adam with the betas of a run file, on
 gradients that are noise: the worst case, since updates of one sign soon leave the range in which a number is rounded to
@@ -12,6 +12,7 @@ with what went in, bit for bit, at every step.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,12 +20,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench.figures import tell
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.delta_codec import DeltaEncoder, apply_delta, num_changes
 from rlhpc.weights.host_image import MAX_SHARE
 
 SHAPES = [(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864), (896,), (896,)]
 BETAS, EPSILON = (0.9, 0.95), 1e-8
+SETTLED_STEP = 5  # from which Adam's moments are those of a run under way
 
 
 class Masters:
@@ -78,6 +81,7 @@ def main() -> None:
     encoder.encode(copy.clone(), copy)  # compiles
     print(f"{size / 1e6:.0f} MB, learning rate {wanted.learning_rate:g}")
     print(f"{'step':>4}{'changed':>10}{'wire':>9}{'encode GB/s':>13}{'apply GB/s':>12}{'memcpy GB/s':>13}")
+    shares, encodes = list[float](), list[float]()
     for step in range(1, wanted.steps + 1):
         masters.step(wanted.learning_rate)
         fresh = masters.block()
@@ -95,6 +99,12 @@ def main() -> None:
         changed, wire = num_changes(delta) / (size / 2), delta.numel() / size
         speeds = [size / each / 1e9 for each in (encoding, applying, copying)]
         print(f"{step:>4}{changed:>10.2%}{wire:>9.2%}{speeds[0]:>13.1f}{speeds[1]:>12.1f}{speeds[2]:>13.1f}")
+        if step >= SETTLED_STEP:
+            shares.append(wire)
+            encodes.append(speeds[0])
+    if shares:
+        tell("delta share", max(shares))
+        tell("delta encode GB/s", statistics.median(encodes))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast a new version of the weights gets from the trainer's memory into a generator's, on one host, on CPU.
 
-    python bench/weights.py [--megabytes 1024] [--receivers 1] [--bucket-megabytes 64] [--versions 5]
+    python -m bench.weights [--megabytes 1024] [--receivers 1] [--bucket-megabytes 64] [--versions 5]
 
 A process for each receiver; publisher and receivers go through the code of a run: buckets, checksums, votes.  The
 denominator is one memcpy of the same bytes in the same run, taken between versions, so that a busy machine slows both.
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from bench.figures import tell
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
@@ -121,6 +122,7 @@ def main() -> None:
     for transport in wanted.transports:
         figures = measure(transport, manifest, wanted.receivers, wanted.versions)
         first, others = figures.published[0], statistics.median(figures.published[1:])
+        tell(f"weights by {transport} over memcpy", figures.ratio)
         copied, cpu = statistics.median(figures.copied), statistics.median(figures.cpu[1:])
         print(f"{transport:<12}{first:>9.2f}{others:>9.2f}{copied:>9.3f}{figures.ratio:>8.3f}{cpu:>8.1f}", flush=True)
 
