@@ -23,7 +23,7 @@ from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
 from rlhpc.config_guard import GuardConfig
 from rlhpc.config_judge import JudgeConfig, judge_can_be_asked
 from rlhpc.config_rates import RATES
-from rlhpc.config_sandbox import SandboxConfig, sandbox_ends_before_its_verifier
+from rlhpc.config_sandbox import SandboxConfig, languages_are_run, sandbox_ends_before_its_verifier
 from rlhpc.config_sections import (
     AdmissionConfig,
     BufferConfig,
@@ -287,6 +287,7 @@ RULES = (
     *STATISTICS,
     *RATES,
     sandbox_ends_before_its_verifier,
+    languages_are_run,
     composites_are_made_of_tasks,
     limits_are_of_tasks,
     judge_can_be_asked,

@@ -21,7 +21,7 @@ from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.mixture import validate_datasets
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.rewards.code_place import check_sandbox
+from rlhpc.rewards.code_place import check_sandbox, described_languages
 from rlhpc.rewards.composite import reference_check
 from rlhpc.rewards.environments.registry import validate_environment
 from rlhpc.rewards.environments.search import open_collection
@@ -74,7 +74,7 @@ def _sandbox_here(config: Config) -> str:
         layers = check_sandbox(config.sandbox, is_needed=runs_programs(config))
     except SandboxError as error:
         raise ConfigError(str(error)) from error
-    return layers.described() if layers else ""
+    return f"{layers.described()}; {described_languages(config.sandbox)}" if layers else ""
 
 
 def _look_at_prompts(
@@ -94,7 +94,7 @@ def _look_at_prompts(
         model,
         shape,
         positions,
-        validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge)),
+        validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox)),
         sandbox,
     )
 

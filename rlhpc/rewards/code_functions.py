@@ -13,10 +13,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from rlhpc.config_sandbox import SandboxConfig
 from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.code_place import failure, last_program, limits_of, place
+from rlhpc.rewards.code_limits import OwnLimits, own_limits, refuse_above
+from rlhpc.rewards.code_place import failure, last_program, limits_of, no_program, place
 from rlhpc.sandbox import call_functions, values
 
+_TASK = "code_functions"
 _RELATIVE = 1e-9  # of floating-point numbers: sums in another order
 _HARNESS = b"\n".join(Path(str(module.__file__)).read_bytes() for module in (values, call_functions)).replace(
     b"from __future__ import annotations\n", b""
@@ -25,13 +28,15 @@ _HARNESS = b"\n".join(Path(str(module.__file__)).read_bytes() for module in (val
 
 def judge(completion: str, reference: str) -> RewardOutcome:
     """Raises ValueError if the reference cannot be read, SandboxError if the sandbox fails."""
-    entry_point, calls, wanted = _tests(reference)
+    entry_point, calls, wanted, own = _tests(reference)
+    sandbox, settings = place()
+    refuse_above(own, settings, _TASK)
     program = last_program(completion)
     if program is None:
-        return RewardOutcome(0.0, is_correct=False, detail="the last fenced block is no Python program")
-    sandbox, settings = place()
-    request = {"program": program, "entry_point": entry_point, "calls": calls}
-    run = sandbox.run(_HARNESS, json.dumps(request).encode(), limits_of(settings, settings.wall_s), wants_results=True)
+        return RewardOutcome(0.0, is_correct=False, detail=no_program(("python",)))
+    request = {"program": program.text, "entry_point": entry_point, "calls": calls}
+    limits = limits_of(settings, settings.wall_s, own)
+    run = sandbox.run(_HARNESS, json.dumps(request).encode(), limits, wants_results=True)
     said = run.results.split(b"\n")[:-1]
     for number, output in enumerate(wanted):
         why = _difference(said[number], output) if number < len(said) else failure(run) or "it ended before"
@@ -40,9 +45,11 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(1.0, is_correct=True, detail=f"{len(wanted)} tests")
 
 
-def check_reference(reference: str) -> None:
-    """Raises ValueError if it holds no tests, or they cannot be called."""
-    entry_point, calls, _ = _tests(reference)
+def check_reference(reference: str, settings: SandboxConfig | None = None) -> None:
+    """Raises ValueError if it holds no tests, or they cannot be called, or limits above those of the run."""
+    entry_point, calls, _, own = _tests(reference)
+    if settings is not None:
+        refuse_above(own, settings, _TASK)
     if not entry_point.isidentifier():
         raise ValueError(f"the reference of code_functions: entry_point={entry_point!r}; legal: the name of a function")
     for number, call in enumerate(calls, 1):
@@ -58,7 +65,7 @@ def check_reference(reference: str) -> None:
             raise ValueError(f"the reference of code_functions: arguments of test {number}: {error}") from error
 
 
-def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any]]:
+def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any], OwnLimits]:
     try:
         read = json.loads(reference)
         calls = [{"args": test.get("args", []), "kwargs": test.get("kwargs", {})} for test in read["tests"]]
@@ -71,7 +78,10 @@ def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any]]:
         ) from error
     if not wanted or not isinstance(entry_point, str):
         raise ValueError("the reference of code_functions has no tests, or an entry_point that is no text; legal: both")
-    return entry_point, calls, wanted
+    own = own_limits(read, _TASK)
+    if own.language not in (None, "python"):
+        raise ValueError(f"the reference of code_functions: language={own.language!r}; legal: 'python', or none")
+    return entry_point, calls, wanted, own
 
 
 def _difference(line: bytes, wanted: Any) -> str:

@@ -9,15 +9,23 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
-from rlhpc.config_sandbox import SandboxConfig
-from rlhpc.sandbox.client import Layers, Sandbox, SandboxSettings
+from rlhpc.config_sandbox import Language, SandboxConfig
+from rlhpc.rewards.code_limits import OwnLimits
+from rlhpc.sandbox.client import Kind, Layers, Sandbox, SandboxSettings
+from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler, try_compiler, version_of
 from rlhpc.sandbox.limits import Finished, Limits
 
 VARIABLE = "RLHPC_SANDBOX"
 _BLOCK = re.compile(r"^[ ]{0,3}```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ ]{0,3}```[ \t]*$", re.DOTALL | re.MULTILINE)
-_PYTHON = ("python", "py", "python3")
+_MARKS: dict[Language, tuple[str, ...]] = {
+    "python": ("python", "py", "python3"),
+    "cpp": ("cpp", "c++", "cc", "cxx", "c++17", "c++20"),
+}
+_NAMES: dict[Language, str] = {"python": "Python", "cpp": "C++"}
 _SHOWN_CHARACTERS = 160
 
 
@@ -27,11 +35,44 @@ def environment_of(sandbox: SandboxConfig) -> dict[str, str]:
 
 
 def check_sandbox(sandbox: SandboxConfig, *, is_needed: bool) -> Layers | None:
-    """Try the sandbox on this node if it is needed.  Raises SandboxError where it is weaker than required."""
+    """Try the sandbox, and the compiler, on this node if they are needed.
+
+    Raises SandboxError where it is weaker than required, or the compiler is not there or makes nothing that runs.
+    """
     if not is_needed:
         return None
     with Sandbox(_settings(sandbox)) as tried:
+        if sandbox.compiles:
+            try_compiler(tried, find_compiler(sandbox.cpp_compiler), _limits_of_compiler(sandbox))
         return tried.layers
+
+
+def described_languages(sandbox: SandboxConfig) -> str:
+    """Which languages programs may be in, for people, with the compiler of this node.  Raises SandboxError as above."""
+    if not sandbox.compiles:
+        return "Python"
+    path, *options = find_compiler(sandbox.cpp_compiler)
+    version = version_of(path)
+    by = " ".join([path, *options]) + (f" ({version})" if version else "")
+    return " and ".join(f"C++ by {by}" if name == "cpp" else _NAMES[name] for name in sandbox.languages)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a completion has written."""
+
+    language: Language
+    text: str
+
+
+def executable(program: Program, sandbox: Sandbox, settings: SandboxConfig) -> tuple[bytes, Kind, str]:
+    """What the sandbox is given to run, as what, and why it cannot be: "" if it can.  Raises SandboxError."""
+    text = program.text.encode(errors="replace")
+    if program.language == "python":
+        return text, "python", ""
+    compiler = find_compiler(settings.cpp_compiler)
+    made = compile_cpp(sandbox, compiler, text, _limits_of_compiler(settings))
+    return made.binary, "binary", made.why_not
 
 
 @cache
@@ -41,17 +82,27 @@ def place() -> tuple[Sandbox, SandboxConfig]:
     return Sandbox(_settings(settings)), settings
 
 
-def limits_of(settings: SandboxConfig, wall_s: float) -> Limits:
-    """Of one program that has this much of the completion's time left."""
-    return Limits(cpu_s=settings.cpu_s, wall_s=wall_s, memory_bytes=settings.memory_bytes)
+def limits_of(settings: SandboxConfig, wall_s: float, own: OwnLimits | None = None) -> Limits:
+    """Of one program that has this much of the completion's time left; own: those of its record."""
+    own = own or OwnLimits()
+    return Limits(
+        cpu_s=own.cpu_s or settings.cpu_s, wall_s=wall_s, memory_bytes=own.memory_bytes or settings.memory_bytes
+    )
 
 
-def last_program(completion: str) -> str | None:
-    """Return the last fenced block if it is Python; None if there is none, it is not closed, or another language."""
+def last_program(completion: str, languages: Sequence[Language] = ("python",)) -> Program | None:
+    """Return the last fenced block if it is in one of these; None if there is none, or it is not closed."""
     blocks: list[tuple[str, str]] = _BLOCK.findall(completion)
-    if not blocks or blocks[-1][0].lower() not in _PYTHON:
-        return None
-    return blocks[-1][1]
+    mark = blocks[-1][0].lower() if blocks else ""
+    for language in languages:
+        if mark in _MARKS[language]:
+            return Program(language, blocks[-1][1])
+    return None
+
+
+def no_program(languages: Sequence[Language]) -> str:
+    """What is said of a completion without a program."""
+    return f"the last fenced block is no {' or '.join(_NAMES[language] for language in languages)} program"
 
 
 def failure(run: Finished) -> str:
@@ -62,6 +113,10 @@ def failure(run: Finished) -> str:
         return ""
     last = run.stderr.decode(errors="replace").strip().rpartition("\n")[2][:_SHOWN_CHARACTERS]
     return (f"signal {-run.status}" if run.status < 0 else f"exit status {run.status}") + (f": {last}" if last else "")
+
+
+def _limits_of_compiler(sandbox: SandboxConfig) -> Limits:
+    return compile_limits(sandbox.compile_s, sandbox.compile_memory_bytes)
 
 
 def _settings(sandbox: SandboxConfig) -> SandboxSettings:

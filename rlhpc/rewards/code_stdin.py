@@ -1,44 +1,58 @@
 """Task "code_stdin": does the program print what it should, for each input?
 
-Input: a completion whose last fenced block is a Python program; reference: JSON, {"inputs": […], "outputs": […]} or
-a list of {"input", "output"}, all of them texts.  Output: a RewardOutcome of 1.0 or 0.0.  Outputs are compared here,
-outside the sandbox, where the program cannot see what is expected: by lines, without trailing blanks
-and blank lines at the end.
+Input: a completion whose last fenced block is a program in a language of sandbox.languages; reference: JSON,
+{"inputs": […], "outputs": […]}, with language and limits of its own (code_limits.py) or without, or a list of {"input",
+"output"}, all of them texts.  Output: a RewardOutcome of 1.0 or 0.0.  Outputs are compared here, outside the sandbox,
+where the program cannot see what is expected: by lines, without trailing blanks and blank lines at the end.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
+from rlhpc.config_sandbox import SandboxConfig
 from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.code_place import failure, last_program, limits_of, place
+from rlhpc.rewards.code_limits import OwnLimits, own_limits, refuse_above
+from rlhpc.rewards.code_place import executable, failure, last_program, limits_of, no_program, place
+
+_TASK = "code_stdin"
 
 
 def judge(completion: str, reference: str) -> RewardOutcome:
     """Run until the first test that fails.  Raises ValueError for the reference, SandboxError for the sandbox."""
-    tests = _tests(reference)
-    program = last_program(completion)
-    if program is None:
-        return RewardOutcome(0.0, is_correct=False, detail="the last fenced block is no Python program")
+    tests, own = _read(reference)
     sandbox, settings = place()
-    text, deadline = program.encode(errors="replace"), time.monotonic() + settings.wall_s
-    for number, (given, wanted) in enumerate(tests, 1):
-        run = sandbox.run(text, given.encode(), limits_of(settings, max(0.05, deadline - time.monotonic())))
+    refuse_above(own, settings, _TASK)
+    languages = own.languages(settings.languages)
+    program = last_program(completion, languages)
+    if program is None:
+        return RewardOutcome(0.0, is_correct=False, detail=no_program(languages))
+    given, kind, why_not = executable(program, sandbox, settings)
+    if why_not:
+        return RewardOutcome(0.0, is_correct=False, detail=f"it does not compile: {why_not}")
+    deadline = time.monotonic() + settings.wall_s
+    for number, (text, wanted) in enumerate(tests, 1):
+        limits = limits_of(settings, max(0.05, deadline - time.monotonic()), own)
+        run = sandbox.run(given, text.encode(), limits, kind=kind)
         why = failure(run) or ("" if _lines(run.stdout) == _lines(wanted.encode()) else "another output")
         if why:
             return RewardOutcome(0.0, is_correct=False, detail=f"test {number} of {len(tests)}: {why}")
     return RewardOutcome(1.0, is_correct=True, detail=f"{len(tests)} tests")
 
 
-def check_reference(reference: str) -> None:
-    """Raises ValueError if it holds no tests, or not in one of the two forms."""
-    _tests(reference)
+def check_reference(reference: str, settings: SandboxConfig | None = None) -> None:
+    """Raises ValueError if it holds no tests, or not in one of the two forms, or limits above those of the run."""
+    _, own = _read(reference)
+    if settings is not None:
+        refuse_above(own, settings, _TASK)
 
 
-def _tests(reference: str) -> list[tuple[str, str]]:
+def _read(reference: str) -> tuple[list[tuple[str, str]], OwnLimits]:
+    """Pairs of input and output, and what else it says."""
     try:
-        read = json.loads(reference)
+        read: Any = json.loads(reference)
         if isinstance(read, dict):
             pairs = list(zip(read["inputs"], read["outputs"], strict=True))
         else:
@@ -54,7 +68,7 @@ def _tests(reference: str) -> list[tuple[str, str]]:
         kinds = {what: type(text).__name__ for what, text in zip(("input", "output"), pair, strict=True)}
         if wrong := [f"{what} is of type {kind}" for what, kind in kinds.items() if kind != "str"]:
             raise ValueError(f"the reference of code_stdin: test {number}: {' and '.join(wrong)}; legal: texts")
-    return pairs
+    return pairs, own_limits(read, _TASK) if isinstance(read, dict) else OwnLimits()
 
 
 def _lines(output: bytes) -> list[bytes]:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from rlhpc.config_judge import JudgeConfig
+from rlhpc.config_sandbox import CODE_TASKS, SandboxConfig
 from rlhpc.config_tasks import CompositeConfig
 from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.rewards import registry
@@ -29,7 +30,7 @@ def resolve(task: str) -> RewardFunction:
 
 
 def reference_check(
-    task: str, composites: Mapping[str, CompositeConfig], judge: JudgeConfig
+    task: str, composites: Mapping[str, CompositeConfig], judge: JudgeConfig, sandbox: SandboxConfig | None = None
 ) -> Callable[[str], None] | None:
     """What raises ValueError for a reference that the task cannot read; of a composite, one of its parts."""
     if task == "llm_judge":
@@ -38,16 +39,19 @@ def reference_check(
 
         return partial(llm_judge.check_reference, settings=judge)
     if (settings := composites.get(task)) is None:
-        return registry.reference_check(task)
-    checks = {name: reference_check(part, {}, judge) for name, part in settings.tasks.items()}
+        check = registry.reference_check(task)
+        if check is None or sandbox is None or task not in CODE_TASKS:
+            return check
+        return partial(check, settings=sandbox)
+    checks = {name: reference_check(part, {}, judge, sandbox) for name, part in settings.tasks.items()}
 
-    def check(reference: str) -> None:
+    def check_parts(reference: str) -> None:
         given = references(settings, reference)
         for name, part_check in checks.items():
             if part_check is not None:
                 part_check(given[name])
 
-    return check
+    return check_parts
 
 
 def references(settings: CompositeConfig, reference: str) -> dict[str, str]:

@@ -72,13 +72,13 @@ def resolve(task: str) -> RewardFunction:
     return given_its_record(load(KEY, _import_path(task), repr(task)))
 
 
-def reference_check(task: str) -> Callable[[str], None] | None:
+def reference_check(task: str) -> Callable[..., None] | None:
     """What raises ValueError for a reference that the task cannot read; None for a task of the user's own.
 
     Those are not imported before a run: a login node may not have what they need.
     """
     path = CHECKS.get(task)
-    return None if path is None else cast(Callable[[str], None], load(KEY, path, repr(task)))
+    return None if path is None else cast(Callable[..., None], load(KEY, path, repr(task)))
 
 
 def _import_path(task: str) -> str:

@@ -216,16 +216,20 @@ class _Pipe:
     def take(self) -> bool:
         """Read what is there.  Returns whether more may come."""
         try:
-            piece = os.read(self.ours, _READ_BYTES)
+            return self._take_a_piece()
         except BlockingIOError:
             return True
-        self.taken += piece
-        return bool(piece)
 
     def drain(self) -> None:
-        """Read the rest, after everybody who could write has ended."""
-        while not self.is_over and self.take():
-            pass
+        """Read the rest, after everybody who could write has ended; who could, and does not, is on its way out."""
+        with contextlib.suppress(BlockingIOError):
+            while not self.is_over and self._take_a_piece():
+                pass
+
+    def _take_a_piece(self) -> bool:
+        piece = os.read(self.ours, _READ_BYTES)
+        self.taken += piece
+        return bool(piece)
 
 
 @contextlib.contextmanager

@@ -24,8 +24,12 @@ _OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 _TCP, _SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3
 
 
-def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Apply to this process and all that it starts.  Paths that are not there are passed over.  Raises OSError."""
+def make_rules(readable: Sequence[str], writable: Sequence[str]) -> int:
+    """Return the descriptor of a ruleset, for `kernel.restrict_self`.  Raises OSError.
+
+    Paths that are not there are passed over.  A rule holds for what is mounted
+    below its path later, and not for what is mounted on it.
+    """
     version = kernel.landlock_version()
     handled = _ALL_OF_VERSION_1
     handled |= (
@@ -39,9 +43,10 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
             _allow(ruleset, path, _READ & handled)
         for path in writable:
             _allow(ruleset, path, _OWN & handled)
-        kernel.restrict_self(ruleset)
-    finally:
+    except OSError:
         os.close(ruleset)
+        raise
+    return ruleset
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:

@@ -6,7 +6,6 @@ import atexit
 import fcntl
 import gc
 import os
-import random
 import resource
 import signal
 import sys
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Tuple
 
 from rlhpc.sandbox import kernel
 from rlhpc.sandbox.filter import Calls, compile_filter
-from rlhpc.sandbox.landlock import restrict_files
 from rlhpc.sandbox.limits import Limits
 from rlhpc.sandbox.root import BOX
 
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 64
 _NAME = "program.py"
+_BINARY = BOX + "/program"
 _FIRST_OTHER = 3
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": BOX, "TMPDIR": BOX, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
@@ -35,8 +34,8 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": BOX, "TMPDIR": BOX, "LC_ALL": "
 class Program:
     """What to run; descriptors are the server's."""
 
-    kind: str  # "python": text, run here; "binary": executed; "compiler": executed, may start others
-    arguments: Tuple[str, ...]  # of a binary, its name first
+    kind: str  # "python": text, run here; "compiler": the same, may start others; "binary": executed from BOX
+    arguments: Tuple[str, ...]  # beside its name
     source: int
     standard: Tuple[int, int, int]
     results: int  # -1: none
@@ -46,14 +45,16 @@ class Program:
 def become(program: Program, told: int, limits: Limits, place: Place) -> NoReturn:
     """Never returns.  Writes "+" to `told` when every layer is on, else what went wrong."""
     try:
+        kernel.forbid_new_privileges()
+        if place.files >= 0:  # first, since all other descriptors are closed next
+            kernel.restrict_self(place.files)
         source = _take_descriptors(program, told)
         limits.apply()
         if place.has_namespaces:  # counted in this namespace, or for a user that nobody else is
             resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_THREADS, _MOST_THREADS))
-        _give_up_privileges(program, place)
+        _give_up_privileges(program)
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
-        random.seed()
         calls = calls_of(program.kind, only_process=0 if place.has_namespaces else os.getpid())
         if place.has_seccomp:
             kernel.install_filter(compile_filter(calls))
@@ -61,12 +62,12 @@ def become(program: Program, told: int, limits: Limits, place: Place) -> NoRetur
         os.write(_FIRST_OTHER, ("%s: %s" % (type(error).__name__, error)).encode()[:1000])
         os._exit(1)
     os.write(_FIRST_OTHER, b"+")
-    if program.kind == "python":
+    if program.kind != "binary":
         os.close(_FIRST_OTHER)
-        _run_python(source)
+        _run_python(source, program.arguments)
     os.set_inheritable(_FIRST_OTHER, False)
     try:
-        os.execve(program.arguments[0], list(program.arguments), dict(_ENVIRONMENT))
+        os.execve(_BINARY, [_BINARY, *program.arguments], dict(_ENVIRONMENT))
     except OSError as error:
         os.write(2, str(error).encode())
         os._exit(127)
@@ -83,11 +84,13 @@ def calls_of(kind: str, *, only_process: int) -> Calls:
 
 
 def _take_descriptors(program: Program, told: int) -> bytes:
-    """Put all in place and close the rest.  Returns the text of a Python program."""
-    source = b""
-    if program.kind == "python":
-        with os.fdopen(program.source, "rb") as text:
-            source = text.read()
+    """Put all in place and close the rest.  Returns the text of a Python program; a binary goes to BOX."""
+    with os.fdopen(program.source, "rb") as text:
+        source = text.read()
+    if program.kind == "binary":
+        with open(_BINARY, "wb") as binary:
+            binary.write(source)
+        os.chmod(_BINARY, 0o755)
     # Above all targets first, so that none is overwritten.
     high = [_above(descriptor) for descriptor in (*program.standard, told, program.results) if descriptor >= 0]
     for target, descriptor in enumerate(high):
@@ -100,32 +103,27 @@ def _above(descriptor: int) -> int:
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 32)
 
 
-def _give_up_privileges(program: Program, place: Place) -> None:
-    if place.has_namespaces:
-        kernel.drop_bounding_set()
+def _give_up_privileges(program: Program) -> None:
     if program.user >= 0:
         os.setgroups([])
         os.setresgid(program.user, program.user, program.user)
         os.setresuid(program.user, program.user, program.user)
     kernel.drop_capabilities()
     kernel.die_with_parent(signal.SIGKILL)
-    kernel.forbid_new_privileges()
-    if program.kind == "python":
+    if program.kind != "binary":
         kernel.refuse_tracers()
     os.umask(0o077)
-    if place.has_landlock:
-        restrict_files(place.readable, [BOX, "/dev/null"] if place.has_namespaces else ["/dev/null"])
 
 
-def _run_python(source: bytes) -> NoReturn:
-    """As `python program.py` does, in the interpreter that is here already."""
+def _run_python(source: bytes, arguments: Tuple[str, ...]) -> NoReturn:
+    """As `python program.py ARGUMENT…` does, in the interpreter that is here already."""
     for name in [name for name in sys.modules if name.split(".")[0] == "rlhpc"]:
         del sys.modules[name]
     module: Any = types.ModuleType("__main__")
     module.__file__ = _NAME
     module.__builtins__ = __builtins__
     sys.modules["__main__"] = module
-    sys.argv = [_NAME]
+    sys.argv = [_NAME, *arguments]
     gc.enable()
     code = 0
     try:

@@ -3,7 +3,7 @@
     /usr /bin /lib …        as on the node, read-only
     the interpreter         read-only, wherever it lies
     /dev                    null, zero, full, random, urandom
-    /box                    empty; each program gets a new file system in memory there (`mount_box`)
+    /box/own                empty; each program gets a new file system in memory there (`mount_box`)
     /tmp                    the same directory
 
 No /proc, no /sys, no /etc but what the linker reads, no home directories.  Python 3.9 and the standard library.
@@ -31,7 +31,8 @@ from rlhpc.sandbox.kernel import (
     unmount,
 )
 
-BOX = "/box"
+BOXES = "/box"
+BOX = "/box/own"  # below another directory, since Landlock passes over rules of what is mounted on
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _STAGE = "/sys"  # there everywhere, and needed by nobody here
@@ -52,7 +53,7 @@ def enter_root(readable: Sequence[str]) -> None:
         _show(path)
     for path in DEVICES:
         _bind(path, is_device=True)
-    for name in (BOX, _OLD):
+    for name in (BOXES, BOX, _OLD):
         os.mkdir(_STAGE + name, 0o755)
     if not os.path.lexists(_STAGE + "/tmp"):  # an interpreter may lie there
         os.symlink(BOX, _STAGE + "/tmp")
@@ -64,7 +65,7 @@ def enter_root(readable: Sequence[str]) -> None:
 
 
 def mount_box(num_bytes: int, num_files: int, user: int) -> None:
-    """Put an empty file system in memory at /box, for this mount namespace, and go there."""
+    """Put an empty file system in memory at BOX, for this mount namespace, and go there."""
     options = "size=%d,nr_inodes=%d,mode=700,uid=%d" % (num_bytes, num_files, user)
     mount("tmpfs", BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
     os.chdir(BOX)

@@ -35,11 +35,10 @@ class Place:
     """What the server found on this node, and what is left to do for each program."""
 
     has_namespaces: bool
-    has_landlock: bool
     has_seccomp: bool
     first_user: int  # -1: the program keeps the user of the server
     box_user: int  # who owns /box, where first_user is -1
-    readable: Tuple[str, ...]  # for Landlock
+    files: int  # descriptor of Landlock's rules; -1 where there is no Landlock
 
 
 def run_one(channel: socket.socket, place: Place) -> int:

@@ -22,6 +22,7 @@ from typing import Dict, List, Sequence, Tuple
 
 from rlhpc.sandbox import kernel, root
 from rlhpc.sandbox.filter import Calls, compile_filter
+from rlhpc.sandbox.landlock import make_rules
 from rlhpc.sandbox.program import calls_of
 from rlhpc.sandbox.run_one import NO_MORE, Place, run_one
 
@@ -84,13 +85,16 @@ def _isolate(readable_paths: Sequence[str]) -> _Isolation:
     has_namespaces = not layers["namespaces"]
     layers["landlock"] = "" if kernel.landlock_version() else "this kernel has no Landlock, or it is not in `lsm=`"
     layers["seccomp"] = _tried(_install_a_filter)
+    if has_namespaces:
+        kernel.drop_bounding_set()  # of every program; what this process has already, it keeps
+    writable = [root.BOXES, "/dev/null"] if has_namespaces else ["/dev/null"]
+    shown = [*root.SYSTEM, *root.DEVICES, *readable]
     place = Place(
         has_namespaces=has_namespaces,
-        has_landlock=not layers["landlock"],
         has_seccomp=not layers["seccomp"],
         first_user=FIRST_USER if is_root else -1,
         box_user=_INNER_ID,
-        readable=(*root.SYSTEM, *root.DEVICES, *readable),
+        files=-1 if layers["landlock"] else make_rules(shown, writable),
     )
     return _Isolation(layers, place)
 

@@ -579,6 +579,10 @@ def test_settings_that_make_the_statistics_wrong_are_refused_with_the_reason(
             ["data.task=code_stdin", "rewards.task_timeout_s={code_stdin=5.0}"],
             "sandbox.wall_s=8 is not below rewards.task_timeout_s=5",
         ),
+        (
+            ["data.task=code_stdin", "sandbox.languages=['cpp']", "rewards.task_timeout_s={code_stdin=20.0}"],
+            "sandbox.wall_s=8 with twice sandbox.compile_s is not below rewards.task_timeout_s=20",
+        ),
     ],
 )
 def test_limits_of_single_tasks_are_of_tasks_that_are_there(run_file: Path, words: list[str], why: str) -> None:
@@ -589,3 +593,27 @@ def test_limits_of_single_tasks_are_of_tasks_that_are_there(run_file: Path, word
         load_config(run_file, ["data.task=regex", "rewards.task_timeout_s={regex=20.0}"]).rewards.timeout_of("regex")
         == 20
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["data.task=regex", "sandbox.languages=['python','cpp']"], "only data.task='code_stdin' runs C++"),
+        (["data.task=code_stdin", "sandbox.languages=['cpp']", "sandbox.require=basic"], 'legal: require = "strong"'),
+        (["data.task=code_stdin", "sandbox.compile_s=5.0"], "without 'cpp' in sandbox.languages would have no effect"),
+        (["data.task=code_stdin", "sandbox.languages=['rust']"], "sandbox.languages.0"),
+        (
+            [
+                *("data.task=code_stdin", "data.task_field=kind", "data.tasks={f='code_functions'}"),
+                "sandbox.languages=['cpp']",
+            ],
+            "data.task='code_functions', which runs Python",
+        ),
+    ],
+)
+def test_languages_of_programs_are_those_that_a_task_runs(run_file: Path, words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file, [*words, "rewards.timeout_s=60.0"])
+    assert why in str(error.value)
+    ways = ["data.task=code_stdin", "sandbox.languages=['cpp','python']", "rewards.timeout_s=60.0"]
+    assert load_config(run_file, ways).sandbox.longest_s == 38.0

@@ -12,7 +12,7 @@ from launch.checks.finding import Finding
 from rlhpc.config import Config
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.errors import SandboxError
-from rlhpc.rewards.code_place import check_sandbox
+from rlhpc.rewards.code_place import check_sandbox, described_languages
 
 
 def check_sandboxes(config: Config) -> Iterator[Finding]:
@@ -25,4 +25,5 @@ def check_sandboxes(config: Config) -> Iterator[Finding]:
         yield Finding(key, required, "warn", str(error), remedy)
         return
     if layers is not None:
-        yield Finding(key, required, "pass", f"here: {layers.described()}")
+        languages = described_languages(config.sandbox)
+        yield Finding(key, required, "pass", f"here: {layers.described()}; {languages}")

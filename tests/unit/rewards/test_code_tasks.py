@@ -1,14 +1,24 @@
 """Fifty small problems with a right and a wrong program each, and what else decides a verdict."""
 
 import json
+import shutil
 
 import pytest
 
 from rlhpc.config_sandbox import SandboxConfig
 from rlhpc.errors import SandboxError
 from rlhpc.rewards import code_functions, code_stdin
-from rlhpc.rewards.code_place import VARIABLE, environment_of, last_program, place
+from rlhpc.rewards.code_place import (
+    VARIABLE,
+    Program,
+    check_sandbox,
+    described_languages,
+    environment_of,
+    last_program,
+    place,
+)
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.sandbox.cpp import COMPILERS
 from rlhpc.types import Verdict
 from tests.patience import PATIENCE_S
 
@@ -107,7 +117,7 @@ def test_blanks_at_the_end_of_lines_do_not_count():
 
 
 def test_the_last_block_counts():
-    assert last_program(fenced("a = 1") + fenced("b = 2")) == "b = 2\n"
+    assert last_program(fenced("a = 1") + fenced("b = 2")) == Program("python", "b = 2\n")
 
 
 TRICKS = [
@@ -167,3 +177,74 @@ def test_settings_come_back_from_the_environment():
     settings = SandboxConfig(require="basic", readable_paths=("/data",), memory_bytes=1 << 28)
     assert SandboxConfig.model_validate(json.loads(environment_of(settings)[VARIABLE])) == settings
     assert issubclass(SandboxError, Exception)
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Programs in Python and C++."""
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip(f"no compiler of C++ ({', '.join(COMPILERS)})")
+    settings = SandboxConfig(languages=("python", "cpp"), cpu_s=30.0, wall_s=PATIENCE_S, compile_s=PATIENCE_S)
+    place()[0].close()
+    for name, text in environment_of(settings).items():
+        monkeypatch.setenv(name, text)
+    place.cache_clear()
+    yield settings
+    place()[0].close()
+    place.cache_clear()
+
+
+DOUBLES = "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << %s << std::endl; }"
+
+
+def test_a_program_in_cpp_is_judged_as_one_in_python_and_one_that_does_not_compile_says_why(both):
+    def judged(program, mark="cpp", **more):
+        reference = json.dumps({"inputs": ["3\n", "5\n"], "outputs": ["6", "10"], **more})
+        return code_stdin.judge(f"```{mark}\n{program}\n```", reference)
+
+    assert judged(DOUBLES % "2 * n").is_correct
+    assert judged(DOUBLES % "2 * n", mark="C++", language="cpp", time_limit_s=20.0).is_correct
+    assert judged(DOUBLES % "n + 3").detail == "test 2 of 2: another output"
+    assert "it does not compile: <stdin>:2:" in judged(DOUBLES % "m").detail
+    assert "undefined reference" in judged("int f(); int main() { return f(); }").detail
+    assert judged(DOUBLES % "2 * n", language="python").detail == "the last fenced block is no Python program"
+    assert judged("print(2 * int(input()))", mark="python").is_correct
+    assert "signal 11" in judged("int main() { return *(volatile int *)0; }").detail
+    check_sandbox(both, is_needed=True)
+    assert described_languages(both).startswith("Python and C++ by /")
+
+
+def test_no_compiler_is_refused_before_a_run_with_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"no g\+\+ or clang\+\+ on PATH: install .*sandbox\.cpp_compiler"):
+        check_sandbox(SandboxConfig(languages=("cpp",), require="none"), is_needed=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"time_limit_s": 9}, "time_limit_s=9 is above sandbox.cpu_s=4"),
+        ({"memory_limit_bytes": 1 << 40}, "above sandbox.memory_bytes"),
+        ({"time_limit_s": "2"}, "time_limit_s='2'; legal: seconds above 0"),
+        ({"memory_limit_bytes": 0.5}, "memory_limit_bytes=0.5; legal"),
+        ({"language": "cpp"}, r"language='cpp'"),
+        ({"language": "rust"}, "language='rust'; legal: 'python', 'cpp'"),
+    ],
+)
+def test_limits_of_a_record_are_within_those_of_the_run(more, why):
+    of_stdin = {"inputs": [""], "outputs": [""], **more}
+    of_functions = {"entry_point": "f", "tests": [{"args": [], "output": 1}], **more}
+    for task, reference in ((code_stdin, of_stdin), (code_functions, of_functions)):
+        with pytest.raises(ValueError, match=why):
+            task.check_reference(json.dumps(reference), SandboxConfig())
+
+
+def test_a_record_has_limits_of_its_own():
+    program = fenced("x = bytearray(200 << 20)\nprint(6)")
+    for limit, is_correct in ((1 << 29, True), (1 << 27, False)):
+        reference = {"inputs": ["3"], "outputs": ["6"], "memory_limit_bytes": limit}
+        assert code_stdin.judge(program, json.dumps(reference)).is_correct is is_correct
+    endless = code_stdin.judge(
+        fenced("while True: pass"), json.dumps({"inputs": [""], "outputs": [""], "time_limit_s": 0.2})
+    )
+    assert endless.detail == "test 1 of 1: too much time"

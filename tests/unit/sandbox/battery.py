@@ -1,6 +1,6 @@
 """Run every hostile program and watch from outside.  Prints JSON: what each has achieved, "" for nothing.
 
-`python battery.py STRENGTH [NAME…]`: a process of its own, so that it can be started as another user, or where
+`python battery.py STRENGTH|cpp [NAME…]`: a process of its own, so that it can be started as another user, or where
 namespaces are forbidden.  The standard library only.
 """
 
@@ -20,13 +20,19 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from rlhpc.errors import SandboxError
 from rlhpc.sandbox import kernel
 from rlhpc.sandbox.client import Sandbox, SandboxSettings
+from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler
 from rlhpc.sandbox.limits import MIB, Finished, Limits
 
 sys.path.insert(0, str(Path(__file__).parent))
 import hostile
+import hostile_cpp
 
 LIMITS = Limits(cpu_s=1.0, wall_s=3.0, memory_bytes=256 * MIB, box_bytes=8 * MIB, output_bytes=1 * MIB)
 SECRET = "the-secret-outside"
+COMPILER = compile_limits(cpu_s=2.0, memory_bytes=1 << 30)
+STOPPED = hostile.STOPPED | hostile_cpp.STOPPED
+STATUS = hostile.STATUS | hostile_cpp.STATUS
+AT_MOST = hostile.AT_MOST | hostile_cpp.AT_MOST
 BASIC_MAY = {"thread_bomb"}  # bounded by memory only
 
 
@@ -90,19 +96,42 @@ def achievement(name: str, run: Finished, outside: Outside, strength: str) -> st
             return f"it printed {word}: {output[-300:]!r}"
     if any(word in run.stderr for word in (b"SyntaxError", b"NameError", b"AttributeError")):
         return f"the program is no program: {run.stderr[-300:]!r}"
-    if name in hostile.STOPPED and run.stopped_for not in hostile.STOPPED[name]:
+    if name in STOPPED and run.stopped_for not in STOPPED[name]:
         return f"not stopped: {run}"
-    if name in hostile.STATUS and run.status != hostile.STATUS[name]:
+    if name in STATUS and run.status != STATUS[name]:
         return f"its exit status became {run.status}: {output[-300:]!r}"
-    if name in hostile.AT_MOST and not (strength == "basic" and name in BASIC_MAY):
+    if name in AT_MOST and not (strength == "basic" and name in BASIC_MAY):
         last = run.stdout.split()[-1] if run.stdout.split() else b""
-        if last.isdigit() and int(last) > hostile.AT_MOST[name]:
+        if last.isdigit() and int(last) > AT_MOST[name]:
             return f"it made {last!r}"
         if strength == "strong" and not last.isdigit() and not run.stopped_for:
             return f"it said nothing: {run}"
     if run.peak_bytes > LIMITS.memory_bytes + 64 * MIB or run.wall_s > LIMITS.wall_s + 5 or len(output) > 3 * MIB:
         return f"it used too much: {run.peak_bytes} bytes, {run.wall_s} s, {len(output)} bytes of output"
     return outside.what_happened()
+
+
+def interpreted(name: str, outside: Outside, sandbox: Sandbox) -> str:
+    """What a program in Python achieves."""
+    text = hostile.PRELUDE + Template(hostile.PROGRAMS[name]).safe_substitute(outside.names)
+    run = sandbox.run(text.encode(), b"input", LIMITS)
+    if len(sys.argv) > 2:
+        print(run, file=sys.stderr)
+    return achievement(name, run, outside, sandbox.layers.strength)
+
+
+def compiled(name: str, outside: Outside, sandbox: Sandbox) -> str:
+    """What a program in C++ achieves, or what a text makes of the compiler."""
+    is_text = name in hostile_cpp.TEXTS
+    text = hostile_cpp.TEXTS[name] if is_text else hostile_cpp.HEAD + hostile_cpp.PROGRAMS[name]
+    made = compile_cpp(sandbox, find_compiler(()), Template(text).safe_substitute(outside.names).encode(), COMPILER)
+    if made.why_not and not is_text:
+        return f"the program is no program: {made.why_not}"
+    if SECRET.encode() in made.binary or SECRET in made.why_not:
+        return f"the compiler has read {SECRET}: {made.why_not}"
+    if made.why_not:
+        return outside.what_happened()
+    return achievement(name, sandbox.run(made.binary, b"input", LIMITS, kind="binary"), outside, "strong")
 
 
 def alone(name: str, outside: Outside) -> str:
@@ -166,19 +195,16 @@ def main(strength: str, names: list[str]) -> None:
         if strength == "control":
             print(json.dumps({"strength": "control", "found": {name: alone(name, outside) for name in names}}))
             return
-        sandbox = Sandbox(SandboxSettings(require=strength))  # type: ignore[arg-type]
+        is_cpp = strength == "cpp"
+        sandbox = Sandbox(SandboxSettings(require="strong" if is_cpp else strength))  # type: ignore[arg-type]
         layers = sandbox.start()
         stack.callback(sandbox.close)
-        for name in names or hostile.PROGRAMS:
-            text = hostile.PRELUDE + Template(hostile.PROGRAMS[name]).safe_substitute(outside.names)
+        for name in names or ([*hostile_cpp.PROGRAMS, *hostile_cpp.TEXTS] if is_cpp else hostile.PROGRAMS):
             server = sandbox.server_pid
             try:
-                run = sandbox.run(text.encode(), b"input", LIMITS)
-                found[name] = achievement(name, run, outside, layers.strength)
+                found[name] = (compiled if is_cpp else interpreted)(name, outside, sandbox)
                 if found[name]:
                     outside.before = outside.state()
-                if names:
-                    print(run, file=sys.stderr)
             except SandboxError as error:
                 found[name] = f"it broke the sandbox: {error}"
             if sandbox.server_pid == server and (left := processes_of(server)) and not os.environ.get("SHARED"):

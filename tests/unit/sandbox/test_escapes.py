@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import hostile
+import hostile_cpp
 import pytest
 
 from rlhpc.sandbox import kernel
+from rlhpc.sandbox.cpp import COMPILERS
 
 pytestmark = [pytest.mark.starts, pytest.mark.timeout(600)]
 BATTERY = Path(__file__).parent / "battery.py"
@@ -54,6 +56,13 @@ def _strong(as_nobody: bool) -> dict[str, str]:
 
 
 @cache
+def _cpp() -> dict[str, str]:
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip(f"no compiler of C++ ({', '.join(COMPILERS)})")
+    return _run(["cpp"])
+
+
+@cache
 def _basic() -> dict[str, str]:
     if not kernel.landlock_version():
         pytest.skip("this kernel has no Landlock")
@@ -63,6 +72,11 @@ def _basic() -> dict[str, str]:
 @pytest.mark.parametrize("name", [*hostile.PROGRAMS, "afterwards"])
 def test_no_program_gets_out_or_harms_the_node(name: str) -> None:
     assert _strong(as_nobody=False)[name] == ""
+
+
+@pytest.mark.parametrize("name", [*hostile_cpp.PROGRAMS, *hostile_cpp.TEXTS, "afterwards"])
+def test_no_program_in_cpp_gets_out_and_no_text_makes_the_compiler_tell_or_harm(name: str) -> None:
+    assert _cpp()[name] == ""
 
 
 @pytest.mark.long
