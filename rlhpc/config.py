@@ -174,7 +174,7 @@ def ranks_fill_the_layout(config: Config) -> None:
     if trainer.num_ranks % replica:
         raise ValueError(
             f"trainer.num_ranks={trainer.num_ranks} is not a multiple of tensor_parallel × pipeline_parallel × "
-            f"context_parallel = {replica}"
+            f"context_parallel = {replica}; legal: a multiple of {replica}"
         )
     stage = trainer.num_ranks // trainer.pipeline_parallel
     if stage % trainer.expert_parallel:

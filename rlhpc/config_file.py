@@ -22,6 +22,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
+from rlhpc.toml_text import read_toml
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -30,18 +31,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Relative paths in the result are made absolute from the current directory.
     Raises ConfigError: file missing, not TOML, unknown key, wrong type, illegal value, keys that contradict each other.
     """
-    return settled(_read_toml(path), overrides, str(path))
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: a directory, not a run file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+    return settled(read_toml(path, "run file"), overrides, str(path))
 
 
 def override(config: Config, words: Sequence[str]) -> Config:
@@ -170,6 +160,26 @@ _PATTERNS = {
     r"^[A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
 }
 MOST_HINTS = 2
+# Names that other libraries have for keys, where ours are not similar.
+_ELSEWHERE = {
+    "lr": "trainer.learning_rate",
+    "batch_size": "admission.groups_per_step",
+    "train_batch_size": "admission.groups_per_step",
+    "per_device_train_batch_size": "admission.groups_per_step",
+    "num_generations": "admission.group_size",
+    "rollout_n": "admission.group_size",
+    "max_steps": "run.num_steps",
+    "total_training_steps": "run.num_steps",
+    "max_tokens": "generation.max_completion_tokens",
+    "max_response_length": "generation.max_completion_tokens",
+    "max_completion_length": "generation.max_completion_tokens",
+    "max_prompt_length": "generation.max_prompt_tokens",
+    "beta": "algorithm.kl_coefficient",
+    "kl_coef": "algorithm.kl_coefficient",
+    "save_steps": "checkpoint.every_steps",
+    "eval_steps": "evaluation.every_steps",
+    "model_name_or_path": "model.path",
+}
 _RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
 
 
@@ -212,9 +222,15 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
         *section, name = map(str, detail["loc"])
         legal = [*_SECTIONS[section[0]].model_fields] if section else [*_SECTIONS]
         return unknown_key(key, detail["input"], legal, _places_of(name))
-    if detail["type"] == "value_error":  # raised by a rule over several keys, whose message names them
-        return str(detail["ctx"]["error"])
+    if detail["type"] == "value_error":  # raised by a rule over several keys names them, of one key says what is legal
+        cause = str(detail["ctx"]["error"])
+        return f"{key}={detail['input']!r}: {cause}" if _is_of_a_key(detail["loc"]) else cause
     return None
+
+
+def _is_of_a_key(place: tuple[str | int, ...]) -> bool:
+    """Whether a fault is of one key, and not of a whole table."""
+    return len(place) > 1 and place[-1] in _SECTIONS[str(place[0])].model_fields
 
 
 def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
@@ -226,7 +242,9 @@ def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequen
 
 
 def _places_of(name: str) -> list[str]:
-    """Every place at which a key of this name is legal, or else of a similar one."""
+    """Every place at which a key of this name is legal, or else of a similar one, or what other libraries call so."""
+    if (known := _ELSEWHERE.get(name)) is not None:
+        return [known]
     keys = {f"{section}.{key}": key for section, model in _SECTIONS.items() for key in model.model_fields}
     similar = difflib.get_close_matches(name, set(keys.values()), n=1, cutoff=0.8)
     wanted = name if name in keys.values() else similar[0] if similar else None

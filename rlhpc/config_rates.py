@@ -15,7 +15,8 @@ def warmup_is_shorter_than_run(config: Config) -> None:
     """Otherwise the learning rate is never reached."""
     if config.trainer.warmup_steps > config.run.num_steps:
         raise ValueError(
-            f"trainer.warmup_steps={config.trainer.warmup_steps} is more than run.num_steps={config.run.num_steps}"
+            f"trainer.warmup_steps={config.trainer.warmup_steps} is more than run.num_steps={config.run.num_steps}; "
+            f"legal: 0 to {config.run.num_steps}"
         )
 
 
@@ -48,7 +49,7 @@ def rates_do_not_cross(config: Config) -> None:
     if trainer.min_learning_rate > trainer.learning_rate:
         raise ValueError(
             f"trainer.min_learning_rate={trainer.min_learning_rate:g} is above "
-            f"trainer.learning_rate={trainer.learning_rate:g}"
+            f"trainer.learning_rate={trainer.learning_rate:g}; legal: 0 to {trainer.learning_rate:g}"
         )
 
 

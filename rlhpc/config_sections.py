@@ -10,12 +10,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
-LoosePath = Annotated[Path, Field(strict=False)]  # a run file has strings
+
+
+def _not_empty(value: object) -> object:
+    """An empty text would be the current directory."""
+    if value == "":
+        raise ValueError("legal: a path")
+    return value
+
+
+LoosePath = Annotated[Path, Field(strict=False), BeforeValidator(_not_empty)]  # a run file has strings
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -36,7 +45,7 @@ class RunConfig(Section):
     """Run directory; default runs/NAME, relative to the current directory."""
     num_steps: Positive
     """Total optimiser steps, those before a resume included."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Seeds prompt order, sampling and random initial weights."""
     deterministic: bool = False
     """The same run again, or interrupted and resumed, has the same batches, losses and parameters, bit for bit: weights

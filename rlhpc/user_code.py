@@ -37,6 +37,8 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
     value = f"{key}={said or repr(path)}"
     module, name = _parts(path)
     package, *inner = module.split(".")
+    if inner == ["py"]:
+        raise ConfigError(f"{value}: a file, not a module; legal: {package}:{name}")
     # Only the top-level package: looking up "a.b" would import "a".
     spec = importlib.util.find_spec(package)
     if spec is None:
@@ -81,9 +83,15 @@ def load(key: str, path: str, said: str | None = None) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{value}: cannot import {module_name}: {error}") from error
+    except Exception as error:  # it is not our code
+        raise ConfigError(f"{value}: cannot import {module_name}: {error!r}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError(f"{value}: {module_name} has no function {name!r}")
+        raise ConfigError(
+            f"{value}: {module_name}.{name} is {found!r}, which cannot be called; legal: a function"
+            if hasattr(module, name)
+            else f"{value}: {module_name} has no function {name!r}"
+        )
     return found
 
 

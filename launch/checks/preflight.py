@@ -6,29 +6,31 @@ Input: Config.  Output: what was found out; raises ConfigError that names the ke
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from launch.checks.memory.engine import least_cache_bytes
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
+from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_untrainable
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.mixture import validate_datasets
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox, described_languages
 from rlhpc.rewards.composite import reference_check
 from rlhpc.rewards.environments.registry import validate_environment
 from rlhpc.rewards.environments.search import open_collection
+from rlhpc.rewards.judge_endpoint import read_key
 from rlhpc.rewards.registry import BUILT_IN, asks_for_record, validate_task
 from rlhpc.user_code import look_up
-
-_NEEDED = ("config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     """
     model = _model_config(config)
     shape = _shape_that_fits_the_layout(config, model)
+    refuse_untrainable(model, config.model.path / "config.json")
+    _refuse_unfit_engine(config, model, shape)
     if roles_run_here:
         _parts_are_installed(config)
     _own_code_is_there(config)
@@ -62,7 +66,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
 
 def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findings:
     """As preflight(), where nothing is trained.  Raises ConfigError."""
-    model = _model_config(config)
+    model = _model_config(config, is_trained=False)
     if roles_run_here:
         _engine_is_installed(config)
     return _look_at_prompts(config, model, None, roles_run_here=roles_run_here)
@@ -70,6 +74,9 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
 
 def _sandbox_here(config: Config) -> str:
     """How programs are isolated on this node; "" where no task runs any.  Raises ConfigError if less than required."""
+    python = config.sandbox.python
+    if python and runs_programs(config) and shutil.which(python) is None:
+        raise ConfigError(f"sandbox.python={python!r}: no such program here; legal: an interpreter, 3.9 or later")
     try:
         layers = check_sandbox(config.sandbox, is_needed=runs_programs(config))
     except SandboxError as error:
@@ -77,18 +84,29 @@ def _sandbox_here(config: Config) -> str:
     return f"{layers.described()}; {described_languages(config.sandbox)}" if layers else ""
 
 
+def _judge_has_its_key(config: Config) -> None:
+    if "llm_judge" in config.tasks:
+        try:
+            read_key(config.judge)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
 def _look_at_prompts(
     config: Config, model: dict[str, Any], shape: ModelShape | None, *, roles_run_here: bool
 ) -> Findings:
     _tasks_are_there(config)
     _environments_are_there(config)
+    if roles_run_here:
+        _judge_has_its_key(config)
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))
     if longest > positions:
         raise ConfigError(
             f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest} is more than the model's "
-            f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'})"
+            f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'}); "
+            f"legal: {positions} or less together"
         )
     return Findings(
         model,
@@ -132,21 +150,26 @@ def _own_code_is_there(config: Config) -> None:
             look_up(f"algorithm.{key}", value)
 
 
-def _model_config(config: Config) -> dict[str, Any]:
-    path = config.model.path
-    if not path.is_dir():
-        raise ConfigError(f"model.path={str(path)!r}: no such directory; give an HF checkpoint directory")
-    missing = [name for name in _NEEDED if not (path / name).exists()]
-    if missing or not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.path={str(path)!r}: not a complete HF checkpoint: {', '.join(missing) or '*.safetensors'} missing; "
-            "transformers' save_pretrained, of model and of fast tokenizer, writes all files into it"
-        )
-    try:
-        document: dict[str, Any] = json.loads((path / "config.json").read_bytes())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path / 'config.json'}: not JSON: {error}") from error
+def _model_config(config: Config, *, is_trained: bool = True) -> dict[str, Any]:
+    """Of the policy; and whether a critic begins as a model of the same tokens."""
+    document = read_model(config.model.path)
+    place = config.model.path / "config.json"
+    tokenizer = PromptTokenizer(config.model.path)
+    refuse_other_vocabulary(document, place, tokenizer.num_words, tokenizer.eos_tokens)
+    if is_trained and config.critic.path is not None:
+        _refuse_other_critic(config.critic.path, document, place)
     return document
+
+
+def _refuse_other_critic(path: Path, model: Mapping[str, Any], place: Path) -> None:
+    critic = read_model(path, "critic.path")
+    refuse_untrainable(critic, path / "config.json")
+    size, wanted = critic.get("vocab_size"), model.get("vocab_size")
+    if size != wanted:
+        raise ConfigError(
+            f"critic.path={str(path)!r}: vocab_size={size}, and {place} has {wanted}: it would read other tokens than "
+            "the policy writes; legal: a model with the policy's tokenizer"
+        )
 
 
 def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> ModelShape | None:
@@ -168,6 +191,27 @@ def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> Mod
         return ModelShape.of(model)
     except KeyError as error:
         raise ConfigError(f"{place}: no {error}, which every {family} has") from error
+
+
+def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelShape | None) -> None:
+    """What vLLM refuses after it has been loaded."""
+    generation = config.generation
+    if generation.engine != "vllm":
+        return
+    ranks, heads = generation.tensor_parallel, model.get("num_attention_heads")
+    if heads and heads % ranks:
+        legal = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ConfigError(
+            f"generation.tensor_parallel={ranks} does not divide num_attention_heads={heads} of "
+            f"{config.model.path / 'config.json'}; legal: {legal}"
+        )
+    if shape is not None and generation.kv_cache_bytes is not None:
+        least = least_cache_bytes(config, shape)
+        if generation.kv_cache_bytes < least:
+            raise ConfigError(
+                f"generation.kv_cache_bytes={generation.kv_cache_bytes} holds no sequence of max_prompt_tokens + "
+                f"max_completion_tokens; legal: {least} or more"
+            )
 
 
 def _parts_are_installed(config: Config) -> None:

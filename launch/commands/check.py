@@ -10,15 +10,19 @@ from launch.checks.bias import biases
 from launch.checks.first_prompt import first_prompt, stop_tokens
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
+from launch.checks.own_code import try_own_code
 from launch.checks.preflight import preflight
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
+from launch.run_directory.owner import OWN_FILES
 from rlhpc.config_file import load_config
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
+
+_LONGEST_NAME = 255  # bytes, of one name in a path
 
 
 def check_run_file(options: argparse.Namespace) -> int:
@@ -32,6 +36,7 @@ def check_run_file(options: argparse.Namespace) -> int:
         _refuse_place(config.run_directory)
     findings, evaluations = preflight(config), preview_evaluations(config)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
+    own = [] if options.site else try_own_code(config)  # it is of another machine
     print(describe_plan(config, RunLayout(config.run_directory), gpus))
     size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
@@ -49,12 +54,19 @@ def check_run_file(options: argparse.Namespace) -> int:
     has_dialogues = any(dataset.environment for dataset in config.data)
     print(stop_tokens(tokenizer, dialogue_template(config, tokenizer) if has_dialogues else None))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
-    print("\n".join([*sandbox, *evaluations, memory, *biases(config)]))
+    print("\n".join([*own, *sandbox, *evaluations, memory, *biases(config)]))
     return 0
 
 
 def _refuse_place(directory: Path) -> None:
-    """Where a run cannot make its directory."""
+    """Where a run cannot make its directory, or would not take the one that is there."""
+    if long := [part for part in directory.parts if len(os.fsencode(part)) > _LONGEST_NAME]:
+        raise ConfigError(
+            f"run.directory={str(directory)!r}: {long[0][:20]!r}… is too long for a name, {len(os.fsencode(long[0]))} "
+            f"bytes; legal: {_LONGEST_NAME} or less"
+        )
+    if directory.is_dir() and not RunLayout(directory).is_run and {*os.listdir(directory)} - OWN_FILES:  # noqa: PTH208
+        raise ConfigError(f"{directory} exists and is not a run directory; legal: another run.directory")
     there = next(place for place in (directory, *directory.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "you may not write there" if there.is_dir() else "it is not a directory"

@@ -6,7 +6,6 @@ all.  Keys have the same meaning as in Slurm; what a run needs of them is derive
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,9 +13,10 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from launch.plan.site_values import Bind, Directive, Interface, Several, ShellLine, VariableName, Walltime, Word
-from rlhpc.config_file import fault_lines, unknown_key
+from rlhpc.config_file import fault_lines, sections, unknown_key
 from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.errors import ConfigError
+from rlhpc.toml_text import read_toml
 
 # GiB that CUDA reports as the whole of a GPU, rounded down: less than the name says, which counts in GB.
 GPU_MEMORY_GIB = {
@@ -276,13 +276,7 @@ SECTIONS: dict[str, type[Section]] = {
 def load_site(path: Path) -> Site:
     """Read a site file.  Raises ConfigError: missing, not TOML, unknown key, wrong type, a GPU of unknown memory."""
     try:
-        return Site.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such site file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: a directory, not a site file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+        return Site.model_validate(read_toml(path, "site file"))
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in fault_lines(error, _explain))) from None
 
@@ -301,7 +295,8 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
     value, is_of_section = detail["input"], len(detail["loc"]) == 1
     match detail["type"]:
         case "extra_forbidden":
-            return unknown_key(key, value, legal_keys("" if is_of_section else str(detail["loc"][0])))
+            said = unknown_key(key, value, legal_keys("" if is_of_section else str(detail["loc"][0])))
+            return f"{said}; [{key}] is a section of run files" if is_of_section and key in sections() else said
         case "value_error":  # a rule over several keys of a section names its key itself
             return f"{key}.{_cause(detail)}" if is_of_section else f"{key}={value!r}: {_cause(detail)}"
         case "string_pattern_mismatch":

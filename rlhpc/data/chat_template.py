@@ -35,7 +35,10 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"model.path: the chat template does not compile: {error}") from error
+            raise ConfigError(
+                "model.path: the chat template (chat_template.jinja, or in tokenizer_config.json) does not compile: "
+                f"{error}"
+            ) from error
 
     def render(
         self,

@@ -19,6 +19,7 @@ from rlhpc.data.dataset_files import form_of
 from rlhpc.errors import DataError
 
 Rows = Iterator[tuple[dict[str, Any], int]]
+_POINTER = b"version https://git-lfs"
 _LONGEST_CELL = 64 << 20  # characters of one value in CSV; the library's own bound is 128 KiB
 
 
@@ -34,11 +35,19 @@ def read_rows(file: Path) -> Rows:
         ".arrow": _arrow,
     }
     try:
+        _refuse_pointer(file)
         yield from readers[form_of(file)](file)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{file} is damaged: {error}") from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _refuse_pointer(file: Path) -> None:
+    """What Git LFS leaves in a file's place until it is fetched."""
+    with file.open("rb") as content:
+        if content.read(len(_POINTER)) == _POINTER:
+            raise DataError(f"{file}: a pointer of Git LFS, not the data; fetch it: git lfs pull")
 
 
 def _open(file: Path) -> BinaryIO:
@@ -74,7 +83,8 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
         except UnicodeDecodeError as error:
             raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
         except json.JSONDecodeError as error:
-            raise DataError(f"{source}: malformed JSON: {error.msg} at column {error.colno}") from error
+            damage = "; the line has NUL bytes, as after a crash or a sparse copy" if b"\0" in line else ""
+            raise DataError(f"{source}: malformed JSON: {error.msg} at column {error.colno}{damage}") from error
         if text.strip():
             yield _object(fields, source, "the line"), number
 

@@ -148,16 +148,27 @@ class PromptTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     @property
+    def num_words(self) -> int:
+        """Tokens of its vocabulary, without those that were added to it."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=False))
+
+    @property
+    def eos_tokens(self) -> list[object]:
+        """As eos_token_ids, in any order, whatever the files hold."""
+        found: list[object] = []
+        for name in ("generation_config.json", "config.json"):
+            ids = self._read_json(name).get("eos_token_id")
+            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        return found
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a sequence, ascending; () where the checkpoint names none.
 
         The union of eos_token_id in generation_config.json and config.json and of eos_token in tokenizer_config.json
         and special_tokens_map.json: chat models end a turn with a token that only some of the files name.
         """
-        found: set[int] = set()
-        for name in ("generation_config.json", "config.json"):
-            ids = self._read_json(name).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        found = {token for token in self.eos_tokens if isinstance(token, int)}
         if (token := self._special_tokens().get("eos_token")) is not None:
             token_id = self._tokenizer.token_to_id(token)
             found.update([] if token_id is None else [token_id])

@@ -61,13 +61,18 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
 
 
+# Two words in a row, which math-verify would read as products of letters.
+_SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
+_COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
+
+
 def read_reference(reference: str) -> PlainNumber | list[Any]:
     """Return the number, or the expression as math-verify reads it.  Raises ValueError if it is neither."""
     text = answer_in(reference)
     number = parse_plain_number(text)
     if number is not None:
         return number
-    parsed = _parse_latex(text)
+    parsed = [] if _SENTENCE.search(_COMMANDS.sub("", text)) else _parse_latex(text)
     if not parsed:
         raise ValueError(
             f"reference {text[:_SHOWN_CHARACTERS]!r} cannot be read as mathematics; legal: a number, or one expression "

@@ -42,7 +42,8 @@ def token_f1(completion: str, reference: str) -> RewardOutcome:
 
 def check_reference(reference: str) -> None:
     """Raises ValueError as `references`."""
-    references(reference)
+    if not any(text.strip() for text in references(reference)):
+        raise ValueError("the reference is empty, so that saying nothing would be right; legal: a text")
 
 
 def references(reference: str) -> list[str]:

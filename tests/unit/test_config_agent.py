@@ -17,6 +17,7 @@ from tests.unit.roles.small_ring import small_config
 OWN = {"environment": "agent", "use_chat_template": True, "task": "environment"}
 RUN = {"function": "tests.unit.roles.sample_agents:once"}
 ROOT = Path(__file__).parents[2]
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without any
 
 
 def config_with(data: dict[str, Any], agent: dict[str, Any], **sections: Any) -> Config:
@@ -70,7 +71,7 @@ def test_a_word_of_a_command_that_is_a_file_is_meant_from_where_the_command_is_g
 def checkpoint(tmp_path: Path) -> Path:
     model = make_chat_model(tmp_path / "model", "qwen2.5")
     (model / "config.json").write_text('{"model_type": "qwen2", "hidden_size": 8}')
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
     (tmp_path / "records.jsonl").write_text('{"question": "6 times 7"}\n')
     return model
 

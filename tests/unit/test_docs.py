@@ -81,7 +81,7 @@ def _type_in_words(info: FieldInfo) -> str:
 def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
-        metadata += [bound for part in more for bound in part.metadata]
+        metadata += [bound for part in more for bound in getattr(part, "metadata", ())]
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple and get_origin(get_args(annotation)[0]) is Literal:

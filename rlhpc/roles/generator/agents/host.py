@@ -235,6 +235,7 @@ def main(parent_pid: int, what: Sequence[str]) -> int:
         loaded = None
         if function is not None:
             loaded = try_out("agent.function", function, "its import", lambda: load("agent.function", function))
+            _refuse_parameters(function, loaded)
     except ConfigError as error:
         host.say(ready=str(error.__cause__ if isinstance(error.__cause__, ConfigError) else error))
         return 1
@@ -242,6 +243,18 @@ def main(parent_pid: int, what: Sequence[str]) -> int:
     host.say(ready="")
     host.run()
     return 0
+
+
+def _refuse_parameters(name: str, function: Callable[..., object]) -> None:
+    """Raises ConfigError for a function that cannot be called with a record."""
+    try:
+        inspect.signature(function).bind({})
+    except TypeError as error:
+        raise ConfigError(
+            f"agent.function={name!r}: {error}; legal: a function that is called with the record alone"
+        ) from error
+    except ValueError:  # of C: nobody can tell
+        return
 
 
 def _heed_signals(parent_pid: int) -> None:

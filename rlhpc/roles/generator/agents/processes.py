@@ -69,6 +69,11 @@ class AgentProcesses:
         self._told[session] = told
         self._say(start=session, record=record, variables=variables)
 
+    async def try_start(self) -> None:
+        """Import the user's module and start no agent.  Raises RoleFailed if none could be started."""
+        await self._open()
+        await self.close()
+
     def kill(self, session: str) -> None:
         """It is not wanted any more, and nobody is told how it ends."""
         if self._told.pop(session, None) is not None:

@@ -1,0 +1,240 @@
+"""What is wrong with the directory of a model, found without loading it: files, sizes, headers of the weights.
+
+Input: an HF checkpoint directory and the key that names it.  Output: the content of config.json; a ConfigError that
+names the file, what stands there and what is legal.  Reads headers of safetensors files, not their numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhpc.errors import ConfigError
+
+_NEEDED = ("config.json", "tokenizer.json")
+_INDEX = "model.safetensors.index.json"
+_EMBEDDING = "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LFS = b"version https://git-lfs"
+_LONGEST_HEADER = 100 << 20  # bytes, as the safetensors library has it
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "vocab_size", "max_position_embeddings", "head_dim",
+)  # fmt: skip
+# What the trainer does not compute, by key of config.json and the values that mean nothing.
+_NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def read_model(directory: Path, key: str = "model.path") -> dict[str, Any]:
+    """config.json of a checkpoint whose files are whole and fit it.  Raises ConfigError."""
+    value = f"{key}={str(directory)!r}"
+    _refuse_incomplete(directory, value)
+    place = directory / "config.json"
+    document = _object_in(place)
+    _refuse_sizes(document, place)
+    _refuse_weights(directory, document)
+    return document
+
+
+def refuse_other_vocabulary(model: Mapping[str, Any], place: Path, vocabulary: int, eos: Iterable[object]) -> None:
+    """vocabulary: words of the tokenizer, without those that were added to it.  eos: tokens that end a completion.
+
+    Raises ConfigError for a tokenizer of a larger model, and for ends that are no tokens of this one.
+    """
+    size = model.get("vocab_size")
+    if not isinstance(size, int):
+        return
+    if vocabulary > size:
+        raise ConfigError(
+            f"{place.parent / 'tokenizer.json'}: {vocabulary:,} tokens, and {place} has vocab_size={size}: they are of "
+            "different models; legal: the tokenizer of this model"
+        )
+    for token in eos:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+            raise ConfigError(
+                f"{place}, or generation_config.json beside it: eos_token_id={token!r}; legal: 0 to {size - 1} "
+                f"(vocab_size={size})"
+            )
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def _refuse_incomplete(directory: Path, value: str) -> None:
+    if not directory.is_dir():
+        why = "a file" if directory.is_file() else "no such directory"
+        raise ConfigError(
+            f"{value}: {why}; legal: an HF checkpoint directory (one of a hub is downloaded first: hf download NAME "
+            "--local-dir DIRECTORY)"
+        )
+    missing = [name for name in _NEEDED if not (directory / name).exists()]
+    names = {file.name for file in directory.iterdir()}
+    if "adapter_config.json" in names and "model.safetensors" not in names and _INDEX not in names:
+        raise ConfigError(
+            f"{value}: an adapter (adapter_config.json) without its model; legal: merge it, and save that"
+        )
+    if missing or not any(directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"{value}: not a complete HF checkpoint: {', '.join(missing) or '*.safetensors'} missing; "
+            "transformers' save_pretrained, of model and of fast tokenizer, writes all files into it"
+            f"{_what_is_there(directory)}"
+        )
+
+
+def _what_is_there(directory: Path) -> str:
+    """What may explain why a file is missing."""
+    inner = sorted(each.name for each in directory.iterdir() if (each / "config.json").is_file())
+    if inner:
+        return f" (did you mean {directory / inner[0]}?)"
+    other = sorted(each.name for each in directory.iterdir() if each.suffix in (".bin", ".pth", ".pt", ".gguf"))
+    return f" (there is {other[0]}, of a format that is not read here)" if other else ""
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_bytes())
+    except ValueError as error:  # of json, or not UTF-8
+        raise ConfigError(f"{file}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{file}: a {type(document).__name__}; legal: a JSON object")
+    return document
+
+
+# -------------------------------------------------------------------------------------------------------- config.json
+
+
+def _refuse_sizes(model: Mapping[str, Any], place: Path) -> None:
+    if not isinstance(model.get("model_type"), str):
+        raise ConfigError(f"{place}: model_type={model.get('model_type')!r}; legal: the family's name, such as 'qwen2'")
+    for name in _SIZES:
+        size = model.get(name)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
+            raise ConfigError(f"{place}: {name}={size!r}; legal: a whole number above 0")
+    heads, hidden = model.get("num_attention_heads"), model.get("hidden_size")
+    if heads and hidden and not model.get("head_dim") and hidden % heads:
+        raise ConfigError(f"{place}: num_attention_heads={heads} does not divide hidden_size={hidden}")
+    if heads and (key_heads := model.get("num_key_value_heads")) and heads % key_heads:
+        raise ConfigError(f"{place}: num_key_value_heads={key_heads} does not divide num_attention_heads={heads}")
+
+
+def refuse_untrainable(model: Mapping[str, Any], place: Path) -> None:
+    """What every trainer backend would refuse after it has loaded the weights, as far as config.json tells."""
+    if quantised := model.get("quantization_config"):
+        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"{place}: quantization_config has quant_method={method!r}: quantised weights are not trained; legal: the "
+            "checkpoint in bfloat16 or float32"
+        )
+    family, architectures = model["model_type"], model.get("architectures") or ()
+    if not architectures:
+        raise ConfigError(f'{place}: no architectures, by which engines know the model; legal: ["…ForCausalLM"]')
+    if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        raise ConfigError(
+            f"{place}: architectures={list(architectures)}, of model_type={family!r}: no causal language model; "
+            "legal: one that ends in ForCausalLM"
+        )
+    known = _families_of_transformers()
+    if known and family not in known:
+        raise ConfigError(
+            f"{place}: model_type={family!r} is no causal language model of the transformers installed here; legal: "
+            "one of its model types, or a newer transformers"
+        )
+    for name, harmless in _NOT_COMPUTED.items():
+        if model.get(name) not in harmless:
+            raise ConfigError(f"{place}: {name}={model[name]!r}, which the trainer does not compute; legal: none of it")
+    if strange := sorted({*(model.get("layer_types") or ())} - {*_LAYER_TYPES}):
+        raise ConfigError(f"{place}: layer_types has {strange[0]!r}; legal: {', '.join(map(repr, _LAYER_TYPES))}")
+
+
+def _families_of_transformers() -> set[str]:
+    """Model types with a causal language model, from the text of the library, which takes seconds to import."""
+    spec = importlib.util.find_spec("transformers")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        try:
+            text = (Path(place) / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        _, _, table = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+        return set(re.findall(r'\(\s*"([^"]+)",\s*"', table.partition("\n)")[0]))
+    return set()
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+class _Tensors(NamedTuple):
+    """Of one file: shapes by name."""
+
+    file: Path
+    shapes: dict[str, list[int]]
+
+
+def _refuse_weights(directory: Path, model: Mapping[str, Any]) -> None:
+    files = _files_of(directory)
+    tensors = [_Tensors(file, _header_of(file)) for file in files]
+    shapes = {name: (shape, each.file) for each in tensors for name, shape in each.shapes.items()}
+    wanted = [model.get("vocab_size"), model.get("hidden_size")]
+    if _EMBEDDING in shapes and None not in wanted and shapes[_EMBEDDING][0] != wanted:
+        shape, file = shapes[_EMBEDDING]
+        raise ConfigError(
+            f"{file}: {_EMBEDDING} has the shape {shape}, and by vocab_size and hidden_size of "
+            f"{directory / 'config.json'} it is {wanted}: they are of different models"
+        )
+    layers = {int(found[1]) for name in shapes if (found := _LAYER.match(name))}
+    absent = sorted({*range(model.get("num_hidden_layers", 0))} - layers) if layers else []
+    if absent:
+        raise ConfigError(
+            f"{directory}: num_hidden_layers={model['num_hidden_layers']} in config.json, and {_names(files)} has no "
+            f"tensor of model.layers.{absent[0]}.; legal: all files of one checkpoint"
+        )
+
+
+def _names(files: list[Path]) -> str:
+    return files[0].name if len(files) == 1 else f"{files[0].name} to {files[-1].name}"
+
+
+def _files_of(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    named = _object_in(index).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise ConfigError(f"{index}: no weight_map; legal: the index that save_pretrained writes")
+    files = [directory / str(name) for name in sorted({*map(str, named.values())})]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file} does not exist, and {index.name} names it; legal: all files of the checkpoint")
+    return files
+
+
+def _header_of(file: Path) -> dict[str, list[int]]:
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        start = content.read(len(_LFS))
+        if start == _LFS:
+            raise ConfigError(f"{file}: a pointer of Git LFS, not the weights; fetch them: git lfs pull")
+        length = int.from_bytes(start[:8], "little")
+        content.seek(8)
+        if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+            raise ConfigError(f"{file}: {size:,} bytes that are not a safetensors file; copy it again")
+        header = content.read(length)
+    try:
+        document = json.loads(header)
+        tensors = {str(name): entry for name, entry in document.items() if name != "__metadata__"}
+        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        shapes = {name: [int(n) for n in entry["shape"]] for name, entry in tensors.items()}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{file}: its header is not that of a safetensors file: {error!r}; copy it again") from error
+    if size < end:
+        raise ConfigError(f"{file}: cut off: {size:,} of {end:,} bytes; copy it again")
+    return shapes

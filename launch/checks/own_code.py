@@ -1,0 +1,177 @@
+"""Try the code of the user's own that a run file names, in processes of its own, before a run needs it.
+
+    data.task          judges the first record: the reference as an answer, and one that says nothing
+    data.environment   imported, by a reward worker
+    agent.function     imported, by the process that would start agents, and its parameters are counted
+    algorithm.loss, algorithm.advantage   imported and tried as when a run starts (own_formulas.py)
+
+Input: Config.  Output: lines for people; a ConfigError with the key, the record, and what was raised or returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rlhpc.config import Config
+from rlhpc.config_algorithm import ADVANTAGES, LOSSES
+from rlhpc.config_data import AGENT, OWN_REWARD, DataConfig
+from rlhpc.config_sandbox import is_code
+from rlhpc.data.dataset_files import dataset_files
+from rlhpc.data.records import Record
+from rlhpc.data.row_formats import read_rows
+from rlhpc.errors import ConfigError, RoleFailed
+from rlhpc.rewards.open_pool import open_pool
+from rlhpc.rewards.pool import Judgement, RewardPool
+from rlhpc.rewards.registry import BUILT_IN
+from rlhpc.roles.generator.agents.processes import AgentProcesses
+from rlhpc.types import Verdict
+
+NO_ANSWER = "I do not know."
+_MOST_RECORDS = 1000  # among which the first of each task is looked for
+_MOST_S = 120.0  # for the imports of a formula
+_SHOWN_CHARACTERS = 40
+_LEGAL = "legal: f(completion, reference) that returns a number, a bool, a dict with a reward or a RewardOutcome"
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A task, the first record that it judges, and the reference in it."""
+
+    task: str
+    record: Record
+    reference: str
+
+
+def try_own_code(config: Config) -> list[str]:
+    """A line for each reward function.  Raises ConfigError for whatever would fail in a run."""
+    _try_formulas(config)
+    if config.agent.function:
+        _try_agent(config)
+    trials = list(_trials(config))
+    has_environment = any(":" in dataset.environment for dataset in config.data)
+    if not trials and not has_environment:
+        return []
+    try:
+        return asyncio.run(_judge(config, trials, with_environments=has_environment))
+    except RoleFailed as error:
+        raise ConfigError(_cause(str(error))) from error
+
+
+# -------------------------------------------------------------------------------------------------------------- rewards
+
+
+def _trials(config: Config) -> Iterator[_Trial]:
+    """Of tasks that are of the user's own, or have such a part; of others too where their parts have weights."""
+    seen = set[str]()
+    for dataset in config.data:
+        wanted = [task for task in dataset.all_tasks if task not in seen and _is_tried(config, task)]
+        for task, record in _first_records(dataset, wanted):
+            seen.add(task)
+            yield _Trial(task, record, record.reference(dataset.reference_field))
+
+
+def _is_tried(config: Config, task: str) -> bool:
+    if task == OWN_REWARD or is_code(config, task):
+        return False
+    parts = config.parts_of(task)
+    return any(part not in BUILT_IN for part in parts) or bool(config.shaping.part_weights and "llm_judge" not in parts)
+
+
+def _first_records(dataset: DataConfig, wanted: Iterable[str]) -> Iterator[tuple[str, Record]]:
+    """The first record of each task, as far as it is near the beginning."""
+    left = {*wanted}
+    for number, record in enumerate(_records(dataset) if left else ()):
+        value = dataset.tasks.get(record.text(dataset.task_field)) if _has_task(dataset, record) else dataset.task
+        if value in left:
+            left.discard(value)
+            yield value, record
+        if not left or number == _MOST_RECORDS:
+            return
+
+
+def _has_task(dataset: DataConfig, record: Record) -> bool:
+    return bool(dataset.task_field) and record.has(dataset.task_field)
+
+
+def _records(dataset: DataConfig) -> Iterator[Record]:
+    for file in dataset_files(dataset.path, dataset.split) if dataset.path is not None else ():
+        yield from (Record(fields, f"{file}:{number}") for fields, number in read_rows(file))
+
+
+async def _judge(config: Config, trials: list[_Trial], *, with_environments: bool) -> list[str]:
+    tasks = [trial.task for trial in trials]
+    async with open_pool(config, tasks, 1, with_environments=with_environments) as pool:
+        return [await _tried(config, pool, trial) for trial in trials]
+
+
+async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> str:
+    said = []
+    for what, completion in (("the reference", trial.reference), (repr(NO_ANSWER), NO_ANSWER)):
+        found = await pool.judge(trial.task, completion, trial.reference)
+        where = f"data.task={trial.task!r}, tried on {trial.record.source} with {what} as the completion"
+        if found.verdict is Verdict.VERIFIER_ERROR:
+            limit = (
+                f" (rewards.timeout_s, or task_timeout_s of {trial.task!r})"
+                if "no answer within" in found.detail
+                else ""
+            )
+            raise ConfigError(f"{where}: {_cause(found.detail).removeprefix(f'{trial.task}: ')}{limit}; {_LEGAL}")
+        _refuse_missing_parts(config, found, where)
+        said.append(f"{found.reward:g} for {what}")
+    return f"reward      {trial.task}, tried on {trial.record.source}: {', '.join(said)}"
+
+
+def _refuse_missing_parts(config: Config, found: Judgement, where: str) -> None:
+    for name in config.shaping.part_weights:
+        if name not in found.parts:
+            legal = ", ".join(sorted(found.parts)) or "none: its verdict has no parts"
+            raise ConfigError(f"shaping.part_weights has a weight for {name!r}; {where}; legal: {legal}")
+
+
+def _cause(said: str) -> str:
+    """Without who was told it by whom."""
+    return said.removeprefix("reward pool: ").removeprefix("worker cannot start: ").removeprefix("ConfigError: ")
+
+
+# --------------------------------------------------------------------------------------------------------------- others
+
+
+def _try_agent(config: Config) -> None:
+    if any(dataset.environment == AGENT for dataset in config.data):
+        try:
+            asyncio.run(AgentProcesses(config.agent.function, ()).try_start())
+        except RoleFailed as error:
+            raise ConfigError(str(error).removeprefix("no agent can be started: ")) from error
+
+
+def _try_formulas(config: Config) -> None:
+    named = (("loss", config.algorithm.loss, LOSSES), ("advantage", config.algorithm.advantage, ADVANTAGES))
+    for key, value, built_in in named:
+        if value not in built_in:
+            _try_formula(f"algorithm.{key}", value)
+
+
+def _try_formula(key: str, path: str) -> None:
+    """In a process of its own: it may import torch, and do anything."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "launch.checks.own_formulas", key, path]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=_MOST_S, check=False, errors="replace"
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{key}={path!r}: its trial has not ended within {_MOST_S:g} s") from error
+    if done.returncode == 0:
+        return
+    try:
+        raise ConfigError(json.loads(done.stdout.splitlines()[-1])["refused"])
+    except (ValueError, IndexError, KeyError, TypeError):
+        raise ConfigError(
+            f"{key}={path!r}: its trial ended with status {done.returncode}: {done.stderr[-300:]}"
+        ) from None

@@ -1,0 +1,84 @@
+"""Read a TOML file, and say of one that is none what its author has to change.
+
+Input: a file.  Output: its tables.  A fault is a ConfigError that names file and line, quotes the line, and says what
+is legal there: most are habits of other notations.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from rlhpc.errors import ConfigError
+
+_LINE = re.compile(r"at line (\d+)")
+_SHOWN_CHARACTERS = 80
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_QUOTES = re.compile("[“”„‘’«»]")
+
+# What a value looks like where its author meant something, and what is legal there.
+_HABITS = (
+    (re.compile(r"(?i:true|false)\b"), "true and false in small letters"),
+    (re.compile(r"(?i:null|none|nil)\b"), "leave the key out where nothing is meant"),
+    (re.compile(r"[+-]?\d+,\d+$"), "a decimal point, no comma"),
+    (re.compile(r"[+-]?0\d"), "a number without zeros before it"),
+    (re.compile(r"[+-]?[\d.]+\s*[A-Za-z%]+$"), "the number alone: its unit is part of the key's name"),
+    (re.compile(r"[A-Za-z_~/$.]"), 'a text in quotes: key = "text"'),
+)
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The tables of a file; what: "run file".  Raises ConfigError: it is not there, not UTF-8, not TOML."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such {what}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a directory, not a {what}") from None
+    text = _decoded(content, path)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}{_advice(text, str(error))}") from error
+
+
+def _decoded(content: bytes, path: Path) -> str:
+    if content.startswith(_UTF_16):
+        raise ConfigError(f"{path}: encoded as UTF-16; legal: UTF-8 (save it again as UTF-8)")
+    try:
+        return content.decode("utf-8-sig")  # some editors begin a file with a mark
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}: not UTF-8 at line {line}: byte 0x{content[error.start]:02x}; legal: a text saved as UTF-8"
+        ) from error
+
+
+def _advice(text: str, said: str) -> str:
+    """The line that is meant, and what would be legal there."""
+    found = _LINE.search(said)
+    lines = text.split("\n")
+    line = lines[int(found[1]) - 1].strip() if found else lines[-1].strip() or (lines[-2].strip() if lines[1:] else "")
+    legal = _legal(line, said)
+    shown = repr(line)[1:-1] if not line.isprintable() else line
+    return f": `{shown[:_SHOWN_CHARACTERS]}`{f'; legal: {legal}' if legal else ''}"
+
+
+def _legal(line: str, said: str) -> str:
+    _, equals, value = line.partition("=")
+    value = value.partition("#")[0].strip()
+    if "Cannot overwrite" in said:
+        return "each key once"
+    if "Cannot declare" in said:
+        return "each [section] once; [[data]] and [[evaluation]] are several"
+    if _QUOTES.search(line):
+        return 'straight quotes, "text"'
+    if "\\" in value:
+        return "\\\\ for each \\ between double quotes, or single quotes: 'C:\\data'"
+    if not equals and (line.startswith("{") or re.match(r"[\w.-]+\s*:", line)):
+        return "TOML: [section] on a line of its own, key = value below it"
+    if line.startswith("["):
+        return "[section], closed on its line"
+    return next((legal for form, legal in _HABITS if equals and form.match(value)), "")

@@ -1,0 +1,81 @@
+"""The user's own code: reward functions, environments, tools, agents, losses, advantages; and who judges."""
+
+from __future__ import annotations
+
+from tests.unit.launch.bad_inputs.desk import both, case, key, model_file, module
+
+MINE = {"data": {"task": "mine:judge"}}
+DEF = "def judge(completion, reference):\n"
+CHAT = model_file(
+    "chat_template.jinja",
+    "{% for m in messages %}<bos>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<bos>{% endif %}",
+)
+
+REWARDS = (
+    case("a module that is not there", key("data.task", "yours:judge"), "data.task='yours:judge'", "no module 'yours'", "PYTHONPATH"),
+    case("a path for a module", key("data.task", "mine.py:judge"), "data.task='mine.py:judge'", "mine:judge"),
+    case("a file's path", key("data.task", "./mine:judge"), "data.task='./mine:judge'", "legal"),
+    case("a function of another name", module("def score(a, b): return 1.0\n", **MINE), "data.task='mine:judge'", "mine.py has no 'judge'", "score"),
+    case("a syntax error", module("def judge(a, b)\n    return 1\n", **MINE), "mine.py:1", "expected ':'"),
+    case("an error on import", module("import no_such_package\n" + DEF + "    return 1.0\n", **MINE), "data.task='mine:judge'", "no_such_package", is_tried=True),
+    case("an exception on import", module("x = 1 / 0\n" + DEF + "    return 1.0\n", **MINE), "data.task='mine:judge'", "ZeroDivisionError", is_tried=True),
+    case("a number in place of a function", module("judge = 3\n", **MINE), "data.task='mine:judge'", "function", is_tried=True),
+    case("one parameter", module("def judge(completion):\n    return 1.0\n", **MINE), "data.task='mine:judge'", "train.jsonl:1", "positional argument", is_tried=True),
+    case("four parameters", module("def judge(data_source, solution, truth, extra):\n    return 1.0\n", **MINE), "data.task='mine:judge'", "missing 2 required", is_tried=True),
+    case("it raises", module(DEF + "    raise KeyError('x')\n", **MINE), "data.task='mine:judge'", "train.jsonl:1", "KeyError: 'x'", is_tried=True),
+    case("it returns a text", module(DEF + "    return '1.0'\n", **MINE), "data.task='mine:judge'", "not str", is_tried=True),
+    case("it returns nothing for a wrong answer", module(DEF + "    if completion == reference:\n        return 1.0\n", **MINE), "data.task='mine:judge'", "not NoneType", is_tried=True),
+    case("it returns NaN", module(DEF + "    return float('nan')\n", **MINE), "data.task='mine:judge'", "finite", "nan", is_tried=True),
+    case("it returns a list for a batch", module(DEF + "    return [1.0] * len(completion)\n", **MINE), "data.task='mine:judge'", "not list", is_tried=True),
+    case("a dict without a reward", module(DEF + "    return {'accuracy': 1.0}\n", **MINE), "data.task='mine:judge'", "'reward' or 'score'", "accuracy", is_tried=True),
+    case("it hangs", both(module("import time\n" + DEF + "    time.sleep(600)\n", **MINE), key("rewards.timeout_s", 0.5)), "data.task='mine:judge'", "0.5 s", "rewards.timeout_s", is_tried=True),
+    case("it hangs, async", both(module("import asyncio\nasync " + DEF + "    await asyncio.sleep(600)\n", **MINE), key("rewards.timeout_s", 0.5)), "data.task='mine:judge'", "0.5 s", is_tried=True),
+    case("async, and it yields", module("async " + DEF + "    yield 1.0\n", **MINE), "data.task='mine:judge'", "async_generator", is_tried=True),
+    case("it ends its process", module("import os\n" + DEF + "    os._exit(3)\n", **MINE), "data.task='mine:judge'", "exit status 3", is_tried=True),
+    case("it wants the record", module("def judge(completion, record):\n    return 1.0\n", **MINE), "data.reference_field='answer'", 'legal: "*"'),
+    case("parts that it does not name", both(module(DEF + "    return {'reward': 1.0, 'right': 1.0}\n", **MINE), key("shaping.part_weights", {"right": 1.0, "format": 0.2})), "shaping.part_weights", "'format'", "legal: right", is_tried=True),
+    case("a composite of it that fails", module(DEF + "    return None\n", data={"task": "two"}, **{"composite.two": {"tasks": {"a": "integer_arithmetic", "b": "mine:judge"}, "correct": "a"}}), "data.task='two'", "NoneType", is_tried=True),
+    case("a composite without its part", key("data.task", "two", composite__two={"tasks": {"a": "integer_arithmetic"}, "correct": "b"}), "composite.two.correct", "'b'", "legal: a"),
+    case("a composite that nobody names", key("composite.two", {"tasks": {"a": "integer_arithmetic"}, "correct": "a"}), "composite.two has no effect", "legal"),
+    case("a composite called as a task", key("composite.regex", {"tasks": {"a": "integer_arithmetic"}, "correct": "a"}, data__task="regex"), "composite.regex", "legal: another name"),
+)  # fmt: skip
+
+ENVIRONMENTS = (
+    case("an environment that is none", both(CHAT, key("data.environment", "tolls", data__use_chat_template=True)), "data.environment='tolls'", "legal: agent, tools"),
+    case("tools without a chat template", key("data.environment", "tools", environment__tools=["calculator"]), "data.environment='tools'", "legal: use_chat_template=true"),
+    case("tools without tools", both(CHAT, key("data.environment", "tools", data__use_chat_template=True)), "environment.tools"),
+    case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools.0='browser'", "legal: 'calculator', 'python' or 'search'"),
+    case("search without documents", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["search"])), "environment.corpus=None", "search"),
+    case("documents that are not there", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["search"], environment__corpus="docs.jsonl")), "environment.corpus=", "docs.jsonl"),
+    case("turns without an environment", key("environment.max_turns", 3), "environment.max_turns=3", "a data.environment"),
+    case("a class that is no environment", both(CHAT, module("class Game:\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "Environment", is_tried=True),
+    case("an environment that lacks a method", both(CHAT, module("from rlhpc.environment import Environment\nclass Game(Environment):\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "lacks", is_tried=True),
+    case("an environment with an error on import", both(CHAT, module("import no_such_package\nclass Game: pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "no_such_package", is_tried=True),
+    case("an agent without a program", both(CHAT, key("data.environment", "agent", data__use_chat_template=True, data__task="environment")), "agent.function", "agent.command"),
+    case("an agent of another program", both(CHAT, key("data.environment", "agent", data__use_chat_template=True, data__task="environment", agent__command=["no-such-program"])), "agent.command=['no-such-program']", "legal: one on PATH"),
+    case("an agent's function of another name", both(CHAT, module("def play(record): return 1.0\n", data={"environment": "agent", "use_chat_template": True, "task": "environment"}, agent={"function": "mine:solve"})), "agent.function='mine:solve'", "play"),
+    case("an agent with an error on import", both(CHAT, module("import no_such_package\ndef solve(record): return 1.0\n", data={"environment": "agent", "use_chat_template": True, "task": "environment"}, agent={"function": "mine:solve"})), "agent.function='mine:solve'", "no_such_package", is_tried=True),
+    case("an agent's function that wants more", both(CHAT, module("def solve(record, client): return 1.0\n", data={"environment": "agent", "use_chat_template": True, "task": "environment"}, agent={"function": "mine:solve"})), "agent.function='mine:solve'", "client", is_tried=True),
+)  # fmt: skip
+
+LOSSES = (
+    case("a loss that is not there", module("def other(a, b): pass\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", "other"),
+    case("an advantage with an error on import", module("import no_such_package\ndef mine(rewards, lengths): pass\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", "no_such_package", is_tried=True),
+    case("a loss that is a mean", module("def loss(current, row):\n    return (current * row.advantages * row.loss_mask).mean(), {}\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", is_tried=True),
+    case("an advantage of one number", module("def mine(rewards): return 0.0\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", is_tried=True),
+)  # fmt: skip
+
+JUDGES = (
+    case("a judge without an endpoint", key("data.task", "llm_judge"), "judge.endpoint is missing", "llm_judge"),
+    case("a judge's address without a scheme", key("data.task", "llm_judge", judge__endpoint="node7:8000", judge__model="m"), "judge.endpoint='node7:8000'", "legal: http://"),
+    case("a key in a judge's address", key("data.task", "llm_judge", judge__endpoint="http://me:secret@node7/v1", judge__model="m"), "judge.endpoint=…", "without a key"),
+    case("a judge who takes too long", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__timeout_s=10.0), "judge.timeout_s=10", "rewards.timeout_s"),
+    case("a judge's pattern without a group", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__grade_pattern="Grade"), "judge.grade_pattern='Grade'", "legal: one around the grade"),
+    case("a judge's key that is not set", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__key_variable="NO_SUCH_KEY"), "judge.key_variable='NO_SUCH_KEY'", "not set"),
+    case("a judge's key in a file that is not there", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__key_file="key"), "judge.key_file=", "key"),
+    case("a judge's template with another field", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__template="{question}"), "judge.template", "{completion}"),
+    case("a judge nobody asks", key("judge.model", "m"), "judge.model=m has no effect", "llm_judge"),
+    case("a sandbox slower than its verifier", key("data.task", "code_stdin", sandbox__wall_s=20.0), "sandbox.wall_s=20", "rewards.timeout_s=10"),
+    case("a sandbox that is none", key("sandbox.require", "docker"), "sandbox.require='docker'", "'strong', 'basic' or 'none'"),
+    case("an interpreter of programs that is not there", key("data.task", "code_stdin", sandbox__python="/no/python"), "sandbox.python='/no/python'"),
+)  # fmt: skip
