@@ -600,7 +600,7 @@ def test_limits_of_single_tasks_are_of_tasks_that_are_there(run_file: Path, word
     [
         (["data.task=regex", "sandbox.languages=['python','cpp']"], "only data.task='code_stdin' runs C++"),
         (["data.task=code_stdin", "sandbox.languages=['cpp']", "sandbox.require=basic"], 'legal: require = "strong"'),
-        (["data.task=code_stdin", "sandbox.compile_s=5.0"], "without 'cpp' in sandbox.languages would have no effect"),
+        (["data.task=code_stdin", "sandbox.compile_s=5.0"], "without 'cpp' in sandbox.languages has no effect"),
         (["data.task=code_stdin", "sandbox.languages=['rust']"], "sandbox.languages.0"),
         (
             [
