@@ -133,6 +133,7 @@ class Sampling:
             await self._abort(request_id)
 
     async def _abort(self, request_id: str) -> None:
+        await asyncio.sleep(0)  # one that was started a moment ago has begun then; before, nothing knows of it
         dialogue = self._dialogues.get(request_id)
         await (dialogue.cut() if dialogue is not None else self._engine.abort(request_id))
 

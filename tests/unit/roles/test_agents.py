@@ -319,6 +319,13 @@ async def test_a_rollout_that_waits_for_a_place_is_handed_back_or_cancelled_as_a
     assert returned == {0, 1, 2}
 
 
+async def test_a_rollout_that_is_cancelled_before_it_has_begun_does_not_begin(model: Path) -> None:
+    async with stand_with(config_with(model, function("silent"))) as stand:
+        stand.lease(0)
+        await stand.sampling.cancel(0)
+        await _until(lambda: not len(stand.sampling))
+
+
 async def test_an_agent_that_cannot_be_imported_ends_the_generator_with_the_reason(model: Path) -> None:
     async def sample() -> None:
         async with stand_with(config_with(model, function("missing"))) as stand:
