@@ -86,6 +86,10 @@ class Attempts:
         """Whether it runs."""
         return self._processes[name].poll() is None
 
+    def are_alive(self, *names: str) -> bool:
+        """Whether all of them run."""
+        return all(map(self.is_alive, names))
+
     def log(self, name: str) -> str:
         """All that was said under this name."""
         logs = sorted((self.layout.logs / name).glob("*.log"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -78,10 +79,10 @@ def test_a_prompt_that_kills_generators_is_dropped_over_a_crash_of_the_run_and_n
 
         assert run.resume().resume_step is None
         run.start("controller-0", "trainer-0", "reward-0")
-        for death in (2, 3):
-            run.start("generator-0", start=death)
-            run.wait_until(lambda: not run.is_alive("generator-0"), f"generator {death} dies")
-        run.start("generator-0", start=4)
+        starts = itertools.count(2)
+        while run.is_alive("controller-0"):  # a late verdict also kills a generator that has not begun, at no strike
+            run.start("generator-0", start=next(starts))
+            run.wait_until(lambda: not run.are_alive("generator-0", "controller-0"), "a death, or the end of the run")
         assert run.status_of("controller-0") == 0, run.story()
     assert poisoned_references(layout.rollouts) == [LETHAL]
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)

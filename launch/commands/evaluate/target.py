@@ -33,6 +33,7 @@ class Target:
     checkpoint: Path | None  # a step of that run; None: `model` is an HF checkpoint
     model: Path  # HF checkpoint: the model itself, or what the run began with
     is_average: bool = False  # the moving average of that step's weights
+    attempt: int | None = None  # of the run, that wrote the checkpoint; None: it is none, or does not say
 
     @property
     def digest(self) -> Any:
@@ -40,14 +41,6 @@ class Target:
         if self.checkpoint is None:
             return {name: entry.digest for name, entry in look_at_model(self.model).items()}
         return checkpoint_digest(self.checkpoint) + ("-average" if self.is_average else "")
-
-    @property
-    def attempt(self) -> int | None:
-        """Of the run, that wrote the checkpoint; None: it is none, or does not say."""
-        if self.checkpoint is None:
-            return None
-        attempt = json.loads((self.checkpoint / COMPLETE).read_bytes()).get("attempt")
-        return attempt if isinstance(attempt, int) else None
 
     def weights(self, place: Path) -> Path:
         """An HF checkpoint with its weights; one that has to be written is `place`.
@@ -99,7 +92,14 @@ def target_of_run(layout: RunLayout) -> Target:
 
 def _of_run(layout: RunLayout, step: int | None) -> Target:
     run, checkpoint = target_of_run(layout), _sound_checkpoint(layout, step)
-    return replace(run, title=f"{run.title}-{checkpoint.name}", checkpoint=checkpoint)
+    title, attempt = f"{run.title}-{checkpoint.name}", _attempt_of(checkpoint)
+    return replace(run, title=title, checkpoint=checkpoint, attempt=attempt)
+
+
+def _attempt_of(checkpoint: Path) -> int | None:
+    """Raises OSError: the run has deleted it."""
+    attempt = json.loads((checkpoint / COMPLETE).read_bytes()).get("attempt")
+    return attempt if isinstance(attempt, int) else None
 
 
 def _sound_checkpoint(layout: RunLayout, step: int | None) -> Path:

@@ -25,7 +25,7 @@ from launch.commands.evaluate.follow import Course, Life
 from launch.commands.evaluate.job import _words
 from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
 from launch.commands.evaluate.preview import preview_evaluations
-from launch.commands.evaluate.report import report_of
+from launch.commands.evaluate.report import Report, report_of
 from launch.commands.evaluate.request import Request, requests_of
 from launch.commands.evaluate.settings import evaluation_config
 from launch.commands.evaluate.target import Target, checkpoint_digest, find_target
@@ -38,6 +38,7 @@ from rlhpc.config_file import read_resolved, write_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
+from rlhpc.evaluation.statistics import Estimate
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
@@ -508,6 +509,20 @@ def test_figures_of_steps_that_were_undone_decide_nothing(model: Path) -> None:
     assert follow._kept_value(layout, best, "reward") == -math.inf
     begins(layout, 0, 100)
     assert follow._kept_value(layout, best, "reward") == 0.9
+
+
+def test_the_best_model_is_kept_of_a_checkpoint_that_the_run_has_deleted_meanwhile(model: Path) -> None:
+    layout, said = a_run(model, 4), list[str]()
+    request = Request("d", model.parent / "test.jsonl", words=("generation.max_prompt_tokens=12",), best="reward")
+    evaluation = plan_evaluation(find_target(layout.root, 4), request)
+    shutil.rmtree(layout.checkpoint(4))
+    figures = {"reward": Estimate(0.5, 0.4, 0.6, 3)}
+    layout.evaluations.mkdir()
+    weights = model.rename(model.with_name("drawn"))
+    report = Report("small-step_000004 on d", 1.0, 1, 3, figures, 4.0, 0.0, 0)
+    follow._keep_if_best(layout, 4, evaluation, report, weights, "reward", said.append)
+    kept = json.loads((layout.evaluations / "best-d" / "rlhpc_figures.json").read_bytes())
+    assert (kept["step"], kept["attempt"], kept["title"]) == (4, 0, report.title)
 
 
 def test_a_step_is_due_again_once_it_has_another_model(model: Path) -> None:
