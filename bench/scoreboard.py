@@ -92,8 +92,12 @@ def read_found(path: Path = FOUND) -> dict[str, Measured]:
     return {row: Measured(**entry) for row, entry in json.loads(path.read_text(encoding="utf-8")).items()}
 
 
+class ProgramFailed(Exception):
+    """A program of the board ended with an error."""
+
+
 def run(name: str, program: Program, logs: Path) -> dict[str, float]:
-    """Start a program; return what it told.  Raises SystemExit with its last words if it fails."""
+    """Start a program; return what it told.  Raises ProgramFailed with the end of its log."""
     figures, log = logs / f"{name}.jsonl", logs / f"{name}.log"
     figures.unlink(missing_ok=True)
     environment = os.environ | {FIGURES_FILE: str(figures), "OMP_NUM_THREADS": "1"}
@@ -102,7 +106,7 @@ def run(name: str, program: Program, logs: Path) -> dict[str, float]:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment, cwd=ROOT)
     if done.returncode:
         last = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise SystemExit(f"{program.command} ended with {done.returncode}:\n{last}")
+        raise ProgramFailed(f"{program.command} ended with {done.returncode}:\n{last}")
     return read_figures(figures)
 
 
@@ -171,7 +175,7 @@ def main() -> int:
         print(f"{name:22}", end="", flush=True)
         try:
             told = run(name, programs[name], options.logs)
-        except SystemExit as error:
+        except ProgramFailed as error:
             failed.append(str(error))
             print("failed")
             continue

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o644) -> None:
     """Replace `path` by `content`; a reader sees the old file or the new one, also after a power cut.
@@ -40,6 +42,12 @@ def is_listed(file: Path) -> bool:
     An NFS client may remember for half a minute that a file is not there; listing its directory makes it look again.
     """
     return file.name in os.listdir(file.parent)  # noqa: PTH208 - names are enough
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Whether it is what Git LFS leaves in a file's place until it is fetched.  Raises OSError."""
+    with file.open("rb") as content:
+        return content.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def numbered_files(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:

@@ -19,6 +19,7 @@ from rlhpc.errors import ConfigError
 # Rows of logits that a rank holds at once.  Fewer would save little: with a bfloat16 model backward needs most, ¼ of a
 # chunk's logits and 1⅝ times the head's gradient (training/logprob.py), which are 85 % of it at a hidden size of 896.
 LOGPROB_CHUNK_TOKENS = 1024
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # of config.json's layer_types, that are computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,17 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from launch.common.safetensors_header import NotSafetensors, read_header
 from rlhpc.errors import ConfigError
+from rlhpc.files import is_lfs_pointer
+from rlhpc.parallel_layout import LAYER_TYPES
 
 _NEEDED = ("config.json", "tokenizer.json")
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_LFS = b"version https://git-lfs"
-_LONGEST_HEADER = 100 << 20  # bytes, as the safetensors library has it
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "vocab_size", "max_position_embeddings", "head_dim",
@@ -32,7 +33,6 @@ _NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "logit_scale": (None, 1),
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_model(directory: Path, key: str = "model.path") -> dict[str, Any]:
@@ -152,8 +152,10 @@ def refuse_untrainable(model: Mapping[str, Any], place: Path) -> None:
     for name, harmless in _NOT_COMPUTED.items():
         if model.get(name) not in harmless:
             raise ConfigError(f"{place}: {name}={model[name]!r}, which the trainer does not compute; legal: none of it")
-    if strange := sorted({*(model.get("layer_types") or ())} - {*_LAYER_TYPES}):
-        raise ConfigError(f"{place}: layer_types has {strange[0]!r}; legal: {', '.join(map(repr, _LAYER_TYPES))}")
+    if strange := sorted({*(model.get("layer_types") or ())} - LAYER_TYPES):
+        raise ConfigError(
+            f"{place}: layer_types has {strange[0]!r}; legal: {', '.join(map(repr, sorted(LAYER_TYPES)))}"
+        )
 
 
 def _families_of_transformers() -> set[str]:
@@ -172,17 +174,9 @@ def _families_of_transformers() -> set[str]:
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-class _Tensors(NamedTuple):
-    """Of one file: shapes by name."""
-
-    file: Path
-    shapes: dict[str, list[int]]
-
-
 def _refuse_weights(directory: Path, model: Mapping[str, Any]) -> None:
     files = _files_of(directory)
-    tensors = [_Tensors(file, _header_of(file)) for file in files]
-    shapes = {name: (shape, each.file) for each in tensors for name, shape in each.shapes.items()}
+    shapes = {name: (shape, file) for file in files for name, shape in _shapes_in(file).items()}
     wanted = [model.get("vocab_size"), model.get("hidden_size")]
     if _EMBEDDING in shapes and None not in wanted and shapes[_EMBEDDING][0] != wanted:
         shape, file = shapes[_EMBEDDING]
@@ -217,24 +211,15 @@ def _files_of(directory: Path) -> list[Path]:
     return files
 
 
-def _header_of(file: Path) -> dict[str, list[int]]:
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        start = content.read(len(_LFS))
-        if start == _LFS:
-            raise ConfigError(f"{file}: a pointer of Git LFS, not the weights; fetch them: git lfs pull")
-        length = int.from_bytes(start[:8], "little")
-        content.seek(8)
-        if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-            raise ConfigError(f"{file}: {size:,} bytes that are not a safetensors file; copy it again")
-        header = content.read(length)
+def _shapes_in(file: Path) -> dict[str, list[int]]:
+    """By name, of a file that is whole."""
+    if is_lfs_pointer(file):
+        raise ConfigError(f"{file}: a pointer of Git LFS, not the weights; fetch them: git lfs pull")
     try:
-        document = json.loads(header)
-        tensors = {str(name): entry for name, entry in document.items() if name != "__metadata__"}
-        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-        shapes = {name: [int(n) for n in entry["shape"]] for name, entry in tensors.items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{file}: its header is not that of a safetensors file: {error!r}; copy it again") from error
+        tensors = read_header(file)
+    except NotSafetensors as error:
+        raise ConfigError(f"{file}: {error}; copy it again") from error
+    size, end = file.stat().st_size, max((tensor.end for tensor in tensors.values()), default=0)
     if size < end:
         raise ConfigError(f"{file}: cut off: {size:,} of {end:,} bytes; copy it again")
-    return shapes
+    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -23,6 +23,7 @@ from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, DataConfig
 from rlhpc.config_sandbox import is_code
 from rlhpc.data.dataset_files import dataset_files
+from rlhpc.data.prompt_form import task_of
 from rlhpc.data.records import Record
 from rlhpc.data.row_formats import read_rows
 from rlhpc.errors import ConfigError, RoleFailed
@@ -87,16 +88,12 @@ def _first_records(dataset: DataConfig, wanted: Iterable[str]) -> Iterator[tuple
     """The first record of each task, as far as it is near the beginning."""
     left = {*wanted}
     for number, record in enumerate(_records(dataset) if left else ()):
-        value = dataset.tasks.get(record.text(dataset.task_field)) if _has_task(dataset, record) else dataset.task
-        if value in left:
-            left.discard(value)
-            yield value, record
+        task = task_of(record, dataset)
+        if task in left:
+            left.discard(task)
+            yield task, record
         if not left or number == _MOST_RECORDS:
             return
-
-
-def _has_task(dataset: DataConfig, record: Record) -> bool:
-    return bool(dataset.task_field) and record.has(dataset.task_field)
 
 
 def _records(dataset: DataConfig) -> Iterator[Record]:

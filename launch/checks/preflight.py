@@ -38,6 +38,7 @@ class Findings:
     """What preflight learnt about model and data."""
 
     model: Mapping[str, Any]  # config.json
+    tokenizer: PromptTokenizer
     shape: ModelShape | None  # None: a family whose sizes are not known here
     max_positions: int
     datasets: Sequence[DatasetSummary]
@@ -54,22 +55,22 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
 
     roles_run_here: False where they run in another environment than this process, whose packages then say nothing.
     """
-    model = _model_config(config)
+    model, tokenizer = _model_of(config)
     shape = _shape_that_fits_the_layout(config, model)
     refuse_untrainable(model, config.model.path / "config.json")
     _refuse_unfit_engine(config, model, shape)
     if roles_run_here:
         _parts_are_installed(config)
     _own_code_is_there(config)
-    return _look_at_prompts(config, model, shape, roles_run_here=roles_run_here)
+    return _look_at_prompts(config, model, tokenizer, shape, roles_run_here=roles_run_here)
 
 
 def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findings:
     """As preflight(), where nothing is trained.  Raises ConfigError."""
-    model = _model_config(config, is_trained=False)
+    model, tokenizer = _model_of(config, is_trained=False)
     if roles_run_here:
         _engine_is_installed(config)
-    return _look_at_prompts(config, model, None, roles_run_here=roles_run_here)
+    return _look_at_prompts(config, model, tokenizer, None, roles_run_here=roles_run_here)
 
 
 def _sandbox_here(config: Config) -> str:
@@ -93,7 +94,12 @@ def _judge_has_its_key(config: Config) -> None:
 
 
 def _look_at_prompts(
-    config: Config, model: dict[str, Any], shape: ModelShape | None, *, roles_run_here: bool
+    config: Config,
+    model: dict[str, Any],
+    tokenizer: PromptTokenizer,
+    shape: ModelShape | None,
+    *,
+    roles_run_here: bool,
 ) -> Findings:
     _tasks_are_there(config)
     _environments_are_there(config)
@@ -110,6 +116,7 @@ def _look_at_prompts(
         )
     return Findings(
         model,
+        tokenizer,
         shape,
         positions,
         validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox)),
@@ -150,15 +157,15 @@ def _own_code_is_there(config: Config) -> None:
             look_up(f"algorithm.{key}", value)
 
 
-def _model_config(config: Config, *, is_trained: bool = True) -> dict[str, Any]:
-    """Of the policy; and whether a critic begins as a model of the same tokens."""
+def _model_of(config: Config, *, is_trained: bool = True) -> tuple[dict[str, Any], PromptTokenizer]:
+    """config.json and the tokenizer of the policy, after a look at whether a critic begins with the same tokens."""
     document = read_model(config.model.path)
     place = config.model.path / "config.json"
     tokenizer = PromptTokenizer(config.model.path)
     refuse_other_vocabulary(document, place, tokenizer.num_words, tokenizer.eos_tokens)
     if is_trained and config.critic.path is not None:
         _refuse_other_critic(config.critic.path, document, place)
-    return document
+    return document, tokenizer
 
 
 def _refuse_other_critic(path: Path, model: Mapping[str, Any], place: Path) -> None:

@@ -15,10 +15,9 @@ from launch.checks.preflight import preflight
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
-from launch.run_directory.owner import OWN_FILES
+from launch.run_directory.owner import holds_something
 from rlhpc.config_file import load_config
 from rlhpc.data.prompts import dialogue_template
-from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
@@ -50,9 +49,9 @@ def check_run_file(options: argparse.Namespace) -> int:
         if 0 < found.num_references_checked < found.num_records:
             print(f"references  {share}of the first {found.num_references_checked} records; the others were not read")
         print("\n".join(first_prompt(config, place, found)))
-    tokenizer = PromptTokenizer(config.model.path)
     has_dialogues = any(dataset.environment for dataset in config.data)
-    print(stop_tokens(tokenizer, dialogue_template(config, tokenizer) if has_dialogues else None))
+    template = dialogue_template(config, findings.tokenizer) if has_dialogues else None
+    print(stop_tokens(findings.tokenizer, template))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     print("\n".join([*own, *sandbox, *evaluations, memory, *biases(config)]))
     return 0
@@ -65,7 +64,7 @@ def _refuse_place(directory: Path) -> None:
             f"run.directory={str(directory)!r}: {long[0][:20]!r}… is too long for a name, {len(os.fsencode(long[0]))} "
             f"bytes; legal: {_LONGEST_NAME} or less"
         )
-    if directory.is_dir() and not RunLayout(directory).is_run and {*os.listdir(directory)} - OWN_FILES:  # noqa: PTH208
+    if not RunLayout(directory).is_run and holds_something(directory):
         raise ConfigError(f"{directory} exists and is not a run directory; legal: another run.directory")
     there = next(place for place in (directory, *directory.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

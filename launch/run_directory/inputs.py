@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from launch.common.safetensors_header import NotSafetensors, read_header
 from rlhpc.config import Config
 from rlhpc.data.dataset_files import dataset_files
 from rlhpc.errors import DataError, RunDirectoryError
@@ -31,7 +32,6 @@ FULL_BYTES = 256 << 20
 SAMPLE_BYTES = 4096
 READ_BYTES = 8 << 20
 NUM_READERS = 8
-MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
 
 WEIGHTS = ".safetensors"
 # What decides about tokens, and what the model is.  Beside the weights, which are *.safetensors.
@@ -216,7 +216,7 @@ def _blocks_of(path: Path) -> Iterator[bytes]:
 def _samples_of(path: Path) -> Iterator[bytes]:
     """Size, header, and some of every tensor; of what is no safetensors file, all."""
     spans = _tensor_spans(path)
-    if spans is None:
+    if not spans:
         yield from _blocks_of(path)
         return
     with path.open("rb", buffering=0) as file:
@@ -228,20 +228,12 @@ def _samples_of(path: Path) -> Iterator[bytes]:
                 yield file.read(min(SAMPLE_BYTES, end - max(begin, place)))
 
 
-def _tensor_spans(path: Path) -> Sequence[tuple[int, int]] | None:
-    """Where tensors begin and end, in bytes from the file's beginning, in their order; None if it has no such header.
+def _tensor_spans(path: Path) -> Sequence[tuple[int, int]]:
+    """Where tensors begin and end, in bytes from the file's beginning, in their order; none if it has no such header.
 
     The first one begins where the header ends.
     """
-    with path.open("rb") as file:
-        head = file.read(8)
-        num_bytes = int.from_bytes(head, "little")
-        if len(head) < 8 or num_bytes > MAX_HEADER_BYTES:
-            return None
-        try:
-            header = json.loads(file.read(num_bytes))
-            offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-            spans = sorted((8 + num_bytes + int(begin), 8 + num_bytes + int(end)) for begin, end in offsets)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
-    return spans or None
+    try:
+        return sorted((tensor.begin, tensor.end) for tensor in read_header(path).values())
+    except NotSafetensors:
+        return ()

@@ -151,6 +151,11 @@ def refuse_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> None:
     )
 
 
+def holds_something(directory: Path) -> bool:
+    """Whether anything is there that the launcher of a run does not lay down before there is one."""
+    return directory.is_dir() and bool({*os.listdir(directory)} - OWN_FILES)  # noqa: PTH208  names are enough
+
+
 @contextmanager
 def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[RunOwner]:
     """Be the launcher of a run while the block runs.
@@ -159,8 +164,7 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
     left unchanged, and refused later.  Raises RunDirectoryError: the run is alive, or one of its processes cannot be
     ended.
     """
-    entries = set(os.listdir(layout.root)) if layout.root.exists() else set()  # noqa: PTH208  names are enough
-    if entries - OWN_FILES and not (may_take_over and layout.is_run):
+    if holds_something(layout.root) and not (may_take_over and layout.is_run):
         yield RunOwner(layout, None)
         return
     layout.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE)

@@ -23,7 +23,7 @@ from launch.plan.processes import process_names
 from launch.run_directory.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
 from launch.run_directory.journal_aside import set_journal_aside
-from launch.run_directory.owner import OWN_FILES, own_run, refuse_launcher
+from launch.run_directory.owner import OWN_FILES, holds_something, own_run, refuse_launcher
 from launch.run_files.job_records import read_records
 from launch.run_files.run_state import saved_step
 from launch.slurm.queue import look_at_jobs
@@ -186,8 +186,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         raise RunDirectoryError(
             f"{layout.root} is a link to {layout.root.resolve()}, which does not exist: create it first"
         )
-    entries = set(os.listdir(layout.root)) if layout.root.exists() else set()  # noqa: PTH208  names are enough
-    if not entries - OWN_FILES:
+    if not holds_something(layout.root):
         return False
     refuse_launcher(layout)
     _refuse_living_jobs(layout, must_know=for_jobs)

@@ -40,8 +40,9 @@ class UntakenTally:
             self.num_finished -= 1
 
     def num_missing(self, num_groups: int, num_taken: int) -> int:
-        """Before how many more groups have ended, finished or dropped, there is no batch of so many; 0: there may be.
+        """How many more groups have to end, finished or dropped, before there can be a batch; 0: there may be one now.
 
+        num_groups: of a batch.
         num_taken: as choose_batch, which may refuse for two reasons that are not counted here: the window, and groups
         that came back after a restart, whose turn hangs on all others.
         """

@@ -128,18 +128,7 @@ class PromptForm:
 
     def task(self, record: Record) -> str:
         """The reward function that judges answers to it.  Raises DataError for a value that is not in data.tasks."""
-        data = self._data
-        if not data.task_field or not record.has(data.task_field):
-            return data.task
-        value = record.text(data.task_field, "data.task_field")
-        if value not in data.tasks:
-            close = get_close_matches(value, data.tasks, 1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise DataError(
-                f"{record.source}: field {data.task_field!r} is {value!r}, which is not in "
-                f"data.tasks: {', '.join(map(repr, data.tasks))}{hint}"
-            )
-        return data.tasks[value]
+        return task_of(record, self._data)
 
     def _filled(self, record: Record) -> str:
         if self._data.prompt_template == "{prompt}" and is_conversation(record.fields.get("prompt")):
@@ -164,6 +153,21 @@ class PromptForm:
             f"{record.source}: the prompt has {length} tokens; legal: 1 to "
             f"{'data' if self._data.max_prompt_tokens else 'generation'}.max_prompt_tokens={self._max_prompt_tokens}"
         )
+
+
+def task_of(record: Record, data: DataConfig) -> str:
+    """The reward function that judges answers to a record.  Raises DataError for a value that is not in data.tasks."""
+    if not data.task_field or not record.has(data.task_field):
+        return data.task
+    value = record.text(data.task_field, "data.task_field")
+    if value not in data.tasks:
+        close = get_close_matches(value, data.tasks, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise DataError(
+            f"{record.source}: field {data.task_field!r} is {value!r}, which is not in "
+            f"data.tasks: {', '.join(map(repr, data.tasks))}{hint}"
+        )
+    return data.tasks[value]
 
 
 def _pieces(template: str) -> tuple[tuple[str, str], ...]:

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, cast
 
 from rlhpc.data.dataset_files import form_of
 from rlhpc.errors import DataError
+from rlhpc.files import is_lfs_pointer
 
 Rows = Iterator[tuple[dict[str, Any], int]]
-_POINTER = b"version https://git-lfs"
 _LONGEST_CELL = 64 << 20  # characters of one value in CSV; the library's own bound is 128 KiB
 
 
@@ -35,19 +35,13 @@ def read_rows(file: Path) -> Rows:
         ".arrow": _arrow,
     }
     try:
-        _refuse_pointer(file)
+        if is_lfs_pointer(file):
+            raise DataError(f"{file}: a pointer of Git LFS, not the data; fetch it: git lfs pull")
         yield from readers[form_of(file)](file)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{file} is damaged: {error}") from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
-
-
-def _refuse_pointer(file: Path) -> None:
-    """What Git LFS leaves in a file's place until it is fetched."""
-    with file.open("rb") as content:
-        if content.read(len(_POINTER)) == _POINTER:
-            raise DataError(f"{file}: a pointer of Git LFS, not the data; fetch it: git lfs pull")
 
 
 def _open(file: Path) -> BinaryIO:

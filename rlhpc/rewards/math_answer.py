@@ -28,6 +28,8 @@ from rlhpc.types import Verdict
 _TWO_NUMBERS = re.compile(r"[0-9](?:\s|\\[,;:! ]|~)+[0-9]")
 _IN_DOLLARS = re.compile(r"^\$([^$]*)(?<!\\)\$$")
 _BARE_DOLLAR = re.compile(r"(?<!\\)\$")
+_SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
+_COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
 _SHOWN_CHARACTERS = 80
 
 _LATEX = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
@@ -62,10 +64,6 @@ def judge(completion: str, reference: str) -> RewardOutcome:
 
 
 # Two words in a row, which math-verify would read as products of letters.
-_SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
-_COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
-
-
 def read_reference(reference: str) -> PlainNumber | list[Any]:
     """Return the number, or the expression as math-verify reads it.  Raises ValueError if it is neither."""
     text = answer_in(reference)

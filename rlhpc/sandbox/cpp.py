@@ -85,16 +85,19 @@ def try_compiler(sandbox: Sandbox, compiler: Sequence[str], limits: Limits) -> N
             f"({sandbox.layers.described()}) does not give: leave 'cpp' out, or allow unprivileged user namespaces"
         )
     made = compile_cpp(sandbox, compiler, _TRIAL.encode(), limits)
-    why = made.why_not
-    if not why:
-        run = sandbox.run(made.binary, b"21", Limits(), kind="binary")
-        why = "" if run.stdout == b"42\n" else run.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
-        why = why or ("" if run.stdout == b"42\n" else f"its binary ended with status {run.status}")
-    if why:
+    if why := made.why_not or _fault_of_trial(sandbox.run(made.binary, b"21", Limits(), kind="binary")):
         raise SandboxError(
             f"{compiler[0]} does not work in the sandbox: {why}; if it lies outside of /usr, name the directories that "
             "it reads in sandbox.readable_paths, or name another in sandbox.cpp_compiler"
         )
+
+
+def _fault_of_trial(run: Finished) -> str:
+    """ "": it wrote what it should."""
+    if run.stdout == b"42\n":
+        return ""
+    said = run.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+    return said or f"its binary ended with status {run.status}"
 
 
 def _complaint(run: Finished) -> str:

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import platform
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x00020000, 0x02000000, 0x04000000
@@ -34,7 +34,7 @@ _NUMBERS = {
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-@lru_cache(maxsize=1)
+@cache
 def machine() -> str:
     """x86_64 or aarch64.  Raises OSError on any other."""
     name = platform.machine()

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.errors import ConfigError
+from rlhpc.parallel_layout import LAYER_TYPES
 from rlhpc.training.hf_names import on_disk
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import PACKED_ATTENTION, SegmentPlan
@@ -31,7 +32,6 @@ from rlhpc.types import TensorSpec
 TRIAL_TOLERANCE = 1e-3  # float32 round-off is 1e-6; attending across samples shows as 1e-2 to 3
 TRIAL_LENGTHS = (5, 7)
 TRIAL_WINDOW = 3  # tokens: sliding windows are so short in the trial, that its segments are longer
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)

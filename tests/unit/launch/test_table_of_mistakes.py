@@ -1,6 +1,6 @@
 """`rlhpc check` refuses every mistake of the table, with place, value and what is legal, and so does `rlhpc run`.
 
-docs/bad_inputs.md shows the table with all messages; `python -m tests.unit.launch.test_bad_inputs` writes it anew.
+docs/bad_inputs.md shows the table with all messages, written by `python -m tests.unit.launch.test_table_of_mistakes`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TABLES: Mapping[str, tuple[Case, ...]] = {
     "Site files (`--site`)": place_cases.SITES,
 }
 CASES = [pytest.param(each, id=f"{title}: {each.what}") for title, table in TABLES.items() for each in table]
-ANEW = "docs/bad_inputs.md is not of today: python -m tests.unit.launch.test_bad_inputs"
+ANEW = "docs/bad_inputs.md is not of today: python -m tests.unit.launch.test_table_of_mistakes"
 # Words of libraries that may change with their versions, and of this machine.
 VARYING = (
     (re.compile(r"(is not a readable (?:Parquet|Arrow) file: ).*"), r"\1…"),
