@@ -17,7 +17,7 @@ class NotSafetensors(Exception):
     """What is wrong with a file, without its name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredTensor:
     """Its bytes are begin … end − 1 of the file."""
 

@@ -10,12 +10,10 @@ not finite makes its gradients nan, so that DeepSpeed's own check of the global 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,18 +24,16 @@ from torch import Tensor
 
 from rlhpc.config import Config
 from rlhpc.config_sections import TrainerConfig
-from rlhpc.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
+from rlhpc.contracts import PolicyLoss, StepGate, StepResult
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
+from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint
 from rlhpc.training.deepspeed.environment import accelerator_environment
 from rlhpc.training.deepspeed.policy import ZeroPolicy
 from rlhpc.training.deepspeed.state import ZeroState
 from rlhpc.training.held_parameters import HeldParameters
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm, with_value_head
 from rlhpc.training.hf_names import named_on_disk, on_disk
-from rlhpc.training.metric_sums import MetricSums, sums_over_ranks
-from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import (
     DTYPES,
@@ -46,12 +42,12 @@ from rlhpc.training.process_group import (
     device_of,
     open_process_group,
 )
-from rlhpc.training.rng import read_rng, write_rng
-from rlhpc.training.row_tensors import all_but_first, of_row, on_device, scattered, token_row
+from rlhpc.training.row_tensors import on_device, scattered
 from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
+from rlhpc.training.stateful_backend import ReplicatedBackend
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
-from rlhpc.training.weight_average import AVERAGE, WeightAverage
+from rlhpc.training.weight_average import WeightAverage
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 
@@ -65,7 +61,7 @@ class ZeroSettings:
     bucket_elements: int = BUCKET_ELEMENTS  # of weights() in stage 3
 
 
-class DeepSpeedBackend(TrainerBackend):
+class DeepSpeedBackend(ReplicatedBackend):
     """A DeepSpeed engine and the table of its state; nothing else here grows with the model."""
 
     def __init__(self, model: CausalLM, settings: ZeroSettings, *, device: torch.device) -> None:
@@ -132,55 +128,11 @@ class DeepSpeedBackend(TrainerBackend):
         return backend
 
     @property
-    def dp_rank(self) -> int:
-        """This process's rank: there is only data parallelism."""
-        return self._rank
-
-    @property
-    def dp_size(self) -> int:
-        """Number of processes."""
-        return self._world_size
-
-    @property
-    def device(self) -> str:
-        """ "cpu" or "cuda"."""
-        return self._device.type
-
-    @property
     def num_steps_applied(self) -> int:
         """Read from the optimiser, which skipped steps do not touch."""
         return self._state.num_steps_applied
 
-    @property
-    def is_rank_zero(self) -> bool:
-        """True on rank 0."""
-        return self._rank == 0
-
     # --------------------------------------------------------------------------------------------- forward and step
-
-    def hold_reference(self, memory: str) -> None:
-        """See TrainerBackend; in stage 3 every rank holds its runs."""
-        self._reference.hold(memory)
-
-    def hold_average(self, memory: str) -> None:
-        """See TrainerBackend; every rank holds its part of the masters."""
-        self._average.hold(memory)
-        self._saver.add(AVERAGE, self._average.own)
-
-    def move_average(self, decay: float) -> None:
-        """See TrainerBackend."""
-        self._average.move(decay)
-
-    @torch.no_grad()
-    def logprobs(
-        self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
-    ) -> list[Tensor]:
-        """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
-        with self._reference.in_place(of_reference):
-            return [
-                self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature)[0]
-                for microbatch in microbatches
-            ]
 
     def step(
         self,
@@ -204,12 +156,14 @@ class DeepSpeedBackend(TrainerBackend):
         for group in zero.optimizer.param_groups:
             group.update(lr=learning_rate, weight_decay=weight_decay if group["decays"] else 0.0)
         zero.clip_grad = max_grad_norm
-        sums = MetricSums()
-        for index, microbatch in enumerate(microbatches):
-            self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            anchors = {"proximal": of_row(proximal, index), "reference": of_row(reference, index)}
-            sums.add(self._accumulate(microbatch, loss, anchors, num_loss_tokens, has_entropy_gradient))
-        metrics = sums.over_ranks(self._device)
+        anchors = {"proximal": proximal, "reference": reference}
+        metrics = self._gradients(
+            microbatches,
+            loss,
+            anchors,
+            num_loss_tokens=num_loss_tokens,
+            has_entropy_gradient=has_entropy_gradient,
+        )
         with self._gate.asking(
             lambda norm: all_ranks_agree(may_apply is None or may_apply(metrics, norm), self._device)
         ):
@@ -218,25 +172,13 @@ class DeepSpeedBackend(TrainerBackend):
             self._forget_gradients(zero)
         return StepResult(applied=not zero.overflow, grad_norm=self._gate.norm, metrics=metrics)
 
-    def _accumulate(
-        self,
-        microbatch: PackedMicrobatch,
-        loss: PolicyLoss,
-        anchors: Mapping[str, Tensor | None],
-        num_loss_tokens: int,
-        has_entropy_gradient: bool,
-    ) -> dict[str, Tensor]:
-        """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
-        current, entropy, entropy_sum = self._token_logprobs(
-            microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
-        )
-        loss_sum, metrics = loss(current, token_row(microbatch, entropy, **anchors))
+    def _backward(self, loss_sum: Tensor, current: Tensor, num_loss_tokens: int, *, is_last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed divides by the number of ranks.
         share = (loss_sum + 0.0 * current.sum()) * (self._world_size / num_loss_tokens)
         # A loss can be infinite while its gradient is finite: then none of the gradient may count.
         poison = torch.where(loss_sum.detach().isfinite(), 1.0, math.nan)
         self._engine.backward(share * poison, scale_wrt_gas=False)
-        return {**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()}
 
     def _token_logprobs(
         self,
@@ -263,10 +205,6 @@ class DeepSpeedBackend(TrainerBackend):
         )
         return scattered(logprobs, entropy, tokens, len(microbatch.token_ids))
 
-    def sum_over_replicas(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """See TrainerBackend; every rank is a replica."""
-        return sums_over_ranks(figures, self._device)
-
     # ------------------------------------------------------------------------------------------- weights and state
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
@@ -292,33 +230,13 @@ class DeepSpeedBackend(TrainerBackend):
             for parameter in self._specs:
                 yield from named_on_disk(parameter, self._parameters[parameter.name].detach())
 
-    def save(self, directory: Path) -> Future[dict[str, int]]:
-        """See TrainerBackend; every rank sends its shard of masters and moments to rank 0, which writes."""
-        return self._saver.save(directory, num_steps_applied=self.num_steps_applied, rng=read_rng(self._device))
-
-    def load(self, directory: Path) -> None:
-        """See TrainerBackend; every rank reads its own shard, rank 0 verifies all.
-
-        A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
-        """
-        checkpoint = on_all_ranks(partial(self._verified, directory), directory, self._device)
-        on_all_ranks(partial(self._take, checkpoint), directory, self._device)
-        self._state.num_steps_applied = checkpoint.num_steps_applied
-        self._state.publish()
-        write_rng(checkpoint.rng, self._device)
-
-    def _verified(self, directory: Path) -> TrainerCheckpoint:
-        # Rank 0 reads every byte; the others rely on its result and read only what they load.
-        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
-
-    def _take(self, checkpoint: TrainerCheckpoint) -> None:
-        self._average.restore(checkpoint.kinds, lambda kind: self._read(checkpoint, kind, "weights"))
-        for kind in STATE_KINDS[1:]:
-            self._read(checkpoint, kind, kind)
-
     def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
         with checkpoint.source(kind) as source:
             self._state.fill(lambda _, *place: _read_range(source, *place), into)
+
+    def _publish(self, num_steps_applied: int) -> None:
+        self._state.num_steps_applied = num_steps_applied
+        self._state.publish()
 
     def close(self) -> None:
         """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +22,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rlhpc.config import Config
-from rlhpc.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
+from rlhpc.contracts import PolicyLoss, StepGate, StepResult
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS, ParallelLayout
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, fingerprint, on_all_ranks, read_checkpoint
+from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, fingerprint
 from rlhpc.training.held_parameters import HeldParameters
 from rlhpc.training.megatron.distributed_checkpoint import (
     DistributedSaver,
@@ -42,7 +41,6 @@ from rlhpc.training.megatron.rank_parts import ModelSource, RankModel, RankState
 from rlhpc.training.megatron.schedule import Schedule, Work
 from rlhpc.training.megatron.sharded_state import ShardedState
 from rlhpc.training.metric_sums import MetricSums, sums_over_ranks
-from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.process_group import (
     DTYPES,
     RankContext,
@@ -50,11 +48,11 @@ from rlhpc.training.process_group import (
     device_of,
     open_process_group,
 )
-from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, of_row, token_row
 from rlhpc.training.sharded_tensors import gather_stream
+from rlhpc.training.stateful_backend import StatefulBackend
 from rlhpc.training.step_vote import all_ranks_agree
-from rlhpc.training.weight_average import AVERAGE, WeightAverage
+from rlhpc.training.weight_average import WeightAverage
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 LEAD_RANK = 0
@@ -69,7 +67,7 @@ class MegatronSettings:
     trainer_format: str  # of checkpoints to be written
 
 
-class MegatronBackend(TrainerBackend):
+class MegatronBackend(StatefulBackend):
     """One rank's part of the model; the process groups of this process belong to it until close()."""
 
     def __init__(
@@ -157,11 +155,6 @@ class MegatronBackend(TrainerBackend):
         return self._layout.data
 
     @property
-    def device(self) -> str:
-        """ "cpu" or "cuda"."""
-        return self._device.type
-
-    @property
     def num_steps_applied(self) -> int:
         """Read from the optimiser, which skipped steps do not touch."""
         return self._optimizer.num_steps_applied
@@ -172,22 +165,6 @@ class MegatronBackend(TrainerBackend):
         return self._rank == LEAD_RANK
 
     # --------------------------------------------------------------------------------------------- forward and step
-
-    def hold_reference(self, memory: str) -> None:
-        """See TrainerBackend; every rank holds its part of the model, replicas the same."""
-        self._reference.hold(memory)
-
-    def hold_average(self, memory: str) -> None:
-        """See TrainerBackend; every rank holds what it sends to a checkpoint."""
-        assert isinstance(self._saver, BackgroundSaver), (
-            "refused: checkpoint.trainer_format='megatron' has no place for it"
-        )
-        self._average.hold(memory)
-        self._saver.add(AVERAGE, self._average.own)
-
-    def move_average(self, decay: float) -> None:
-        """See TrainerBackend."""
-        self._average.move(decay)
 
     def logprobs(
         self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
@@ -280,46 +257,22 @@ class MegatronBackend(TrainerBackend):
                 device=self._device,
             )
 
-    def save(self, directory: Path) -> Future[dict[str, int]]:
-        """See TrainerBackend; main weights and moments, each number from the lowest rank that keeps it.
-
-        In Megatron's format every rank writes its share and waits for its disk: the future is done already.
-        """
-        return self._saver.save(
-            directory, num_steps_applied=self._optimizer.num_steps_applied, rng=read_rng(self._device)
-        )
-
     def load(self, directory: Path) -> None:
-        """See TrainerBackend; every rank reads its own part; the format is recognised from the directory.
-
-        A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
-        """
-        if is_distributed_checkpoint(directory, self._exchange):
-            sharded = verify_distributed(directory, self._exchange, fingerprint=fingerprint(self._model.specs))
-            sharded.read(ShardedState(self._model, self._optimizer.shards), self._exchange)
-            self._continue_from(sharded.num_steps_applied, sharded.rng)
-        else:
-            checkpoint = on_all_ranks(lambda: self._verified(directory), directory, self._device)
-            on_all_ranks(lambda: self._read_state(checkpoint), directory, self._device)
-            self._continue_from(checkpoint.num_steps_applied, checkpoint.rng)
-
-    def _continue_from(self, num_steps_applied: int, rng: dict[str, str]) -> None:
-        self._optimizer.num_steps_applied = num_steps_applied
-        self._optimizer.publish()
-        write_rng(rng, self._device)
-
-    def _verified(self, directory: Path) -> TrainerCheckpoint:
-        # Rank 0 reads every byte; the others rely on its result and read only what they load.
-        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
-
-    def _read_state(self, checkpoint: TrainerCheckpoint) -> None:
-        self._average.restore(checkpoint.kinds, lambda kind: self._read(checkpoint, kind, "weights"))
-        for kind in STATE_KINDS[1:]:
-            self._read(checkpoint, kind, kind)
+        """See TrainerBackend and StatefulBackend; the format is recognised from the directory."""
+        if not is_distributed_checkpoint(directory, self._exchange):
+            super().load(directory)
+            return
+        sharded = verify_distributed(directory, self._exchange, fingerprint=fingerprint(self._model.specs))
+        sharded.read(ShardedState(self._model, self._optimizer.shards), self._exchange)
+        self._continue_from(sharded.num_steps_applied, sharded.rng)
 
     def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
         with checkpoint.source(kind) as source:
             self._state.read(into, source)
+
+    def _publish(self, num_steps_applied: int) -> None:
+        self._optimizer.num_steps_applied = num_steps_applied
+        self._optimizer.publish()
 
     def close(self) -> None:
         """Wait for a running save, then leave the process groups.  Idempotent."""

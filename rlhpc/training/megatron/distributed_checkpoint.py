@@ -17,7 +17,7 @@ a main module without guard, and forks the training process to write, CUDA, thre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -64,6 +65,10 @@ class DistributedSaver:
     ) -> None:
         """fingerprint: of the model; group: gloo, of all ranks, None where there is one.  A collective."""
         self._plan, self._exchange, self._fingerprint, self._group = state.plan(exchange), exchange, fingerprint, group
+
+    def add(self, kind: str, own: Callable[[int], Sequence[Tensor]]) -> None:
+        """The format has no place for another kind; a run file that asks for one is refused."""
+        raise AssertionError(f"checkpoint.trainer_format='megatron' has no place for {kind!r}")
 
     def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
         """Write everything into `directory`, which is made; every rank calls it and waits for its own disk.
