@@ -21,13 +21,14 @@ class Signals:
         self.warned = False  # of the time limit
         self.end_requested = False  # after the current step, which is saved
         self.interrupts = 0  # ends within seconds; a second one at once
-        self._reader, self._writer = os.pipe()  # a signal between reading the flags and select must not be lost
+        self._reader, self._writer = os.pipe()  # a signal between reading the flags and poll must not be lost
         os.set_blocking(self._writer, False)
+        self._poll = select.poll()  # select() knows no descriptor above 1023
+        self._poll.register(self._reader, select.POLLIN)
 
     def sleep(self, seconds: float) -> None:
         """Wait, at most until the next signal."""
-        ready, _, _ = select.select([self._reader], [], [], seconds)
-        if ready:
+        if self._poll.poll(1000 * seconds):
             os.read(self._reader, 64)
 
     def lost_to(self) -> str:

@@ -26,6 +26,7 @@ from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import FinishReason, Verdict
 
+MANY = pytest.mark.long, pytest.mark.timeout(1800)  # a minute of work, on a loaded machine twenty times that
 SMALL = Sizes(rollouts=40, prompts=20, prompt_tokens=100, tokens=300, text_bytes=4000)
 
 
@@ -164,7 +165,7 @@ def violations(disk: RecordedDisk, directory: Path, count: int, seed: int) -> in
     return bad
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=MANY)])
 def test_every_state_that_a_power_cut_may_leave_holds_what_was_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
@@ -195,7 +196,7 @@ def test_what_a_killed_writer_has_left_in_memory_is_on_disk_before_another_attem
     assert violations(disk, tmp_path / "state", 100, seed=2) == 0
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=MANY)])
 def test_a_flipped_bit_costs_one_rollout_or_its_group_and_is_never_read_as_another_one(
     tmp_path: Path, count: int
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from launch.slurm.states import OVER
 from launch.slurm.this_job import ThisJob, TimeLimit
 from launch.slurm.values import duration_s
 from launch.supervisor.giving_up import RetryBudget
-from launch.supervisor.signals import SlurmSignals
+from launch.supervisor.signals import Signals, SlurmSignals
 from rlhpc.run_layout import RunLayout
 
 
@@ -153,6 +155,15 @@ def test_signals_become_flags_and_end_a_sleep() -> None:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def test_a_supervisor_with_more_than_a_thousand_open_files_sleeps() -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
+        pytest.skip("fewer than 2,048 open files are allowed here")
+    with ExitStack() as files:
+        while files.enter_context(Path(os.devnull).open()).fileno() < 1024:
+            pass
+        Signals().sleep(0.0)
 
 
 @pytest.mark.starts

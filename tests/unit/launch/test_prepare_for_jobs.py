@@ -248,7 +248,7 @@ def test_packages_are_looked_for_only_where_the_roles_run(tmp_path: Path) -> Non
 def test_gpus_that_are_too_small_are_refused_where_they_are_known(tmp_path: Path) -> None:
     big = {"model_type": "qwen2", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
            "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064}  # fmt: skip
-    findings = Findings(big, ModelShape.of(big), 4096, None)  # type: ignore[arg-type]  # no data is looked at
+    findings = Findings(big, None, ModelShape.of(big), 4096, None)  # type: ignore[arg-type]  # no prompt is looked at
     config = config_of("trainer.device=cuda", "generation.engine=scripted")
     with pytest.raises(ConfigError, match=r"GiB more than the 79\.1 GiB of trainer\.gpu='h100'"):
         refuse_small_gpus(config, findings, site_of(), tmp_path / "site.toml")
