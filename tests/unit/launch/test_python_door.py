@@ -169,6 +169,7 @@ def _ended(layout: object, job_id: int, result: tuple[str, object]) -> None:
     (folder / f"{job_id}_0_result.pkl").write_bytes(pickle.dumps(result))
 
 
+@pytest.mark.starts
 def test_the_result_of_a_job_is_the_summary_and_no_pickle_is_read_for_it(runs: Runs) -> None:
     layout = runs.submitted("first", 4711)
     _ended(layout, 4711, ("success", {"steps": "not this"}))
@@ -180,6 +181,7 @@ def test_the_result_of_a_job_is_the_summary_and_no_pickle_is_read_for_it(runs: R
     assert job.run.summary == {"steps": 100}
 
 
+@pytest.mark.starts
 def test_a_run_that_failed_raises_what_its_supervisor_said_last(runs: Runs) -> None:
     layout = runs.submitted("first", 4711)
     EventLog(layout.job_events("4711"), 0).say("verdict", "given_up: failed too often")
@@ -188,6 +190,7 @@ def test_a_run_that_failed_raises_what_its_supervisor_said_last(runs: Runs) -> N
         RunJob(layout.root).result()
 
 
+@pytest.mark.starts
 def test_a_job_goes_on_in_its_successor(runs: Runs) -> None:
     layout = runs.submitted("first", 4711)
     job = RunJob(layout.root)
