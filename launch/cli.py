@@ -199,6 +199,12 @@ def _report(options: argparse.Namespace) -> int:
     return report_run(_layout(options), options.html)
 
 
+def _metrics(options: argparse.Namespace) -> int:
+    from launch.commands.metrics.command import show_metrics
+
+    return show_metrics(_layout(options), options)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from launch.commands.doctor.command import doctor
 
@@ -306,6 +312,7 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "logs": _logs,
     "report": _report,
     "rollouts": _rollouts,
+    "metrics": _metrics,
     "doctor": _doctor,
     "data": _data,
     "reward": _reward,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -71,7 +72,10 @@ def _events(path: Path) -> Iterator[Event]:
         place = start + length + _CRC_BYTES
         if length > _LARGEST or place > len(data):
             return  # it is being written, or was cut off
-        yield Event.FromString(bytes(data[start : start + length]))
+        try:
+            yield Event.FromString(bytes(data[start : start + length]))
+        except DecodeError:
+            return  # damaged: TensorBoard stops there, too
 
 
 def _undo(points: dict[str, list[tuple[int, float, float]]], step: int) -> None:
