@@ -205,6 +205,12 @@ def _metrics(options: argparse.Namespace) -> int:
     return show_metrics(_layout(options), options)
 
 
+def _tensorboard(options: argparse.Namespace) -> int:
+    from launch.commands.tensorboard import serve_tensorboard
+
+    return serve_tensorboard(options)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from launch.commands.doctor.command import doctor
 
@@ -313,6 +319,7 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "rollouts": _rollouts,
     "metrics": _metrics,
+    "tensorboard": _tensorboard,
     "doctor": _doctor,
     "data": _data,
     "reward": _reward,

@@ -197,6 +197,16 @@ def takes_metrics(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--mlflow", type=Path, metavar="DIR", help=text)
 
 
+def takes_charts(parser: argparse.ArgumentParser) -> None:
+    """Runs, and how TensorBoard shows them."""
+    text = "runs, or directories with runs; default: runs/ if it exists, else the current directory"
+    parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="RUN_DIR|DIR", help=text)
+    text = "steps (default), tokens trained, or seconds of the run"
+    parser.add_argument("--axis", choices=("steps", "tokens", "seconds"), default="steps", help=text)
+    parser.add_argument("--port", type=number, metavar="N", help="default: 6006, or one that is free; 0: any")
+    parser.add_argument("--bind-all", action="store_true", help="for browsers on other machines, and whoever is there")
+
+
 def takes_rollouts(parser: argparse.ArgumentParser) -> None:
     """A run, and which of its rollouts."""
     takes_run_directory(parser)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.commands.arguments import (
     Version,
+    takes_charts,
     takes_data,
     takes_evaluation,
     takes_export,
@@ -169,6 +170,7 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("report", takes_report, "Say what a run did: who waited for whom, faults, GPU-hours, advice."),
     ("rollouts", takes_rollouts, "Read what a run has sampled: prompts, completions, rewards."),
     ("metrics", takes_metrics, "Print or write a run's metrics as a table, or as files of W&B or MLflow."),
+    ("tensorboard", takes_charts, "Show runs in TensorBoard under their names, over steps, tokens or seconds."),
     ("doctor", _takes_doctor, "Look for what would prevent runs on a site, and print remedies."),
     ("data", takes_data, "Show a dataset's prompts, or its figures, or write it in another form."),
     ("reward", takes_records, "Judge completions in a JSONL file by a reward function."),

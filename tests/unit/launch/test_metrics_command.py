@@ -21,7 +21,7 @@ from launch.commands.metrics.wandb_records import records_of
 from launch.reading.metric_table import metric_table
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.metrics.recorder import Recorder, Seam
+from rlhpc.metrics.recorder import Recorder
 from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
 from rlhpc.run_layout import RunLayout
 from tests.full_disk import small_disk
@@ -36,21 +36,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory of two attempts, the second from step 2 on, and one evaluation."""
     text_run = TextRun(tmp_path_factory.mktemp("metrics") / "first", "run.name=first", f"run.num_steps={STEPS}")
     _attempt(text_run.layout.tensorboard, range(5), 1e9)
-    _attempt(text_run.layout.tensorboard, range(2, STEPS), 2e9, Seam(2, 200, 2.0))
+    _attempt(text_run.layout.tensorboard, range(2, STEPS), 2e9, 2)
     curves = TensorBoardWriter(text_run.layout.evaluations / "tensorboard", lambda: 2e9)
     curves.scalars(2, {"evaluation/sums/pass@1": 0.25})
     curves.close()
     return text_run.layout.root
 
 
-def _attempt(directory: Path, steps: range, begins_s: float, seam: Seam | None = None) -> None:
+def _attempt(directory: Path, steps: range, begins_s: float, seam: int | None = None) -> None:
     now = begins_s
     recorder = Recorder(directory, seam=seam, wall_clock=lambda: now)
     for step in steps:
         now = begins_s + step
-        reward = step / 10 if seam else -1.0
+        reward = step / 10 if seam is not None else -1.0
         scalars = {"reward/mean": reward, "trainer/loss": 1.0} | ({"trainer/grad_norm": math.nan} if step == 3 else {})
-        recorder.step(step, scalars, 100 * step, float(step))
+        recorder.step(step, scalars)
     assert recorder.flush(60.0)
     recorder.close()
 
