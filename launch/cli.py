@@ -264,6 +264,13 @@ def _schema(options: argparse.Namespace) -> int:
     return 0
 
 
+def _completion(options: argparse.Namespace) -> int:
+    from launch.commands.completion import completion_script
+
+    print(completion_script(command_parser(), options.shell))
+    return 0
+
+
 def _reward(options: argparse.Namespace) -> int:
     from launch.commands.reward import judge_records
 
@@ -328,6 +335,7 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "compare": _compare,
     "demo": _demo,
     "schema": _schema,
+    "completion": _completion,
     "recipes": _recipes,
     "cluster": _cluster,
 }

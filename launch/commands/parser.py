@@ -88,6 +88,10 @@ def _takes_kind_of_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=("run", "site"), help="of which files")
 
 
+def _takes_shell(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell is to read it")
+
+
 def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
     """The actions up, status and down of a private Slurm."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
@@ -179,6 +183,7 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("compare", _takes_evaluations, "Say whether one of two evaluated models is better, and how surely."),
     ("demo", _takes_demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU."),
     ("schema", _takes_kind_of_file, "Print the JSON schema of run or site files, for editors."),
+    ("completion", _takes_shell, "Print a script that completes commands, options and paths in a shell."),
     ("recipes", _takes_recipe, "List run files that reproduce published runs; copy one."),
     ("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),
 )

@@ -32,6 +32,7 @@ DOORS = {
     "tensorboard": {"rlhpc/metrics"},
     "wandb": set(),  # by name, in launch/commands/metrics, where it is installed; likewise the next
     "mlflow": set(),
+    "shtab": set(),
     "numba": {"rlhpc"},  # rlhpc/compiled.py
     "pyarrow": {"rlhpc/data"},
     "jinja2": {"rlhpc/data"},
