@@ -10,6 +10,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhpc.errors import ConfigError
 
@@ -25,14 +26,14 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     for action in _actions(parser):
         metavar = str(action.metavar or "")
         if metavar in _DIRECTORIES:
-            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+            action.complete = shtab.DIRECTORY
         elif action.type is Path or ".toml" in metavar or "FILE" in metavar:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
+            action.complete = shtab.FILE
     return str(shtab.complete(parser, shell=shell))
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of a parser and all below it; those that take nothing are left out."""
+def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
+    """Actions of a parser and of all below it; those that take nothing are left out.  `complete` is shtab's own."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
