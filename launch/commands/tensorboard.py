@@ -26,6 +26,7 @@ from rlhpc.parent_death import die_with
 from rlhpc.run_layout import RunLayout
 
 LOOK_EVERY_S = 5.0  # as TensorBoard
+FIND_EVERY = 12  # looks: new runs appear within a minute
 EVENT_FILES = "events.out.tfevents.*"
 
 
@@ -43,11 +44,14 @@ class EventView:
         """Of the runs that are shown, in order."""
         return sorted(self._names.values())
 
-    def update(self) -> None:
-        """Look for runs and for what they have written.  Raises nothing that a run which is being deleted causes."""
+    def find(self) -> None:
+        """Look for runs that are not shown yet; on a large directory of a shared filesystem this takes a while."""
         for run in find_runs(self._tops, DEPTH).runs:
             if run.root not in self._names and any(run.layout.tensorboard.glob(EVENT_FILES)):
                 self._add(run.layout, str(run.config.get("run", {}).get("name") or run.root.name))
+
+    def update(self) -> None:
+        """Look for what runs have written.  A run that is being deleted is passed over."""
         for update in self._updates.values():
             try:
                 update()
@@ -95,6 +99,7 @@ def serve_tensorboard(options: argparse.Namespace) -> int:
     tops = [without_dots(directory) for directory in options.directories or [default]]
     with tempfile.TemporaryDirectory(prefix="rlhpc-tensorboard-") as directory:
         view = EventView(Path(directory), tops, options.axis)
+        view.find()
         view.update()
         if not view.names:
             raise ConfigError(f"no run with metrics below {', '.join(map(str, tops))}")
@@ -109,9 +114,13 @@ def _serve(view: EventView, directory: Path, options: argparse.Namespace) -> int
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the directory is removed then, too
     server = subprocess.Popen([*command, *where], preexec_fn=partial(die_with, os.getpid()))
     try:
+        looks = 0
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return server.wait(LOOK_EVERY_S)
+            looks += 1
+            if looks % FIND_EVERY == 0:
+                view.find()
             view.update()
     except KeyboardInterrupt:
         return 0

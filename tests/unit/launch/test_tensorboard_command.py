@@ -65,6 +65,7 @@ def test_every_run_is_shown_once_under_its_own_name(tmp_path: Path) -> None:
     made(tmp_path / "b", "second")
     made(tmp_path / "c", "first")
     view = EventView(tmp_path / "view", [tmp_path], "steps")
+    view.find()
     view.update()
     assert view.names == ["first", "first (c/run)", "second"]
     reward = [(step, float(step)) for step in range(4)]
@@ -76,6 +77,7 @@ def test_files_of_other_axes_that_an_older_version_wrote_are_no_runs(tmp_path: P
     layout = made(tmp_path / "a", "first")
     Recorder(layout.tensorboard / "by_tokens").close()
     view = EventView(tmp_path / "view", [tmp_path], "steps")
+    view.find()
     view.update()
     assert sorted(shown(tmp_path / "view")) == ["first", "first/evaluations"]
 
@@ -84,9 +86,11 @@ def test_files_of_other_axes_that_an_older_version_wrote_are_no_runs(tmp_path: P
 def test_what_happens_to_runs_meanwhile_is_seen_at_the_next_look(tmp_path: Path, axis: str) -> None:
     layout = made(tmp_path / "a", "first")
     view = EventView(tmp_path / "view", [tmp_path], axis)
+    view.find()
     view.update()
     record(layout, range(2, 3), seam=2)  # a resume
     made(tmp_path / "b", "second", tokens_a_step=7)
+    view.find()
     view.update()
     scale, other = (1, 1) if axis == "steps" else (100, 7)
     place = {step: step if axis == "steps" else step + 1 for step in range(4)}
