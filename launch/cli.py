@@ -199,6 +199,18 @@ def _report(options: argparse.Namespace) -> int:
     return report_run(_layout(options), options.html)
 
 
+def _metrics(options: argparse.Namespace) -> int:
+    from launch.commands.metrics.command import show_metrics
+
+    return show_metrics(_layout(options), options)
+
+
+def _tensorboard(options: argparse.Namespace) -> int:
+    from launch.commands.tensorboard import serve_tensorboard
+
+    return serve_tensorboard(options)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from launch.commands.doctor.command import doctor
 
@@ -249,6 +261,13 @@ def _schema(options: argparse.Namespace) -> int:
     from launch.commands.schema import schema_of
 
     print(schema_of(options.kind))
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from launch.commands.completion import completion_script
+
+    print(completion_script(command_parser(), options.shell))
     return 0
 
 
@@ -306,6 +325,8 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "logs": _logs,
     "report": _report,
     "rollouts": _rollouts,
+    "metrics": _metrics,
+    "tensorboard": _tensorboard,
     "doctor": _doctor,
     "data": _data,
     "reward": _reward,
@@ -314,6 +335,7 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "compare": _compare,
     "demo": _demo,
     "schema": _schema,
+    "completion": _completion,
     "recipes": _recipes,
     "cluster": _cluster,
 }

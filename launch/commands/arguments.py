@@ -183,6 +183,30 @@ def takes_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
 
 
+def takes_metrics(parser: argparse.ArgumentParser) -> None:
+    """A run, which of its metrics, and where they go."""
+    takes_run_directory(parser)
+    text = "only metrics of this name, or that match, such as 'reward/*'; may be repeated"
+    parser.add_argument("--tag", action="append", default=[], metavar="PATTERN", help=text)
+    where = parser.add_mutually_exclusive_group()
+    text = "write a file, .csv or .parquet; default: print CSV"
+    where.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "write an offline run of Weights & Biases below this directory"
+    where.add_argument("--wandb", type=Path, metavar="DIR", help=text)
+    text = "write a run of MLflow into mlflow.db in this directory"
+    where.add_argument("--mlflow", type=Path, metavar="DIR", help=text)
+
+
+def takes_charts(parser: argparse.ArgumentParser) -> None:
+    """Runs, and how TensorBoard shows them."""
+    text = "runs, or directories with runs; default: runs/ if it exists, else the current directory"
+    parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="RUN_DIR|DIR", help=text)
+    text = "steps (default), tokens trained, or seconds of the run"
+    parser.add_argument("--axis", choices=("steps", "tokens", "seconds"), default="steps", help=text)
+    parser.add_argument("--port", type=number, metavar="N", help="default: 6006, or one that is free; 0: any")
+    parser.add_argument("--bind-all", action="store_true", help="for browsers on other machines, and whoever is there")
+
+
 def takes_rollouts(parser: argparse.ArgumentParser) -> None:
     """A run, and which of its rollouts."""
     takes_run_directory(parser)

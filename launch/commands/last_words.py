@@ -84,7 +84,7 @@ def last_words(layout: RunLayout, command: str) -> list[str]:
         *lines,
         f"{root}: complete, saved at step {saved_step(layout)}",
         f"  `rlhpc export {root} MODEL` writes the trained model as an HF checkpoint",
-        f"  `tensorboard --logdir {root}` shows its curves",
+        f"  `rlhpc tensorboard {root}` shows its curves",
     ]
 
 

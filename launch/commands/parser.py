@@ -11,12 +11,14 @@ from pathlib import Path
 
 from launch.commands.arguments import (
     Version,
+    takes_charts,
     takes_data,
     takes_evaluation,
     takes_export,
     takes_list,
     takes_local_run,
     takes_logs,
+    takes_metrics,
     takes_overrides,
     takes_records,
     takes_report,
@@ -84,6 +86,10 @@ def _takes_stop(parser: argparse.ArgumentParser) -> None:
 
 def _takes_kind_of_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=("run", "site"), help="of which files")
+
+
+def _takes_shell(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell is to read it")
 
 
 def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +173,8 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("logs", takes_logs, "Show the logs of a run's processes."),
     ("report", takes_report, "Say what a run did: who waited for whom, faults, GPU-hours, advice."),
     ("rollouts", takes_rollouts, "Read what a run has sampled: prompts, completions, rewards."),
+    ("metrics", takes_metrics, "Print or write a run's metrics as a table, or as files of W&B or MLflow."),
+    ("tensorboard", takes_charts, "Show runs in TensorBoard under their names, over steps, tokens or seconds."),
     ("doctor", _takes_doctor, "Look for what would prevent runs on a site, and print remedies."),
     ("data", takes_data, "Show a dataset's prompts, or its figures, or write it in another form."),
     ("reward", takes_records, "Judge completions in a JSONL file by a reward function."),
@@ -175,6 +183,7 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("compare", _takes_evaluations, "Say whether one of two evaluated models is better, and how surely."),
     ("demo", _takes_demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU."),
     ("schema", _takes_kind_of_file, "Print the JSON schema of run or site files, for editors."),
+    ("completion", _takes_shell, "Print a script that completes commands, options and paths in a shell."),
     ("recipes", _takes_recipe, "List run files that reproduce published runs; copy one."),
     ("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.commands.job_status import document_of, is_slurm_run, lines_of, look_at_run
@@ -24,6 +24,7 @@ from rlhpc.rewards.failures import FAILURES, FORKED, JUDGED
 from rlhpc.run_layout import RunLayout
 
 NUM_FIGURES = 2  # lines of them at the head of a status
+WIDTH = 80  # columns, of counts
 MOST_NAMES = 4  # of processes, in one line
 _OVER = ("admitted", "released", "dropped")  # counts since the start of the run
 
@@ -129,10 +130,18 @@ def _queue_lines(queue: dict[str, Any]) -> list[str]:
     over = {name: count for name, count in queue.items() if name in _OVER or name.startswith("dropped_")}
     now = {name: count for name, count in queue.items() if name not in over}
     shown = {name: count for name, count in over.items() if count or not name.startswith("dropped_")}
-    return [
-        "queue   " + "   ".join(f"{name} {count}" for name, count in now.items()),
-        "so far  " + "   ".join(f"{name} {count}" for name, count in shown.items()),
-    ]
+    return [*_counted("queue", now), *_counted("so far", shown)]
+
+
+def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
+    """In as many lines of 80 columns as it takes; a count stays with its name."""
+    lines = [f"{title:<8}"]
+    for name, count in counts.items():
+        part = f"{name} {count}"
+        if len(lines[-1]) + len(part) > WIDTH:
+            lines.append(" " * 8)
+        lines[-1] += f"{part}   "
+    return [line.rstrip() for line in lines]
 
 
 def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:

@@ -84,7 +84,7 @@ def _report(layout: RunLayout) -> None:
     draw_learning_curve(picture, [version for version, _, _ in curve], [mean for _, mean, _ in curve])
     print(figures_table(summary))
     print(f"curve        {as_typed(picture)}")
-    print(f"TensorBoard  tensorboard --logdir {as_typed(layout.tensorboard)}")
+    print(f"TensorBoard  rlhpc tensorboard {as_typed(layout.root)}")
 
 
 def _show_step(phase: str, done: int, loss: float) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from launch.commands.evaluate.past import past_evaluations
 from launch.common.paths import without_dots
+from launch.reading.metric_table import metric_table
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection
 from launch.reading.run_figures import document_of
 from rlhpc.errors import CheckpointError, ConfigError
@@ -149,13 +150,26 @@ class Run:
 
         selection: as of `rollouts`.  Raises ConfigError: the library is not installed.
         """
-        if library not in ("pandas", "polars"):
-            raise ConfigError(f"library={library!r}; legal: pandas, polars")
-        try:
-            module = importlib.import_module(library)
-        except ImportError as error:
-            raise ConfigError(f"{library} is not installed: pip install 'rlhpc[frames]', or {library} alone") from error
-        return module.DataFrame(_columns(self.rollouts(**selection)))
+        return _frame(library, lambda: _columns(self.rollouts(**selection)))
+
+    def metrics_frame(self, library: Literal["pandas", "polars"] = "pandas", *patterns: str) -> Any:
+        """The figures as a frame, a row a step: `step`, `unix_time_s`, the metrics, those of evaluations among them.
+
+        patterns: of names, such as "reward/*"; without one, all.  As `rlhpc metrics` writes them.
+        Raises ConfigError: no metrics yet, a pattern matches none, the library is not installed; OSError.
+        """
+        return _frame(library, metric_table(self._layout, patterns).columns)
+
+
+def _frame(library: str, columns: Callable[[], Mapping[str, list[Any]]]) -> Any:
+    """columns: are made once the library is known to be there."""
+    if library not in ("pandas", "polars"):
+        raise ConfigError(f"library={library!r}; legal: pandas, polars")
+    try:
+        module = importlib.import_module(library)
+    except ImportError as error:
+        raise ConfigError(f"{library} is not installed: pip install 'rlhpc[frames]', or {library} alone") from error
+    return module.DataFrame(columns())
 
 
 def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:

@@ -6,7 +6,7 @@ The module that imports pyarrow, which takes longer than reading a small JSONL f
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -54,10 +54,14 @@ def _rows(file: Path, what: str, batches: Callable[[], Iterator[Any]]) -> Iterat
 def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
     """A Parquet file.  Raises ValueError where values of a field are of several types."""
     names = dict.fromkeys(name for row in rows for name in row)  # pyarrow takes those of the first row only
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    return columns_as_parquet({name: [row.get(name) for row in rows] for name in names})
+
+
+def columns_as_parquet(columns: Mapping[str, Sequence[Any]]) -> bytes:
+    """A Parquet file of columns of equal lengths; None is null.  Raises ValueError: a column has several types."""
     sink = pyarrow.BufferOutputStream()
     try:
-        pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+        pyarrow.parquet.write_table(pyarrow.table(dict(columns)), sink)
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error
     return bytes(sink.getvalue())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -40,7 +41,7 @@ def read_curves(directory: Path) -> dict[str, Curve]:
     points: dict[str, list[tuple[int, float, float]]] = {}
     # The names begin with the time, so that they sort as they were made.
     for path in sorted(directory.glob("events.out.tfevents.*")):
-        for event in _events(path):
+        for event, _ in events_in(path.read_bytes()):
             if event.session_log.status == SessionLog.START:
                 _undo(points, event.step)
             for value in event.summary.value:
@@ -62,8 +63,8 @@ def merged(curves: Mapping[str, Curve], names: list[str]) -> tuple[NDArray[np.in
     return steps, found
 
 
-def _events(path: Path) -> Iterator[Event]:
-    data = memoryview(path.read_bytes())
+def events_in(data: bytes) -> Iterator[tuple[Event, int]]:
+    """Whole events, each with the place behind it; ends at what is torn or damaged."""
     place = 0
     while place + _HEAD.size <= len(data):
         length, _ = _HEAD.unpack_from(data, place)
@@ -71,7 +72,10 @@ def _events(path: Path) -> Iterator[Event]:
         place = start + length + _CRC_BYTES
         if length > _LARGEST or place > len(data):
             return  # it is being written, or was cut off
-        yield Event.FromString(bytes(data[start : start + length]))
+        try:
+            yield Event.FromString(data[start : start + length]), place
+        except DecodeError:
+            return  # damaged: TensorBoard stops there, too
 
 
 def _undo(points: dict[str, list[tuple[int, float, float]]], step: int) -> None:

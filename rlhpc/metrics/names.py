@@ -19,16 +19,15 @@ class Metric:
 
     unit: str
     meaning: str
-    on_every_axis: bool = False  # written over tokens and over seconds too
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         # What the policy achieves.
-        "reward/mean": Metric("reward", "mean over the rollouts finished lately", on_every_axis=True),
+        "reward/mean": Metric("reward", "mean over the rollouts finished lately"),
         "reward/std": Metric("reward", "standard deviation over the rollouts finished lately"),
         "reward/shaped_mean": Metric("reward", "the same after [shaping]: what advantages are computed from"),
-        "reward/correct_share": Metric("share", "rollouts finished lately with verdict correct", on_every_axis=True),
+        "reward/correct_share": Metric("share", "rollouts finished lately with verdict correct"),
         "reward/verifier_error_share": Metric("share", "verifier errors among the last verdicts; never trained on"),
         "reward/zero_spread_share": Metric("share", "groups finished lately whose rewards were all equal"),
         "reward/queued": Metric("completions", "at reward services: they wait for a worker, or are being judged"),
@@ -81,7 +80,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "dataset_stage/*": Metric("number", "prompt/stage of this dataset"),
         # Lengths.
         "length/prompt_mean": Metric("tokens", "mean over the rollouts finished lately"),
-        "length/completion_mean": Metric("tokens", "mean over the rollouts finished lately", on_every_axis=True),
+        "length/completion_mean": Metric("tokens", "mean over the rollouts finished lately"),
         "length/completion_max": Metric("tokens", "longest of the rollouts finished lately"),
         "length/truncated_share": Metric("share", "rollouts finished lately, cut off by a limit of tokens or of turns"),
         "length/turns_mean": Metric("turns", "mean over the rollouts finished lately; 1 without environments"),
@@ -94,7 +93,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "rollout/spanning_update_share": Metric("share", "rollouts whose tokens were sampled by several versions"),
         "rollout/num_versions_max": Metric("versions", "most versions that sampled one rollout of the batch"),
         # The optimiser step.
-        "trainer/loss": Metric("nats", "with KL term and entropy bonus, mean over loss tokens", on_every_axis=True),
+        "trainer/loss": Metric("nats", "with KL term and entropy bonus, mean over loss tokens"),
         "trainer/grad_norm": Metric("norm", "global norm before clipping; not finite where the step was skipped"),
         "trainer/learning_rate": Metric("1", "of this step"),
         # The critic, where algorithm.advantage is "gae".
@@ -106,9 +105,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "critic/value_mean": Metric("reward", "mean over loss tokens, before the critic learns from the batch"),
         "critic/return_mean": Metric("reward", "what they should have been"),
         "critic/advantage_std": Metric("reward", "standard deviation before normalisation"),
-        "trainer/entropy": Metric("nats", "of the current policy, mean over loss tokens", on_every_axis=True),
+        "trainer/entropy": Metric("nats", "of the current policy, mean over loss tokens"),
         "trainer/tokens_per_s": Metric("tokens/s", "trained, prompts included, over the last steps"),
-        "trainer/idle_ratio": Metric("ratio", "of wall time in which the trainer had no batch", on_every_axis=True),
+        "trainer/idle_ratio": Metric("ratio", "of wall time in which the trainer had no batch"),
         "trainer/step_s": Metric("s", "from a batch's arrival to the end of its step"),
         "trainer/skipped_steps": Metric("steps", "not applied since the start: not finite, or refused by the guard"),
         # How far the policy moves, and how far sampler and trainer disagree.
@@ -140,7 +139,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "guard/alarm_steps": Metric("steps", "out of bounds in the alarm that is on; 0: none is"),
         # Generators, summed or averaged over replicas.
         "generator/tokens_per_s": Metric("tokens/s", "sampled by all generators over the last steps"),
-        "generator/idle_ratio": Metric("ratio", "of wall time without a request, all generators", on_every_axis=True),
+        "generator/idle_ratio": Metric("ratio", "of wall time without a request, all generators"),
         "generator/running": Metric("rollouts", "being decoded"),
         "generator/decoded_together": Metric("rollouts", "by one generator, mean over the time in which it had any"),
         "generator/token_s": Metric("s", "between two tokens of a rollout, mean over the tokens sampled lately"),
@@ -208,10 +207,9 @@ def find_metric(name: str) -> Metric:
 
 
 def table_markdown() -> str:
-    """Return both tables as docs/metrics.md holds them; a star marks metrics that are written over every axis."""
+    """Return both tables as docs/metrics.md holds them."""
     rows = ["| name | unit | meaning |", "|---|---|---|"]
     for name, metric in (*METRICS.items(), *HISTOGRAMS.items()):
-        star = " ★" if metric.on_every_axis else ""
         # A bar would end the cell.
-        rows.append(f"| `{name}`{star} | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |")
+        rows.append(f"| `{name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)

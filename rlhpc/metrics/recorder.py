@@ -1,9 +1,8 @@
-"""Write a step's metrics under their stable names, over three axes.
+"""Write a step's metrics under their stable names, over optimiser steps.
 
 Input: named numbers and sampled texts.  Output: calls of TensorBoardWriter.  An unknown name is a bug and is refused.
-The key metrics appear three times: NAME over optimiser steps, by_tokens/NAME over trained tokens and by_seconds/NAME
-over seconds, so that runs with other batch sizes or on other machines can be laid side by side.  Each axis has a
-directory of its own, so that a resume can undo it (tensorboard_writer.py).
+Other axes are made of these files when somebody looks (other_axis.py): `tokens/trained_total` and `wall_s` are in every
+step.
 """
 
 from __future__ import annotations
@@ -31,14 +30,6 @@ class Sample(NamedTuple):
     reference: str
 
 
-class Seam(NamedTuple):
-    """Where an attempt continues, on every axis."""
-
-    step: int
-    tokens: int  # trained so far
-    seconds: float  # of all attempts so far
-
-
 class Recorder:
     """Checks metric names; the writers handle the format."""
 
@@ -46,36 +37,29 @@ class Recorder:
         self,
         directory: Path,
         *,
-        seam: Seam | None = None,
+        seam: int | None = None,
         find: Callable[[str], Metric] = find_metric,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Create event files and write the dashboard's layout.
 
-        seam: of an attempt that is not the first; what was written after it is undone.  `find` returns a metric's row
-        or raises KeyError.  Raises RunDirectoryError if a file cannot be created.
+        seam: the step at which an attempt that is not the first continues; what was written from it on is undone.
+        `find` returns a metric's row or raises KeyError.  Raises RunDirectoryError if a file cannot be created.
         """
         self._find = find
         self._writer = TensorBoardWriter(directory, wall_clock)
-        self._by_tokens = TensorBoardWriter(directory / "by_tokens", wall_clock)
-        self._by_seconds = TensorBoardWriter(directory / "by_seconds", wall_clock)
-        if seam is not None:  # steps are counted from 0; the point of a step stands at what it has come to
-            self._writer.undo_from(seam.step)
-            self._by_tokens.undo_from(seam.tokens + 1)
-            self._by_seconds.undo_from(int(seam.seconds) + 1)
+        if seam is not None:
+            self._writer.undo_from(seam)
         self._writer.layout(dashboard())
 
-    def step(self, step: int, scalars: Mapping[str, float], tokens: int, seconds: float) -> None:
+    def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the metrics of one optimiser step.
 
-        tokens: trained so far; seconds: of all attempts so far.  They are the other two axes.
         Raises KeyError naming a metric that is not in the table; nothing is written then.
         """
-        keys = {name: value for name, value in scalars.items() if self._find(name).on_every_axis}
+        for name in scalars:
+            self._find(name)
         self._writer.scalars(step, scalars)
-        if keys:
-            self._by_tokens.scalars(tokens, {f"by_tokens/{name}": value for name, value in keys.items()})
-            self._by_seconds.scalars(int(seconds), {f"by_seconds/{name}": value for name, value in keys.items()})
 
     def histogram(self, name: str, step: int, values: ArrayLike) -> None:
         """Write a distribution.  Raises KeyError if the name is not among names.HISTOGRAMS."""
@@ -102,16 +86,11 @@ class Recorder:
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything is written or lost; False if that took longer."""
-        return all(writer.flush(timeout_s) for writer in self._writers)
+        return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Close the writers.  Idempotent."""
-        for writer in self._writers:
-            writer.close(timeout_s)
-
-    @property
-    def _writers(self) -> tuple[TensorBoardWriter, ...]:
-        return self._writer, self._by_tokens, self._by_seconds
+        """Close the writer.  Idempotent."""
+        self._writer.close(timeout_s)
 
 
 def sample_markdown(sample: Sample) -> str:

@@ -30,6 +30,9 @@ DOORS = {
     "h5py": {"rlhpc/buffer"},
     "vllm": {"rlhpc/generation"},
     "tensorboard": {"rlhpc/metrics"},
+    "wandb": set(),  # by name, in launch/commands/metrics, where it is installed; likewise the next
+    "mlflow": set(),
+    "shtab": set(),
     "numba": {"rlhpc"},  # rlhpc/compiled.py
     "pyarrow": {"rlhpc/data"},
     "jinja2": {"rlhpc/data"},

@@ -47,7 +47,7 @@ NOT_RUN = {
     "rlhpc submit RUN.toml site.toml": "needs a cluster; tests/slurm has one, for this and the next two",
     "rlhpc logs runs/first trainer -f": "needs a run",
     "rlhpc scale runs/first --generators +2 --partition scavenge": "needs a run that lives",
-    "tensorboard --logdir runs": "serves until it is stopped",
+    "rlhpc tensorboard runs": "serves until it is stopped",
 }
 
 # What stands in backticks and looks like a file of the repository, but is one of the reader's.

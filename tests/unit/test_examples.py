@@ -105,7 +105,7 @@ def test_the_charts_are_drawn_from_what_a_run_writes_and_what_is_missing_is_said
 
     recorder = Recorder(tmp_path / "tensorboard", wall_clock=lambda: 1000.0)
     for step in range(3):
-        recorder.step(step, {"reward/mean": 0.1 * step, "staleness/max": 1.0}, tokens=100 * step, seconds=float(step))
+        recorder.step(step, {"reward/mean": 0.1 * step, "staleness/max": 1.0})
     recorder.close()
     scalars = draw_charts.read_scalars(tmp_path)
     assert scalars["reward/mean"][0] == [0, 1, 2]

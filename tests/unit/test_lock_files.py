@@ -78,6 +78,14 @@ def test_make_setup_installs_the_torch_that_the_lock_file_was_made_with():
     assert f"$(TORCH_ARGS) {override}\n" in (ROOT / "Makefile").read_text()
 
 
+def test_make_setup_says_what_it_does_before_it_does_it():
+    """pip is told to be quiet, and takes minutes."""
+    recipe = (ROOT / "Makefile").read_text().partition("$(VENV)/.complete: ")[2].partition("\n\n")[0].splitlines()[1:]
+    installs = [place for place, line in enumerate(recipe) if "$(PIP)" in line]
+    assert len(installs) == 3
+    assert all(recipe[place - 1].startswith('\t@echo "setup') for place in installs)
+
+
 def test_vllm_on_python_before_3_13_has_a_numpy_that_mistral_common_takes():
     for lock in locks():
         pins = pinned(lock.path)

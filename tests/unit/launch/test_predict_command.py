@@ -57,7 +57,7 @@ class MeasuredRun(TextRun):
             figures = SCALARS | {"trainer/step_s": step_s, "time/step_s": 0.5 + 0.01 + step_s + 0.125 + 0.05}
             figures |= {"generator/decoded_together": n, "generator/token_s": 0.02 + 0.001 * n} if told else {}
             now_s += figures["time/step_s"]
-            recorder.step(step, figures, step, float(step))
+            recorder.step(step, figures)
         recorder.close()
 
 

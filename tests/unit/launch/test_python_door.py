@@ -42,7 +42,7 @@ class FirstRun(TextRun):
         )
         recorder = Recorder(self.layout.tensorboard)
         for step in range(2):
-            recorder.step(step, {"reward/mean": 0.25 + step}, 10 * step, float(step))
+            recorder.step(step, {"reward/mean": 0.25 + step})
         recorder.close()
         self.layout.checkpoints.mkdir()
         final = self.layout.checkpoint(2)

@@ -63,12 +63,12 @@ class ToldRun(TextRun):
         self.write_scalars({"checkpoint/failed_total": 0.0} | dict(scalars or {}))
 
     def write_scalars(self, scalars: Mapping[str, float], num_steps: int = 20) -> None:
-        clock = iter(BEGAN_S + 10 + 1.5 * np.arange(10_000))
+        clock = iter(BEGAN_S + 10 + 4.5 * np.arange(10_000))
         recorder = Recorder(self.layout.tensorboard, wall_clock=lambda: float(next(clock)))
         for step in range(num_steps):
             failed = {"checkpoint/failed_total": float(step >= 15)}
             base = {"reward/mean": step / 20, "time/step_s": 4.0, "trainer/step_s": 3.0, "time/wait_for_batch_s": 0.5}
-            recorder.step(step, base | dict(scalars) | failed, step, float(step))
+            recorder.step(step, base | dict(scalars) | failed)
         recorder.close()
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
 from rlhpc.config_file import write_resolved
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
 from rlhpc.run_layout import RunLayout
+from tests.unit.buffer.rollout_samples import ManualClock, make_ledger
+from tests.unit.launch.launchers import living_launcher
 from tests.unit.launch.site_kit import config_of
 
 
@@ -51,3 +54,28 @@ def test_status_shows_the_last_action_of_the_guard_and_programs_get_all(layout: 
     assert read_notes(layout).lines() == ["guard   2 actions, the last one: warn (attempt 0), step 4: low"]
     document = json.loads(render_status(layout, as_json=True))
     assert [entry["step"] for entry in document["guard"]] == [3, 4]
+
+
+def test_who_starts_has_a_row_and_the_queue_fits_the_terminal(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    config = config_of("generation.num_replicas=2")
+    write_resolved(config, layout, "")
+    ledger = make_ledger(ManualClock())
+    counts = dict.fromkeys(ledger.counts(), 1234567) | {"dropped_poison": 0}
+    role = {"name": "generator-0", "state": "ready", "version": 3, "silent_s": 0.3, "waits_for": "", "metrics": {}}
+    figures = dict.fromkeys(("version", "step", "reward", "generator_tokens_per_s", "trainer_tokens_per_s"), 1)
+    figures |= dict.fromkeys(("staleness_max", "staleness_bound", "num_steps", "unix_time_s"), 2)
+    status = {"name": "first", "phase": "training", "queue": counts, "roles": [role], **figures}
+    layout.status.write_text(json.dumps(status))
+    with living_launcher(layout):
+        lines = render_status(layout).splitlines()
+    assert "generator-1   starting" in lines
+    (row,) = [line for line in lines if line.startswith("generator-0")]
+    assert row.split() == ["generator-0", "ready", "3", "0", "0.3s", "-"]
+    queue = lines[2 : lines.index("")]
+    assert max(map(len, queue)) <= 80
+    told = re.findall(r"(\w+) (\d+)", "\n".join(queue))
+    assert dict(told) == {name: str(count) for name, count in counts.items() if count}
+    over = render_status(layout)  # the launcher is gone
+    assert "generator-" not in over
+    assert "not running on this machine" in over

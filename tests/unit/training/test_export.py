@@ -6,7 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch.commands.export import export_run
+from rlhpc.config_file import write_resolved
 from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.export import export_hf
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
@@ -83,3 +86,18 @@ def test_an_unknown_dtype_is_refused(trained, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float8"}))
     with pytest.raises(ConfigError, match="float8"):
         export_hf(trained[1], tmp_path, tmp_path / "out")
+
+
+def test_an_export_in_float32_rounds_nothing_and_another_says_that_it_rounds(trained, tmp_path):
+    model_dir, checkpoint_dir, weights, _ = trained
+    assert export_hf(checkpoint_dir, model_dir, tmp_path / "rounded") == "bfloat16"
+    assert export_hf(checkpoint_dir, model_dir, tmp_path / "out", dtype="float32") == "float32"
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    layout = RunLayout(tmp_path / "run")
+    layout.checkpoints.mkdir(parents=True)
+    layout.checkpoint(1).symlink_to(checkpoint_dir.resolve())
+    write_resolved(tiny_config(model_dir), layout, "")
+    said = export_run(layout, tmp_path / "third", 1)
+    assert said.endswith("bfloat16, rounded from float32 (--dtype float32 rounds nothing)")
+    assert export_run(layout, tmp_path / "fourth", 1, dtype="float32").endswith(", float32")

@@ -19,7 +19,7 @@ from rlhpc.algorithms.diagnostics import rewards
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
-from rlhpc.metrics.recorder import Recorder, Sample, Seam
+from rlhpc.metrics.recorder import Recorder, Sample
 from rlhpc.packing.layout import packing_fill, tokens_trained
 from rlhpc.rewards.failures import PREFIX, by_task
 from rlhpc.roles.common.lifecycle import RoleContext
@@ -54,8 +54,6 @@ class _Unwritten:
     stats: IntakeStats
     figures: dict[str, float]  # those that are known already
     samples: list[Sample]  # none: this step shows none
-    num_tokens: int  # trained so far
-    wall_s: float
 
 
 class RunRecorder:
@@ -79,9 +77,7 @@ class RunRecorder:
         self._channels = channels
         self.lag = LoopLag(clock)  # of the event loop, while its run() runs
         self._clock = clock
-        is_again = context.attempt > 0
-        seam = Seam(state.step, state.totals.tokens_trained, state.totals.wall_s) if is_again else None
-        self._recorder = Recorder(context.layout.tensorboard, seam=seam)
+        self._recorder = Recorder(context.layout.tensorboard, seam=state.step if context.attempt > 0 else None)
         self._recorder.config(context.layout.config.read_text())
         if context.resume_step is not None:
             self._recorder.resumed(context.resume_step, context.attempt)
@@ -115,8 +111,7 @@ class RunRecorder:
         has_details = record.report.step % DETAILS_EVERY_STEPS == 0
         samples = self._samples(record.groups) if has_details else []
         self._show(record, stats, figures, now)
-        totals = self._totals
-        self._unwritten.append(_Unwritten(record, stats, figures, samples, totals.tokens_trained, totals.wall_s))
+        self._unwritten.append(_Unwritten(record, stats, figures, samples))
         if len(self._unwritten) > MAX_UNWRITTEN:
             self._write_all()
         self._has_work.set()
@@ -150,7 +145,7 @@ class RunRecorder:
         figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
         figures |= dataset_figures(stats.groups, [dataset.title for dataset in self._config.data]) | step.figures
         number = record.report.step
-        self._recorder.step(number, figures, step.num_tokens, step.wall_s)
+        self._recorder.step(number, figures)
         if record.guard.text:
             self._recorder.guard(number, record.guard.text)
         if number % DETAILS_EVERY_STEPS == 0:

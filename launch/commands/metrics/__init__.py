@@ -1,0 +1,1 @@
+"""`rlhpc metrics`: the figures of a run as files of other programs."""

@@ -1,0 +1,51 @@
+"""A run as other programs are told of it, and their packages, which only some people have."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from launch.reading.run_figures import document_of
+from rlhpc.errors import ConfigError
+from rlhpc.metrics.curve_table import CurveTable
+from rlhpc.run_layout import RunLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedRun:
+    """Name, settings, and an id that stays: that of another history in the same directory is another one."""
+
+    layout: RunLayout
+    table: CurveTable
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The resolved run file, by section and key; {} where it is damaged."""
+        return dict(document_of(self.layout, "config").get("config", {}))
+
+    @property
+    def name(self) -> str:
+        """As in the run file."""
+        return str(self.settings.get("run", {}).get("name", self.layout.root.name))
+
+    @property
+    def identity(self) -> str:
+        """12 hexadecimal digits."""
+        began = float(self.table.unix_times_s[0])
+        return hashlib.sha256(f"{self.layout.root}\n{began!r}".encode()).hexdigest()[:12]
+
+    @property
+    def size(self) -> str:
+        """In words."""
+        return f"{len(self.table.steps)} steps, {len(self.table.curves)} metrics"
+
+
+def optional_module(name: str, extra: str) -> ModuleType:
+    """Import a module of an optional package.  Raises ConfigError naming the extra that brings it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{name} is not installed ({error}): pip install 'rlhpc[{extra}]'") from error

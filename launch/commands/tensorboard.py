@@ -1,0 +1,129 @@
+"""`rlhpc tensorboard [DIR …]`: TensorBoard of these runs, under their names, over steps, tokens or seconds.
+
+Input: run directories, or directories that hold some.  Output: TensorBoard, until Ctrl-C, of a temporary directory
+that has links to event files, or copies of them over another axis.  Runs that begin meanwhile follow, and what they all
+write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from launch.commands.overview.find import DEPTH, find_runs
+from launch.common.paths import without_dots
+from rlhpc.errors import ConfigError
+from rlhpc.metrics.other_axis import AXES, OtherAxis
+from rlhpc.parent_death import die_with
+from rlhpc.run_layout import RunLayout
+
+LOOK_EVERY_S = 5.0  # as TensorBoard
+FIND_EVERY = 12  # looks: new runs appear within a minute
+EVENT_FILES = "events.out.tfevents.*"
+
+
+class EventView:
+    """A directory as TensorBoard takes one: a directory for each run, called as the run is."""
+
+    def __init__(self, directory: Path, tops: list[Path], axis: str) -> None:
+        """axis: "steps", or one of other_axis.AXES."""
+        self._directory, self._tops, self._axis = directory, tops, axis
+        self._names = dict[Path, str]()  # run directory → name; a run keeps its own
+        self._updates = dict[Path, Callable[[], None]]()  # run directory → brings its files here
+
+    @property
+    def names(self) -> list[str]:
+        """Of the runs that are shown, in order."""
+        return sorted(self._names.values())
+
+    def find(self) -> None:
+        """Look for runs that are not shown yet; on a large directory of a shared filesystem this takes a while."""
+        for run in find_runs(self._tops, DEPTH).runs:
+            if run.root not in self._names and any(run.layout.tensorboard.glob(EVENT_FILES)):
+                self._add(run.layout, str(run.config.get("run", {}).get("name") or run.root.name))
+
+    def update(self) -> None:
+        """Look for what runs have written.  A run that is being deleted is passed over."""
+        for update in self._updates.values():
+            try:
+                update()
+            except OSError:
+                continue  # it is being deleted or begun anew: the next look sees what has become of it
+
+    def _add(self, layout: RunLayout, name: str) -> None:
+        taken = {*self._names.values()}
+        if name in taken:
+            name = f"{name} ({layout.root.parent.name}/{layout.root.name})"
+        while name in taken:
+            name += "'"
+        self._names[layout.root] = name
+        place = self._directory / name
+        if self._axis == "steps":
+            self._updates[layout.root] = partial(_link_run, layout, place)
+        else:
+            self._updates[layout.root] = OtherAxis(layout.tensorboard, place, AXES[self._axis]).update
+
+
+def _link_run(layout: RunLayout, place: Path) -> None:
+    _link(layout.tensorboard, place)
+    _link(layout.evaluations / layout.tensorboard.name, place / "evaluations")
+
+
+def _link(source: Path, place: Path) -> None:
+    """Have a link to each event file of a directory, and to no other."""
+    files = {file.name: file for file in source.glob(EVENT_FILES)}
+    if files:
+        place.mkdir(parents=True, exist_ok=True)
+    for link in place.glob(EVENT_FILES):
+        if link.name not in files:
+            link.unlink()
+    for name, file in files.items():
+        if not (place / name).is_symlink():
+            (place / name).symlink_to(file)
+
+
+def serve_tensorboard(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, SIGTERM or an end of TensorBoard; its exit status.  Raises ConfigError: nothing to show."""
+    for directory in options.directories:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory}: no such directory")
+    default = Path("runs") if Path("runs").is_dir() else Path()
+    tops = [without_dots(directory) for directory in options.directories or [default]]
+    with tempfile.TemporaryDirectory(prefix="rlhpc-tensorboard-") as directory:
+        view = EventView(Path(directory), tops, options.axis)
+        view.find()
+        view.update()
+        if not view.names:
+            raise ConfigError(f"no run with metrics below {', '.join(map(str, tops))}")
+        print(f"{', '.join(view.names)}: over {options.axis}; in groups: #custom_scalars after the address", flush=True)
+        return _serve(view, Path(directory), options)
+
+
+def _serve(view: EventView, directory: Path, options: argparse.Namespace) -> int:
+    where = ["--bind_all"] if options.bind_all else []
+    where += [] if options.port is None else [f"--port={options.port}"]
+    command = [sys.executable, "-m", "tensorboard.main", f"--logdir={directory}", f"--window_title={options.axis}"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the directory is removed then, too
+    server = subprocess.Popen([*command, *where], preexec_fn=partial(die_with, os.getpid()))
+    try:
+        looks = 0
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return server.wait(LOOK_EVERY_S)
+            looks += 1
+            if looks % FIND_EVERY == 0:
+                view.find()
+            view.update()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.terminate()
+        server.wait()

@@ -1,0 +1,40 @@
+"""The metrics of a run as one table: those of training, and those of evaluations made while it trained.
+
+Input: a run directory, of a run that goes on as well, and patterns of names.  Output: CurveTable.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from rlhpc.errors import ConfigError
+from rlhpc.metrics.curve_table import CurveTable, tabulated
+from rlhpc.metrics.curves import read_curves
+from rlhpc.run_layout import RunLayout
+
+
+def metric_table(layout: RunLayout, patterns: Sequence[str] = ()) -> CurveTable:
+    """Metrics whose names match one of the patterns (*, ?, [seq]; * stands for slashes, too); without any, all.
+
+    Steps that a resume has undone are left out, attempts joined.  Figures of evaluations stand at the step of the
+    checkpoint that was evaluated.
+    Raises ConfigError: no run is here, it has written nothing yet, or a pattern matches nothing; OSError.
+    """
+    if not layout.is_run:
+        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+    curves = read_curves(layout.tensorboard) | read_curves(layout.evaluations / layout.tensorboard.name)
+    if not curves:
+        raise ConfigError(f"{layout.root}: no metrics yet: the first are written at the end of the first step")
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in curves):
+            raise ConfigError(f"--tag {pattern!r}: no metric of this run matches{_hint(pattern, [*curves])}")
+    is_wanted = {name: not patterns or any(fnmatchcase(name, each) for each in patterns) for name in curves}
+    return tabulated({name: curve for name, curve in curves.items() if is_wanted[name]})
+
+
+def _hint(pattern: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(pattern, names, n=1)
+    families = sorted({name.partition("/")[0] for name in names})
+    return f" (did you mean {close[0]}?)" if close else f"; it has {', '.join(f'{each}/*' for each in families)}"

@@ -1,0 +1,68 @@
+"""A run's events over another axis than steps: over trained tokens, or over the run's seconds.
+
+Input: the event files of a run, which may go on.  Output: a copy of them in which the step of every event is what the
+run had come to then, by the metric of that axis, which is in every step.  Later points, resumes and a run that is begun
+anew follow with the next update().  A value of that metric is on disk as float32, and so right to 1e-7 of itself.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from bisect import bisect_right
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from rlhpc.metrics.curves import events_in
+
+AXES: Mapping[str, str] = MappingProxyType({"tokens": "tokens/trained_total", "seconds": "wall_s"})  # name → metric
+
+
+class OtherAxis:
+    """The copy of one directory of event files."""
+
+    def __init__(self, source: Path, copy: Path, metric: str) -> None:
+        """copy: a directory that is made, and deleted when the run is begun anew."""
+        self._source, self._copy, self._metric = source, copy, metric
+        self._read = dict[Path, int]()  # bytes of each file that are copied
+        self._steps, self._places = list[int](), list[int]()  # ascending; what the run had come to at each step
+
+    def update(self) -> None:
+        """Copy what is new.  Raises OSError."""
+        files = sorted(self._source.glob("events.out.tfevents.*"))  # their names begin with the time
+        if any(file not in files for file in self._read):
+            shutil.rmtree(self._copy, ignore_errors=True)
+            self._read, self._steps, self._places = {}, [], []
+        for file in files:
+            self._copy_from(file)
+
+    def _copy_from(self, file: Path) -> None:
+        begin = self._read.get(file, 0)
+        with file.open("rb") as source:
+            source.seek(begin)
+            data = source.read()
+        self._copy.mkdir(parents=True, exist_ok=True)
+        with (self._copy / file.name).open("ab") as copy:
+            writer = RecordWriter(copy)
+            for event, end in events_in(data):
+                self._move(event)
+                writer.write(event.SerializeToString())
+                self._read[file] = begin + end
+
+    def _move(self, event: Event) -> None:
+        if event.session_log.status == SessionLog.START:  # everything from this step on is void
+            kept = bisect_right(self._steps, event.step - 1)
+            del self._steps[kept:], self._places[kept:]
+            event.step = self._places[-1] + 1 if self._places else 0
+            return
+        for value in event.summary.value:
+            is_later = not self._steps or event.step > self._steps[-1]
+            if value.tag == self._metric and is_later and math.isfinite(value.simple_value):
+                self._steps.append(event.step)
+                self._places.append(int(value.simple_value))
+        known = bisect_right(self._steps, event.step)
+        event.step = self._places[known - 1] if known else 0

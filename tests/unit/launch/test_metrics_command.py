@@ -1,0 +1,229 @@
+"""`rlhpc metrics`: a run's figures as CSV, Parquet, and as files of W&B and MLflow, by their own packages."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+import rlhpc
+from launch.cli import main
+from launch.commands.metrics.exported import ExportedRun
+from launch.commands.metrics.mlflow_files import legal_names, parameters_of
+from launch.commands.metrics.wandb_records import records_of
+from launch.reading.metric_table import metric_table
+from rlhpc.errors import ConfigError
+from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.metrics.recorder import Recorder
+from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.run_layout import RunLayout
+from tests.full_disk import small_disk
+from tests.unit.launch.seen_runs import TextRun
+
+NO_WANDB, NO_MLFLOW = "no wandb here: pip install 'rlhpc[wandb]'", "no MLflow here: pip install 'rlhpc[mlflow]'"
+STEPS = 1_200  # so that MLflow's requests and wandb's blocks are more than one
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of two attempts, the second from step 2 on, and one evaluation."""
+    text_run = TextRun(tmp_path_factory.mktemp("metrics") / "first", "run.name=first", f"run.num_steps={STEPS}")
+    _attempt(text_run.layout.tensorboard, range(5), 1e9)
+    _attempt(text_run.layout.tensorboard, range(2, STEPS), 2e9, 2)
+    curves = TensorBoardWriter(text_run.layout.evaluations / "tensorboard", lambda: 2e9)
+    curves.scalars(2, {"evaluation/sums/pass@1": 0.25})
+    curves.close()
+    return text_run.layout.root
+
+
+def _attempt(directory: Path, steps: range, begins_s: float, seam: int | None = None) -> None:
+    now = begins_s
+    recorder = Recorder(directory, seam=seam, wall_clock=lambda: now)
+    for step in steps:
+        now = begins_s + step
+        reward = step / 10 if seam is not None else -1.0
+        scalars = {"reward/mean": reward, "trainer/loss": 1.0} | ({"trainer/grad_norm": math.nan} if step == 3 else {})
+        recorder.step(step, scalars)
+    assert recorder.flush(60.0)
+    recorder.close()
+
+
+def test_metrics_are_printed_as_csv(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", str(run), "--tag", "reward/*", "--tag", "evaluation/*", "--tag", "trainer/grad_norm"]) == 0
+    names, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+    assert names == ["step", "unix_time_s", "evaluation/sums/pass@1", "reward/mean", "trainer/grad_norm"]
+    assert [row[0] for row in rows] == [str(step) for step in range(STEPS)]
+    assert [row[2:] for row in rows[:5]] == [
+        ["", "-1.0", ""], ["", "-1.0", ""], ["0.25", "0.2", ""], ["", "0.3", "nan"], ["", "0.4", ""]
+    ]  # fmt: skip
+    assert [float(row[1]) for row in rows[1:4]] == [1e9 + 1, 2e9, 2e9 + 3]
+
+
+def test_metrics_are_a_parquet_file_with_nulls_or_a_csv_file(run: Path, tmp_path: Path) -> None:
+    for file in (tmp_path / "new" / "run.parquet", tmp_path / "run.csv"):
+        assert main(["metrics", str(run), "--out", str(file)]) == 0
+    table = pyarrow.parquet.read_table(tmp_path / "new" / "run.parquet").to_pydict()
+    assert [*table] == ["step", "unix_time_s", "evaluation/sums/pass@1", "reward/mean", "trainer/grad_norm",
+                        "trainer/loss"]  # fmt: skip
+    assert table["step"] == [*range(STEPS)]
+    assert table["reward/mean"][:4] == [-1.0, -1.0, 0.2, 0.3]
+    assert table["evaluation/sums/pass@1"][:4] == [None, None, 0.25, None]
+    assert math.isnan(table["trainer/grad_norm"][3])
+    rows = list(csv.DictReader((tmp_path / "run.csv").open()))
+    assert [float(row["reward/mean"]) for row in rows] == table["reward/mean"]
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_metrics_are_a_frame(run: Path, library: Any) -> None:
+    pytest.importorskip(library, reason=f"no {library} here: pip install 'rlhpc[frames]'")
+    frame = rlhpc.Run.load(run).metrics_frame(library, "reward/*", "evaluation/*")
+    assert list(frame.columns) == ["step", "unix_time_s", "evaluation/sums/pass@1", "reward/mean"]
+    assert list(frame["reward/mean"])[:4] == [-1.0, -1.0, 0.2, 0.3]
+    missing = next(iter(frame["evaluation/sums/pass@1"]))
+    assert missing is None or math.isnan(missing)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tag", "reward/meen"], "--tag 'reward/meen': no metric of this run matches (did you mean reward/mean?)"),
+        (["--tag", "zzz"], "--tag 'zzz': no metric of this run matches; it has evaluation/*, reward/*, trainer/*"),
+        (["--out", "run.xlsx"], "--out run.xlsx: legal: a name that ends in .csv or .parquet"),
+    ],
+)
+def test_what_cannot_be_selected_or_written_is_refused(
+    run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["metrics", str(run), *words]) == EXIT_CONFIG
+    assert capsys.readouterr().err == f"rlhpc: {said}\n"
+
+
+def test_a_run_without_metrics_and_a_directory_without_a_run_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = TextRun(tmp_path / "new").layout.root
+    assert main(["metrics", str(new)]) == EXIT_CONFIG
+    assert "no metrics yet" in capsys.readouterr().err
+    assert main(["metrics", str(tmp_path)]) == EXIT_CONFIG
+    assert "not a run directory" in capsys.readouterr().err
+
+
+def test_a_damaged_event_ends_its_file_and_no_more(tmp_path: Path) -> None:
+    made = TextRun(tmp_path / "damaged")
+    _attempt(made.layout.tensorboard, range(5), 1e9)
+    (path,) = made.layout.tensorboard.glob("events.*")
+    content = bytearray(path.read_bytes())
+    content[-40:-30] = b"\xff" * 10
+    path.write_bytes(content)
+    curve = rlhpc.Run.load(made.layout.root).figures["reward/mean"]
+    assert 3 <= len(curve.steps) <= 5
+
+
+def test_without_the_package_it_says_what_to_install(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
+        assert main(["metrics", str(run), f"--{name}", str(tmp_path / name)]) == EXIT_CONFIG
+        assert f"pip install 'rlhpc[{name}]'" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()
+
+
+# ------------------------------------------------------------------------------------------------- Weights & Biases
+
+
+def history_of(records: list[Any]) -> list[dict[str, Any]]:
+    items = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    return [{(each.key or "/".join(each.nested_key)): json.loads(each.value_json) for each in item} for item in items]
+
+
+@pytest.mark.starts
+def test_wandb_s_files_hold_every_step_with_its_own_time_and_once(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason=NO_WANDB)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
+    monkeypatch.setenv("WANDB_MODE", "online")  # no variable makes it speak to anyone
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    for _ in range(2):  # the second export takes the first one's place
+        assert main(["metrics", str(run), "--wandb", str(tmp_path / "out")]) == 0
+    (file,) = (tmp_path / "out").glob("wandb/offline-run-*/run-*.wandb")
+    records = list(records_of(file))
+    history = history_of(records)
+    assert [row["_step"] for row in history] == [*range(STEPS)]
+    assert [row["reward/mean"] for row in history[:4]] == [-1.0, -1.0, 0.2, 0.3]
+    assert [row["_timestamp"] for row in history[1:4]] == [1e9 + 1, 2e9, 2e9 + 3]
+    assert [row.get("evaluation/sums/pass@1") for row in history[1:4]] == [None, 0.25, None]
+    assert "trainer/grad_norm" not in history[2]
+    assert "trainer/grad_norm" in history[3]
+    (of_run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (of_run.project, of_run.display_name) == ("rlhpc", "first")
+    config = {each.key: json.loads(each.value_json) for each in of_run.config.update}
+    assert config["run"]["num_steps"] == STEPS
+    assert not (run / "wandb").exists()
+
+
+@pytest.mark.starts
+def test_steps_that_wandb_loses_without_a_word_are_an_error_and_an_earlier_export_stays(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb", reason=NO_WANDB)
+    table = metric_table(RunLayout(run), [])
+    (tmp_path / "wandb").mkdir()
+    with small_disk(tmp_path, 64 << 10):
+        earlier = tmp_path / "wandb" / f"offline-run-20200101_000000-{ExportedRun(RunLayout(run), table).identity}"
+        earlier.mkdir()
+        assert main(["metrics", str(run), "--wandb", str(tmp_path)]) == EXIT_CONFIG
+        assert "steps could be written: is the disk full?" in capsys.readouterr().err
+        assert [path.name for path in earlier.parent.glob("*offline-run-*")] == [earlier.name]
+
+
+# ------------------------------------------------------------------------------------------------------------- MLflow
+
+
+def test_names_that_mlflow_refuses_are_written_otherwise_and_stay_different() -> None:
+    named = legal_names(["evaluation/a/pass@1", "evaluation/a/pass_1", "dataset_reward/größe", "reward/mean"])
+    assert named["evaluation/a/pass_1"] == "evaluation/a/pass_1"
+    assert named["evaluation/a/pass@1"] == "evaluation/a/pass_1_"
+    assert named["dataset_reward/größe"] == "dataset_reward/gr__e"
+    assert len({*named.values()}) == 4
+    settings = {"run": {"seed": 3, "name": "x"}, "data": [{"path": "a"}], "composite": {}}
+    assert dict(parameters_of(settings)) == {"run.seed": "3", "run.name": "x", "data": '[{"path": "a"}]'}
+
+
+@pytest.mark.starts
+def test_mlflow_s_file_holds_every_point_and_one_living_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mlflow", "sqlalchemy"):
+        pytest.importorskip(name, reason=NO_MLFLOW)
+    for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no variable makes it speak to anyone
+    for _ in range(2):
+        assert main(["metrics", str(run), "--mlflow", str(tmp_path / "out")]) == 0
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("rlhpc")
+    (shown,) = client.search_runs([experiment.experiment_id])
+    assert (shown.info.run_name, shown.info.status) == ("first", "KILLED")  # it has no summary.json
+    assert shown.data.params["run.num_steps"] == str(STEPS)
+    history = sorted(client.get_metric_history(shown.info.run_id, "reward/mean"), key=lambda each: each.step)
+    assert [each.step for each in history] == [*range(STEPS)]
+    assert [each.value for each in history[:4]] == [-1.0, -1.0, 0.2, 0.3]
+    assert [each.timestamp for each in history[1:4]] == [1_000_000_001_000, 2_000_000_000_000, 2_000_000_003_000]
+    (passed,) = client.get_metric_history(shown.info.run_id, "evaluation/sums/pass_1")
+    assert (passed.step, passed.value) == (2, 0.25)
+
+
+def test_a_frame_of_metrics_names_what_it_lacks(run: Path) -> None:
+    with pytest.raises(ConfigError, match="legal: pandas, polars"):
+        rlhpc.Run.load(run).metrics_frame("excel")  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""`rlhpc tensorboard`: runs under their own names, once each, over the axis that is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.util import tensor_util
+
+from launch.cli import main
+from launch.commands.tensorboard import EventView
+from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.metrics.recorder import Recorder
+from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.run_layout import RunLayout
+from tests.unit.doc_pages import ROOT
+from tests.unit.launch.seen_runs import TextRun
+
+
+def made(root: Path, name: str, tokens_a_step: int = 100) -> RunLayout:
+    """A run of four steps with one evaluation."""
+    layout = TextRun(root, f"run.name={name}").layout
+    record(layout, range(4), tokens_a_step)
+    curves = TensorBoardWriter(layout.evaluations / "tensorboard")
+    curves.scalars(4, {"evaluation/sums/pass@1": 0.5})
+    curves.close()
+    layout.status.write_text("{}")
+    return layout
+
+
+def record(layout: RunLayout, steps: range, tokens_a_step: int = 100, seam: int | None = None) -> None:
+    recorder = Recorder(layout.tensorboard, seam=seam)
+    for step in steps:
+        recorder.step(step, {"reward/mean": float(step), "tokens/trained_total": tokens_a_step * (step + 1.0)})
+    recorder.close()
+
+
+def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Run → points of its reward, as TensorBoard's own loader finds them."""
+    loaded = EventMultiplexer().AddRunsFromDirectory(str(directory))
+    loaded.Reload()
+    return {run: points_of(loaded, run) for run in loaded.Runs()}
+
+
+def points_of(loaded: EventMultiplexer, run: str) -> list[tuple[int, float]]:
+    """The loader turns numbers into tensors; [] where there is no reward."""
+    if "reward/mean" not in loaded.Runs()[run]["tensors"]:
+        return []
+    points = loaded.Tensors(run, "reward/mean")
+    return [(point.step, float(tensor_util.make_ndarray(point.tensor_proto))) for point in points]
+
+
+def test_every_run_is_shown_once_under_its_own_name(tmp_path: Path) -> None:
+    made(tmp_path / "a", "first")
+    made(tmp_path / "b", "second")
+    made(tmp_path / "c", "first")
+    view = EventView(tmp_path / "view", [tmp_path], "steps")
+    view.find()
+    view.update()
+    assert view.names == ["first", "first (c/run)", "second"]
+    reward = [(step, float(step)) for step in range(4)]
+    runs = dict.fromkeys(view.names, reward) | {f"{name}/evaluations": [] for name in view.names}
+    assert shown(tmp_path / "view") == runs
+
+
+def test_files_of_other_axes_that_an_older_version_wrote_are_no_runs(tmp_path: Path) -> None:
+    layout = made(tmp_path / "a", "first")
+    Recorder(layout.tensorboard / "by_tokens").close()
+    view = EventView(tmp_path / "view", [tmp_path], "steps")
+    view.find()
+    view.update()
+    assert sorted(shown(tmp_path / "view")) == ["first", "first/evaluations"]
+
+
+@pytest.mark.parametrize("axis", ["steps", "tokens"])
+def test_what_happens_to_runs_meanwhile_is_seen_at_the_next_look(tmp_path: Path, axis: str) -> None:
+    layout = made(tmp_path / "a", "first")
+    view = EventView(tmp_path / "view", [tmp_path], axis)
+    view.find()
+    view.update()
+    record(layout, range(2, 3), seam=2)  # a resume
+    made(tmp_path / "b", "second", tokens_a_step=7)
+    view.find()
+    view.update()
+    scale, other = (1, 1) if axis == "steps" else (100, 7)
+    place = {step: step if axis == "steps" else step + 1 for step in range(4)}
+    found = shown(tmp_path / "view")
+    assert found["first"] == [(scale * place[step], float(step)) for step in range(3)]
+    assert found["second"] == [(other * place[step], float(step)) for step in range(4)]
+    shutil.rmtree(layout.tensorboard)  # rlhpc run --fresh
+    record(layout, range(1))
+    view.update()
+    assert shown(tmp_path / "view")["first"] == [(scale * place[0], 0.0)]
+    shutil.rmtree(layout.root)
+    view.update()
+    assert "second" in shown(tmp_path / "view")
+
+
+def test_nothing_to_show_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tensorboard", str(tmp_path)]) == EXIT_CONFIG
+    assert f"no run with metrics below {tmp_path}" in capsys.readouterr().err
+    assert main(["tensorboard", str(tmp_path / "nowhere")]) == EXIT_CONFIG
+    assert "nowhere: no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.starts
+def test_tensorboard_itself_serves_these_runs_until_it_is_ended(tmp_path: Path) -> None:
+    made(tmp_path / "a", "first")
+    command = [sys.executable, "-m", "launch.cli", "tensorboard", str(tmp_path), "--axis", "tokens", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    served = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert served.stdout is not None
+    try:
+        assert "first: over tokens; in groups: #custom_scalars" in served.stdout.readline()
+        address = next(match[0] for line in served.stdout if (match := re.search(r"http://localhost:\d+/", line)))
+        assert ask(f"{address}data/runs") == ["first"]
+        assert "reward/mean" in ask(f"{address}data/plugin/scalars/tags")["first"]
+        points = ask(f"{address}data/plugin/scalars/scalars?run=first&tag=reward/mean")
+        assert [point[1] for point in points] == [100, 200, 300, 400]
+        layout = ask(f"{address}data/plugin/custom_scalars/layout")
+        assert layout["category"][0]["title"] == "Reward"
+    finally:
+        served.send_signal(signal.SIGTERM)
+        served.stdout.read()
+    assert served.wait() == 0
+    assert not [*tmp_path.glob("rlhpc-tensorboard-*")]
+
+
+def ask(address: str) -> Any:
+    """Of a server on this machine.  It knows no run before it has loaded some: then it is asked again."""
+    while True:
+        with urllib.request.urlopen(address, timeout=120) as reply:
+            found = json.loads(reply.read())
+        if found:
+            return found

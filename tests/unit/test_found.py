@@ -1,0 +1,32 @@
+"""Every finding of docs/found.md has its row, and the tests that it names are there and run by `make test`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.unit.doc_pages import ROOT
+from tests.unit.test_guarantees import everyday_tests
+
+ROWS = [
+    line.strip("| ").split(" | ")
+    for line in (ROOT / "docs" / "found.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| F")
+]
+
+
+def test_no_finding_is_left_out() -> None:
+    assert [row[0] for row in ROWS] == [f"F{number}" for number in range(20, 36)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_a_finding_names_what_mended_it_and_tests_that_make_test_runs(row: list[str]) -> None:
+    _, found, now, tests = row
+    assert found
+    assert now
+    names = re.findall(r"`(\w+)`", tests)
+    assert names
+    everyday = everyday_tests()
+    assert [name for name in names if name not in everyday] == []
+    assert all(everyday[name] for name in names)
