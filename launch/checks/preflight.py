@@ -128,7 +128,7 @@ def _tasks_are_there(config: Config) -> None:
             if asks_for_record(task) and dataset.reference_field != WHOLE_RECORD:
                 raise ConfigError(
                     f"data.reference_field={dataset.reference_field!r}: data.task={task!r} asks for the whole record "
-                    f'(its second parameter is called so); legal: "{WHOLE_RECORD}"'
+                    f'(its parameters say so); legal: "{WHOLE_RECORD}"'
                 )
 
 
