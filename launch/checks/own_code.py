@@ -2,7 +2,7 @@
 
     data.task          judges the first record: the reference as an answer, and one that says nothing; both together
                        where the function is batched
-    data.environment   imported, by a reward worker
+    data.environment   imported and made once, by a reward worker
     agent.function     imported, by the process that would start agents, and its parameters are counted
     algorithm.loss, algorithm.advantage   imported and tried as when a run starts (own_formulas.py)
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, DataConfig
+from rlhpc.config_environment import LIBRARIES
 from rlhpc.config_sandbox import is_code
 from rlhpc.data.dataset_files import dataset_files
 from rlhpc.data.records import Record
@@ -58,7 +59,7 @@ def try_own_code(config: Config) -> list[str]:
     if config.agent.function:
         _try_agent(config)
     trials = list(_trials(config))
-    has_environment = any(":" in dataset.environment for dataset in config.data)
+    has_environment = any(":" in dataset.environment or dataset.environment in LIBRARIES for dataset in config.data)
     if not trials and not has_environment:
         return []
     try:

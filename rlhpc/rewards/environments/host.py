@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhpc.config_data import OWN_REWARD
@@ -77,6 +77,9 @@ class EnvironmentHost:
                 raise ValueError(f"the dialogue was over after {len(kept.turns)} turns, and has {len(dialogue.turns)}")
             kept.steps.append(await kept.environment.step(completion))
             kept.turns.append(completion)
+        if dialogue.is_last and kept.steps and not kept.steps[-1].is_done:
+            last, more = kept.steps[-1], await kept.environment.finish()
+            kept.steps.append(replace(more, detail=more.detail or last.detail, is_done=False))
         return kept
 
     async def _begun(self, dialogue: Dialogue) -> _Kept:
