@@ -18,7 +18,7 @@ from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig, no_prompt_is_solved_and_hopeless, stages_ascend
 from rlhpc.config_data import DATA, DataConfig
 from rlhpc.config_effects import EFFECTS
-from rlhpc.config_environment import EnvironmentConfig, environment_has_its_keys
+from rlhpc.config_environment import EnvironmentConfig, environment_has_its_keys, libraries_have_their_id
 from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
 from rlhpc.config_guard import GuardConfig
 from rlhpc.config_judge import JudgeConfig, judge_can_be_asked
@@ -292,6 +292,7 @@ RULES = (
     limits_are_of_tasks,
     judge_can_be_asked,
     environment_has_its_keys,
+    libraries_have_their_id,
     agent_has_its_keys,
     agents_are_not_evaluated,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers

@@ -44,8 +44,9 @@ class DataConfig(Section):
     task: str
     """Name of the reward function (docs/rewards.md lists them); may be left out with a source, which has its own."""
     environment: str = ""
-    """What the policy talks to over several turns (docs/environments.md): "tools", or package.module:Class; "agent": a
-    program of yours that samples over HTTP (docs/agents.md); default: there is one turn."""
+    """What the policy talks to over several turns (docs/environments.md): "tools", or package.module:Class;
+    "gymnasium" or "verifiers": environment.id of these libraries; "agent": a program of yours that samples over HTTP
+    (docs/agents.md); default: there is one turn."""
     task_field: str = ""
     """Field of the record whose value `tasks` turns into its reward function; a record without it has `task`."""
     tasks: dict[str, str] = Field(default={})

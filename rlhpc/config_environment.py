@@ -12,6 +12,7 @@ from rlhpc.config_sections import LoosePath, Positive, Section
 if TYPE_CHECKING:
     from rlhpc.config import Config
 
+LIBRARIES = ("gymnasium", "verifiers")  # environments of other packages, each with an extra of its name
 ToolName = Literal["calculator", "python", "search"]
 
 
@@ -28,10 +29,31 @@ class EnvironmentConfig(Section):
     """How the model writes a call: "hermes", as Qwen: <tool_call>{json}</tool_call>; "llama3": the turn is the call."""
     max_result_characters: Positive = 2000
     """A longer result of a tool is cut."""
+    id: str = ""
+    """Of the environments "gymnasium" and "verifiers": which one, by the name that these libraries know."""
+    arguments: dict[str, bool | int | float | str] = Field(default={})
+    """What it is made with: {max_guesses = 8}."""
     corpus: LoosePath | None = None
     """Documents of "search": a .jsonl file of {"text": …}, or of {"title": …, "text": …}."""
     num_documents: Positive = 3
     """Found by one search."""
+
+
+def libraries_have_their_id(config: Config) -> None:
+    """Which environment of a library; its arguments go with it."""
+    table, names = config.environment, {dataset.environment for dataset in config.data}
+    libraries = sorted(names & {*LIBRARIES})
+    if bool(libraries) != bool(table.id):
+        raise ValueError(
+            f"environment.id={table.id!r} with data.environment={', '.join(map(repr, sorted(names)))}: it names one of "
+            f"{' or '.join(map(repr, LIBRARIES))}, which need it"
+        )
+    if table.arguments and not libraries:
+        raise ValueError(f"environment.arguments are for {' and '.join(map(repr, LIBRARIES))}; legal: leave them out")
+    if len(libraries) > 1:
+        raise ValueError(
+            f"data.environment={', '.join(map(repr, libraries))} in one run share environment.id; legal: one"
+        )
 
 
 def environment_has_its_keys(config: Config) -> None:

@@ -21,6 +21,8 @@ class RewardsConfig(Section):
     """Service processes."""
     workers_per_replica: Positive = 1
     """Worker processes of each service; one that hangs is killed."""
+    batch_size: Positive = 64
+    """Completions that a batched function of your own is given at most; timeout_s holds for all of them together."""
     timeout_s: PositiveFloat = 10.0
     """A verifier that takes longer is killed and its verdict is verifier_error."""
     task_timeout_s: dict[str, float] = Field(default={})

@@ -54,5 +54,9 @@ class Environment(ABC):
         A turn that was cut by a limit comes as it is.  Messages that find no more room are not shown.
         """
 
+    async def finish(self) -> Step:
+        """The dialogue was ended by a limit behind the last step: what it has earned beside.  No more messages."""
+        return Step()
+
     async def close(self) -> None:  # noqa: B027 - most have nothing to free
         """Free what it holds; not called where its process is killed."""

@@ -1,7 +1,8 @@
 """Try the code of the user's own that a run file names, in processes of its own, before a run needs it.
 
-    data.task          judges the first record: the reference as an answer, and one that says nothing
-    data.environment   imported, by a reward worker
+    data.task          judges the first record: the reference as an answer, and one that says nothing; both together
+                       where the function is batched
+    data.environment   imported and made once, by a reward worker
     agent.function     imported, by the process that would start agents, and its parameters are counted
     algorithm.loss, algorithm.advantage   imported and tried as when a run starts (own_formulas.py)
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, DataConfig
+from rlhpc.config_environment import LIBRARIES
 from rlhpc.config_sandbox import is_code
 from rlhpc.data.dataset_files import dataset_files
 from rlhpc.data.prompt_form import task_of
@@ -37,7 +39,10 @@ NO_ANSWER = "I do not know."
 _MOST_RECORDS = 1000  # among which the first of each task is looked for
 _MOST_S = 120.0  # for the imports of a formula
 _SHOWN_CHARACTERS = 40
-_LEGAL = "legal: f(completion, reference) that returns a number, a bool, a dict with a reward or a RewardOutcome"
+_LEGAL = (
+    "legal: f(completion, reference) that returns a number, a bool, a dict with a reward or a RewardOutcome; or "
+    "f(completions, references) that returns a list of these"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ def try_own_code(config: Config) -> list[str]:
     if config.agent.function:
         _try_agent(config)
     trials = list(_trials(config))
-    has_environment = any(":" in dataset.environment for dataset in config.data)
+    has_environment = any(":" in dataset.environment or dataset.environment in LIBRARIES for dataset in config.data)
     if not trials and not has_environment:
         return []
     try:
@@ -108,9 +113,12 @@ async def _judge(config: Config, trials: list[_Trial], *, with_environments: boo
 
 
 async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> str:
-    said = []
-    for what, completion in (("the reference", trial.reference), (repr(NO_ANSWER), NO_ANSWER)):
-        found = await pool.judge(trial.task, completion, trial.reference)
+    said, tries = [], {"the reference": trial.reference, repr(NO_ANSWER): NO_ANSWER}
+    judgements = await asyncio.gather(*(pool.judge(trial.task, each, trial.reference) for each in tries.values()))
+    if (why := pool.failed_batches.get(trial.task)) is not None:
+        where = f"data.task={trial.task!r}, tried on {trial.record.source} with two completions at once"
+        raise ConfigError(f"{where}: {why}; {_LEGAL}")
+    for what, found in zip(tries, judgements, strict=True):
         where = f"data.task={trial.task!r}, tried on {trial.record.source} with {what} as the completion"
         if found.verdict is Verdict.VERIFIER_ERROR:
             limit = (

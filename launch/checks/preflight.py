@@ -18,6 +18,7 @@ from launch.checks.model_files import read_model, refuse_other_vocabulary, refus
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD
+from rlhpc.config_environment import LIBRARIES
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.mixture import validate_datasets
@@ -135,7 +136,7 @@ def _tasks_are_there(config: Config) -> None:
             if asks_for_record(task) and dataset.reference_field != WHOLE_RECORD:
                 raise ConfigError(
                     f"data.reference_field={dataset.reference_field!r}: data.task={task!r} asks for the whole record "
-                    f'(its second parameter is called so); legal: "{WHOLE_RECORD}"'
+                    f'(its parameters say so); legal: "{WHOLE_RECORD}"'
                 )
 
 
@@ -238,8 +239,10 @@ def _parts_are_installed(config: Config) -> None:
 def _engine_is_installed(config: Config) -> None:
     if config.generation.engine == "vllm":
         _require([("vllm", "generation.engine='vllm'", "extra 'cpu' or 'gpu'")])
-    if any(dataset.environment == AGENT for dataset in config.data):
+    environments = {dataset.environment for dataset in config.data}
+    if AGENT in environments:
         _require([("aiohttp", "data.environment='agent'", "extra 'agents'")])
+    _require([(each, f"data.environment={each!r}", f"extra {each!r}") for each in LIBRARIES if each in environments])
     command = config.agent.command
     if command and shutil.which(command[0]) is None:
         raise ConfigError(

@@ -20,7 +20,7 @@ from launch.plan.processes import process_names
 from launch.run_directory.owner import launcher_of
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
-from rlhpc.rewards.failures import FAILURES, FORKED, JUDGED
+from rlhpc.rewards.failures import BATCH_FAILED, FAILURES, FORKED, JUDGED
 from rlhpc.run_layout import RunLayout
 
 NUM_FIGURES = 2  # lines of them at the head of a status
@@ -148,7 +148,11 @@ def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
     """What has failed in which way, a line for each task of which anything has."""
     lines = []
     for task, figures in sorted(verifiers.items()):
-        failed = [f"{name.replace('_', ' ')} {figures[name]:.0f}" for name in (*FAILURES, FORKED) if figures.get(name)]
+        failed = [
+            f"{name.replace('_', ' ')} {figures[name]:.0f}"
+            for name in (*FAILURES, BATCH_FAILED, FORKED)
+            if figures.get(name)
+        ]
         if failed:
             lines.append(
                 f"verifier {task}   judged {figures.get(JUDGED, 0):.0f}, without a verdict: {', '.join(failed)}"

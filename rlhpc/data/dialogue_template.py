@@ -92,6 +92,15 @@ class DialogueTemplate:
         """Tokens [L] of a dialogue up to the policy's next turn.  Raises ConfigError if the template refuses it."""
         return self._tokenizer.encode_rendered(self._rendered(messages))
 
+    def plain(self, text: str) -> Int32:
+        """Tokens [L] of a text that no template is applied to; special tokens may be spelt out in it."""
+        return self._tokenizer.encode_rendered(text)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._tokenizer.vocab_size
+
     def opening(self, messages: Sequence[Message]) -> Int32:
         """Tokens [L] from the end of any prompt up to the policy's first turn.  Raises ConfigError."""
         before = self.prompt_text([_ASKED])

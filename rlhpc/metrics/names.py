@@ -40,6 +40,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "verifier_died/*": Metric("completions", "the same: its worker process ended"),
         "verifier_out_of_memory/*": Metric("completions", "the same: MemoryError; its worker was replaced"),
         "verifier_unsent/*": Metric("completions", "the same: no valid text, or 64 MiB of it"),
+        "verifier_batch_failed/*": Metric("batches", "without a verdict; their completions were judged again alone"),
         "verifier_forked/*": Metric("processes", "that it left behind, and that were killed"),
         "verifier_mean_s/*": Metric("s", "of judging one completion of this task, waiting for a worker not included"),
         "verifier_judge_requests/*": Metric("requests", "to the model that judges this task, repeated ones included"),

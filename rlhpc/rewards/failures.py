@@ -18,10 +18,11 @@ UNSENT = "unsent"  # the completion cannot be sent to a worker
 FAILURES = (RAISED, INVALID, TIMED_OUT, DIED, OUT_OF_MEMORY, UNSENT)
 
 JUDGED = "judged"  # completions, with a verdict or without
+BATCH_FAILED = "batch_failed"  # batches without any verdict, whose completions were judged again, each alone
 FORKED = "forked"  # processes that were left behind, and killed
 SECONDS = "seconds"  # of judging, waiting for a worker not included
 COSTS = ("judge_requests", "judge_retries", "judge_cached", "judge_prompt_tokens", "judge_completion_tokens", "judge_s")
-FIGURES = (JUDGED, *FAILURES, FORKED, SECONDS, *COSTS)
+FIGURES = (JUDGED, *FAILURES, BATCH_FAILED, FORKED, SECONDS, *COSTS)
 NO_COSTS: Mapping[str, float] = MappingProxyType({})
 PREFIX = "task:"  # of these figures in a heartbeat
 
@@ -44,6 +45,11 @@ class TaskCounts:
             self._figures[task, failure] += 1
         if num_forked:
             self._figures[task, FORKED] += num_forked
+
+    def count_failed_batch(self, task: str, seconds: float) -> None:
+        """One of two completions or more."""
+        self._figures[task, BATCH_FAILED] += 1
+        self._figures[task, SECONDS] += seconds
 
     def of(self, task: str, name: str) -> float:
         """A figure of a task; 0 before there is any."""

@@ -17,6 +17,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     """The worker has imported its reward functions, or has failed to and exits."""
 
     error: str
+    batched: tuple[str, ...] = ()  # of its tasks: those whose function takes many completions at once
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True, tag="judge"):
@@ -41,6 +42,25 @@ class Reply(msgspec.Struct, array_like=True, frozen=True, tag="judged"):
     failure: str = ""  # where error is not empty: one of failures.FAILURES
     num_forked: int = 0  # processes that were left behind, and killed
     costs: dict[str, float] = {}  # names of failures.COSTS
+
+
+class Batch(msgspec.Struct, array_like=True, frozen=True, tag="judge_all"):
+    """Judge these together, by a function that is batched."""
+
+    task: str
+    completions: list[str]
+    references: list[str]
+    memory_limit_bytes: int = 0  # as of a Request
+
+
+class Replies(msgspec.Struct, array_like=True, frozen=True, tag="judged_all"):
+    """One for each; if `error` is not empty there are none."""
+
+    replies: list[Reply] = []
+    error: str = ""
+    failure: str = ""  # these three as of a Reply
+    num_forked: int = 0
+    costs: dict[str, float] = {}
 
 
 class Dialogue(msgspec.Struct, array_like=True, frozen=True, tag="dialogue"):

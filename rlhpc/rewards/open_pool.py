@@ -32,5 +32,6 @@ def open_pool(
         memory_limit_bytes=rewards.memory_bytes,
         task_timeout_s=rewards.task_timeout_s,
         task_memory_bytes=rewards.task_memory_bytes,
+        batch_size=rewards.batch_size,
         environment=worker_environment(config, judge_cache) | (variables_of(config) if with_environments else {}),
     )

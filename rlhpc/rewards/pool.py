@@ -21,8 +21,9 @@ from typing import Self
 from msgspec.structs import replace
 
 from rlhpc.errors import RoleFailed
+from rlhpc.rewards.batches import Asked, Batches
 from rlhpc.rewards.failures import NO_COSTS, OUT_OF_MEMORY, UNSENT, TaskCounts
-from rlhpc.rewards.frames import Dialogue, Reply, Request, Turn, encode_frame
+from rlhpc.rewards.frames import Batch, Dialogue, Replies, Reply, Request, Turn, encode_frame
 from rlhpc.rewards.turns import Turns
 from rlhpc.rewards.worker_process import WorkerLost, WorkerProcess
 from rlhpc.types import Verdict
@@ -58,6 +59,7 @@ class RewardPool:
         memory_limit_bytes: int = 0,
         task_timeout_s: Mapping[str, float] | None = None,
         task_memory_bytes: Mapping[str, int] | None = None,
+        batch_size: int = 64,
         start_timeout_s: float = 60.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -67,6 +69,7 @@ class RewardPool:
         preload_tasks: reward functions that a worker imports before it takes its first completion.
         memory_limit_bytes: address space of one worker (RLIMIT_AS); 0 for no limit.
         task_timeout_s, task_memory_bytes: other limits, of single tasks.
+        batch_size: completions that a batched function is given at most; timeout_s is of all of them together.
         environment: variables of the workers, beside those of this process.
         """
         self._num_workers, self._timeout_s = num_workers, timeout_s
@@ -77,6 +80,9 @@ class RewardPool:
         self._workers: set[WorkerProcess] = set()  # all that may be alive
         self._turns: Turns[WorkerProcess] = Turns()
         self._holders: dict[str, WorkerProcess] = {}  # by dialogue; who has taken its turns so far
+        self._batched: set[str] = set()  # tasks whose function takes many completions at once
+        self._batches = Batches(self._turns, batch_size, num_workers, self._judge_together, self._judge_alone)
+        self.failed_batches: dict[str, str] = {}  # by task: how the last one has failed
         self._replacements: set[asyncio.Task[None]] = set()
         self._end = ""  # why the pool accepts no more work
         self._num_restarts = 0
@@ -115,22 +121,72 @@ class RewardPool:
     async def judge(self, task: str, completion: str, reference: str) -> Judgement:
         """Score one completion.  Pure: may be repeated.
 
+        Completions of a batched function that wait at the same time are judged together (batches.py).
         Returns verdict VERIFIER_ERROR if the function raised, returned no finite float, ran out of time or killed its
         process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker.
         """
-        memory_bytes = self._task_memory_bytes.get(task, self._memory_limit_bytes)
         try:
-            frame = encode_frame(Request(task, completion, reference, memory_bytes))
+            frame = encode_frame(Request(task, completion, reference, self._memory_of(task)))
         except ValueError as error:  # a lone surrogate, or 64 MiB of text
             self.counts.count(task, 0.0, UNSENT)
             return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"cannot be sent to a worker: {error}")
+        if task in self._batched:
+            return await self._batches.judge(task, completion, reference)
+        return await self._judge_frame(task, frame)
+
+    async def _judge_alone(self, task: str, completion: str, reference: str) -> Judgement:
+        """One that was in a batch which has failed."""
+        return await self._judge_frame(task, encode_frame(Request(task, completion, reference, self._memory_of(task))))
+
+    async def _judge_frame(self, task: str, frame: bytes) -> Judgement:
         worker = await self._turns.take(task)
         try:
-            reply = await self._ask(task, worker, frame, self._task_timeout_s.get(task, self._timeout_s))
+            reply = await self._ask(task, worker, frame, self._timeout_of(task))
         except WorkerLost as loss:
             return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
         assert isinstance(reply, Reply)
         return _judgement(task, reply)
+
+    async def _judge_together(
+        self, task: str, worker: WorkerProcess, batch: Sequence[Asked[Judgement]]
+    ) -> list[Judgement] | None:
+        """As Batches wants it: None where a batch has failed; of one completion that is its verdict."""
+        began, said = time.monotonic(), Replies()
+        try:
+            said = await self._ask_together(task, worker, batch)
+            why, failure = said.error, said.failure
+        except WorkerLost as loss:
+            why, failure = str(loss), loss.failure
+        took_s = time.monotonic() - began
+        if not why:
+            for place, reply in enumerate(said.replies):
+                num_forked = 0 if place else said.num_forked
+                self.counts.count(task, took_s / len(batch), reply.failure, num_forked, reply.costs)
+            return [_judgement(task, reply) for reply in said.replies]
+        if len(batch) == 1:
+            self.counts.count(task, took_s, failure, said.num_forked, said.costs)
+            return [Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {why}")]
+        self.counts.count_failed_batch(task, took_s)
+        self.failed_batches[task] = why
+        log.warning("%s failed on %d completions together; each is judged again alone: %s", task, len(batch), why)
+        return None
+
+    async def _ask_together(self, task: str, worker: WorkerProcess, batch: Sequence[Asked[Judgement]]) -> Replies:
+        completions, references = [each.completion for each in batch], [each.reference for each in batch]
+        try:
+            frame = encode_frame(Batch(task, completions, references, self._memory_of(task)))
+        except ValueError as error:  # each alone is short enough
+            self._turns.put_back(task, worker)
+            return Replies(error=f"cannot be sent to a worker: {error}", failure=UNSENT)
+        replies = await self._ask(task, worker, frame, self._timeout_of(task), is_counted=False)
+        assert isinstance(replies, Replies)
+        return replies
+
+    def _memory_of(self, task: str) -> int:
+        return self._task_memory_bytes.get(task, self._memory_limit_bytes)
+
+    def _timeout_of(self, task: str) -> float:
+        return self._task_timeout_s.get(task, self._timeout_s)
 
     async def answer(self, dialogue: Dialogue) -> Turn:
         """Have an environment take the last turn of a dialogue.  May be repeated; failures and limits as in judge().
@@ -140,16 +196,15 @@ class RewardPool:
         time for it.
         """
         name = dialogue.environment
-        memory_bytes = self._task_memory_bytes.get(dialogue.task, self._memory_limit_bytes)
         try:
-            frame = encode_frame(replace(dialogue, memory_limit_bytes=memory_bytes))
+            frame = encode_frame(replace(dialogue, memory_limit_bytes=self._memory_of(dialogue.task)))
         except ValueError as error:
             self.counts.count(name, 0.0, UNSENT)
             return Turn(error=f"cannot be sent to a worker: {error}")
         taken = await self._turns.take(name)
         holder = self._holders.pop(dialogue.key, None)
         worker = taken if holder is None else self._turns.exchange(taken, holder)
-        timeout_s = self._task_timeout_s.get(dialogue.task, self._timeout_s)
+        timeout_s = self._timeout_of(dialogue.task)
         times = 1 if worker is holder else max(1, len(dialogue.turns))
         try:
             turn = await self._ask(name, worker, frame, timeout_s * times)
@@ -164,7 +219,9 @@ class RewardPool:
                 self._holders.pop(next(iter(self._holders)))
         return turn
 
-    async def _ask(self, name: str, worker: WorkerProcess, frame: bytes, timeout_s: float) -> Reply | Turn:
+    async def _ask(
+        self, name: str, worker: WorkerProcess, frame: bytes, timeout_s: float, *, is_counted: bool = True
+    ) -> Reply | Replies | Turn:
         """Ask, give the worker back, and count.  Raises WorkerLost, and RoleFailed if the pool has ended.
 
         name: of whoever has the worker.
@@ -186,7 +243,8 @@ class RewardPool:
             else:
                 self._turns.lose(name)
                 self._replace_in_background(worker)
-            self.counts.count(name, time.monotonic() - began, failure, num_forked, costs)
+            if is_counted:
+                self.counts.count(name, time.monotonic() - began, failure, num_forked, costs)
             if num_forked:
                 log.warning("%s left %d processes behind, which were killed", name, num_forked)
         return reply
@@ -198,12 +256,13 @@ class RewardPool:
             replacement.cancel()
         await asyncio.gather(*self._replacements, return_exceptions=True)
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._workers)))
+        await self._batches.close()
 
     async def _add_worker(self) -> None:
         worker = await WorkerProcess.spawn(self._preload_tasks, self._memory_limit_bytes, self._environment)
         self._workers.add(worker)
         try:
-            await worker.wait_until_ready(self._start_timeout_s)
+            self._batched.update(await worker.wait_until_ready(self._start_timeout_s))
         except WorkerLost:
             await self._discard(worker)
             raise

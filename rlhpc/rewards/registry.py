@@ -6,6 +6,7 @@ user's own.  Functions are named as text, so that the table can be read without 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from typing import cast
 
 from rlhpc.contracts import RewardFunction
 from rlhpc.errors import ConfigError
+from rlhpc.rewards.batched import BatchedFunction, asks_for_fields, is_batched
 from rlhpc.rewards.whole_record import PARAMETER, PLACE, given_its_record
 from rlhpc.user_code import is_import_path, load, look_up, parameters
 
@@ -60,16 +62,22 @@ def validate_task(task: str) -> None:
 
 
 def asks_for_record(task: str) -> bool:
-    """Whether its function takes the whole record, as far as the text of its module tells; nothing is imported."""
-    return parameters(_import_path(task))[PLACE : PLACE + 1] == (PARAMETER,)
+    """Whether its function needs the whole record, as far as the text of its module tells; nothing is imported."""
+    names = parameters(_import_path(task))
+    return asks_for_fields(names) if is_batched(names) else names[PLACE : PLACE + 1] == (PARAMETER,)
 
 
 def resolve(task: str) -> RewardFunction:
-    """Import the task's function; one that asks for the record gets it.
+    """Import the task's function; one that asks for the record gets it, one that is batched is a BatchedFunction.
 
-    Raises ConfigError if the name is illegal, or as user_code.load.
+    Raises ConfigError if the name is illegal, or as user_code.load and BatchedFunction.
     """
-    return given_its_record(load(KEY, _import_path(task), repr(task)))
+    function = load(KEY, _import_path(task), repr(task))
+    try:
+        names = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of C, perhaps
+        names = ()
+    return BatchedFunction(f"{KEY}={task!r}", function) if is_batched(names) else given_its_record(function, names)
 
 
 def reference_check(task: str) -> Callable[..., None] | None:

@@ -40,8 +40,7 @@ class Turns(Generic[Worker]):
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._held[task] -= 1
-                self.add(turn.result())
+                self.put_back(task, turn.result())
             raise
 
     def exchange(self, taken: Worker, wanted: Worker) -> Worker:
@@ -56,6 +55,11 @@ class Turns(Generic[Worker]):
         """It has answered, and may be asked again."""
         self._held[task] -= 1
         self._suspects.discard(task)
+        self.add(worker)
+
+    def put_back(self, task: str, worker: Worker) -> None:
+        """It was not asked."""
+        self._held[task] -= 1
         self.add(worker)
 
     def lose(self, task: str) -> None:

@@ -8,9 +8,8 @@ The run file has data.reference_field = "*", by which the reference is the recor
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhpc.contracts import RewardFunction
@@ -19,25 +18,22 @@ PARAMETER = "record"  # the name by which a function asks for it
 PLACE = 1  # after the completion
 
 
-def given_its_record(function: Callable[..., object]) -> RewardFunction:
-    """The function itself, or where it asks for a record one that reads it from the reference.
+def given_its_record(function: Callable[..., object], names: Sequence[str]) -> RewardFunction:
+    """The function itself, or where it asks for a record one that reads it from the reference; names: its parameters.
 
     That raises ValueError for a reference that is no object in JSON.
     """
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of C, perhaps
-        return function
-    if names[PLACE : PLACE + 1] != [PARAMETER]:
+    if tuple(names[PLACE : PLACE + 1]) != (PARAMETER,):
         return function
 
     def judge(completion: str, reference: str) -> object:
-        return function(completion, _record(reference))
+        return function(completion, record_of(reference))
 
     return judge
 
 
-def _record(reference: str) -> dict[str, Any]:
+def record_of(reference: str) -> dict[str, Any]:
+    """The record that a reference is.  Raises ValueError if it is no object in JSON."""
     try:
         record: dict[str, Any] = dict(json.loads(reference))
     except (TypeError, ValueError) as error:  # of json, or because it is a list or a number

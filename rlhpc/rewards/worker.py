@@ -1,9 +1,9 @@
 """Score completions one after the other, in a separate process that may be killed at any moment.
 
-Input: Request and Dialogue frames from its standard input.  Output: Reply and Turn frames on what was its standard
-output.  Started by worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends
-when the pipe closes or its parent dies.  Whatever a reward function or an environment raises becomes a Reply or a Turn
-with an error; whatever it prints goes to standard error.
+Input: Request, Batch and Dialogue frames from its standard input.  Output: Reply, Replies and Turn frames on what was
+its standard output.  Started by worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES
+TASK…`.  Ends when the pipe closes or its parent dies.  Whatever a reward function or an environment raises becomes a
+Reply or a Turn with an error; whatever it prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import resource
 import signal
 import sys
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
@@ -21,10 +22,22 @@ from msgspec.structs import replace
 
 from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.parent_death import end_with_parent
+from rlhpc.rewards.batched import BatchedFunction
 from rlhpc.rewards.environments.registry import VARIABLE as ENVIRONMENTS
 from rlhpc.rewards.failures import INVALID, OUT_OF_MEMORY, RAISED
 from rlhpc.rewards.forks import ForkWatch
-from rlhpc.rewards.frames import HEADER_BYTES, Dialogue, Ready, Reply, Request, Turn, body_length, encode_frame
+from rlhpc.rewards.frames import (
+    HEADER_BYTES,
+    Batch,
+    Dialogue,
+    Ready,
+    Replies,
+    Reply,
+    Request,
+    Turn,
+    body_length,
+    encode_frame,
+)
 from rlhpc.rewards.registry import BUILT_IN, resolve
 from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome
 from rlhpc.user_code import is_import_path
@@ -33,6 +46,7 @@ if TYPE_CHECKING:
     from rlhpc.rewards.environments.host import EnvironmentHost
 
 _LONGEST_DETAIL = 500  # characters
+_Question = Request | Batch | Dialogue
 
 
 def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
@@ -50,7 +64,8 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  survives nothing: tells the parent what the user's module raised, leaves
         _send(replies, Ready(error=_describe(error)))
         return 1
-    _send(replies, Ready(error=""))
+    batched = tuple(task for task, function in functions.items() if isinstance(function, BatchedFunction))
+    _send(replies, Ready(error="", batched=batched))
     _serve(requests, replies, functions, host)
     return 0
 
@@ -58,7 +73,7 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
 def _serve(
     requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFunction], host: EnvironmentHost | None
 ) -> None:
-    decoder: msgspec.msgpack.Decoder[Request | Dialogue] = msgspec.msgpack.Decoder(Request | Dialogue)
+    decoder: msgspec.msgpack.Decoder[_Question] = msgspec.msgpack.Decoder(_Question)
     forks = ForkWatch()
     while header := requests.read(HEADER_BYTES):
         request = decoder.decode(requests.read(body_length(header)))
@@ -103,13 +118,15 @@ def _function_of(task: str) -> RewardFunction:
 
 
 def _answer(
-    request: Request | Dialogue, functions: dict[str, RewardFunction], host: EnvironmentHost | None
-) -> Reply | Turn:
-    failed = _error if isinstance(request, Request) else _failed_turn
+    request: _Question, functions: dict[str, RewardFunction], host: EnvironmentHost | None
+) -> Reply | Replies | Turn:
+    failed = _FAILED[type(request)]
     try:
         _limit_memory(request.memory_limit_bytes)
         if isinstance(request, Request):
             return _judge(request, functions)
+        if isinstance(request, Batch):
+            return _judge_all(request, functions)
         assert host is not None
         return _turn(request, host)
     except NoReward as error:
@@ -121,8 +138,27 @@ def _answer(
 
 
 def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
-    outcome = as_outcome(_function(request.task, functions)(request.completion, request.reference))
-    reply = _checked(outcome, len(request.completion))
+    return _reply(_function(request.task, functions)(request.completion, request.reference), request.completion)
+
+
+def _judge_all(batch: Batch, functions: dict[str, RewardFunction]) -> Replies:
+    """What is no reward is the failure of its completion alone."""
+    function = _function(batch.task, functions)
+    assert isinstance(function, BatchedFunction), f"{batch.task} is not batched"
+    replies: list[Reply] = []
+    for completion, returned in zip(
+        batch.completions, function.judge_all(batch.completions, batch.references), strict=True
+    ):
+        try:
+            replies.append(_reply(returned, completion))
+        except NoReward as error:
+            replies.append(_error(_describe(error)))
+    return Replies(replies)
+
+
+def _reply(returned: object, completion: str) -> Reply:
+    outcome = as_outcome(returned)
+    reply = _checked(outcome, len(completion))
     return replace(reply, costs=outcome.costs) if isinstance(outcome, JudgedOutcome) else reply
 
 
@@ -165,11 +201,20 @@ def _failed_turn(why: str, failure: str) -> Turn:
     return Turn(error=why[:_LONGEST_DETAIL] or "error without a message", failure=failure)
 
 
+def _failed_batch(why: str, failure: str) -> Replies:
+    return Replies(error=why[:_LONGEST_DETAIL] or "error without a message", failure=failure)
+
+
+_FAILED: Mapping[type[_Question], Callable[[str, str], Reply | Replies | Turn]] = MappingProxyType(
+    {Request: _error, Batch: _failed_batch, Dialogue: _failed_turn}
+)
+
+
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _send(replies: BinaryIO, message: Ready | Reply | Turn) -> None:
+def _send(replies: BinaryIO, message: Ready | Reply | Replies | Turn) -> None:
     replies.write(encode_frame(message))
     replies.flush()
 

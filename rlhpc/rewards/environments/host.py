@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhpc.config_data import OWN_REWARD
@@ -50,7 +50,10 @@ class EnvironmentHost:
 
     def answer(self, dialogue: Dialogue) -> Turn:
         """Take the last turn of a dialogue, or begin it.  Raises what an environment raises; then it is forgotten."""
-        return self._runner.run(self._answer(dialogue))
+        kept = self._runner.run(self._played(dialogue))
+        turn = self._turn(dialogue, kept)  # outside of the loop: a reward function that is async has one of its own
+        self._runner.run(kept.environment.close() if turn.is_over else self._keep(dialogue.key, kept))
+        return turn
 
     def preload(self, name: str) -> None:
         """Import an environment and make one, which may read large files.  Raises ConfigError, or what it raises."""
@@ -62,7 +65,8 @@ class EnvironmentHost:
         self._kept.clear()
         self._runner.close()
 
-    async def _answer(self, dialogue: Dialogue) -> Turn:
+    async def _played(self, dialogue: Dialogue) -> _Kept:
+        """The dialogue with all its turns taken."""
         kept = self._kept.pop(dialogue.key, None)
         if kept is None or not _continues(dialogue, kept):
             if kept is not None:
@@ -73,12 +77,10 @@ class EnvironmentHost:
                 raise ValueError(f"the dialogue was over after {len(kept.turns)} turns, and has {len(dialogue.turns)}")
             kept.steps.append(await kept.environment.step(completion))
             kept.turns.append(completion)
-        turn = self._turn(dialogue, kept)
-        if turn.is_over:
-            await kept.environment.close()
-        else:
-            await self._keep(dialogue.key, kept)
-        return turn
+        if dialogue.is_last and kept.steps and not kept.steps[-1].is_done:
+            last, more = kept.steps[-1], await kept.environment.finish()
+            kept.steps.append(replace(more, detail=more.detail or last.detail, is_done=False))
+        return kept
 
     async def _begun(self, dialogue: Dialogue) -> _Kept:
         if dialogue.environment not in self._classes:

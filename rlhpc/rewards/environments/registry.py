@@ -15,7 +15,13 @@ from rlhpc.user_code import is_import_path, load, look_up
 KEY = "data.environment"
 VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: those of its run (settings.py)
 
-BUILT_IN: Mapping[str, str] = MappingProxyType({"tools": "rlhpc.rewards.environments.tools:ToolEnvironment"})
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "gymnasium": "rlhpc.rewards.environments.gymnasium_games:GymnasiumEnvironment",
+        "tools": "rlhpc.rewards.environments.tools:ToolEnvironment",
+        "verifiers": "rlhpc.rewards.environments.verifiers_environment:VerifiersEnvironment",
+    }
+)
 
 
 def validate_environment(name: str) -> None:

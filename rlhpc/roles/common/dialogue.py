@@ -40,6 +40,7 @@ class Taken:
     is_last: bool  # a limit ends the dialogue with it
     is_cut: bool = False  # a limit has ended the last of them
     num_tokens: tuple[int, int] = (0, 0)  # before the last of them, the prompt's included, and in it
+    token_ids: tuple[int, ...] = ()  # of the last of them, as sampled
 
 
 Environment = Callable[[Taken], Awaitable[TurnReply]]
@@ -125,7 +126,8 @@ class Dialogue:
         self._recorded = request.prefix
         self._version = admitted_version
         self._tokens, self._turns = _Tokens(), list[str]()
-        self._answer, self._last_turn, self._longest_turn = "", (False, (0, 0)), longest_turn
+        self._answer, self._longest_turn = "", longest_turn
+        self._last_turn: tuple[bool, tuple[int, int], tuple[int, ...]] = False, (0, 0), ()
         self._token_rewards, self._earned = dict[int, float](), 0.0
         self._is_cut = asyncio.Event()
         self.request = request  # what is being sampled: without what was given up of its prefix
@@ -192,7 +194,7 @@ class Dialogue:
             self._turns.append(self._tokenizer.decode(spoken, keep_special_tokens=True))
             self._answer = self._tokenizer.decode(spoken)
             before = len(self._request.prompt.token_ids) + start
-            self._last_turn = reason is FinishReason.LENGTH, (before, len(turn))
+            self._last_turn = reason is FinishReason.LENGTH, (before, len(turn)), tuple(turn)
         return reason
 
     async def _sample(self, max_tokens: int) -> Rollout:

@@ -139,3 +139,54 @@ async def return_later(completion: str, reference: str) -> dict[str, object]:
 
 
 not_callable = 5
+
+
+def lengths(completions: list[str], references: list[str]) -> list[object]:
+    calls.append(len(completions))
+    time.sleep(0.02)  # while others come
+    return [{"reward": float(len(text)), "batch": len(completions)} for text in completions]
+
+
+calls: list[int] = []
+
+
+async def lengths_later(completions, records):
+    await asyncio.sleep(0)
+    return [len(text) / record["per"] for text, record in zip(completions, records, strict=True)]
+
+
+def as_trl_calls_it(prompts, completions, answer, weight=(), **kwargs):
+    assert "prompt" not in kwargs
+    assert all(len(column) == len(completions) for column in kwargs.values())
+    said = zip(prompts, completions, answer, strict=True)
+    return [float(text == prompt + wanted) + len(kwargs) / 10 for prompt, text, wanted in said]
+
+
+def batch_of_which_one_is(completions, references):
+    """What the completions ask for; the whole batch suffers from `raise`, `die` and `hang`."""
+    time.sleep(0.02)
+    for text in completions:
+        if text == "raise":
+            raise ValueError("cannot judge this")
+        if text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if text == "hang":
+            hang(text, "")
+    rewards = {"nan": float("nan"), "none": None, "text": "1.0"}
+    return [rewards.get(text, 1.0) for text in completions]
+
+
+def one_for_all(completions, references):
+    return 1.0
+
+
+def always_one(completions, references):
+    return [1.0]
+
+
+def batched_by_place(completions, references, /):
+    return [1.0 for _ in completions]
+
+
+def batched_with_rest(completions, references, **kwargs):
+    return [float(len(kwargs)) + len(text) if kwargs else float(text) for text in references]

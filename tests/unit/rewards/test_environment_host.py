@@ -19,7 +19,8 @@ from rlhpc.rewards.environments.registry import VARIABLE, resolve_environment, v
 from rlhpc.rewards.failures import by_task
 from rlhpc.rewards.frames import Dialogue
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.rewards.returned import JudgedOutcome
+from rlhpc.rewards.registry import resolve
+from rlhpc.rewards.returned import JudgedOutcome, as_outcome
 from tests.unit.rewards.test_reward_pool import wait_until_gone
 
 
@@ -70,6 +71,15 @@ def test_what_does_not_continue_the_dialogue_that_is_here_is_begun_again(host, t
     host.answer(dialogue("a", environment="Talking"))
     heard = host.answer(dialogue(*turns, environment="Talking"))
     assert heard.messages[0]["content"] == f"{len(turns)}: {', '.join(turns)}"
+
+
+@pytest.mark.parametrize(("function", "reward"), [("return_later", 0.5), ("lengths_later", 1.0), ("lengths", 1.0)])
+def test_the_task_behind_a_dialogue_may_be_async_and_batched(function, reward):
+    host = EnvironmentHost(EnvironmentConfig(), lambda task, *asked: as_outcome(resolve(task)(*asked)))
+    last = dialogue("x", task=f"sample_rewards:{function}", reference='{"per": 1}', is_last=True)
+    counted = host.answer(dialogue("x", is_last=True)).reward  # what the environment itself gives
+    assert host.answer(last).reward == counted + reward
+    host.close()
 
 
 def test_a_dialogue_that_was_forgotten_is_played_again(host, monkeypatch):

@@ -79,6 +79,49 @@ def with_openai(record: dict[str, Any]) -> float:
     return float(len(record["question"]) % 2)
 
 
+def by_text(record: dict[str, Any]) -> dict[str, Any]:
+    """Text completions by OpenAI's client: by text, streamed, then by token ids; reports all texts and ids."""
+    from openai import BadRequestError, OpenAI
+
+    client, said = OpenAI(), []
+    text = f"{record['question']}\nIt is"
+    first = client.completions.create(model="policy", prompt=text, max_tokens=7)
+    assert first.object == "text_completion"
+    assert first.choices[0].text is not None
+    text += first.choices[0].text + " or"
+    said.append(first.choices[0].model_extra["token_ids"])
+    (streamed,) = list(client.completions.create(model="policy", prompt=text, max_tokens=7, stream=True))
+    said.append(streamed.choices[0].model_extra["token_ids"])
+    try:
+        client.completions.create(model="policy", prompt=text + "x" + streamed.choices[0].text, logprobs=3)
+    except BadRequestError as error:
+        refusal = str(error)
+    assert "logprobs=3" in refusal
+    text += streamed.choices[0].text + ". No:"
+    last = client.completions.create(model="policy", prompt=[text], max_tokens=7)
+    said.append(last.choices[0].model_extra["token_ids"])
+    return {"reward": 0.5, "detail": json.dumps(said)}
+
+
+def by_token_ids(record: dict[str, Any]) -> dict[str, Any]:
+    """The same by token ids alone: what stands in the row is what it has sent and got."""
+    from openai import OpenAI
+
+    client, row = OpenAI(), [int(word) for word in os.environ["BEGINNING"].split()] + [11, 12, 13]
+    for _ in range(3):
+        reply = client.completions.create(model="policy", prompt=row, max_tokens=5)
+        row += reply.choices[0].model_extra["token_ids"] + [14]
+    return {"reward": 0.5, "detail": json.dumps(row[:-1])}
+
+
+def other_text(record: dict[str, Any]) -> float:
+    """A prompt that does not begin with what was said."""
+    assert post("/completions", {"prompt": "one"})[0] == 200
+    status, reply = post("/completions", {"prompt": "two"})
+    assert (status, reply["error"]["code"]) == (400, "history_changed")
+    return 1.0
+
+
 def by_post(record: dict[str, Any]) -> None:
     """Reports over HTTP, then stays."""
     say([{"role": "user", "content": "go"}])

@@ -78,7 +78,8 @@ async def stand_of(tokenizer: PromptTokenizer, *, max_request_bytes: int = 1 << 
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/one/v1/chat/completions"), ("GET", "/one/v1/models"), ("POST", "/one/v1/reward"),
+        ("POST", "/one/v1/chat/completions"), ("POST", "/one/v1/completions"), ("GET", "/one/v1/models"),
+        ("POST", "/one/v1/reward"),
         ("GET", "/"), ("GET", "/two/v1/models"), ("DELETE", "/one/v1/models"), ("GET", "/one"),
     ],
 )  # fmt: skip

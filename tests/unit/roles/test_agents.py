@@ -196,6 +196,42 @@ async def test_an_unmodified_client_of_openai_samples(model: Path) -> None:
     assert scored.reward == len("What is 6 times 7?") % 2
 
 
+async def test_text_completions_are_recorded_as_they_were_sampled_and_read(model: Path) -> None:
+    if importlib.util.find_spec("openai") is None:
+        pytest.skip("openai is not installed (extra 'dev')")
+    async with stand_with(config_with(model, function("by_text"))) as stand:
+        scored = await stand.one()
+    assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
+    assert [list(turn) for turn in turns_of(scored.rollout)] == json.loads(scored.detail)
+    whole = stand.tokenizer.decode(
+        [*scored.rollout.prompt.token_ids, *scored.rollout.token_ids], keep_special_tokens=True
+    )
+    beginning = DialogueTemplate(stand.tokenizer).beginning
+    assert whole.startswith(f"{beginning}What is 6 times 7?\nIt is")
+    assert " or" in whole
+    assert ". No:" in whole
+
+
+async def test_token_ids_of_a_prompt_are_those_of_the_row(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("openai") is None:
+        pytest.skip("openai is not installed (extra 'dev')")
+    beginning = DialogueTemplate(PromptTokenizer(model)).tokens_of_beginning.tolist()
+    monkeypatch.setenv("BEGINNING", " ".join(map(str, beginning)))
+    async with stand_with(config_with(model, function("by_token_ids"))) as stand:
+        scored = await stand.one()
+    assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
+    row = [*scored.rollout.prompt.token_ids.tolist(), *scored.rollout.token_ids.tolist()]
+    assert row == json.loads(scored.detail)
+    assert len(turns_of(scored.rollout)) == 3
+
+
+async def test_a_prompt_that_changes_what_was_said_ends_the_session_by_its_name(model: Path) -> None:
+    async with stand_with(config_with(model, function("other_text"))) as stand:
+        scored = await stand.one()
+    assert scored.verdict is Verdict.VERIFIER_ERROR
+    assert "history_changed: its prompt does not begin with all that was said before" in scored.detail
+
+
 async def test_a_program_gets_the_record_and_its_last_line_is_the_reward(model: Path) -> None:
     command = [sys.executable, "-m", AGENTS]
     async with stand_with(config_with(model, {"command": command})) as stand:

@@ -129,6 +129,17 @@ def same(mine: Rollout, other: Rollout) -> None:
 
 def check(finished: Finished, engine: Watched, table: Table, speech, limits: dict[str, int], max_tokens: int) -> None:
     """What holds of every dialogue that was not cut off."""
+    check_tokens(finished, engine, table, speech, limits, max_tokens)
+    if engine.fed:
+        assert finished.reply.reward == 0.25 * finished.num_turns
+        ends = [len(answer.token_ids) - 1 for _, answer in engine.fed]
+        assert finished.token_rewards == dict.fromkeys(ends[:-1], 0.25) or finished.token_rewards == dict.fromkeys(
+            ends, 0.25
+        )
+
+
+def check_tokens(finished: Finished, engine: Watched, table, speech, limits: dict[str, int], max_tokens: int) -> None:
+    """The same, whatever its environment gives."""
     rollout, (tokenizer, template) = finished.rollout, speech
     assert finished.reply is not None
     if finished.reply.verdict == "verifier_error":
@@ -154,11 +165,6 @@ def check(finished: Finished, engine: Watched, table: Table, speech, limits: dic
     assert rollout.versions.min() >= 3
     assert finished.num_turns == len(engine.fed) <= limits["max_turns"]
     assert finished.reply.is_over
-    assert finished.reply.reward == 0.25 * finished.num_turns
-    ends = [len(answer.token_ids) - 1 for _, answer in engine.fed]
-    assert finished.token_rewards == dict.fromkeys(ends[:-1], 0.25) or finished.token_rewards == dict.fromkeys(
-        ends, 0.25
-    )
     turns = [answer.token_ids[request.num_done :] for request, answer in engine.fed]
     spoken = [turn[:-1] if turn[-1] in template.stop_token_ids else turn for turn in turns]
     assert [tokenizer.decode(turn, keep_special_tokens=True) for turn in spoken] == list(table.asked[-1].turns)

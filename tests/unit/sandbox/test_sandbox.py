@@ -1,4 +1,7 @@
+import contextlib
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,27 @@ def test_a_server_that_was_killed_is_said_and_replaced():
         os.kill(sandbox.server_pid, 9)
         with pytest.raises(SandboxError, match="the server is gone"):
             sandbox.run(b"print(1)", b"", LIMITS)
+        assert sandbox.run(b"print(1)", b"", LIMITS).stdout == b"1\n"
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_an_init_process_that_was_killed_is_said_and_ends_its_program():
+    with Sandbox() as sandbox, ThreadPoolExecutor(1) as thread:
+        sandbox.run(b"", b"", LIMITS)
+        run = thread.submit(sandbox.run, b"import time\ntime.sleep(600)", b"", LIMITS)
+        init, programs, deadline = 0, list[int](), time.monotonic() + PATIENCE_S
+        while not programs and time.monotonic() < deadline:
+            time.sleep(0.01)
+            with contextlib.suppress(OSError, IndexError):  # that of the run before is on its way out
+                init = children_of(sandbox.server_pid)[0]
+                programs = children_of(init)
+        os.kill(init, 9)
+        with pytest.raises(SandboxError, match="the server is gone"):
+            run.result(PATIENCE_S)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in (init, *programs))
         assert sandbox.run(b"print(1)", b"", LIMITS).stdout == b"1\n"
 
 

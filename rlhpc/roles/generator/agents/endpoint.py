@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint of a generator, for the agents of its rollouts and for nobody else.
 
     POST /SESSION/v1/chat/completions    the policy's next turn
+    POST /SESSION/v1/completions         the same after a plain text or token ids
     GET  /SESSION/v1/models              one name; any other is accepted, too
     POST /SESSION/v1/reward              what the rollout has earned, as a reward function may return it, in JSON
 
@@ -14,7 +15,7 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +24,19 @@ from aiohttp import web
 from rlhpc.errors import RoleFailed
 from rlhpc.host_address import host_address
 from rlhpc.rewards.returned import NoReward
-from rlhpc.roles.generator.agents.replies import chunks, completion, event
+from rlhpc.roles.generator.agents.replies import Turn, chunks, completion, event
 from rlhpc.roles.generator.agents.reports import outcome_of
-from rlhpc.roles.generator.agents.requests import Refused, read_request
+from rlhpc.roles.generator.agents.requests import Asked, Refused, read_request
 from rlhpc.roles.generator.agents.session import AgentSession
+from rlhpc.roles.generator.agents.text_completions import read_text_request, text_chunks, text_completion
 
 log = logging.getLogger("rlhpc.agents")
 LOOPBACK = "127.0.0.1"
 IDLE_CONNECTION_S = 75.0
 SHUTDOWN_S = 0.1  # for requests in hand; their sessions are over
+_Read = Callable[[object, float], Asked]
+_Whole = Callable[[str, Turn, Asked], dict[str, Any]]
+_Pieces = Callable[[str, Turn, Asked], Iterator[dict[str, Any]]]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -57,6 +62,7 @@ class Endpoint:
         """Listen on a port that the kernel chooses; reach: generation.endpoint.  Raises RoleFailed."""
         app = web.Application(middlewares=[self._guarded], client_max_size=self._max_request_bytes)
         app.router.add_post("/{session}/v1/chat/completions", self._complete, expect_handler=self._expect)
+        app.router.add_post("/{session}/v1/completions", self._complete_text, expect_handler=self._expect)
         app.router.add_post("/{session}/v1/reward", self._reward, expect_handler=self._expect)
         app.router.add_get("/{session}/v1/models", self._models)
         app.on_response_prepare.append(_without_server)
@@ -133,14 +139,20 @@ class Endpoint:
         return session
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, read_request, completion, chunks)
+
+    async def _complete_text(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, read_text_request, text_completion, text_chunks)
+
+    async def _answered(self, request: web.Request, read: _Read, whole: _Whole, pieces: _Pieces) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_request(await _json(request), self._temperature)
+        asked = read(await _json(request), self._temperature)
         turn = await session.ask(asked)
         if not asked.is_streamed:
-            return web.json_response(completion(session.name, turn, asked))
+            return web.json_response(whole(session.name, turn, asked))
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await stream.prepare(request)
-        for chunk in chunks(session.name, turn, asked):
+        for chunk in pieces(session.name, turn, asked):
             await stream.write(event(chunk))
         await stream.write(event(None))
         await stream.write_eof()

@@ -27,6 +27,7 @@ class Turn:
     is_cut: bool  # a limit has ended it
     num_read: int  # tokens before it
     num_sampled: int  # tokens of it
+    token_ids: tuple[int, ...] = ()  # the same, as sampled
 
     @property
     def message(self) -> Message:
@@ -66,7 +67,15 @@ class Turn:
 
 
 def turn_of(
-    text: str, answer: str, call_form: str, *, number: int, has_tools: bool, is_cut: bool, num_tokens: tuple[int, int]
+    text: str,
+    answer: str,
+    call_form: str,
+    *,
+    number: int,
+    has_tools: bool,
+    is_cut: bool,
+    num_tokens: tuple[int, int],
+    token_ids: tuple[int, ...] = (),
 ) -> Turn:
     """text: with special tokens, of which calls may consist; answer: without.  What is no whole call stays text."""
     found = FORMS[call_form](text) if has_tools else []
@@ -76,7 +85,7 @@ def turn_of(
     content = answer
     if calls:
         content = text.partition(_OPENS)[0].strip() if call_form == "hermes" else ""
-    return Turn(number, content, calls, is_cut, *num_tokens)
+    return Turn(number, content, calls, is_cut, *num_tokens, token_ids)
 
 
 def completion(session: str, turn: Turn, asked: Asked) -> dict[str, Any]:

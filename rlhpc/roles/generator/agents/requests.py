@@ -62,13 +62,14 @@ class Asked:
     model: str = ""  # as it was called
     is_streamed: bool = False
     with_usage: bool = False  # at the end of a stream
+    plain: str | tuple[int, ...] | None = None  # the prompt of a text completion (text_completions.py), not of a chat
 
 
 def read_request(body: object, temperature: float) -> Asked:
     """temperature: the run's.  Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
-    _refuse_other_distributions(body, temperature)
+    refuse_other_distributions(body, temperature)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages: a list of at least one message")
@@ -79,7 +80,7 @@ def read_request(body: object, temperature: float) -> Asked:
     return Asked(
         messages=tuple(_message(place, message) for place, message in enumerate(messages)),
         tools=tuple(tools),
-        max_tokens=_limit(body),
+        max_tokens=limit_of(body),
         model=str(body.get("model") or ""),
         is_streamed=bool(body.get("stream")),
         with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
@@ -103,7 +104,11 @@ def _core(message: Message) -> Any:
     return {key: value.strip() if isinstance(value, str) else value for key, value in message.items()}
 
 
-def _refuse_other_distributions(body: Mapping[str, Any], temperature: float) -> None:
+def refuse_other_distributions(
+    body: Mapping[str, Any], temperature: float, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+) -> None:
+    """more: other keys, with the only values that change nothing.  Raises Refused."""
+    fixed = {**_FIXED, **more}
     asked = body.get("temperature")
     if asked is not None and asked != temperature:
         raise Refused(
@@ -114,9 +119,9 @@ def _refuse_other_distributions(body: Mapping[str, Any], temperature: float) -> 
     for key, value in body.items():
         if value is None or key in _IDLE:
             continue
-        if key not in _FIXED:
+        if key not in fixed:
             raise Refused(f"{key}: not known here; leave it out", code="unsupported_parameter")
-        legal = _FIXED[key]
+        legal = fixed[key]
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in legal):
             raise Refused(
                 f"{key}={json.dumps(value)[:80]}: all rollouts of a run are sampled alike; legal: "
@@ -125,7 +130,8 @@ def _refuse_other_distributions(body: Mapping[str, Any], temperature: float) -> 
             )
 
 
-def _limit(body: Mapping[str, Any]) -> int | None:
+def limit_of(body: Mapping[str, Any]) -> int | None:
+    """Tokens of this turn; None: no wish.  Raises Refused."""
     given = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
     for value in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

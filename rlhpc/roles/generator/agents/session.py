@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlhpc.contracts import RewardOutcome
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.errors import ConfigError
@@ -26,6 +28,7 @@ from rlhpc.rewards.failures import DIED, INVALID, TIMED_OUT
 from rlhpc.roles.common.dialogue import Taken
 from rlhpc.roles.generator.agents.replies import Turn, turn_of
 from rlhpc.roles.generator.agents.requests import Asked, Message, Refused, first_difference, is_same
+from rlhpc.roles.generator.agents.text_completions import Plain, added, piece
 from rlhpc.types import Int32, Verdict
 
 CHANGED = "history_changed"
@@ -83,6 +86,7 @@ class AgentSession:
         self._tools: tuple[Mapping[str, Any], ...] = ()
         self._history: list[Message] = []  # all that was said
         self._opening: Int32 | None = None
+        self._piece: Int32 | None = None  # what the request in hand adds, where it is for a text completion
         self._events: asyncio.Queue[_Pending | Reported | Failed] = asyncio.Queue()
         self._pending: _Pending | None = None
         self._answered: tuple[Asked, Turn] | None = None  # the last one
@@ -144,7 +148,8 @@ class AgentSession:
             self._fill()
         event = await self._next_event()
         if isinstance(event, _Pending):
-            return TurnReply(0, tuple(dict(message) for message in event.new), 0.0, Verdict.WRONG.value, {}, "",
+            said = () if event.asked.plain is not None else tuple(dict(message) for message in event.new)
+            return TurnReply(0, said, 0.0, Verdict.WRONG.value, {}, "",
                              is_done=False, is_over=False)  # fmt: skip
         return await self._rewarded(event, taken)
 
@@ -163,12 +168,17 @@ class AgentSession:
 
     def observation(self, messages: Sequence[Mapping[str, Any]], *, last_token: int) -> Int32:
         """See Template."""
+        if self._piece is not None:
+            return self._piece
         return self._template.observation(messages, last_token=last_token)
 
     # ---------------------------------------------------------------------------------------------------------- within
 
     def _new_messages(self, asked: Asked) -> tuple[Message, ...]:
         """What a request says beyond the history.  Raises Refused, and ends the session where it says another one."""
+        if asked.plain is not None:
+            return (self._new_piece(asked.plain),)
+        self._piece = None
         if asked.messages[-1]["role"] == "assistant":
             raise Refused("messages: the last one is the assistant's; a turn is not continued here, but sampled whole")
         if self._history and asked.tools != self._tools:
@@ -189,6 +199,31 @@ class AgentSession:
             raise Refused(f"messages: {error}") from error
         self._history += new
         return new
+
+    def _new_piece(self, plain: Plain) -> Message:
+        """The same of a text completion."""
+        new, template = added(self._history, plain), self._template
+        if new is None:
+            raise self._changed("its prompt does not begin with all that was said before")
+        if not new and not (self._answered is not None and self._answered[1].is_cut):
+            raise Refused("prompt: it adds nothing to what was said before, and the last turn has ended by itself")
+        beginning = () if self._history else tuple(template.tokens_of_beginning.tolist())
+        if isinstance(new, str):
+            begins = new.startswith(template.beginning)
+            tokens = (() if begins else beginning) + tuple(template.plain(new).tolist())
+        else:
+            tokens = new
+        if tokens[: len(beginning)] != beginning or not all(0 <= each < template.vocab_size for each in tokens):
+            raise Refused(
+                f"prompt: token ids from 0 to {template.vocab_size - 1}, the first of them {list(beginning)}, with "
+                "which every rollout of this model begins"
+            )
+        self._piece = np.asarray(tokens[len(beginning) :], np.int32)
+        if not self._history:
+            self._opening = self._piece
+        said = piece(new if isinstance(new, str) else None, tokens)
+        self._history.append(said)
+        return said
 
     def _tokens_of(self, messages: Sequence[Message]) -> Int32:
         """Of a whole dialogue, without the prompt, which is the beginning of every dialogue.  Raises ConfigError."""
@@ -225,8 +260,10 @@ class AgentSession:
             has_tools=bool(self._tools),
             is_cut=taken.is_cut,
             num_tokens=taken.num_tokens,
+            token_ids=taken.token_ids,
         )
-        self._history.append(turn.message)
+        is_plain = pending.asked.plain is not None
+        self._history.append(piece(turn.content, turn.token_ids) if is_plain else turn.message)
         self._answered = pending.asked, turn
         if not pending.turn.done():
             pending.turn.set_result(turn)

@@ -1,0 +1,43 @@
+"""One of two reward services stops answering, alive: the other one judges for both, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
+from tests.ring.run_kit import CEILING_S, Run, make_lab, rlhpc
+
+
+@pytest.mark.ring
+@pytest.mark.long
+def test_a_reward_service_that_is_frozen_holds_up_nobody_and_loses_nothing(tmp_path: Path) -> None:
+    lab = make_lab(tmp_path)
+    run_file = lab.run_file(
+        "frozen",
+        run={"num_steps": 100_000},  # stopped once everything has been seen
+        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        rewards={"num_replicas": 2, "timeout_s": 1.0},
+        transport={"dead_after_s": 900.0},  # it is not taken for dead: generators find out by themselves
+    )
+    layout = lab.layout("frozen")
+    with Run(run_file, layout) as run:
+        run.wait_for_step(2)
+        frozen = run.role("reward", 0).pid
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            step = run.status()["step"]
+            status = run.wait_for_step(step + 20)  # more than what was judged, or in hand, at that moment
+            assert {role["name"] for role in status["roles"]} >= {"reward-0", "reward-1"}
+            assert run.role("reward", 0).pid == frozen
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        run.wait_for_step(run.status()["step"] + 4)
+        assert rlhpc("stop", str(layout.root), timeout_s=CEILING_S).returncode == 0
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+        num_steps = run.status()["step"]
+    assert_full_batches_trained_once(layout.rollouts, num_steps, 4, 4)
