@@ -82,6 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--owner", default="", help="of the run directory: the attempt")
     parser.add_argument("--index", type=int, default=None, help="of the process in its share; default: SLURM_PROCID")
     parser.add_argument("--start", type=int, default=0, help="number of earlier starts of this component in this life")
+    parser.add_argument("--stand-by", action="store_true", help="load everything, then wait for this job's attempt")
     parser.add_argument("--hold", type=int, nargs="*", default=(), help="file descriptors that the role keeps open")
     return parser.parse_args()
 
@@ -195,6 +196,8 @@ class _Task:
             words += ["--resume-step", str(options.resume_step)]
         if options.owner and options.role in ("controller", "trainer"):  # the other roles survive attempts
             words += ["--owner", options.owner]
+        if options.stand_by:
+            words += ["--stand-by", str(self._job.job_id), str(self._job.restart)]
         start = options.start * STARTS_OF_A_STEP + self._starts
         words += ["--incarnation", self._job.incarnation(start)]
         return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]
