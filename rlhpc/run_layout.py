@@ -199,9 +199,9 @@ class RunLayout:
         """How a process under a supervisor ended, as JSON; lies beside its log."""
         return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.exit.json"
 
-    def loaded_mark(self, role: str, replica: int, attempt: int) -> Path:
-        """There once a process that stands by for this attempt has loaded everything; beside its log."""
-        return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.loaded"
+    def loaded_mark(self, role: str, replica: int, attempt: int, job_id: int) -> Path:
+        """There once a process of a job that stands by for this attempt has loaded everything; beside its log."""
+        return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.job_{job_id}.loaded"
 
     # --------------------------------------------------------------------------------------------------------- parts
 

@@ -22,6 +22,7 @@ from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import (
     Attempt,
     Progress,
+    is_complete,
     needed_to_stop_s,
     read_attempt,
     read_progress,
@@ -97,8 +98,6 @@ class ControllerJobSupervisor:
             while True:
                 saved_before = saved_step(self._layout)
                 outcome = self._attempt()
-                if outcome.cause is Cause.FAILED and self._cause is Cause.HAND_OVER:
-                    outcome.cause = Cause.HAND_OVER  # the next attempt is the other job's all the same
                 pause_s = pause_before_another(
                     outcome,
                     self._plan,
@@ -324,18 +323,19 @@ class ControllerJobSupervisor:
 
     def _wind_up(self, attempt: Attempt) -> Outcome:
         """The controller has ended: end the other roles of its attempt, and return the outcome."""
-        status = self._controller.status() if self._controller is not None else 1
+        status = 1 if self.controller_status is None else self.controller_status
         progress = read_progress(self._layout)
-        if self._cause is Cause.HAND_OVER and status == 0:
-            release(self._plan, self._job)  # all is saved; whoever of this attempt still lives is fenced
+        is_left = self._cause is Cause.HAND_OVER and not is_complete(self._layout)
+        if is_left:  # saved, or in the journal; who of this attempt still lives will be fenced
+            release(self._plan, self._job)
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
         # A trainer that has not connected to the controller yet was not told to exit.
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S)
-        end_requested = self._signals.end_requested
-        outcome = self._classifier.classify(
-            1 if status is None else status, attempt, self._cause, self._why, end_requested
-        )
+        outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever becomes of the run in the other job meanwhile
+        if not is_left:
+            is_signalled = self._signals.end_requested
+            outcome = self._classifier.classify(status, attempt, self._cause, self._why, is_signalled)
         trained = progress.step if progress is not None else 0
         steps = f"step {trained} trained, step {saved_step(self._layout)} saved"
         self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {outcome.text}")

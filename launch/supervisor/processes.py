@@ -69,7 +69,9 @@ class Processes:
     def _is_loaded(self, step: Step) -> bool:
         layout = self._plan.layout
         names = (name.rpartition("-") for name in step.processes)
-        marks = (layout.loaded_mark(role, int(replica), step.attempt.index) for role, _, replica in names)
+        marks = (
+            layout.loaded_mark(role, int(replica), step.attempt.index, self._job.job_id) for role, _, replica in names
+        )
         return all(mark.parent.is_dir() and is_listed(mark) for mark in marks)
 
     def _start_all(self, attempt: Attempt) -> None:
@@ -117,6 +119,12 @@ class Processes:
             if not step.asked:
                 step.ask_to_leave()
         return left
+
+    def kill_all(self) -> None:
+        """End every process of this job at once: those that stand by have nothing to hand back."""
+        for step in [*self._steps.values(), *([self.controller] if self.controller is not None else [])]:
+            step.asked = True
+            step.kill()
 
     def end_all(self, grace_s: float) -> None:
         """End every process of this job; generators hand back their leases."""

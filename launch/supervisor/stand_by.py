@@ -61,9 +61,11 @@ class StandBy:
         try:
             while (why := self._why_now()) is None:
                 if (outcome := self._outcome()) is not None:
-                    self._processes.end_trainer(0.0)
+                    self._processes.kill_all()
                     return outcome
                 self._load()
+                for step in self._processes.ended():
+                    self._log.say("part_end", f"{step.name} has ended while it stood by: it is started again later")
                 self._ask_if_loaded()
                 self._signals.sleep(POLL_S)
         finally:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -94,30 +95,41 @@ def processes_of(run: SlurmRun, job: int) -> list[int]:
     return found
 
 
-def test_a_job_killed_while_the_next_one_stands_by_loses_nothing(slurm: DevCluster, lab: Lab, tmp_path: Path) -> None:
+def everything(run: SlurmRun, job: int) -> list[int]:
+    """Supervisor and scripts too: nobody is left to say how it ended."""
+    return processes_of(run, job)
+
+
+def the_controller(run: SlurmRun, job: int) -> list[int]:
+    """Its supervisor has no time left for another attempt of its own."""
+    return sorted({*role_pids(run, "controller")} & {*processes_of(run, job)})
+
+
+@pytest.mark.parametrize("victims", [everything, the_controller])
+def test_a_job_killed_while_the_next_one_stands_by_loses_nothing(
+    slurm: DevCluster, lab: Lab, tmp_path: Path, victims: Callable[[SlurmRun, int], list[int]]
+) -> None:
     run = SlurmRun(
-        slurm, lab, "hand-over-killed", run=ENDLESS, checkpoint={"every_steps": 1000}, site=site_of(600), **LASTING
-    )
+        slurm, lab, f"killed-{victims.__name__}", run=ENDLESS, checkpoint={"every_steps": 1000}, site=site_of(600),
+        **LASTING,
+    )  # fmt: skip
     run.submit()
     first = first_job(run)
     run.wait(lambda: run.events("stand_by"), "the next job stands by")
-    [controller] = [pid for pid in role_pids(run, "controller") if pid in processes_of(run, first)]
-    os.kill(controller, signal.SIGKILL)  # its own supervisor begins another attempt
-    run.wait(lambda: len(run.events("stand_by")) == 2, "it stands by for the attempt after that")
-    for pid in processes_of(run, first):
+    killed_at = time.time()
+    pids = victims(run, first)
+    assert pids
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    killed_at = time.time()
     journals = Path(shutil.copytree(run.layout.rollouts, tmp_path / "rollouts"))
-    run.wait(lambda: len(run.attempts()) == 3, "the next job has taken the run over")
-    run.wait_more_steps()
-    owners = [attempt["job_id"] for attempt in run.attempts()]
-    assert owners[:2] == [first, first]
-    assert owners[2] > first
-    assert json.loads(run.layout.owner.read_bytes())["job_id"] == owners[2]
-    print(f"taken over {run.attempts()[2]['unix_time_s'] - killed_at:.1f} s after the job was killed")
+    second = until_taken_over(run)
+    print(f"taken over {second['unix_time_s'] - killed_at:.1f} s after {victims.__name__} was killed")
+    assert [attempt["job_id"] for attempt in run.attempts()] == [first, second["job_id"]]
+    assert second["job_id"] > first
+    assert json.loads(run.layout.owner.read_bytes())["job_id"] == second["job_id"]
+    assert second["resume_step"] is None, "nothing was saved"
     run.stop()
-    assert run.attempts()[2]["resume_step"] is None
     num_again, num_before = num_sampled_again(run.layout.rollouts, journals)
     assert num_before > 0
     assert num_again == 0, "all that was acknowledged is trained again from the journal"

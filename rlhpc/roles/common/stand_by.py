@@ -50,10 +50,11 @@ def await_turn_blocking(context: RoleContext, load: Callable[[], object] = lambd
 
 
 def _say_it_is_loaded(context: RoleContext) -> None:
-    mark = context.layout.loaded_mark(context.role, context.replica, context.attempt)
+    job_id, _ = context.stands_by_for or (0, 0)
+    mark = context.layout.loaded_mark(context.role, context.replica, context.attempt, job_id)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
-    log.info("everything is loaded; waiting for the attempt of job %d", (context.stands_by_for or (0, 0))[0])
+    log.info("everything is loaded; waiting for the attempt of job %d", job_id)
 
 
 def _attempt_of(context: RoleContext) -> RoleContext | None:

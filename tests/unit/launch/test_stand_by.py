@@ -169,6 +169,20 @@ def test_a_successor_begins_when_slurm_says_that_the_owner_has_ended(two: Two, s
     assert f"job {OLD} has ended" in two.events[-1]
 
 
+def test_everything_is_loaded_again_for_another_attempt_of_the_owner(two: Two) -> None:
+    attempts = iter([1, 1, 2])
+
+    def go_on() -> None:
+        if (index := next(attempts, None)) is None:
+            release(two.plan, two.old)
+        else:
+            two.owned_by(OLD, index)
+
+    assert two.stand_by(go_on).until_turn() is None
+    runs = [text.partition(";")[0] for text in two.events if "loading" in text]
+    assert runs == [f"job {OLD} runs attempt {index}" for index in (0, 1, 2)]
+
+
 def test_a_job_that_is_being_ended_has_a_minute_to_save(two: Two) -> None:
     two.queue("COMPLETING", "RUNNING")
     began = two.clock
