@@ -81,7 +81,7 @@ class StandBy:
         if attempt is None or attempt.owner >= (self._job.job_id, self._job.restart):
             return "no other job owns the run"  # or a later one, which begin_attempt will find
         if has_released(self._layout, attempt.job_id):
-            return f"job {attempt.job_id} has saved and leaves the run"
+            return f"job {attempt.job_id} leaves the run"
         return f"job {attempt.job_id} has ended" if self._is_over(attempt.job_id) else None
 
     def _is_over(self, job_id: int) -> bool:

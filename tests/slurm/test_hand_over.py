@@ -116,7 +116,7 @@ def test_a_job_killed_while_the_next_one_stands_by_loses_nothing(
     run.submit()
     first = first_job(run)
     run.wait(lambda: run.events("stand_by"), "the next job stands by")
-    killed_at = time.time()
+    killed_at, trained = time.time(), run.status()["step"]
     pids = victims(run, first)
     assert pids
     for pid in pids:
@@ -124,6 +124,7 @@ def test_a_job_killed_while_the_next_one_stands_by_loses_nothing(
             os.kill(pid, signal.SIGKILL)
     journals = Path(shutil.copytree(run.layout.rollouts, tmp_path / "rollouts"))
     second = until_taken_over(run)
+    run.wait(lambda: run.status().get("step", 0) > trained + 1, "all that was trained is trained again, and more")
     print(f"taken over {second['unix_time_s'] - killed_at:.1f} s after {victims.__name__} was killed")
     assert [attempt["job_id"] for attempt in run.attempts()] == [first, second["job_id"]]
     assert second["job_id"] > first
@@ -144,9 +145,8 @@ def test_a_run_that_ends_in_the_job_before_frees_the_next_one(slurm: DevCluster,
     )  # fmt: skip
     run.submit()
     first = first_job(run)
-    for num_judged in range(
-        16, 16 * num_steps, 16
-    ):  # a step in six seconds: most of them before the next job stands by
+    # A step in six seconds, so that some are left when the next job stands by, and none has taken long.
+    for num_judged in range(16, 16 * num_steps, 16):
         open_gate(gate, num_judged)
         until = time.monotonic() + 6.0
         while time.monotonic() < until and not run.events("stand_by"):
@@ -156,6 +156,7 @@ def test_a_run_that_ends_in_the_job_before_frees_the_next_one(slurm: DevCluster,
     run.wait_complete()
     assert_whole(run, num_steps)
     assert [attempt["job_id"] for attempt in run.attempts()] == [first]
+    run.wait(lambda: not slurm.run("squeue", "--noheader"), "nobody is left, the job after the next one included")
     [verdict] = [event for event in run.events("verdict") if event["text"].startswith("not_needed")]
     [end] = [event for event in run.events("verdict") if event["text"].startswith("complete")]
     idle_s = verdict["unix_time_s"] - end["unix_time_s"]

@@ -159,7 +159,7 @@ pytestmark = pytest.mark.starts
 
 def test_a_successor_begins_when_the_run_is_released(two: Two) -> None:
     assert two.stand_by(lambda: release(two.plan, two.old)).until_turn() is None
-    assert f"job {OLD} has saved and leaves the run" in two.events[-1]
+    assert f"job {OLD} leaves the run" in two.events[-1]
     assert not two.layout.hand_over_request(NEW).exists()
 
 
