@@ -59,10 +59,14 @@ class StandBy:
             return None
         began = time.monotonic()
         try:
-            while (why := self._why_now()) is None:
-                if (outcome := self._outcome()) is not None:
+            while True:
+                outcome = self._outcome()  # first: a job that has completed the run has ended, too
+                if outcome is not None:
                     self._processes.kill_all()
                     return outcome
+                why = self._why_now()
+                if why is not None:
+                    break
                 self._load()
                 for step in self._processes.ended():
                     self._log.say("part_end", f"{step.name} has ended while it stood by: it is started again later")

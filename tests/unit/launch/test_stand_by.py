@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan.report import plan_document
+from launch.plan.report import describe_jobs, plan_document
 from launch.plan.site_file import load_site
 from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause
@@ -60,7 +60,10 @@ def test_a_successor_may_start_before_its_job_ends_and_does_when_it_has_ended(
     ],
 )
 def test_jobs_overlap_where_one_job_is_the_whole_run(cluster: dict[str, object], overlap_s: int) -> None:
-    assert json.loads(plan_document(plan_of(cluster=cluster)))["overlap_s"] == overlap_s
+    plan = plan_of(cluster=cluster)
+    assert json.loads(plan_document(plan))["overlap_s"] == overlap_s
+    said = "next job: begins up to 10 min before this one ends, loads, and takes the run over at once"
+    assert (said in describe_jobs(plan)) == bool(overlap_s)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +204,11 @@ def test_a_successor_of_a_run_that_is_over_leaves_and_does_not_begin(two: Two) -
     outcome = two.stand_by(two.layout.summary.touch).until_turn()
     assert outcome is not None
     assert outcome.cause is Cause.NOT_NEEDED
+    two.queue("", "RUNNING")
+    outcome = two.stand_by(lambda: pytest.fail("it waits")).until_turn()
+    assert outcome is not None
+    assert outcome.cause is Cause.NOT_NEEDED, "also if Slurm has forgotten the job that completed it"
+    two.queue("RUNNING", "RUNNING")
     two.layout.summary.unlink()
     outcome = two.stand_by(two.layout.stop_request.touch).until_turn()
     assert outcome is not None
