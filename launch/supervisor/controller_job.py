@@ -76,8 +76,7 @@ class ControllerJobSupervisor:
         self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
         self._first, self._begins = first, begins
         self._starter = AttemptStarter(plan, job, log.say, signals, tether)
-        self._owner = ""  # of the last attempt
-        self._layout = plan.layout
+        self._layout, self._owner = plan.layout, ""  # the owner that the last attempt was
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
         self._classifier = OutcomeClassifier(plan, job)
         self._has_trained = False  # a step in the last attempt
@@ -205,7 +204,9 @@ class ControllerJobSupervisor:
         missing = self._resubmitter.look(progress)
         if missing is not None:
             self._kill_attempt(missing.cause, missing.text)
-        if self._cause is None:
+        # SIGTERM would kill a controller whose loop has ended already, and the run would count as unclean.
+        is_over = progress is not None and progress.is_over and self._limit.left_s() > LAST_MOMENT_S
+        if self._cause is None and not is_over:
             self._stop_if_asked(progress, may_hand_over=stall.has_moved)
         if self._cause is None:
             self._stop_if_stuck(progress, stall)
@@ -334,8 +335,7 @@ class ControllerJobSupervisor:
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S)
         outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever becomes of the run in the other job meanwhile
         if not is_left:
-            is_signalled = self._signals.end_requested
-            outcome = self._classifier.classify(status, attempt, self._cause, self._why, is_signalled)
+            outcome = self._classifier.classify(status, attempt, self._cause, self._why, self._signals.end_requested)
         trained = progress.step if progress is not None else 0
         steps = f"step {trained} trained, step {saved_step(self._layout)} saved"
         self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {outcome.text}")
