@@ -28,7 +28,7 @@ from pathlib import Path
 from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
 from launch.run_files.plan_file import JobPart, Part, read_plan
-from launch.run_files.run_state import is_complete, read_progress
+from launch.run_files.run_state import is_complete, read_attempt, read_progress
 from launch.slurm.this_job import ThisJob
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
@@ -206,7 +206,14 @@ class _Task:
         progress = read_progress(self._plan.layout)
         return progress.step if progress is not None else -1
 
+    def _has_begun(self) -> bool:
+        """Whether the attempt that is on is this job's."""
+        attempt = read_attempt(self._plan.layout)
+        return attempt is not None and attempt.owner == (self._job.job_id, self._job.restart)
+
     def _write_down(self, status: int, words: str = "", *, is_final: bool = True) -> None:
+        if self._options.stand_by and not self._has_begun():
+            return  # the attempt of this number may have become another job's
         if self._is_expendable and status - 128 in _SIGNALS:  # it was asked to leave before it could listen
             status, words = 0, "asked to leave"
         if not words:
