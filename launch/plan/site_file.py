@@ -70,7 +70,7 @@ class ClusterConfig(Section):
     one ends, for sites that forbid requeue."""
     overlap_s: NonNegative = 600
     """Seconds before the end of a job from which its successor may run beside it, load engines and trainer, and take
-    the run over once it has; at most a quarter of the time limit, counted in whole minutes.  0: it begins afterwards,
+    the run over once it has; at most half of the time limit, counted in whole minutes.  0: it begins afterwards,
     as it always does with placement = "jobs"."""
     max_retries: NonNegative = 5
     """Consecutive failed attempts before the run is given up; a new checkpoint resets the count."""

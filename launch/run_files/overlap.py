@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-LARGEST_SHARE = 0.25  # of a job's life that its successor may run beside it
+LARGEST_SHARE = 0.5  # of a job's life that its successor may run beside it
 MINUTE_S = 60
 
 

@@ -28,7 +28,7 @@ STEADY = {"data": {"task": "tests.ring.ring_rewards:patient_parity"}}
 
 
 def site_of(overlap_s: int, minutes: int = 2) -> dict[str, Any]:
-    """Of two minutes the next job may begin after one, of five after three."""
+    """Of two minutes the next job may begin after one, of five after two."""
     cluster = {"continuation": "successor", "overlap_s": overlap_s}
     return {"cluster": cluster, "common": {"time": f"0:{minutes:02}:00"}}
 
@@ -60,7 +60,7 @@ def test_the_next_job_loads_beside_the_old_one_and_goes_on_at_once(slurm: DevClu
     for overlap_s, minutes in ((600, 5), (0, 2)):
         run = SlurmRun(
             slurm, lab, f"hand-over-{overlap_s}", run=ENDLESS, checkpoint={"every_steps": 1000},
-            trainer={"num_ranks": 2}, generation={"num_replicas": 2}, site=site_of(overlap_s, minutes), **STEADY,
+            trainer={"num_ranks": 2}, site=site_of(overlap_s, minutes), **STEADY,
         )  # fmt: skip
         run.submit()
         first = first_job(run)

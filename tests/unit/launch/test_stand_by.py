@@ -37,7 +37,7 @@ OLD, NEW = 5310224, 5310230
     [
         (86400, 600, "after:7+1430?"),
         (86399.2, 600, "after:7+1429?"),  # whole minutes: rather early than late
-        (3600, 3000, "after:7+45?"),  # at most a quarter of its life
+        (3600, 3000, "after:7+30?"),  # at most half of its life
         (120, 60, "after:7+1?"),
         (60, 600, ""),  # too short for a minute and an overlap
         (86400, 0, ""),
