@@ -60,7 +60,7 @@ def test_the_next_job_loads_beside_the_old_one_and_goes_on_at_once(slurm: DevClu
     for overlap_s, minutes in ((600, 5), (0, 2)):
         run = SlurmRun(
             slurm, lab, f"hand-over-{overlap_s}", run=ENDLESS, checkpoint={"every_steps": 1000},
-            trainer={"num_ranks": 2}, site=site_of(overlap_s, minutes), **STEADY,
+            site=site_of(overlap_s, minutes), **STEADY,
         )  # fmt: skip
         run.submit()
         first = first_job(run)
