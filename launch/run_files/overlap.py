@@ -12,8 +12,10 @@ def successor_after_min(life_s: float, overlap_s: float) -> int | None:
     """Whole minutes after the beginning of a job of this life after which its successor may start; None: at its end.
 
     Slurm counts minutes only (--dependency=after:JOB+MINUTES), so that the overlap may be up to a minute longer than
-    asked for.  life_s: seconds, infinite without a time limit.
+    asked for.  life_s: seconds, infinite without a time limit; a little less than the limit, which is in minutes, too,
+    where a supervisor has measured it.
     """
     if not overlap_s or not math.isfinite(life_s):
         return None
-    return int((life_s - min(overlap_s, LARGEST_SHARE * life_s)) // MINUTE_S) or None
+    limit_s = MINUTE_S * math.ceil(life_s / MINUTE_S)
+    return int((limit_s - min(overlap_s, LARGEST_SHARE * limit_s)) // MINUTE_S) or None

@@ -36,9 +36,10 @@ OLD, NEW = 5310224, 5310230
     ("life_s", "overlap_s", "early"),
     [
         (86400, 600, "after:7+1430?"),
-        (86399.2, 600, "after:7+1429?"),  # whole minutes: rather early than late
+        (86399.2, 600, "after:7+1430?"),  # its supervisor began a little after it
+        (3600, 90, "after:7+58?"),  # whole minutes: rather early than late
         (3600, 3000, "after:7+30?"),  # at most half of its life
-        (120, 60, "after:7+1?"),
+        (118.7, 600, "after:7+1?"),
         (60, 600, ""),  # too short for a minute and an overlap
         (86400, 0, ""),
         (math.inf, 600, ""),  # no limit: nobody knows when it ends
