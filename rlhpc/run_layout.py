@@ -182,6 +182,14 @@ class RunLayout:
         """A job whose time is nearly over asks the controller to save and to go on in another attempt."""
         return self.jobs / f"{name}.yield"
 
+    def hand_over_request(self, job_id: int) -> Path:
+        """A successor that has loaded everything asks the job that owns the run to save and to leave it the run."""
+        return self.jobs / f"{job_id}.hand_over"
+
+    def released(self, job_id: int) -> Path:
+        """This job has saved and begins no attempt any more: its successor need not wait for its end."""
+        return self.jobs / f"{job_id}.released"
+
     @property
     def failures(self) -> Path:
         """Failed attempts since the last new checkpoint, as JSON; what is left of `cluster.max_retries`."""
@@ -190,6 +198,10 @@ class RunLayout:
     def exit_record(self, role: str, replica: int, attempt: int) -> Path:
         """How a process under a supervisor ended, as JSON; lies beside its log."""
         return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.exit.json"
+
+    def loaded_mark(self, role: str, replica: int, attempt: int, job_id: int) -> Path:
+        """There once a process of a job that stands by for this attempt has loaded everything; beside its log."""
+        return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.job_{job_id}.loaded"
 
     # --------------------------------------------------------------------------------------------------------- parts
 

@@ -102,6 +102,15 @@ class JobPlan:
         return self.layout.scripts / f"{self.jobs[0].name}.json" if self.is_elastic else self.layout.job_plan
 
     @property
+    def overlap_s(self) -> int:
+        """Seconds before the end of a job from which its successor may run beside it; 0: it begins afterwards.
+
+        Only a heterogeneous job can be followed as a whole; parts of a run that are jobs of their own end one by one.
+        """
+        is_followed = self.cluster.continuation == "successor" and self.placement == "hetjob" and not self.is_elastic
+        return self.cluster.overlap_s if is_followed else 0
+
+    @property
     def log_directory(self) -> Path:
         """Logs of batch steps; whoever submits makes it."""
         return self.layout.logs / "slurm"

@@ -18,6 +18,7 @@ from launch.plan.processes import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
 from launch.plan.script import render_scripts
 from launch.plan.site_file import Site
 from launch.plan.site_values import slurm_time
+from launch.run_files.overlap import MINUTE_S, successor_after_min
 from launch.run_files.plan_file import SCHEMA, Limits
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
@@ -58,9 +59,20 @@ def describe_jobs(plan: JobPlan) -> str:
             f"run         {plan.run_name} in {plan.layout.root}",
             f"jobs        {jobs} on {plan.cluster.name}: {nodes} nodes, {gpus} GPUs",
             *(f"  {line}" for line in aligned(rows)),
+            *_overlap(plan),
             "            tasks: on a node; CPUs, GPUs: of a task; GiB: host memory of a task",
         ]
     )
+
+
+def _overlap(plan: JobPlan) -> list[str]:
+    """How long a successor may run beside a job, whose nodes are then there twice."""
+    time_s = plan.jobs[0].components[0].allocation.time_s
+    after_min = successor_after_min(time_s, plan.overlap_s)
+    if after_min is None:
+        return []
+    most = f"{(time_s - MINUTE_S * after_min) / MINUTE_S:g} min"
+    return [f"            next job: begins up to {most} before this one ends, loads, and takes the run over at once"]
 
 
 def _row(job: Job, component: Component) -> tuple[str, ...]:
@@ -97,6 +109,7 @@ def plan_document(plan: JobPlan) -> str:
         ],
         "continuation": plan.cluster.continuation,
         "limits": asdict(limits),
+        "overlap_s": plan.overlap_s,
     }
     return json.dumps(document, indent=1) + "\n"
 

@@ -33,7 +33,8 @@ _COUNTERS = {
     "weights/canary_failed_total": ("canary", "generator had other weights than the trainer, and was quarantined"),
     "transport/denied_total": ("denied", "connection with a key that is not of this run was refused"),
 }
-_GOOD_ENDS = {cause.name.lower() for cause in (Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD)}
+_WELL = (Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED)
+_GOOD_ENDS = {cause.name.lower() for cause in _WELL}
 _FAULTS = {
     *(kind for kind, _ in _COUNTERS.values()),
     "restart",

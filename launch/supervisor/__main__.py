@@ -29,6 +29,7 @@ from rlhpc.errors import RlhpcError
 from rlhpc.files import is_listed
 
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
+TOLD = (Cause.COMPLETE, Cause.UNCLEAN, Cause.STOP, Cause.ABORT)  # by files of the run directory
 LIMIT_S = 5.0  # a SIGTERM this close to the time limit is caused by the time limit
 
 
@@ -53,7 +54,7 @@ def main() -> int:
     over = _over_before_it_began(plan)
     if over is not None:
         return _follow_up(plan, job, log, over)
-    successor = submit_successor(plan, job, log) if plan.continuation == "successor" else None
+    successor = submit_successor(plan, job, log, limit.life_s) if plan.continuation == "successor" else None
     return _follow_up(plan, job, log, _one_life(plan, job, limit, log, signals), successor)
 
 
@@ -75,9 +76,9 @@ def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, sign
 
 def _over_before_it_began(plan: JobPart) -> Outcome | None:
     """The outcome if the run is already complete or stopped, in which case this job does nothing."""
-    if is_complete(plan.layout):
-        return Outcome(Cause.COMPLETE, "the run is complete")
-    return asked_to_end(plan.layout)
+    over = Outcome(Cause.COMPLETE, "the run is complete") if is_complete(plan.layout) else asked_to_end(plan.layout)
+    # The job before this one may be about to end: it ends the others.
+    return Outcome(Cause.NOT_NEEDED, over.text) if over is not None and plan.overlap_s else over
 
 
 def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
@@ -102,11 +103,14 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
     if outcome.cause.follows == "end":
         try:
             if plan.hosts_controller:
-                end_other_jobs(plan.layout, job, log)
+                end_other_jobs(plan.layout, job, log, is_told=outcome.cause in TOLD)
             elif successor is not None:  # it would end in the same way
                 cancel([successor], patience_s=PATIENCE_S)
         except (RlhpcError, OSError) as error:
             log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")
+    if outcome.cause is Cause.NOT_NEEDED and successor is not None:
+        with suppress(RlhpcError):  # it would end in the same way
+            cancel([successor], patience_s=PATIENCE_S)
     with suppress(OSError):  # a full disk
         write_result(plan, job, outcome)
     return outcome.cause.status

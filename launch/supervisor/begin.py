@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 from launch.run_files.plan_file import JobPart
@@ -43,6 +44,18 @@ class AttemptStarter:
         self._program = [*part.python, "-m", "launch.run_directory.begin_attempt"]
         self._words = ["--run-dir", str(plan.layout.root), "--job-id", str(job.job_id), "--restart", str(job.restart)]
         self._environment = {**part.defaults, **os.environ, **part.environment}
+        self._waiting: _Command | None = None  # that is loaded already
+
+    def load(self) -> None:
+        """Start the command ahead, so that the next attempt begins without waiting for interpreter and libraries."""
+        self.forget()
+        self._waiting = _Command([*self._program, *self._words, "--when-told"], self._environment, self._descriptors)
+
+    def forget(self) -> None:
+        """End the command that waits, if there is one."""
+        if self._waiting is not None:
+            self._waiting.end()
+            self._waiting = None
 
     def begin(self, is_over: Callable[[], bool], follows: str = "") -> Attempt:
         """Make directories and keys, find the checkpoint to resume from, write attempt.json.
@@ -67,23 +80,60 @@ class AttemptStarter:
     def _run(self, words: list[str], is_over: Callable[[], bool]) -> tuple[int, str, str]:
         """Run the command; it is killed when nobody waits for it any more.  Returns exit status, output, errors."""
         deadline = Deadline(BEGIN_S)
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            with subprocess.Popen(
-                [*self._program, *self._words, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=errors,
-                env=self._environment,
-                pass_fds=self._descriptors,
-                preexec_fn=partial(die_with, os.getpid()),  # this process has one thread
-            ) as process:
-                while process.poll() is None:
-                    if is_over():
-                        process.kill()
-                    if deadline.is_over:
-                        process.kill()
-                        raise subprocess.TimeoutExpired(self._program, BEGIN_S)
-                    self._signals.sleep(POLL_S)
-            for stream in (out, errors):
-                stream.seek(0)
-            return process.returncode, out.read(), errors.read()
+        command, self._waiting = self._waiting, None
+        if command is None or words or not command.go():
+            if command is not None:
+                command.end()
+            command = _Command([*self._program, *self._words, *words], self._environment, self._descriptors)
+        try:
+            while command.process.poll() is None:
+                if is_over():
+                    command.process.kill()
+                if deadline.is_over:
+                    raise subprocess.TimeoutExpired(self._program, BEGIN_S)
+                self._signals.sleep(POLL_S)
+            return command.result()
+        finally:
+            command.end()
+
+
+class _Command:
+    """A process, what it prints, and a line by which it may be told to go on."""
+
+    def __init__(self, words: list[str], environment: Mapping[str, str], descriptors: tuple[int, ...]) -> None:
+        self._out, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115  end()
+        self.process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=self._out,
+            stderr=self._errors,
+            env=dict(environment),
+            pass_fds=descriptors,
+            preexec_fn=partial(die_with, os.getpid()),  # this process has one thread
+        )
+
+    def go(self) -> bool:
+        """Tell it; False: it does not live any more."""
+        if self.process.poll() is not None or self.process.stdin is None:
+            return False
+        try:
+            self.process.stdin.write(b"\n")
+            self.process.stdin.close()
+        except OSError:
+            return False
+        return True
+
+    def result(self) -> tuple[int, str, str]:
+        """Exit status, output, errors; after its end."""
+        for stream in (self._out, self._errors):
+            stream.seek(0)
+        return self.process.wait(), self._out.read(), self._errors.read()
+
+    def end(self) -> None:
+        """End it if it lives, and forget what it has printed."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self._out, self._errors):
+            if stream is not None:
+                with suppress(OSError):  # a line that it has not read
+                    stream.close()

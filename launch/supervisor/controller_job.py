@@ -22,6 +22,7 @@ from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import (
     Attempt,
     Progress,
+    is_complete,
     needed_to_stop_s,
     read_attempt,
     read_progress,
@@ -32,11 +33,13 @@ from launch.run_files.run_state import (
 )
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor.begin import AttemptStarter, BeginError
-from launch.supervisor.giving_up import RetryBudget, StallWatch
+from launch.supervisor.ending import release
+from launch.supervisor.giving_up import RetryBudget, StallWatch, pause_before_another
 from launch.supervisor.outcome_classifier import OutcomeClassifier, asked_to_end
 from launch.supervisor.processes import Processes
 from launch.supervisor.resubmitter import Resubmitter
 from launch.supervisor.signals import Signals
+from launch.supervisor.stand_by import Heirs, StandBy
 from launch.supervisor.steps import Step, Tether
 from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
@@ -49,7 +52,6 @@ INTERRUPT_S = 7.0  # for everything to end after Ctrl-C: with the end of interpr
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
 ROLE_WORDS = {"generator": "generator", "reward": "reward service"}
-MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a new attempt is not worthwhile
 
 
 class ControllerJobSupervisor:
@@ -74,12 +76,13 @@ class ControllerJobSupervisor:
         self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
         self._first, self._begins = first, begins
         self._starter = AttemptStarter(plan, job, log.say, signals, tether)
-        self._owner = ""  # of the last attempt
-        self._layout = plan.layout
+        self._layout, self._owner = plan.layout, ""  # the owner that the last attempt was
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
         self._classifier = OutcomeClassifier(plan, job)
         self._has_trained = False  # a step in the last attempt
         self._processes = Processes(plan, job, log, signals, tether)
+        self._stand_by = StandBy(plan, job, limit, log, signals, self._processes, self._starter)
+        self._heirs = Heirs(plan, job)
         self._resubmitter = Resubmitter(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to exit
         self._why = ""  # the same, in words
@@ -88,15 +91,28 @@ class ControllerJobSupervisor:
     def run(self) -> Outcome:
         """Run attempts until there is an outcome that this life of the job cannot change."""
         try:
+            over = self._stand_by.until_turn()
+            if over is not None:
+                return over
             while True:
                 saved_before = saved_step(self._layout)
                 outcome = self._attempt()
-                pause_s = self._pause_before_another(outcome, has_saved=saved_step(self._layout) > saved_before)
+                pause_s = pause_before_another(
+                    outcome,
+                    self._plan,
+                    self._limit,
+                    self._budget,
+                    has_saved=saved_step(self._layout) > saved_before,
+                    has_trained=self._has_trained,
+                )
                 if pause_s is None:
+                    if outcome.cause.follows == "requeue" or outcome.cause is Cause.SIGNAL:
+                        release(self._plan, self._job)  # before generators have left, which serve no attempt any more
                     return outcome
                 self._log.say("retry", f"{outcome.text}; another attempt in {pause_s:.0f} s")
                 self._pause(pause_s)
         finally:
+            self._starter.forget()
             self._processes.end_all(self._grace_s())
 
     @property
@@ -188,8 +204,10 @@ class ControllerJobSupervisor:
         missing = self._resubmitter.look(progress)
         if missing is not None:
             self._kill_attempt(missing.cause, missing.text)
-        if self._cause is None:
-            self._stop_if_asked(progress)
+        # SIGTERM would kill a controller whose loop has ended already, and the run would count as unclean.
+        is_over = progress is not None and progress.is_over and self._limit.left_s() > LAST_MOMENT_S
+        if self._cause is None and not is_over:
+            self._stop_if_asked(progress, may_hand_over=stall.has_moved)
         if self._cause is None:
             self._stop_if_stuck(progress, stall)
         for step in self._processes.ended():
@@ -207,7 +225,7 @@ class ControllerJobSupervisor:
         # A stale supervisor has replaced the run's keys.
         return Outcome(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
 
-    def _stop_if_asked(self, progress: Progress | None) -> None:
+    def _stop_if_asked(self, progress: Progress | None, *, may_hand_over: bool) -> None:
         """Let the controller finish its step and save, for the first reason that applies."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if self._signals.end_requested:
@@ -217,6 +235,8 @@ class ControllerJobSupervisor:
         elif save_requests(self._layout):
             names = ", ".join(path.stem for path in save_requests(self._layout))
             self._ask_controller(Cause.YIELD, f"job {names} is close to its time limit")
+        elif may_hand_over and (heir := self._heirs.first()) is not None:
+            self._ask_controller(Cause.HAND_OVER, f"job {heir} has loaded everything and asks for the run")
         elif self._limit.left_s() < needed_s:
             self._limit.ask()  # the limit may have been extended
             if self._limit.left_s() < needed_s:
@@ -304,42 +324,22 @@ class ControllerJobSupervisor:
 
     def _wind_up(self, attempt: Attempt) -> Outcome:
         """The controller has ended: end the other roles of its attempt, and return the outcome."""
-        status = self._controller.status() if self._controller is not None else 1
+        status = 1 if self.controller_status is None else self.controller_status
+        progress = read_progress(self._layout)
+        is_left = self._cause is Cause.HAND_OVER and not is_complete(self._layout)
+        if is_left:  # saved, or in the journal; who of this attempt still lives will be fenced
+            release(self._plan, self._job)
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
         # A trainer that has not connected to the controller yet was not told to exit.
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S)
-        end_requested = self._signals.end_requested
-        outcome = self._classifier.classify(
-            1 if status is None else status, attempt, self._cause, self._why, end_requested
-        )
-        progress = read_progress(self._layout)
+        outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever becomes of the run in the other job meanwhile
+        if not is_left:
+            outcome = self._classifier.classify(status, attempt, self._cause, self._why, self._signals.end_requested)
         trained = progress.step if progress is not None else 0
         steps = f"step {trained} trained, step {saved_step(self._layout)} saved"
         self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {outcome.text}")
         return outcome
-
-    # -------------------------------------------------------------------------------------------------- what comes next
-
-    def _pause_before_another(self, outcome: Outcome, has_saved: bool) -> float | None:
-        """Seconds until the next attempt in this life; None: there is none.  May change the outcome's cause."""
-        if outcome.cause is Cause.YIELD:
-            return 0.0
-        in_vain = outcome.cause is Cause.TIME and not has_saved  # a time limit too short for a step: count as failure
-        if outcome.cause is not Cause.FAILED and not in_vain:
-            return None
-        if self._plan.limits.is_attended and not self._has_trained:
-            return None
-        pause_s = self._budget.take(saved_step(self._layout))
-        if pause_s is None:
-            outcome.cause = Cause.GIVEN_UP
-            outcome.text += f"; {self._budget.failures} attempts have not come beyond step {saved_step(self._layout)}"
-            return None
-        needed_s = needed_to_stop_s(read_progress(self._layout), self._limit.life_s)
-        if in_vain or self._limit.left_s() < pause_s + MIN_TIME_FOR_ANOTHER * needed_s:
-            outcome.cause = Cause.TIME  # the next life tries
-            return None
-        return pause_s
 
     def _grace_s(self) -> float:
         """Seconds that the other roles may take to end: leaves enough time to requeue this job."""

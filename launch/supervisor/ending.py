@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 from launch.run_files.events import EventLog
 from launch.run_files.outcome import Outcome
+from launch.run_files.overlap import successor_after_min
 from launch.run_files.plan_file import JobPart
 from launch.slurm.commands import SlurmError
 from launch.slurm.this_job import ThisJob
@@ -23,6 +26,7 @@ REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog) -> int:
     """Continue in another life of this job, or in its successor.  Returns the exit status of the batch step."""
     if plan.continuation == "successor":
+        release(plan, job)
         log.say("successor", "this job ends; its successor continues the run")
         return 0
     log.say("requeue", "requeueing this job")
@@ -36,10 +40,27 @@ def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog) -> int:
     return 0
 
 
-def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
-    """Submit the same script again, to start when this job has ended.  Returns its id; None: it was not possible."""
+def release(plan: JobPart, job: ThisJob) -> None:
+    """Tell a successor that stands by that this job has saved and begins no attempt any more."""
+    if plan.overlap_s:
+        with suppress(OSError):  # it sees the end of this job, too
+            plan.layout.released(job.job_id).touch()
+
+
+def dependency_of_successor(job: str, life_s: float, overlap_s: float) -> str:
+    """When a successor may start, as an option of sbatch; whatever ends the job before that, it may start then."""
+    after_min = successor_after_min(life_s, overlap_s)
+    early = "" if after_min is None else f"after:{job}+{after_min}?"
+    return f"--dependency={early}afterany:{job}"
+
+
+def submit_successor(plan: JobPart, job: ThisJob, log: EventLog, life_s: float = math.inf) -> int | None:
+    """Submit the same script again, to start when this job has ended or is about to (dependency_of_successor).
+
+    life_s: from the beginning of this job to its time limit.  Returns the id; None: it was not possible.
+    """
     tasks = None if job.array_task is None else [job.array_task]
-    options = (f"--dependency=afterany:{job.name}",)
+    options = (dependency_of_successor(job.name, life_s, plan.overlap_s if plan.hosts_controller else 0),)
     try:
         successor = submit_again(
             plan.layout,
@@ -51,7 +72,8 @@ def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
     except RlhpcError as error:
         log.say("successor_refused", f"no successor: {error}")
         return None
-    log.say("successor", f"job {successor} continues the run when this one has ended")
+    when = "begins before this one ends, loads, and takes the run over" if "+" in options[0] else "follows this one"
+    log.say("successor", f"job {successor} {when}")
     return successor
 
 

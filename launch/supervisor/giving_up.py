@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
+from launch.run_files.outcome import Cause, Outcome
+from launch.run_files.plan_file import JobPart
+from launch.run_files.run_state import needed_to_stop_s, read_progress, saved_step
+from launch.slurm.this_job import NoTimeLimit
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
+MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a new attempt is not worthwhile
 
 
 class RetryBudget:
@@ -39,6 +44,33 @@ class RetryBudget:
         if self.failures > self._max_retries:
             return None
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (self.failures - 1))
+
+
+def pause_before_another(
+    outcome: Outcome, plan: JobPart, limit: NoTimeLimit, budget: RetryBudget, *, has_saved: bool, has_trained: bool
+) -> float | None:
+    """Seconds until the next attempt in this life; None: there is none.  May change the outcome's cause.
+
+    has_saved, has_trained: whether the attempt that has ended wrote a checkpoint, and trained a step.
+    """
+    if outcome.cause is Cause.YIELD:
+        return 0.0
+    in_vain = outcome.cause is Cause.TIME and not has_saved  # a time limit too short for a step: count as failure
+    if outcome.cause is not Cause.FAILED and not in_vain:
+        return None
+    if plan.limits.is_attended and not has_trained:
+        return None
+    saved = saved_step(plan.layout)
+    pause_s = budget.take(saved)
+    if pause_s is None:
+        outcome.cause = Cause.GIVEN_UP
+        outcome.text += f"; {budget.failures} attempts have not come beyond step {saved}"
+        return None
+    needed_s = needed_to_stop_s(read_progress(plan.layout), limit.life_s)
+    if in_vain or limit.left_s() < pause_s + MIN_TIME_FOR_ANOTHER * needed_s:
+        outcome.cause = Cause.TIME  # the next life tries
+        return None
+    return pause_s
 
 
 class StallWatch:

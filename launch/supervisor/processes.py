@@ -13,6 +13,7 @@ from launch.slurm.this_job import ThisJob
 from launch.supervisor.signals import Signals
 from launch.supervisor.steps import Step, Tether, start_beside, start_part
 from rlhpc.deadline import Deadline
+from rlhpc.files import is_listed
 
 
 class Processes:
@@ -25,14 +26,55 @@ class Processes:
         self._starts: dict[str, int] = {}  # number of starts of each, in this life
         self._ends: dict[str, int] = {}  # how often each has ended and was started again by its task, as far as seen
         self._reported: set[str] = set()  # those whose end was returned by ended()
+        self._awaited: Attempt | None = None  # that has not begun, and for which everything has been started
 
     @property
     def has_controller(self) -> bool:
         """True while the controller runs."""
         return self.controller is not None and self.controller.status() is None
 
+    def stand_by(self, attempt: Attempt) -> None:
+        """Start everything for an attempt that has not begun: it loads, and waits until it begins."""
+        self._end_awaited()
+        self._start_all(attempt)
+        self._awaited = attempt
+
+    @property
+    def are_loaded(self) -> bool:
+        """True once everything that stands by has loaded, and lives."""
+        if self._awaited is None:
+            return False
+        steps = [*self._steps.values(), *([self.controller] if self.controller is not None else [])]
+        return all(step.status() is None and self._is_loaded(step) for step in steps)
+
     def start(self, attempt: Attempt) -> None:
-        """Start the controller, and every component that is not still running from the previous attempt."""
+        """Start the controller, and every component that is not still running from the previous attempt.
+
+        What stands by for this attempt is left alone: it has seen that the attempt has begun.
+        """
+        if self._awaited is not None and self._awaited.index != attempt.index:
+            self._end_awaited()
+        self._awaited = None
+        self._start_all(attempt)
+
+    def _end_awaited(self) -> None:
+        """End what belongs to one attempt, if it stands by; generators and reward services may serve any."""
+        if self._awaited is None:
+            return
+        self._awaited = None
+        if self.controller is not None:
+            self.controller.kill()
+        self.end_trainer(0.0)
+
+    def _is_loaded(self, step: Step) -> bool:
+        layout = self._plan.layout
+        names = (name.rpartition("-") for name in step.processes)
+        marks = (
+            layout.loaded_mark(role, int(replica), step.attempt.index, self._job.job_id) for role, _, replica in names
+        )
+        return all(mark.parent.is_dir() and is_listed(mark) for mark in marks)
+
+    def _start_all(self, attempt: Attempt) -> None:
         self._reported.clear()
         for group, part in enumerate(self._plan.parts):
             if not part.runs_in_batch_step:
@@ -78,6 +120,12 @@ class Processes:
                 step.ask_to_leave()
         return left
 
+    def kill_all(self) -> None:
+        """End every process of this job at once: those that stand by have nothing to hand back."""
+        for step in [*self._steps.values(), *([self.controller] if self.controller is not None else [])]:
+            step.asked = True
+            step.kill()
+
     def end_all(self, grace_s: float) -> None:
         """End every process of this job; generators hand back their leases."""
         if self.controller is not None:
@@ -96,7 +144,7 @@ class Processes:
 
     def _start_beside(self, part: Part, role: str, index: int, attempt: Attempt) -> None:
         name = f"{role}-{part.share_of(role).first_replica + index}"
-        if self._is_running(name):
+        if self._is_running(name) or (role == "controller" and self.has_controller):  # the latter stands by
             return
         self._ends[name] = 0
         step = start_beside(self._plan, part, role, index, attempt, self._count(name), self._tether)

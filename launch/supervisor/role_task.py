@@ -28,7 +28,7 @@ from pathlib import Path
 from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
 from launch.run_files.plan_file import JobPart, Part, read_plan
-from launch.run_files.run_state import is_complete, read_progress
+from launch.run_files.run_state import is_complete, read_attempt, read_progress
 from launch.slurm.this_job import ThisJob
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
@@ -82,6 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--owner", default="", help="of the run directory: the attempt")
     parser.add_argument("--index", type=int, default=None, help="of the process in its share; default: SLURM_PROCID")
     parser.add_argument("--start", type=int, default=0, help="number of earlier starts of this component in this life")
+    parser.add_argument("--stand-by", action="store_true", help="load everything, then wait for this job's attempt")
     parser.add_argument("--hold", type=int, nargs="*", default=(), help="file descriptors that the role keeps open")
     return parser.parse_args()
 
@@ -195,6 +196,8 @@ class _Task:
             words += ["--resume-step", str(options.resume_step)]
         if options.owner and options.role in ("controller", "trainer"):  # the other roles survive attempts
             words += ["--owner", options.owner]
+        if options.stand_by:
+            words += ["--stand-by", str(self._job.job_id), str(self._job.restart)]
         start = options.start * STARTS_OF_A_STEP + self._starts
         words += ["--incarnation", self._job.incarnation(start)]
         return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]
@@ -203,7 +206,14 @@ class _Task:
         progress = read_progress(self._plan.layout)
         return progress.step if progress is not None else -1
 
+    def _has_begun(self) -> bool:
+        """Whether the attempt that is on is this job's."""
+        attempt = read_attempt(self._plan.layout)
+        return attempt is not None and attempt.owner == (self._job.job_id, self._job.restart)
+
     def _write_down(self, status: int, words: str = "", *, is_final: bool = True) -> None:
+        if self._options.stand_by and not self._has_begun():
+            return  # the attempt of this number may have become another job's
         if self._is_expendable and status - 128 in _SIGNALS:  # it was asked to leave before it could listen
             status, words = 0, "asked to leave"
         if not words:

@@ -127,4 +127,5 @@ def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) ->
     words = [sys.executable, "-u", "-m", "launch.supervisor.role_task", "--plan", str(plan.path), "--job", plan.name]
     words += ["--part", part.name, "--role", role, "--attempt", str(attempt.index), "--start", str(start)]
     words += ["--owner", attempt.fence] if attempt.fence else []
+    words += [] if attempt.has_begun else ["--stand-by"]
     return words if attempt.resume_step is None else [*words, "--resume-step", str(attempt.resume_step)]

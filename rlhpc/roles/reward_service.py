@@ -22,6 +22,7 @@ from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.stand_by import await_turn
 from rlhpc.roles.common.turn_calls import answered
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
@@ -39,7 +40,9 @@ async def _serve(context: RoleContext) -> None:
     pool = open_pool(config, judged_tasks(config), judge_cache=context.layout.judge_replies, with_environments=True)
     await pool.start()
     try:
-        await serve_controllers(context, stop, partial(_serve_one, pool))
+        turn = await await_turn(context, stop)
+        if turn is not None:
+            await serve_controllers(turn, stop, partial(_serve_one, pool))
     finally:
         await pool.close()
 

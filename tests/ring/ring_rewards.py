@@ -41,6 +41,12 @@ def very_slow_parity(completion: str, reference: str) -> RewardOutcome:
     return parity(completion, reference)
 
 
+def patient_parity(completion: str, reference: str) -> RewardOutcome:
+    """Steps of five seconds, for who compares with a step what takes seconds."""
+    time.sleep(30 * SLOW_S)
+    return parity(completion, reference)
+
+
 def gated_parity(completion: str, reference: str) -> RewardOutcome:
     """Waits until the test lets it go on, so that there is a middle however fast the machine; see rewards.timeout_s."""
     judged, gate = next(_judged), Path(os.environ[GATE])

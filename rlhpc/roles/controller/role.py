@@ -46,6 +46,7 @@ from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
+from rlhpc.roles.common.stand_by import await_turn_blocking
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.canary import open_canary
 from rlhpc.roles.controller.cancelling import Cancelling
@@ -78,7 +79,7 @@ FAREWELL_S = 2.0  # for StopRole to reach the others
 
 def run(context: RoleContext) -> None:
     """Run to the last step, or until asked to stop; then stop all other roles."""
-    asyncio.run(_control(context))
+    asyncio.run(_control(await_turn_blocking(context, warm_up)))
 
 
 async def _control(context: RoleContext) -> None:

@@ -38,6 +38,7 @@ from rlhpc.messages import (
 from rlhpc.roles.common.controller_session import ControllerSession, follow_services, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.stand_by import await_turn
 from rlhpc.roles.generator.canary_taker import CanaryTaker
 from rlhpc.roles.generator.command_queue import CommandQueue
 from rlhpc.roles.generator.sampling import Link, Sampling
@@ -64,10 +65,13 @@ async def _generate(context: RoleContext) -> None:
     if engine is None:
         return
     try:
+        turn = await await_turn(context, stop)
+        if turn is None:
+            return
         async with asyncio.TaskGroup() as tasks:
             sampling = Sampling(config, engine, tasks)
             try:
-                await serve_controllers(context, stop, partial(_serve, engine, sampling))
+                await serve_controllers(turn, stop, partial(_serve, engine, sampling))
                 await sampling.give_up()
             finally:
                 await sampling.agents.close()

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
 from rlhpc.algorithms.step_limits import refusal
-from rlhpc.config import Config
 from rlhpc.contracts import BlockingClientChannel, TrainerBackend, WeightPublisher
 from rlhpc.errors import ProtocolError, WeightsError
-from rlhpc.host_address import host_address
 from rlhpc.messages import (
     FormGroup,
     GroupOpened,
@@ -38,17 +36,17 @@ from rlhpc.messages import (
     TrainerReady,
 )
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.common.stand_by import await_turn_blocking
 from rlhpc.roles.trainer.batch_figures import BatchFigures, means_of
 from rlhpc.roles.trainer.command_stream import CommandStream
 from rlhpc.roles.trainer.critic import Critic
 from rlhpc.roles.trainer.end_request import EndRequest
 from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
+from rlhpc.roles.trainer.models import open_ahead, open_models, own_host
 from rlhpc.roles.trainer.saving import Together
 from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint.directory import policy_version_of
 from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY, save_reference
-from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import LOOPBACK, RankContext
 from rlhpc.training.row_tensors import plain_row
 from rlhpc.transport.open import connect_blocking
 from rlhpc.types import Float32, Int32, PackedBatch, PackedMinibatch, StepLimits, WeightManifest
@@ -64,13 +62,11 @@ def run(context: RoleContext) -> None:
     """Execute commands until asked to stop."""
     end = EndRequest()
     with ExitStack() as stack:
+        ahead = open_ahead(context, stack)
+        context = await_turn_blocking(context)
         interval_s = context.config.transport.heartbeat_s
         heartbeat = stack.enter_context(TrainerHeartbeat(context, interval_s))  # before the model: loading may hang too
-        backend = _open_backend(context)
-        stack.callback(backend.close)
-        critic = _open_critic(context)
-        if critic is not None:
-            stack.callback(critic.close)
+        backend, critic = ahead or open_models(context, stack)
         channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
         stack.callback(channel.close)
         commands = CommandStream(channel, context.replica, context.num_ranks)
@@ -81,39 +77,6 @@ def run(context: RoleContext) -> None:
                 pass
         finally:
             trainer.close(in_haste=end.is_made())
-
-
-def _open_backend(context: RoleContext) -> TrainerBackend:
-    """As the reference is to be: what is loaded is held before the policy of a checkpoint takes its place."""
-    config = context.config
-    if config.algorithm.reference_every and context.resume_step is not None:
-        saved = context.layout.checkpoint(context.resume_step) / REFERENCE_DIRECTORY
-        if saved.is_dir():
-            config = config.model_copy(update={"model": config.model.model_copy(update={"path": saved})})
-        else:
-            log.info("the checkpoint has no reference: it is the model at model.path until it is renewed")
-    return open_backend(config, _ranks(context))
-
-
-def _open_critic(context: RoleContext) -> Critic | None:
-    """On the ranks that the policy's backend has connected."""
-    config = context.config
-    if not config.has_critic:
-        return None
-    model = config.model.model_copy(update={"path": config.critic.path or config.model.path})
-    own = config.model_copy(update={"model": model})
-    return Critic(open_backend(own, _ranks(context), has_value_head=True), config)
-
-
-def _ranks(context: RoleContext) -> RankContext:
-    return RankContext(
-        rank=context.replica,
-        world_size=context.num_ranks,
-        # Not a name that ends like an endpoint's, or a search for endpoints would find it.
-        store_address=f"rendezvous://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
-        host=_host(context.config) or LOOPBACK,
-        meet_timeout_s=context.meet_timeout_s,
-    )
 
 
 class Trainer:
@@ -269,7 +232,7 @@ class Trainer:
                 self._config.weights.model_copy(update={"transport": transport}),
                 directory=self._context.layout.weights,
                 device=self._backend.device,
-                host=_host(self._config),
+                host=own_host(self._config),
             )
             self._transport = transport
         return self._publisher
@@ -334,11 +297,6 @@ class Trainer:
             log.error("the checkpoint of step %d could not be written: %s", step, failure)
         if self._channel is not None:
             self._heartbeat.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
-
-
-def _host(config: Config) -> str:
-    """Address under which other hosts reach this one; "" for a run within one machine."""
-    return host_address() if config.transport.kind == "tcp" else ""
 
 
 def _refusal(

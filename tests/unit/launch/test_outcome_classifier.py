@@ -104,7 +104,8 @@ def test_every_cause_says_what_follows() -> None:
         assert cause.follows in ("end", "requeue", "again", "leave")
         assert cause.words
     assert Cause.TIME.follows == "requeue"
-    assert {cause for cause in Cause if cause.status == 0} == {Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD}
+    good = {Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED}
+    assert {cause for cause in Cause if cause.status == 0} == good
 
 
 def test_a_user_who_asks_to_stop_is_heard_and_one_who_asks_for_now_is_heard_first(layout: RunLayout) -> None:

@@ -65,3 +65,20 @@ def test_a_task_exits_as_its_role_does_and_writes_down_how(
     record = read_records(layout, "trainer", 3)[0]
     assert record.status == status
     assert record.cause.endswith(f"ended with {words}")
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize(("owner", "is_written"), [(11, False), (12, True)])
+def test_what_ends_while_it_stands_by_writes_nothing_into_an_attempt_that_may_be_another_jobs(
+    tmp_path: Path, owner: int, is_written: bool
+) -> None:
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    role.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
+    role.chmod(0o700)
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
+    layout.attempt.write_text(json.dumps({"attempt": 3, "resume_step": None, "job_id": owner, "restart": 0}))
+    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3", "--stand-by"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    assert subprocess.run(command, env={**os.environ, **job}, check=False).returncode == 3
+    assert bool(read_records(layout, "trainer", 3)) == is_written
+    assert "--stand-by 12 0" in layout.log("trainer", 0, 3).read_text()

@@ -17,7 +17,8 @@ from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.messages import PublishReport, PublishWeights, SaveCheckpoint, StepReport
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.batch_figures import BatchFigures
-from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer, _open_backend
+from rlhpc.roles.trainer.models import open_policy
+from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import complete
 from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY, save_reference
@@ -297,7 +298,7 @@ def test_a_reference_that_is_renewed_is_the_policy_again_and_a_resume_goes_on_wi
     checkpoint.parent.mkdir(parents=True)
     complete(tmp_path / "saved", checkpoint, {"policy_version": 3})
     context = resuming(tmp_path, 3)
-    again = _open_backend(context)
+    again = open_policy(context)
     resumed, later = renewing(again, tmp_path, 3)
     obey_steps(resumed, rows, range(3, 6))
     assert divergences(later) == found[3:]
@@ -321,7 +322,7 @@ def test_a_checkpoint_without_a_reference_leaves_it_at_the_model_that_the_run_be
     backend.close()
     RunLayout(tmp_path).checkpoint(3).mkdir(parents=True)
     caplog.set_level("INFO")
-    again = _open_backend(resuming(tmp_path, 3))
+    again = open_policy(resuming(tmp_path, 3))
     assert torch.equal(logprobs_of(again, rows), start)
     assert "has no reference: it is the model at model.path until it is renewed" in caplog.text
     again.close()

@@ -1,0 +1,77 @@
+"""The models that a rank trains: the policy and, with a critic, its values.
+
+Input: RoleContext.  Output: backends, whose ranks are connected.  They can be opened before it is known from which
+checkpoint the run goes on, unless the reference is part of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+from rlhpc.config import Config
+from rlhpc.contracts import TrainerBackend
+from rlhpc.host_address import host_address
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.critic import Critic
+from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY
+from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import LOOPBACK, RankContext
+
+log = logging.getLogger("rlhpc.trainer")
+
+
+def open_ahead(context: RoleContext, stack: ExitStack) -> tuple[TrainerBackend, Critic | None] | None:
+    """Open them if this process stands by for an attempt, and it is known already what they begin as."""
+    # A reference that is renewed comes with the checkpoint to resume from.
+    if context.stands_by_for is None or context.config.algorithm.reference_every:
+        return None
+    return open_models(context, stack)
+
+
+def own_host(config: Config) -> str:
+    """Address under which other hosts reach this one; "" for a run within one machine."""
+    return host_address() if config.transport.kind == "tcp" else ""
+
+
+def open_models(context: RoleContext, stack: ExitStack) -> tuple[TrainerBackend, Critic | None]:
+    """The policy's and the critic's, if there is one; `stack` closes them."""
+    backend = open_policy(context)
+    stack.callback(backend.close)
+    critic = _open_critic(context)
+    if critic is not None:
+        stack.callback(critic.close)
+    return backend, critic
+
+
+def open_policy(context: RoleContext) -> TrainerBackend:
+    """As the reference is to be: what is loaded is held before the policy of a checkpoint takes its place."""
+    config = context.config
+    if config.algorithm.reference_every and context.resume_step is not None:
+        saved = context.layout.checkpoint(context.resume_step) / REFERENCE_DIRECTORY
+        if saved.is_dir():
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": saved})})
+        else:
+            log.info("the checkpoint has no reference: it is the model at model.path until it is renewed")
+    return open_backend(config, _ranks(context))
+
+
+def _open_critic(context: RoleContext) -> Critic | None:
+    """On the ranks that the policy's backend has connected."""
+    config = context.config
+    if not config.has_critic:
+        return None
+    model = config.model.model_copy(update={"path": config.critic.path or config.model.path})
+    own = config.model_copy(update={"model": model})
+    return Critic(open_backend(own, _ranks(context), has_value_head=True), config)
+
+
+def _ranks(context: RoleContext) -> RankContext:
+    return RankContext(
+        rank=context.replica,
+        world_size=context.num_ranks,
+        # Not a name that ends like an endpoint's, or a search for endpoints would find it.
+        store_address=f"rendezvous://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
+        host=own_host(context.config) or LOOPBACK,
+        meet_timeout_s=context.meet_timeout_s,
+    )
