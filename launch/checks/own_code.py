@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlhpc.config import Config
@@ -108,8 +110,21 @@ def _records(dataset: DataConfig) -> Iterator[Record]:
 
 async def _judge(config: Config, trials: list[_Trial], *, with_environments: bool) -> list[str]:
     tasks = [trial.task for trial in trials]
-    async with open_pool(config, tasks, 1, with_environments=with_environments) as pool:
-        return [await _tried(config, pool, trial) for trial in trials]
+    with _unheard():
+        async with open_pool(config, tasks, 1, with_environments=with_environments) as pool:
+            return [await _tried(config, pool, trial) for trial in trials]
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What the pool warns of in a run is an error here, and is told as one."""
+    log = logging.getLogger("rlhpc.rewards")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> str:

@@ -48,7 +48,7 @@ REWARDS = (
 )  # fmt: skip
 
 ENVIRONMENTS = (
-    case("an environment that is none", both(CHAT, key("data.environment", "tolls", data__use_chat_template=True)), "data.environment='tolls'", "legal: agent, tools"),
+    case("an environment that is none", both(CHAT, key("data.environment", "tolls", data__use_chat_template=True)), "data.environment='tolls'", "legal: agent, gymnasium, tools, verifiers"),
     case("tools without a chat template", key("data.environment", "tools", environment__tools=["calculator"]), "data.environment='tools'", "legal: use_chat_template=true"),
     case("tools without tools", both(CHAT, key("data.environment", "tools", data__use_chat_template=True)), "environment.tools"),
     case("a tool that is none", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["browser"])), "environment.tools.0='browser'", "legal: 'calculator', 'python' or 'search'"),
