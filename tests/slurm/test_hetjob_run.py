@@ -27,26 +27,30 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def test_a_run_on_three_partitions_is_one_job_and_leaves_nothing(slurm: DevCluster, lab: Lab) -> None:
     gate = lab.root / "het-whole.gate"
+    held = held_by(gate)
     run = SlurmRun(
         slurm,
         lab,
         "het-whole",
         run={"num_steps": 12},
         generation={"num_replicas": 2},
+        rewards={**held["rewards"], "num_replicas": 2},
         trainer={"num_ranks": 2, "device": "auto"},
-        **held_by(gate),
+        data=held["data"],
+        site={**held["site"], "rewards": {"partition": "gen", "nodes": 2, "memory_gib_per_task": 1}},
     )
     said = run.submit()
     assert f"rlhpc status {run.layout.root}" in said
-    run.wait(lambda: len(run.status().get("roles", [])) == 5 and len(role_pids(run, "trainer")) == 2, "all are there")
+    run.wait(lambda: len(run.status().get("roles", [])) == 6 and len(role_pids(run, "trainer")) == 2, "all are there")
     hosts = {role["name"]: role["host"] for role in run.status()["roles"]}
     gpus = [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in role_pids(run, "trainer")]
     assert sorted(gpus) == ["0", "1"], "a rank has its own of the two that the job has on the node"
     assert len({environment_of(pid)["TMPDIR"] for pid in role_pids(run, "generator")}) == 2
+    assert len({environment_of(pid)["SLURMD_NODENAME"] for pid in role_pids(run, "reward")}) == 2
     gate.touch()
     run.wait_complete()
     assert_whole(run, 12)
-    assert set(hosts) >= {"trainer-0", "generator-0", "generator-1", "reward-0"}
+    assert set(hosts) >= {"trainer-0", "generator-0", "generator-1", "reward-0", "reward-1"}
     assert [event["event"] for event in run.events()][-1] == "verdict"
     assert run.events("verdict")[0]["text"].startswith("complete")
     assert len(run.attempts()) == 1
