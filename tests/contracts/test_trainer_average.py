@@ -33,7 +33,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_it_is_that_of_float64_and_goes_on_from_a_checkpoint_bit_for_bit(cluster, dtype, model, tmp_path):
     steps, whole, resumed = steps_for(cluster), tmp_path / "whole", tmp_path / "resumed"
     arguments = {"model": model, "decay": DECAY, "dtype": dtype}

@@ -102,6 +102,7 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: Any) -> R
 
 RULES = {"target_pass_rate": 0.5, "solved_rest_epochs": 1, "max_group_size": 9, "pass_chance": 0.99}
 MINIBATCHES = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "gmpo"}
+RENEWED = {"kl_coefficient": 0.5, "reference_every": 4}  # checkpoints hold the reference
 CRITIC = {"advantage": "gae", "advantage_normalization": "batch", "gae_lambda": 0.95}
 LONG = pytest.mark.long
 
@@ -109,11 +110,9 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "max_staleness", "trainer", "algorithm"),
     [  # each staleness, backend and state that a checkpoint has to hold, in few runs
-        pytest.param(  # a reference that is renewed: checkpoints hold it
-            "megatron-tp2",
-            1,
-            {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS},
-            {"kl_coefficient": 0.5, "reference_every": 4},
+        pytest.param("alone", 1, {"backend": "reference"}, RENEWED),
+        pytest.param(
+            "megatron-tp2", 1, {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS}, RENEWED, marks=LONG
         ),
         pytest.param(
             "megatron-dp2", 0, {"backend": "megatron", "ema_decay": 0.8, **TWO_RANKS}, MINIBATCHES, marks=LONG

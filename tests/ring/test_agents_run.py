@@ -38,6 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.long
 @pytest.mark.ring
 def test_the_commands_of_the_page_train_what_a_client_of_openai_was_given_through_the_death_of_a_generator(
     place: Path, monkeypatch: pytest.MonkeyPatch

@@ -317,6 +317,7 @@ def _documents(text: str) -> list[str]:
     return [f"{{{part}}}" for part in text.strip().removeprefix("{").removesuffix("}").split("}\n{")]
 
 
+@pytest.mark.long
 def test_an_evaluation_that_fails_does_not_touch_the_run(lab: Lab) -> None:
     layout = lab.layout("lonely")
     table = {"path": str(lab.dataset), "prompts": 2, "task": "tests.ring.ring_rewards:parity"}
