@@ -83,18 +83,19 @@ def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
     """
     layout = run_of(options)
     try:
-        with warned_of_the_limit(layout):
-            return _follow(layout, options, show, tell)
+        with warned_of_the_limit(layout) as remind:
+            return _follow(layout, options, show, tell, remind)
     except TimeIsUp:
         return go_on_later(layout, tell)
 
 
-def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Tell) -> int:
+def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Tell, remind: Callable[[], None]) -> int:
     courses = [Course(layout, request) for request in requests_of(options, target_of_run(layout))]
     life = Life(layout, options.patience_s)
     curves = TensorBoardWriter(layout.evaluations / "tensorboard")
     try:
         while True:
+            remind()
             is_over, has_tried = life.is_over, False
             for course in courses:
                 step = course.due(is_last=is_over)

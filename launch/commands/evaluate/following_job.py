@@ -34,8 +34,8 @@ REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 Tell = Callable[[str], None]
 
 
-class TimeIsUp(Exception):
-    """This job is close to its time limit."""
+class TimeIsUp(BaseException):
+    """This job is close to its time limit.  Like KeyboardInterrupt it passes whoever catches every Exception."""
 
 
 def submit_following(config: Config, layout: RunLayout, site: Site, controller_job: int | None, tell: Tell) -> None:
@@ -79,20 +79,30 @@ def end_following(layout: RunLayout, tell: Tell) -> None:
 
 
 @contextmanager
-def warned_of_the_limit(layout: RunLayout) -> Iterator[None]:
-    """In that job: raise TimeIsUp in the block when Slurm says that its time is nearly over."""
+def warned_of_the_limit(layout: RunLayout) -> Iterator[Callable[[], None]]:
+    """In that job: raise TimeIsUp in the block when Slurm says that its time is nearly over.
+
+    Yields a function that raises it again: Python drops what a signal raises while an object is being finalised.
+    """
+    warned: list[int] = []
+
+    def remind() -> None:
+        if warned:
+            raise TimeIsUp
+
     if "SLURM_JOB_ID" not in os.environ:
-        yield
+        yield remind
         return
 
     def end(number: int, frame: FrameType | None) -> None:
         if is_following_job(layout):  # recorded by now, if it is; this process may have started before
+            warned.append(number)
             raise TimeIsUp
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR2, end)
     try:
-        yield
+        yield remind
     finally:
         signal.signal(signal.SIGUSR2, before)
 

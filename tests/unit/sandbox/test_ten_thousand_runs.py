@@ -177,6 +177,7 @@ def test_ten_thousand_programs_leave_no_memory_and_no_file_behind(service, direc
     if service.num_runs < NUM_RUNS:
         pytest.skip(f"only {service.num_runs} of them were run")
     grown = [now - then for now, then in zip(service.anonymous_bytes(), service.memory, strict=True)]
-    assert max(grown) < 1 << 20, f"worker, server, worker, server have grown by {grown} bytes"
+    # An allocator keeps a megabyte or two; a leak of a kilobyte in each of a worker's 5,000 programs would be five.
+    assert max(grown) < 4 << 20, f"worker, server, worker, server have grown by {grown} bytes"
     assert list(directory.iterdir()) == []
     print(f"grown by {grown} bytes")
