@@ -21,13 +21,13 @@ from pathlib import Path
 from launch.commands.overview.find import DEPTH, find_runs
 from launch.common.paths import without_dots
 from rlhpc.errors import ConfigError
+from rlhpc.metrics.curves import EVENT_FILES
 from rlhpc.metrics.other_axis import AXES, OtherAxis
 from rlhpc.parent_death import die_with
 from rlhpc.run_layout import RunLayout
 
 LOOK_EVERY_S = 5.0  # as TensorBoard
 FIND_EVERY = 12  # looks: new runs appear within a minute
-EVENT_FILES = "events.out.tfevents.*"
 
 
 class EventView:

@@ -29,6 +29,11 @@ class Processes:
         self._awaited: Attempt | None = None  # that has not begun, and for which everything has been started
 
     @property
+    def _all(self) -> list[Step]:
+        """The controller, too, if it has been started."""
+        return [*self._steps.values(), *([self.controller] if self.controller is not None else [])]
+
+    @property
     def has_controller(self) -> bool:
         """True while the controller runs."""
         return self.controller is not None and self.controller.status() is None
@@ -44,8 +49,7 @@ class Processes:
         """True once everything that stands by has loaded, and lives."""
         if self._awaited is None:
             return False
-        steps = [*self._steps.values(), *([self.controller] if self.controller is not None else [])]
-        return all(step.status() is None and self._is_loaded(step) for step in steps)
+        return all(step.status() is None and self._is_loaded(step) for step in self._all)
 
     def start(self, attempt: Attempt) -> None:
         """Start the controller, and every component that is not still running from the previous attempt.
@@ -122,7 +126,7 @@ class Processes:
 
     def kill_all(self) -> None:
         """End every process of this job at once: those that stand by have nothing to hand back."""
-        for step in [*self._steps.values(), *([self.controller] if self.controller is not None else [])]:
+        for step in self._all:
             step.asked = True
             step.kill()
 

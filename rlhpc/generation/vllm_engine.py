@@ -95,7 +95,7 @@ class VllmEngine(GenerationEngine):
         engine = cls(*start_vllm(profile), config, clock)
         try:
             await engine._prepare()
-        except BaseException:
+        except BaseException:  # survived: nothing; whatever it was, no process of an engine may be left behind
             await engine.close()
             raise
         return engine
@@ -336,8 +336,7 @@ class VllmEngine(GenerationEngine):
     async def _call(self, call: Any) -> Any:
         try:
             return await call
-        except Exception as error:
-            # vLLM has several classes for a dead engine, and they differ between versions.
+        except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
             raise self._die(f"vLLM: {error!r}") from error
 
     def _die(self, why: str) -> EngineError:

@@ -53,8 +53,7 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
         # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
         # permanently.
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)
-    except Exception as error:
-        # Any error at all leaves an engine process without an owner.
+    except Exception as error:  # any error at all leaves an engine process without an owner
         stop_processes(_started_since(before))
         raise EngineError(f"vLLM did not start: {error}") from error
 
@@ -72,7 +71,7 @@ def stop_vllm(llm: Any, processes: list[psutil.Process]) -> None:
     """End the engine: by shutdown, then by force.  Blocks for at most a few seconds."""
     try:
         llm.shutdown(timeout=SHUTDOWN_S)
-    except Exception:
+    except Exception:  # whatever it raises, its processes are ended by force
         log.warning("vLLM did not shut down cleanly", exc_info=True)
     stop_processes(processes)
 

@@ -31,7 +31,7 @@ def reload_weights(
             stacks = ExpertStacks(model, device)  # what a layer takes shows before it is taken apart
             initialize_layerwise_reload(model)
             model.load_weights(stacks.taken_from(weights))
-        except BaseException:
+        except BaseException:  # survived: nothing; layers that were taken apart are put together first
             _forget_unfinished_layers(model)
             finalize_layerwise_reload(model, model_config)
             raise

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
+EVENT_FILES = "events.out.tfevents.*"  # in a directory; names begin with the time, so that they sort as they were made
 _HEAD = struct.Struct("<QI")  # length of the record, checksum of the length
 _CRC_BYTES = 4  # behind the record
 _LARGEST = 64 << 20  # of a record: more is no length but damage
@@ -39,8 +40,7 @@ class Curve:
 def read_curves(directory: Path) -> dict[str, Curve]:
     """Curves by name; {} where there are no files.  Raises OSError."""
     points: dict[str, list[tuple[int, float, float]]] = {}
-    # The names begin with the time, so that they sort as they were made.
-    for path in sorted(directory.glob("events.out.tfevents.*")):
+    for path in sorted(directory.glob(EVENT_FILES)):
         for event, _ in events_in(path.read_bytes()):
             if event.session_log.status == SessionLog.START:
                 _undo(points, event.step)

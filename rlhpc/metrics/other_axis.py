@@ -17,7 +17,7 @@ from types import MappingProxyType
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rlhpc.metrics.curves import events_in
+from rlhpc.metrics.curves import EVENT_FILES, events_in
 
 AXES: Mapping[str, str] = MappingProxyType({"tokens": "tokens/trained_total", "seconds": "wall_s"})  # name → metric
 
@@ -33,7 +33,7 @@ class OtherAxis:
 
     def update(self) -> None:
         """Copy what is new.  Raises OSError."""
-        files = sorted(self._source.glob("events.out.tfevents.*"))  # their names begin with the time
+        files = sorted(self._source.glob(EVENT_FILES))
         if any(file not in files for file in self._read):
             shutil.rmtree(self._copy, ignore_errors=True)
             self._read, self._steps, self._places = {}, [], []

@@ -28,6 +28,7 @@ from rlhpc.types import Verdict
 _TWO_NUMBERS = re.compile(r"[0-9](?:\s|\\[,;:! ]|~)+[0-9]")
 _IN_DOLLARS = re.compile(r"^\$([^$]*)(?<!\\)\$$")
 _BARE_DOLLAR = re.compile(r"(?<!\\)\$")
+# Two words in a row, which math-verify would read as products of letters.
 _SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
 _COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
 _SHOWN_CHARACTERS = 80
@@ -63,7 +64,6 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
 
 
-# Two words in a row, which math-verify would read as products of letters.
 def read_reference(reference: str) -> PlainNumber | list[Any]:
     """Return the number, or the expression as math-verify reads it.  Raises ValueError if it is neither."""
     text = answer_in(reference)

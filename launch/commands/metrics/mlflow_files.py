@@ -25,7 +25,7 @@ from rlhpc.errors import ConfigError
 EXPERIMENT = "rlhpc"
 IDENTITY, RUN_DIRECTORY = "rlhpc.run", "rlhpc.run_directory"  # tags
 _MOST_METRICS, _MOST_PARAMETERS = 1_000, 100  # in one request: MLflow's limits
-_LONGEST_PARAMETER = 6_000  # characters: likewise
+_LONGEST_PARAMETER = 6_000  # characters of one value: a limit of MLflow, too
 
 
 def write_mlflow(directory: Path, run: ExportedRun) -> str:

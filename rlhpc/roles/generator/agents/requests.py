@@ -76,14 +76,25 @@ def read_request(body: object, temperature: float) -> Asked:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("tools: a list of objects")
+    return asked_of(body, tuple(_message(place, message) for place, message in enumerate(messages)), tuple(tools))
+
+
+def asked_of(
+    body: Mapping[str, Any],
+    messages: tuple[Message, ...],
+    tools: tuple[Mapping[str, Any], ...] = (),
+    plain: str | tuple[int, ...] | None = None,
+) -> Asked:
+    """With what a body says beside them, of a chat and of a text alike.  Raises Refused."""
     options = body.get("stream_options") or {}
     return Asked(
-        messages=tuple(_message(place, message) for place, message in enumerate(messages)),
-        tools=tuple(tools),
-        max_tokens=limit_of(body),
+        messages=messages,
+        tools=tools,
+        max_tokens=_limit(body),
         model=str(body.get("model") or ""),
         is_streamed=bool(body.get("stream")),
         with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        plain=plain,
     )
 
 
@@ -130,7 +141,7 @@ def refuse_other_distributions(
             )
 
 
-def limit_of(body: Mapping[str, Any]) -> int | None:
+def _limit(body: Mapping[str, Any]) -> int | None:
     """Tokens of this turn; None: no wish.  Raises Refused."""
     given = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
     for value in given:

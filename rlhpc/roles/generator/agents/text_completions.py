@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhpc.roles.generator.agents.replies import Turn
-from rlhpc.roles.generator.agents.requests import Asked, Message, Refused, limit_of, refuse_other_distributions
+from rlhpc.roles.generator.agents.requests import Asked, Message, Refused, asked_of, refuse_other_distributions
 
 PIECE = "piece"  # role of a prompt's part, and of a completion, in the history of a session
 Plain = str | tuple[int, ...]
@@ -30,15 +30,7 @@ def read_text_request(body: object, temperature: float) -> Asked:
             raise Refused(f"{key}: /completions has a prompt; legal: /chat/completions", code="unsupported_parameter")
     refuse_other_distributions({key: body[key] for key in body if key != "prompt"}, temperature, _FIXED)
     plain = _prompt(body.get("prompt"))
-    options = body.get("stream_options") or {}
-    return Asked(
-        messages=({"role": PIECE, "content": (plain,)},),
-        max_tokens=limit_of(body),
-        model=str(body.get("model") or ""),
-        is_streamed=bool(body.get("stream")),
-        with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        plain=plain,
-    )
+    return asked_of(body, ({"role": PIECE, "content": (plain,)},), plain=plain)
 
 
 def _prompt(prompt: object) -> Plain:
