@@ -100,9 +100,9 @@ class Config(Section):
         return self.generation.seeded_samples or self.run.deterministic
 
     @property
-    def tasks(self) -> tuple[str, ...]:
-        """Every reward function that judges in this run, those of evaluations last; of composites their parts."""
-        named = [*self.all_tasks, *(each.task for each in self.evaluation)]
+    def judging_tasks(self) -> tuple[str, ...]:
+        """Every reward function that judges in this run: those of evaluations last, of composites their parts."""
+        named = [*self.data_tasks, *(each.task for each in self.evaluation)]
         return tuple(dict.fromkeys(part for task in named if task for part in self.parts_of(task)))
 
     def parts_of(self, task: str) -> tuple[str, ...]:
@@ -116,8 +116,8 @@ class Config(Section):
         return self.algorithm.advantage == "gae"
 
     @property
-    def all_tasks(self) -> tuple[str, ...]:
-        """Every reward function that some dataset names."""
+    def data_tasks(self) -> tuple[str, ...]:
+        """Every reward function or composite that some dataset names."""
         return tuple(dict.fromkeys(task for dataset in self.data for task in dataset.all_tasks))
 
     def dataset_of(self, prompt_id: int) -> DataConfig:

@@ -205,23 +205,23 @@ def reports_renew_leases(config: Config) -> None:
 
 def somebody_asks_the_judge(config: Config) -> None:
     """One task does."""
-    if "llm_judge" not in config.tasks:
-        beside = f"the tasks {', '.join(map(repr, config.tasks))}"
+    if "llm_judge" not in config.judging_tasks:
+        beside = f"the tasks {', '.join(map(repr, config.judging_tasks))}"
         for key in type(config.judge).model_fields:
             _refuse_without_effect(config, f"judge.{key}", beside, "the task 'llm_judge'")
 
 
 def instructions_are_judged(config: Config) -> None:
     """One task follows them."""
-    if "instruction_following" not in config.tasks:
-        beside = f"the tasks {', '.join(map(repr, config.tasks))}"
+    if "instruction_following" not in config.judging_tasks:
+        beside = f"the tasks {', '.join(map(repr, config.judging_tasks))}"
         for key in ("accuracy", "reward"):
             _refuse_without_effect(config, f"instructions.{key}", beside, "the task 'instruction_following'")
 
 
 def composites_judge(config: Config) -> None:
     """One that no dataset names does nothing."""
-    named = {*config.all_tasks, *(each.task for each in config.evaluation)}
+    named = {*config.data_tasks, *(each.task for each in config.evaluation)}
     for name in config.composite:
         if name not in named:
             raise ValueError(

@@ -82,7 +82,7 @@ class JudgeConfig(Section):
 
 def judge_can_be_asked(config: Config) -> None:
     """Who names the task needs an endpoint, and time for it."""
-    if TASK not in config.tasks:
+    if TASK not in config.judging_tasks:
         return
     judge = config.judge
     for key in ("endpoint", "model"):
@@ -91,7 +91,7 @@ def judge_can_be_asked(config: Config) -> None:
     if not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s@?#]*)?", judge.endpoint):
         said = "…" if re.search("[@?]", judge.endpoint) else repr(judge.endpoint)  # there may be a key in it
         raise ValueError(f"judge.endpoint={said}; legal: http://HOST:PORT/v1 or https://…, without a key in it")
-    for task in config.all_tasks:
+    for task in config.data_tasks:
         limit_s = config.rewards.timeout_of(task)
         if TASK in config.parts_of(task) and judge.timeout_s >= limit_s:
             raise ValueError(

@@ -58,7 +58,7 @@ class SandboxConfig(Section):
 
 def runs_programs(config: Config, tasks: Sequence[str] | None = None) -> bool:
     """Whether the reward service runs what a policy wrote; tasks: that it judges, None for those of datasets."""
-    judged = config.all_tasks if tasks is None else tasks
+    judged = config.data_tasks if tasks is None else tasks
     return _PYTHON in config.environment.tools or any(is_code(config, task) for task in judged)
 
 
@@ -69,7 +69,7 @@ def is_code(config: Config, task: str) -> bool:
 
 def sandbox_ends_before_its_verifier(config: Config) -> None:
     """Otherwise a slow program is a verifier error and not a wrong answer."""
-    for task in config.all_tasks:
+    for task in config.data_tasks:
         has_tool = _PYTHON in config.environment.tools and any(
             dataset.environment and task in dataset.all_tasks for dataset in config.data
         )
@@ -87,10 +87,10 @@ def sandbox_ends_before_its_verifier(config: Config) -> None:
 def languages_are_run(config: Config) -> None:
     """Python is what all tasks know; a compiler is for one of them, and needs a file system of the program's own."""
     sandbox = config.sandbox
-    if sandbox.compiles and _STDIN_TASK not in config.tasks:
+    if sandbox.compiles and _STDIN_TASK not in config.judging_tasks:
         raise ValueError(
             f"sandbox.languages={list(sandbox.languages)}: only data.task={_STDIN_TASK!r} runs C++, and the tasks of "
-            f"this run are {', '.join(config.tasks)}; legal: leave 'cpp' out"
+            f"this run are {', '.join(config.judging_tasks)}; legal: leave 'cpp' out"
         )
     if sandbox.compiles and sandbox.require != "strong":
         raise ValueError(
@@ -104,7 +104,7 @@ def languages_are_run(config: Config) -> None:
                     f"sandbox.{key}={value!r} without 'cpp' in sandbox.languages has no effect; legal: leave it out"
                 )
     elif "python" not in sandbox.languages:
-        others = [task for task in config.tasks if task != _STDIN_TASK and task in CODE_TASKS]
+        others = [task for task in config.judging_tasks if task != _STDIN_TASK and task in CODE_TASKS]
         if others:
             raise ValueError(
                 f"sandbox.languages={list(sandbox.languages)} with data.task={others[0]!r}, which runs Python; legal: "

@@ -102,7 +102,7 @@ def composites_are_made_of_tasks(config: Config) -> None:
 
 def limits_are_of_tasks(config: Config) -> None:
     """A limit for a task that nobody has would be passed over."""
-    named = {*config.all_tasks, *(each.task for each in config.evaluation if each.task)}
+    named = {*config.data_tasks, *(each.task for each in config.evaluation if each.task)}
     for key in ("task_timeout_s", "task_memory_bytes"):
         for task, limit in getattr(config.rewards, key).items():
             if task not in named:

@@ -87,7 +87,7 @@ def _sandbox_here(config: Config) -> str:
 
 
 def _judge_has_its_key(config: Config) -> None:
-    if "llm_judge" in config.tasks:
+    if "llm_judge" in config.judging_tasks:
         try:
             read_key(config.judge)
         except ValueError as error:

@@ -7,22 +7,18 @@ that completes starts no Python, which would take a tenth of a second and more f
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.errors import ConfigError
+from launch.common.optional_package import optional_module
 
 _DIRECTORIES = ("RUN_DIR", "DIR", "DIRECTORY", "OUT", "MODEL|RUN_DIR", "RUN_DIR|DIR", "FIRST", "SECOND")  # metavars
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     """shell: "bash", "zsh" or "fish".  Raises ConfigError: shtab is not installed."""
-    try:
-        shtab = importlib.import_module("shtab")
-    except ImportError as error:
-        raise ConfigError("shtab is not installed: pip install 'rlhpc[completion]'") from error
+    shtab = optional_module("shtab", "completion")
     for action in _actions(parser):
         metavar = str(action.metavar or "")
         if metavar in _DIRECTORIES:

@@ -6,7 +6,6 @@ what is on disk at that moment.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.commands.evaluate.past import past_evaluations
+from launch.common.optional_package import optional_module
 from launch.common.paths import without_dots
 from launch.reading.metric_table import metric_table
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection
@@ -165,11 +165,7 @@ def _frame(library: str, columns: Callable[[], Mapping[str, list[Any]]]) -> Any:
     """columns: are made once the library is known to be there."""
     if library not in ("pandas", "polars"):
         raise ConfigError(f"library={library!r}; legal: pandas, polars")
-    try:
-        module = importlib.import_module(library)
-    except ImportError as error:
-        raise ConfigError(f"{library} is not installed: pip install 'rlhpc[frames]', or {library} alone") from error
-    return module.DataFrame(columns())
+    return optional_module(library, "frames").DataFrame(columns())
 
 
 def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:

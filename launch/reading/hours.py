@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.reading.happenings import Story
 from launch.reading.run_figures import document_of
+from launch.run_files.plan_file import read_plan
+from rlhpc.errors import RlhpcError
 from rlhpc.metrics.curves import Curve
 from rlhpc.roles.controller.metrics.timeline import WORKS
 from rlhpc.run_layout import RunLayout
@@ -56,6 +58,8 @@ def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Ho
             works = min(1.0, spell.shares.get(WORKS, 0.0))
             uses[_DOES[role]] += hours * works
             uses[f"{role}s wait"] += hours * (1 - works)
+    for seconds, job in _stood_by(story):
+        uses["standing by for a hand-over"] += seconds / 3600 * _weight_of_job(layout, job, weights)
     _set_lost_apart(uses, curves)
     return Hours(unit, {use: hours for use, hours in uses.items() if hours > 0}, _by_job(layout, story))
 
@@ -71,6 +75,26 @@ def gpus_of(layout: RunLayout) -> dict[str, int]:
                     if share["role"] in found:
                         found[share["role"]] = part["gpus_per_task"] or max(shown, default=0)
     return found
+
+
+def _stood_by(story: Story) -> Iterator[tuple[float, str]]:
+    """(seconds, job) of each successor that loaded while the job before it owned the run, until that was over."""
+    since: dict[str, float] = {}
+    for each in story.happenings:
+        if each.kind == "stand_by":
+            since.setdefault(each.who, each.unix_time_s)
+        elif each.kind in ("take_over", "verdict") and each.who in since:
+            yield each.unix_time_s - since.pop(each.who), each.who.removeprefix("job ")
+
+
+def _weight_of_job(layout: RunLayout, job: str, weights: Mapping[str, int]) -> int:
+    """Trainers and generators that a job starts, weighed; 0: its plan cannot be read any more."""
+    try:
+        document = json.loads((layout.jobs / f"{job}.json").read_bytes())
+        parts = read_plan(Path(document["plan"]), document["name"]).parts
+    except (RlhpcError, OSError, ValueError, KeyError, TypeError):
+        return 0
+    return sum(weights.get(share.role, 0) * share.num_processes for part in parts for share in part.shares)
 
 
 def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None:

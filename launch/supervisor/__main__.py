@@ -100,17 +100,14 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
     log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
     if outcome.cause.follows == "requeue":
         return go_back_into_queue(plan, job, log)
-    if outcome.cause.follows == "end":
-        try:
-            if plan.hosts_controller:
-                end_other_jobs(plan.layout, job, log, is_told=outcome.cause in TOLD)
-            elif successor is not None:  # it would end in the same way
-                cancel([successor], patience_s=PATIENCE_S)
-        except (RlhpcError, OSError) as error:
-            log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")
-    if outcome.cause is Cause.NOT_NEEDED and successor is not None:
-        with suppress(RlhpcError):  # it would end in the same way
+    is_end = outcome.cause.follows == "end"
+    try:
+        if is_end and plan.hosts_controller:
+            end_other_jobs(plan.layout, job, log, is_told=outcome.cause in TOLD)
+        elif successor is not None and (is_end or outcome.cause is Cause.NOT_NEEDED):  # it would end in the same way
             cancel([successor], patience_s=PATIENCE_S)
+    except (RlhpcError, OSError) as error:
+        log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")
     with suppress(OSError):  # a full disk
         write_result(plan, job, outcome)
     return outcome.cause.status

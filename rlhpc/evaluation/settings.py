@@ -76,7 +76,7 @@ def _of_environment(config: Config) -> dict[str, Any]:
 def _of_tasks(config: Config) -> dict[str, Any]:
     """The tables that say how the dataset's tasks judge."""
     found: dict[str, Any] = {}
-    for task in config.all_tasks:
+    for task in config.data_tasks:
         if task in config.composite:
             found[f"composite.{task}"] = config.composite[task].model_dump(mode="json")
         for part, key, table in (

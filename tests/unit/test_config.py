@@ -387,7 +387,7 @@ def test_what_a_library_makes_needs_no_task(run_file: Path) -> None:
 
 def test_a_run_needs_every_reward_function_that_a_dataset_names(mixed_file: Path) -> None:
     words = ["data.1.task_field=kind", "data.1.tasks={easy='regex', hard='math_answer'}"]
-    assert load_config(mixed_file, words).all_tasks == ("math_answer", "integer_arithmetic", "regex")
+    assert load_config(mixed_file, words).data_tasks == ("math_answer", "integer_arithmetic", "regex")
 
 
 TWO_EVALUATIONS = """

@@ -19,7 +19,7 @@ def check_sandboxes(config: Config) -> Iterator[Finding]:
     """Start the sandbox of a code task, and end it."""
     key, required = "sandbox.require", config.sandbox.require
     try:
-        layers = check_sandbox(config.sandbox, is_needed=runs_programs(config, config.tasks))
+        layers = check_sandbox(config.sandbox, is_needed=runs_programs(config, config.judging_tasks))
     except SandboxError as error:
         remedy = "see docs/rewards.md; nodes of reward services may differ from this one"
         yield Finding(key, required, "warn", str(error), remedy)

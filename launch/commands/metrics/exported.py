@@ -1,15 +1,12 @@
-"""A run as other programs are told of it, and their packages, which only some people have."""
+"""A run as other programs are told of it."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from launch.reading.run_figures import document_of
-from rlhpc.errors import ConfigError
 from rlhpc.metrics.curve_table import CurveTable
 from rlhpc.run_layout import RunLayout
 
@@ -41,11 +38,3 @@ class ExportedRun:
     def size(self) -> str:
         """In words."""
         return f"{len(self.table.steps)} steps, {len(self.table.curves)} metrics"
-
-
-def optional_module(name: str, extra: str) -> ModuleType:
-    """Import a module of an optional package.  Raises ConfigError naming the extra that brings it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"{name} is not installed ({error}): pip install 'rlhpc[{extra}]'") from error

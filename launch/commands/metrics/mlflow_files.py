@@ -19,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from launch.commands.metrics.exported import ExportedRun, optional_module
+from launch.commands.metrics.exported import ExportedRun
+from launch.common.optional_package import optional_module
 from rlhpc.errors import ConfigError
 
 EXPERIMENT = "rlhpc"

@@ -17,8 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from launch.commands.metrics.exported import ExportedRun, optional_module
+from launch.commands.metrics.exported import ExportedRun
 from launch.commands.metrics.wandb_records import num_steps_in
+from launch.common.optional_package import optional_module
 from rlhpc.errors import ConfigError
 
 PROJECT = "rlhpc"  # `wandb sync --project` names another

@@ -27,4 +27,4 @@ def environments_here() -> tuple[EnvironmentConfig, list[str]]:
 
 def judged_tasks(config: Config) -> tuple[str, ...]:
     """Tasks of a run that have a reward function."""
-    return tuple(task for task in config.all_tasks if task != OWN_REWARD)
+    return tuple(task for task in config.data_tasks if task != OWN_REWARD)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from launch.cli import main
+from launch.plan.report import plan_document
 from launch.reading.advice import advice_for
 from launch.reading.charts import histogram, line_chart, nice_ticks, stacked_chart
 from launch.reading.happenings import Happening, Spell, Story, read_story
@@ -27,6 +28,7 @@ from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
 from rlhpc.roles.controller.metrics.timeline import TimelineEntry
 from tests.unit.launch.browser import asks_the_network, dom_of, needs_browser, picture_of, texts_in
 from tests.unit.launch.seen_runs import TextRun
+from tests.unit.launch.site_kit import plan_of
 
 BEGAN_S = 1_790_000_000.0
 EVALUATIONS = {"held_out": {10: {"pass@1": {"value": 0.5, "low": 0.4, "high": 0.6}}}}
@@ -61,6 +63,14 @@ class ToldRun(TextRun):
         self._move_to(path, BEGAN_S + 41)
         GuardFile(self.layout.guard).append(GuardEntry(0, 12, 12, "warn", {}, [], "grad_norm 9", BEGAN_S + 98))
         self.write_scalars({"checkpoint/failed_total": 0.0} | dict(scalars or {}))
+
+    def tell_at(self, job_id: int, events: Mapping[int, str]) -> None:
+        """seconds of the timeline → event of a job's supervisor."""
+        with self.layout.job_events(str(job_id)).open("a") as file:
+            for second, event in events.items():
+                file.write(
+                    json.dumps({"unix_time_s": BEGAN_S + second, "event": event, "text": "complete: all"}) + "\n"
+                )
 
     def write_scalars(self, scalars: Mapping[str, float], num_steps: int = 20) -> None:
         clock = iter(BEGAN_S + 10 + 4.5 * np.arange(10_000))
@@ -183,6 +193,24 @@ def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path
     lost = hours.by_use["generating what was lost with generators"]
     assert lost / (lost + hours.by_use["generating"]) == pytest.approx(0.1)
     assert [*hours.by_job] == ["4711 (hetjob, 9 GPUs)"]
+
+
+def test_the_time_in_which_a_successor_stood_by_is_a_use_of_its_own(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    plan = plan_of(cluster={"continuation": "successor"})
+    run.layout.job_plan.write_text(plan_document(plan))
+    document = json.loads(run.layout.job_plan.read_text())
+    assert [job["name"] for job in document["jobs"]] == ["hetjob"]
+    shares = [(share, part["gpus_per_task"]) for part in document["jobs"][0]["components"] for share in part["roles"]]
+    gpus = sum(each["num_processes"] * count for each, count in shares)
+    assert gpus > 0
+    for job_id in (4712, 4713):
+        record = {"job_id": job_id, "name": "hetjob", "plan": str(run.layout.job_plan), "submitted_unix_s": BEGAN_S}
+        run.layout.job_record(job_id).write_text(json.dumps(record))
+    run.tell_at(4712, {30: "stand_by", 35: "stand_by", 50: "loaded", 70: "take_over", 90: "verdict"})
+    run.tell_at(4713, {80: "stand_by", 100: "verdict"})
+    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
+    assert hours.by_use["standing by for a hand-over"] * 3600 == pytest.approx(gpus * (40 + 20))
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def make_config(**changes: object) -> Config:
 
 def test_a_run_knows_the_tasks_behind_its_composites():
     config = make_config(instructions={"reward": "fraction"})  # which has an effect, since a part follows instructions
-    assert config.tasks == ("math_answer", "regex", "instruction_following")
+    assert config.judging_tasks == ("math_answer", "regex", "instruction_following")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,15 @@ from rlhpc.config import Config
 from rlhpc.config_data import AGENT
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
-from rlhpc.messages import Delivery, LeaseReturn
+from rlhpc.messages import LeaseReturn
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.generator.sampling import Link, Sampling
-from rlhpc.roles.reward_service import RewardService
-from rlhpc.topology import LEASES, REWARDS
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.transport.rpc import RpcClient
-from rlhpc.types import Lease, Prefix, Prompt, Rollout, SamplingParams, ScoredRollout, Verdict
-from rlhpc.weights.buckets import make_manifest
+from rlhpc.types import Prefix, Prompt, Rollout, ScoredRollout, Verdict
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import CHATML, SPECIAL_TOKENS, make_tokenizer_files
+from tests.unit.roles.lone_generator import STOP, LoneGenerator
 from tests.unit.roles.small_ring import small_config
 
 pytestmark = pytest.mark.starts
-VOCABULARY = len(SPECIAL_TOKENS) + 96  # of make_tokenizer_files
-STOP = SPECIAL_TOKENS.index("<eos>")
 AGENTS = "tests.unit.roles.sample_agents"
 
 
@@ -60,50 +50,18 @@ def function(name: str, **keys: Any) -> dict[str, Any]:
     return {"function": f"{AGENTS}:{name}"} | keys
 
 
-class Stand:
-    """A generator with a scripted engine and real agents."""
+class AgentsHost(LoneGenerator):
+    """It has real agents."""
 
     def __init__(self, config: Config, tasks: asyncio.TaskGroup, pool: RewardPool | None) -> None:
-        self.leases, rewards = MemoryServer(LEASES), MemoryServer(REWARDS)
-        script = Script(seed=4, vocab_size=VOCABULARY, stop_token_id=STOP, stop_probability=0.1)
-        self.engine = ScriptedEngine(script)
+        super().__init__(config, tasks, pool)
         self.tokenizer = PromptTokenizer(config.model.path)
-        self.sampling = Sampling(config, self.engine, tasks)
-        self.client, self.rpc = self.leases.connect("generator-0"), RpcClient([rewards.connect("generator-0")])
-        self.judging = asyncio.create_task(RewardService(rewards, pool).serve()) if pool is not None else None
-        self.failures: list[BaseException] = []
-        template = DialogueTemplate(self.tokenizer)
         record = json.dumps({"question": "What is 6 times 7?", "answer": "42"})
-        task = config.data[0].task
-        self.prompt = Prompt(0, task, template.tokens_of_beginning, record)
-
-    async def begin(self) -> None:
-        await self.engine.receive_weights(make_manifest(0, 1, (), 1))
-        await self.sampling.enter(0)
-        await self.rpc.__aenter__()
-        await self.sampling.attach(Link(self.client, self.rpc, self.failures.append))
-
-    async def end(self) -> None:
-        await self.sampling.give_up()
-        await self.sampling.agents.close()
-        if self.judging is not None:
-            self.judging.cancel()
-        await self.rpc.close()
+        beginning = DialogueTemplate(self.tokenizer).tokens_of_beginning
+        self.prompt = Prompt(0, config.data[0].task, beginning, record)
 
     def lease(self, *indices: int, prefixes: tuple[Prefix | None, ...] = (), max_tokens: int = 600) -> None:
-        sampling = SamplingParams(max_tokens, 1.0, (STOP,))
-        self.sampling.start(Lease(0, 0, self.prompt, 4, indices, sampling, 0, prefixes))
-
-    async def next(self, kind: type) -> Any:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                _, message = await self.leases.receive(PATIENCE_S)
-                if isinstance(message, kind):
-                    return message
-
-    async def delivered(self) -> ScoredRollout:
-        delivery: Delivery = await self.next(Delivery)
-        return delivery.scored
+        self.grant(0, self.prompt, 4, indices, prefixes, max_tokens)
 
     async def one(self) -> ScoredRollout:
         self.lease(0)
@@ -113,17 +71,6 @@ class Stand:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer_files(tmp_path_factory.mktemp("model"), chat_template=CHATML)
-
-
-@asynccontextmanager
-async def stand_with(config: Config, pool: RewardPool | None = None) -> AsyncIterator[Stand]:
-    async with asyncio.TaskGroup() as tasks:
-        stand = Stand(config, tasks, pool)
-        await stand.begin()
-        try:
-            yield stand
-        finally:
-            await stand.end()
 
 
 def turns_of(rollout: Rollout) -> list[np.ndarray]:
@@ -141,13 +88,13 @@ def same(mine: Rollout, other: Rollout) -> None:
 
 
 async def test_what_an_agent_was_given_is_what_is_trained_and_what_it_said_is_masked(model: Path) -> None:
-    async with stand_with(config_with(model, function("counting"))) as stand:
-        stand.lease(0, 1, 2)
-        found = [await stand.delivered() for _ in range(3)]
-        table = stand.engine.logprob_table(0)
-        assert not stand.failures
+    async with AgentsHost.running(config_with(model, function("counting"))) as host:
+        host.lease(0, 1, 2)
+        found = [await host.delivered() for _ in range(3)]
+        table = host.engine.logprob_table(0)
+        assert not host.failures
     for scored in found:
-        rollout, tokenizer = scored.rollout, stand.tokenizer
+        rollout, tokenizer = scored.rollout, host.tokenizer
         assert (scored.reward, scored.verdict) == (0.5, Verdict.WRONG)
         turns = turns_of(rollout)
         ended = [turn[:-1] if turn[-1] in (STOP, SPECIAL_TOKENS.index("</turn>")) else turn for turn in turns]
@@ -163,22 +110,22 @@ async def test_what_an_agent_was_given_is_what_is_trained_and_what_it_said_is_ma
 
 async def test_a_session_that_is_handed_back_goes_on_elsewhere_as_if_nothing_had_happened(model: Path) -> None:
     config = config_with(model, function("counting"))
-    async with stand_with(config) as stand:
-        whole = await stand.one()
-    async with stand_with(config) as stand:
-        stand.lease(0)
+    async with AgentsHost.running(config) as host:
+        whole = await host.one()
+    async with AgentsHost.running(config) as host:
+        host.lease(0)
         async with asyncio.timeout(PATIENCE_S):
-            while stand.engine.statistics().tokens_generated < 14:  # noqa: ASYNC110 - a token each time
+            while host.engine.statistics().tokens_generated < 14:  # noqa: ASYNC110 - a token each time
                 await asyncio.sleep(0)
-        await stand.sampling.hand_back()
-        returned: LeaseReturn = await stand.next(LeaseReturn)
+        await host.sampling.hand_back()
+        returned: LeaseReturn = await host.next(LeaseReturn)
     (prefix,) = returned.prefixes
     assert prefix is not None
     np.testing.assert_array_equal(prefix.token_ids, whole.rollout.token_ids[: len(prefix.token_ids)])
-    async with stand_with(config) as stand:
-        stand.lease(0, prefixes=(prefix,))
-        again = await stand.delivered()
-        drawn = stand.engine.statistics().tokens_generated
+    async with AgentsHost.running(config) as host:
+        host.lease(0, prefixes=(prefix,))
+        again = await host.delivered()
+        drawn = host.engine.statistics().tokens_generated
     assert drawn < np.count_nonzero(whole.rollout.loss_mask) - 9
     assert (again.reward, again.detail) == (whole.reward, whole.detail)
     same(again.rollout, whole.rollout)
@@ -187,8 +134,8 @@ async def test_a_session_that_is_handed_back_goes_on_elsewhere_as_if_nothing_had
 async def test_an_unmodified_client_of_openai_samples(model: Path) -> None:
     if importlib.util.find_spec("openai") is None:
         pytest.skip("openai is not installed (extra 'dev')")
-    async with stand_with(config_with(model, function("with_openai"))) as stand:
-        scored = await stand.one()
+    async with AgentsHost.running(config_with(model, function("with_openai"))) as host:
+        scored = await host.one()
     assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
     turns = turns_of(scored.rollout)
     assert len(turns) == 3
@@ -199,14 +146,14 @@ async def test_an_unmodified_client_of_openai_samples(model: Path) -> None:
 async def test_text_completions_are_recorded_as_they_were_sampled_and_read(model: Path) -> None:
     if importlib.util.find_spec("openai") is None:
         pytest.skip("openai is not installed (extra 'dev')")
-    async with stand_with(config_with(model, function("by_text"))) as stand:
-        scored = await stand.one()
+    async with AgentsHost.running(config_with(model, function("by_text"))) as host:
+        scored = await host.one()
     assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
     assert [list(turn) for turn in turns_of(scored.rollout)] == json.loads(scored.detail)
-    whole = stand.tokenizer.decode(
+    whole = host.tokenizer.decode(
         [*scored.rollout.prompt.token_ids, *scored.rollout.token_ids], keep_special_tokens=True
     )
-    beginning = DialogueTemplate(stand.tokenizer).beginning
+    beginning = DialogueTemplate(host.tokenizer).beginning
     assert whole.startswith(f"{beginning}What is 6 times 7?\nIt is")
     assert " or" in whole
     assert ". No:" in whole
@@ -217,8 +164,8 @@ async def test_token_ids_of_a_prompt_are_those_of_the_row(model: Path, monkeypat
         pytest.skip("openai is not installed (extra 'dev')")
     beginning = DialogueTemplate(PromptTokenizer(model)).tokens_of_beginning.tolist()
     monkeypatch.setenv("BEGINNING", " ".join(map(str, beginning)))
-    async with stand_with(config_with(model, function("by_token_ids"))) as stand:
-        scored = await stand.one()
+    async with AgentsHost.running(config_with(model, function("by_token_ids"))) as host:
+        scored = await host.one()
     assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
     row = [*scored.rollout.prompt.token_ids.tolist(), *scored.rollout.token_ids.tolist()]
     assert row == json.loads(scored.detail)
@@ -226,22 +173,22 @@ async def test_token_ids_of_a_prompt_are_those_of_the_row(model: Path, monkeypat
 
 
 async def test_a_prompt_that_changes_what_was_said_ends_the_session_by_its_name(model: Path) -> None:
-    async with stand_with(config_with(model, function("other_text"))) as stand:
-        scored = await stand.one()
+    async with AgentsHost.running(config_with(model, function("other_text"))) as host:
+        scored = await host.one()
     assert scored.verdict is Verdict.VERIFIER_ERROR
     assert "history_changed: its prompt does not begin with all that was said before" in scored.detail
 
 
 async def test_a_program_gets_the_record_and_its_last_line_is_the_reward(model: Path) -> None:
     command = [sys.executable, "-m", AGENTS]
-    async with stand_with(config_with(model, {"command": command})) as stand:
-        scored = await stand.one()
+    async with AgentsHost.running(config_with(model, {"command": command})) as host:
+        scored = await host.one()
     assert (scored.reward, scored.verdict, len(turns_of(scored.rollout))) == (1.5, Verdict.WRONG, 1)
 
 
 async def test_an_agent_may_report_over_http_and_is_ended_then(model: Path) -> None:
-    async with stand_with(config_with(model, function("by_post"))) as stand:
-        scored = await stand.one()
+    async with AgentsHost.running(config_with(model, function("by_post"))) as host:
+        scored = await host.one()
         await _until(lambda: len(_descendants()) <= 1)  # the host alone
     assert (scored.reward, scored.verdict) == (0.25, Verdict.CORRECT)
     assert not _descendants()
@@ -250,19 +197,19 @@ async def test_an_agent_may_report_over_http_and_is_ended_then(model: Path) -> N
 async def test_the_task_of_the_dataset_judges_the_last_turn_where_it_is_not_the_agent(model: Path) -> None:
     task = "tests.ring.ring_rewards:parity"
     config = config_with(model, function("speechless"), task)
-    async with RewardPool(1, PATIENCE_S) as pool, stand_with(config, pool) as stand:
-        scored = await stand.one()
+    async with RewardPool(1, PATIENCE_S) as pool, AgentsHost.running(config, pool) as host:
+        scored = await host.one()
     (turn,) = turns_of(scored.rollout)
-    text = stand.tokenizer.decode(turn[:-1] if turn[-1] == STOP else turn)
+    text = host.tokenizer.decode(turn[:-1] if turn[-1] == STOP else turn)
     assert scored.reward == sum(map(ord, text)) % 2
     assert scored.detail == "against 42"
 
 
 async def test_an_agent_is_told_when_there_is_no_more_room_and_its_reward_still_counts(model: Path) -> None:
-    async with stand_with(config_with(model, function("endless"), max_turns=3)) as stand:
-        by_turns = await stand.one()
-        stand.lease(1, max_tokens=60)
-        by_tokens = await stand.delivered()
+    async with AgentsHost.running(config_with(model, function("endless"), max_turns=3)) as host:
+        by_turns = await host.one()
+        host.lease(1, max_tokens=60)
+        by_tokens = await host.delivered()
     assert len(turns_of(by_turns.rollout)) == 3
     for scored in (by_turns, by_tokens):
         assert (scored.reward, scored.verdict) == (0.75, Verdict.WRONG), scored.detail
@@ -285,9 +232,9 @@ async def test_an_agent_is_told_when_there_is_no_more_room_and_its_reward_still_
 async def test_a_session_that_fails_is_a_verifier_error_and_never_a_reward_of_zero(
     model: Path, name: str, why: str
 ) -> None:
-    async with stand_with(config_with(model, function(name))) as stand:
-        scored = await stand.one()
-        counts = stand.sampling.agents.counts
+    async with AgentsHost.running(config_with(model, function(name))) as host:
+        scored = await host.one()
+        counts = host.sampling.agents.counts
         assert sum(counts.of(AGENT, kind) for kind in ("raised", "died", "invalid", "timed_out")) == 1
         assert counts.of(AGENT, "judged") == 1
     assert scored.verdict is Verdict.VERIFIER_ERROR
@@ -297,12 +244,12 @@ async def test_a_session_that_fails_is_a_verifier_error_and_never_a_reward_of_ze
 async def test_an_agent_that_dies_is_started_again_and_its_turns_are_not_sampled_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with stand_with(config_with(model, function("counting"))) as stand:
-        whole = await stand.one()
+    async with AgentsHost.running(config_with(model, function("counting"))) as host:
+        whole = await host.one()
     monkeypatch.setenv("FLAKY", str(tmp_path / "has_died"))
-    async with stand_with(config_with(model, function("flaky"), attempts=2)) as stand:
-        again = await stand.one()
-        counts, drawn = stand.sampling.agents.counts, stand.engine.statistics().tokens_generated
+    async with AgentsHost.running(config_with(model, function("flaky"), attempts=2)) as host:
+        again = await host.one()
+        counts, drawn = host.sampling.agents.counts, host.engine.statistics().tokens_generated
     assert (counts.of(AGENT, "died"), counts.of(AGENT, "judged")) == (1, 2)
     assert drawn == np.count_nonzero(again.rollout.loss_mask)
     assert again.reward == 0.5
@@ -310,63 +257,63 @@ async def test_an_agent_that_dies_is_started_again_and_its_turns_are_not_sampled
 
 
 async def test_an_agent_that_is_silent_for_too_long_is_killed(model: Path) -> None:
-    async with stand_with(config_with(model, function("silent", turn_timeout_s=0.3))) as stand:
-        scored = await stand.one()
+    async with AgentsHost.running(config_with(model, function("silent", turn_timeout_s=0.3))) as host:
+        scored = await host.one()
         await _until(lambda: len(_descendants()) <= 1)
-        assert stand.sampling.agents.counts.of(AGENT, "timed_out") == 1
+        assert host.sampling.agents.counts.of(AGENT, "timed_out") == 1
     assert scored.verdict is Verdict.VERIFIER_ERROR
     assert "agent.turn_timeout_s=0.3" in scored.detail
 
 
 async def test_agents_are_started_again_after_the_process_that_holds_them_has_died(model: Path) -> None:
-    async with stand_with(config_with(model, function("silent"))) as stand:
-        stand.lease(0)
+    async with AgentsHost.running(config_with(model, function("silent"))) as host:
+        host.lease(0)
         await _until(lambda: len(_descendants()) == 2)
         for process in _descendants():
             process.kill()
-        assert "the process that holds the agents has ended" in (await stand.delivered()).detail
-        stand.lease(1)
+        assert "the process that holds the agents has ended" in (await host.delivered()).detail
+        host.lease(1)
         await _until(lambda: len(_descendants()) == 2)
     assert not _descendants()
 
 
 async def test_no_more_agents_live_at_once_than_may(model: Path) -> None:
-    async with stand_with(config_with(model, function("by_post", max_sessions=1))) as stand:
-        stand.lease(0, 1, 2)
+    async with AgentsHost.running(config_with(model, function("by_post", max_sessions=1))) as host:
+        host.lease(0, 1, 2)
         for _ in range(3):
             assert len(_descendants()) <= 3  # the host, one agent, one that is being ended
-            assert (await stand.delivered()).reward == 0.25
+            assert (await host.delivered()).reward == 0.25
 
 
 async def test_a_rollout_that_waits_for_a_place_is_handed_back_or_cancelled_as_any_other(model: Path) -> None:
-    async with stand_with(config_with(model, function("silent", max_sessions=1))) as stand:
-        stand.lease(0, 1, 2)
+    async with AgentsHost.running(config_with(model, function("silent", max_sessions=1))) as host:
+        host.lease(0, 1, 2)
         await _until(lambda: len(_descendants()) == 2)
-        await stand.sampling.recall(0)
-        returned = {(await stand.next(LeaseReturn)).sample_indices[0] for _ in range(3)}
-        await _until(lambda: not len(stand.sampling))
-        stand.lease(3, 4)
+        await host.sampling.recall(0)
+        returned = {(await host.next(LeaseReturn)).sample_indices[0] for _ in range(3)}
+        await _until(lambda: not len(host.sampling))
+        host.lease(3, 4)
         await _until(lambda: len(_descendants()) == 2)
-        await stand.sampling.cancel(0)
-        await _until(lambda: not len(stand.sampling))
-        assert not stand.engine.statistics().tokens_generated
-        stand.lease(5)  # there are places again
+        await host.sampling.cancel(0)
+        await _until(lambda: not len(host.sampling))
+        assert not host.engine.statistics().tokens_generated
+        host.lease(5)  # there are places again
         await _until(lambda: len(_descendants()) == 2)
     assert returned == {0, 1, 2}
 
 
 async def test_a_rollout_that_is_cancelled_before_it_has_begun_does_not_begin(model: Path) -> None:
-    async with stand_with(config_with(model, function("silent"))) as stand:
-        stand.lease(0)
-        await stand.sampling.cancel(0)
-        await _until(lambda: not len(stand.sampling))
+    async with AgentsHost.running(config_with(model, function("silent"))) as host:
+        host.lease(0)
+        await host.sampling.cancel(0)
+        await _until(lambda: not len(host.sampling))
 
 
 async def test_an_agent_that_cannot_be_imported_ends_the_generator_with_the_reason(model: Path) -> None:
     async def sample() -> None:
-        async with stand_with(config_with(model, function("missing"))) as stand:
-            stand.lease(0)
-            await stand.delivered()
+        async with AgentsHost.running(config_with(model, function("missing"))) as host:
+            host.lease(0)
+            await host.delivered()
 
     with pytest.raises(BaseExceptionGroup) as raised:
         await sample()

@@ -14,24 +14,16 @@ import pytest
 
 from rlhpc.buffer.partial_codec import PartialRollout, decode_partials, joined
 from rlhpc.config import Config
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
-from rlhpc.messages import Delivery, LeaseReturn
+from rlhpc.messages import LeaseReturn
 from rlhpc.rewards.environments.settings import variables_of
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.generator.sampling import Link, Sampling
-from rlhpc.roles.reward_service import RewardService
-from rlhpc.topology import LEASES, REWARDS
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.transport.rpc import RpcClient
-from rlhpc.types import Lease, Prefix, Prompt, Rollout, SamplingParams, ScoredRollout, Verdict
-from rlhpc.weights.buckets import make_manifest
+from rlhpc.types import Prefix, Prompt, Rollout, Verdict
 from tests.patience import PATIENCE_S
-from tests.unit.data.checkpoints import CHATML, SPECIAL_TOKENS, make_tokenizer_files
+from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
+from tests.unit.roles.lone_generator import LoneGenerator
 from tests.unit.roles.small_ring import small_config
 
 pytestmark = pytest.mark.starts
-VOCABULARY = len(SPECIAL_TOKENS) + 96  # of make_tokenizer_files
-STOP = SPECIAL_TOKENS.index("<eos>")
 
 
 def config_with(model: Path, **environment: Any) -> Config:
@@ -51,49 +43,16 @@ def config_with(model: Path, **environment: Any) -> Config:
     return Config.model_validate(settings)
 
 
-class Stand:
-    """A generator with a scripted engine, and a reward service with real workers."""
-
-    def __init__(self, config: Config, pool: RewardPool, tasks: asyncio.TaskGroup) -> None:
-        self.leases, self.rewards = MemoryServer(LEASES), MemoryServer(REWARDS)
-        self.engine = ScriptedEngine(
-            Script(seed=4, vocab_size=VOCABULARY, stop_token_id=STOP, stop_probability=0.1, token_s=0.0)
-        )
-        self.sampling = Sampling(config, self.engine, tasks)
-        self.client = self.leases.connect("generator-0")
-        self.rpc = RpcClient([self.rewards.connect("generator-0")])
-        self.serving = asyncio.create_task(RewardService(self.rewards, pool).serve())
-        self.failures: list[BaseException] = []
-
-    async def begin(self) -> None:
-        await self.engine.receive_weights(make_manifest(0, 1, (), 1))
-        await self.sampling.enter(0)
-        await self.rpc.__aenter__()
-        await self.sampling.attach(Link(self.client, self.rpc, self.failures.append))
-
-    async def end(self) -> None:
-        await self.sampling.give_up()
-        self.serving.cancel()
-        await self.rpc.close()
+class Talker(LoneGenerator):
+    """It is given dialogues (prompt 0), and a prompt of one turn (prompt 1)."""
 
     def lease(self, *indices: int, prompt_id: int = 0, prefixes: tuple[Prefix | None, ...] = ()) -> None:
-        record = json.dumps({"name": "you", "answer": "42"})
-        prompt = Prompt(prompt_id, "environment", np.array([9, 9], np.int32), record if prompt_id == 0 else "42")
-        sampling = SamplingParams(600 if prompt_id == 0 else 5, 1.0, (STOP,))
-        if prompt_id == 1:
-            prompt = Prompt(prompt_id, "exact_match", prompt.token_ids, "42")
-        self.sampling.start(Lease(prompt_id, 0, prompt, 2, indices, sampling, 0, prefixes))
-
-    async def next(self, kind: type) -> Any:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                _, message = await self.leases.receive(PATIENCE_S)
-                if isinstance(message, kind):
-                    return message
-
-    async def delivered(self) -> ScoredRollout:
-        delivery: Delivery = await self.next(Delivery)
-        return delivery.scored
+        task, record, max_tokens = [
+            ("environment", json.dumps({"name": "you", "answer": "42"}), 600),
+            ("exact_match", "42", 5),
+        ][prompt_id]
+        prompt = Prompt(prompt_id, task, np.array([9, 9], np.int32), record)
+        self.grant(prompt_id, prompt, 2, indices, prefixes, max_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +61,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def stand_with(config: Config) -> AsyncIterator[Stand]:
+async def talker_with(config: Config) -> AsyncIterator[Talker]:
     async with (
         RewardPool(1, PATIENCE_S, environment=variables_of(config)) as pool,
-        asyncio.TaskGroup() as tasks,
+        Talker.running(config, pool) as talker,
     ):
-        stand = Stand(config, pool, tasks)
-        await stand.begin()
-        yield stand
-        await stand.end()
+        yield talker
 
 
 def same(mine: Rollout, other: Rollout) -> None:
@@ -119,13 +75,13 @@ def same(mine: Rollout, other: Rollout) -> None:
 
 
 async def test_a_dialogue_is_delivered_with_its_rewards_beside_a_rollout_of_one_turn(model: Path) -> None:
-    async with stand_with(config_with(model)) as stand:
-        stand.lease(0, 1)
-        stand.lease(0, prompt_id=1)
-        found = [await stand.delivered() for _ in range(3)]
+    async with talker_with(config_with(model)) as talker:
+        talker.lease(0, 1)
+        talker.lease(0, prompt_id=1)
+        found = [await talker.delivered() for _ in range(3)]
         plain = [each for each in found if each.rollout.prompt.prompt_id == 1]
         dialogues = [each for each in found if each.rollout.prompt.prompt_id == 0]
-        assert not stand.failures
+        assert not talker.failures
     assert plain[0].rollout.loss_mask.all()
     for each in dialogues:
         assert each.verdict is Verdict.CORRECT
@@ -138,24 +94,24 @@ async def test_a_dialogue_is_delivered_with_its_rewards_beside_a_rollout_of_one_
 
 async def test_what_is_handed_back_goes_on_elsewhere_as_if_nothing_had_happened(model: Path) -> None:
     config = config_with(model)
-    async with stand_with(config) as stand:
-        stand.lease(0)
-        whole = await stand.delivered()
-    async with stand_with(config) as stand:
-        stand.lease(0)
+    async with talker_with(config) as talker:
+        talker.lease(0)
+        whole = await talker.delivered()
+    async with talker_with(config) as talker:
+        talker.lease(0)
         async with asyncio.timeout(PATIENCE_S):
-            while stand.engine.statistics().tokens_generated < 20:  # noqa: ASYNC110 - a token each time
+            while talker.engine.statistics().tokens_generated < 20:  # noqa: ASYNC110 - a token each time
                 await asyncio.sleep(0)
-        await stand.sampling.hand_back()
-        returned: LeaseReturn = await stand.next(LeaseReturn)
+        await talker.sampling.hand_back()
+        returned: LeaseReturn = await talker.next(LeaseReturn)
     (prefix,) = returned.prefixes
     assert prefix is not None
     assert len(prefix.token_ids) > 20
     np.testing.assert_array_equal(prefix.token_ids, whole.rollout.token_ids[: len(prefix.token_ids)])
-    async with stand_with(config) as stand:
-        stand.lease(0, prefixes=(prefix,))
-        again = await stand.delivered()
-        assert stand.engine.statistics().tokens_generated < np.count_nonzero(whole.rollout.loss_mask) - 15
+    async with talker_with(config) as talker:
+        talker.lease(0, prefixes=(prefix,))
+        again = await talker.delivered()
+        assert talker.engine.statistics().tokens_generated < np.count_nonzero(whole.rollout.loss_mask) - 15
     assert again.reward == whole.reward
     same(again.rollout, whole.rollout)
 
@@ -164,16 +120,16 @@ async def test_reports_of_a_dialogue_make_a_beginning_of_it(model: Path) -> None
     """Put together as the controller does; whoever continues from it comes to the same end."""
     config = config_with(model)
     known: Prefix | None = None
-    async with stand_with(config) as stand:
-        stand.lease(0)
-        while len(stand.sampling):
-            report = stand.sampling.report()
+    async with talker_with(config) as talker:
+        talker.lease(0)
+        while len(talker.sampling):
+            report = talker.sampling.report()
             for piece in decode_partials(report.pieces.data, report.num_bytes) if report is not None else ():
                 assert isinstance(piece, PartialRollout)
                 assert piece.follows(known)
                 known = joined(known, piece) if len(piece.tokens.token_ids) else known
             await asyncio.sleep(0)
-        whole = await stand.delivered()
+        whole = await talker.delivered()
     assert known is not None
     assert len(known.token_ids) > 0.6 * len(whole.rollout.token_ids)
     np.testing.assert_array_equal(known.token_ids, whole.rollout.token_ids[: len(known.token_ids)])
@@ -181,11 +137,11 @@ async def test_reports_of_a_dialogue_make_a_beginning_of_it(model: Path) -> None
 
 
 async def test_a_cancelled_dialogue_is_not_delivered(model: Path) -> None:
-    async with stand_with(config_with(model)) as stand:
-        stand.lease(0, 1)
+    async with talker_with(config_with(model)) as talker:
+        talker.lease(0, 1)
         await asyncio.sleep(0)
-        await stand.sampling.cancel(0)
+        await talker.sampling.cancel(0)
         async with asyncio.timeout(PATIENCE_S):
-            while len(stand.sampling):  # noqa: ASYNC110
+            while len(talker.sampling):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert stand.leases.statistics.messages_received == 0
+        assert talker.leases.statistics.messages_received == 0
