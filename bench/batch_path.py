@@ -47,6 +47,7 @@ from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.canary import Canary
 from rlhpc.roles.controller.metrics.recorder import RunRecorder
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
 from rlhpc.roles.controller.process_registry import ProcessRegistry
@@ -55,11 +56,13 @@ from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.trainer_link import TrainerLink
+from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.roles.trainer.command_stream import CommandStream
 from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES
+from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.training.process_group import RankContext, open_process_group
 from rlhpc.transport.keys import mint_run_keys
+from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.zmq_client import ZmqBlockingClient
 from rlhpc.transport.zmq_server import ZmqServer
 from rlhpc.types import PackedBatch, SamplingParams, TensorSpec, WeightManifest
@@ -98,12 +101,13 @@ def be_rank(rank: int, num_ranks: int, address: str, directory: Path, step_s: fl
     replicas = commands.replicas(rank)
     if rank == 0:
         channel.send(TrainerReady(0, MANIFEST, "", replicas))
-    since = now()
+    since_s, since_cpu_s = now()
     while not isinstance(command := commands.next(lambda: False), StopRole):
         answer: object = None
         if isinstance(command, PackedBatch):
             mine = [row for minibatch in command.minibatches for row in minibatch.ranks[rank]]
-            waits.append(Wait(*(np.subtract(now(), since)), sum(len(row.token_ids) for row in mine)))
+            now_s, now_cpu_s = now()
+            waits.append(Wait(now_s - since_s, now_cpu_s - since_cpu_s, sum(len(row.token_ids) for row in mine)))
             time.sleep(step_s)
             version += 1
             answer = StepReport(command.step, version, applied=True, metrics={"loss": 0.5, "wait_for_batch_s": 0.0})
@@ -112,7 +116,7 @@ def be_rank(rank: int, num_ranks: int, address: str, directory: Path, step_s: fl
             answer = PublishReport(command.epoch, command.policy_version, PUBLISH_S)
         if rank == 0 and answer is not None:
             channel.send(answer)
-        since = now()
+        since_s, since_cpu_s = now()
     told.send(waits)
     channel.close()
 
@@ -139,26 +143,31 @@ class TimedLink(TrainerLink):
         return answer
 
 
-class Weights:
-    """In the place of WeightSync: no generators; a version is live when it was published."""
-
-    epoch, publish_s, canary_logratio, num_checksums_differed, is_deserted = 1, PUBLISH_S, 0.0, 0, False
-    last_acks: dict[str, Any] = {}  # noqa: RUF012  never changed
-    ready_members: frozenset[str] = frozenset({"generator-0"})
+class Weights(WeightSync):
+    """Of a run without generators: a version is live when it was published."""
 
     def __init__(self, trainer: TrainerLink) -> None:
-        self._trainer, self.live_version = trainer, -1
+        super().__init__(
+            MemoryServer(CONTROL), trainer, Membership(), transport="memory", limits=WeightSyncLimits(),
+            canary=Canary(None, every=0, tolerance=1.0),
+        )  # fmt: skip
+        self._link = trainer
+
+    @property
+    def ready_members(self) -> frozenset[str]:
+        return frozenset({"generator-0"})
+
+    @property
+    def is_deserted(self) -> bool:
+        return False
 
     async def publish(self, version: int) -> bool:
-        await self._trainer.ask(PublishWeights(1, version), PublishReport)
+        await self._link.ask(PublishWeights(1, version), PublishReport)
         return True
 
     async def wait_until_live(self, version: int) -> bool:
         self.live_version = version
         return True
-
-    def take_failed_canaries(self) -> int:
-        return 0
 
 
 class NoCheckpoints:
@@ -214,7 +223,7 @@ class Ring:
             clock=clock,
         )  # fmt: skip
         self.buffer, self.link = RolloutBuffer(ledger, segments), TimedLink(batches)
-        self.weights: Any = Weights(self.link)
+        self.weights = Weights(self.link)
         self.loop = TrainLoop(
             config, self.buffer, self.link, self.weights, FlopCost(1.0, 0.0), step=0, version=0, wake=self.generate
         )
@@ -266,7 +275,7 @@ async def control(options: argparse.Namespace, directory: Path, ranks: list[Any]
     for rank in range(options.ranks):
         ours, theirs = context.Pipe()
         arguments = (rank, options.ranks, server.address, directory, options.step_s, theirs)
-        process = context.Process(target=be_rank, args=arguments)
+        process = context.Process(target=be_rank, args=arguments, daemon=True)  # it ends with us, whatever happens
         process.start()
         ranks.append((process, ours))
     ring = Ring(options, directory, server)

@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Look:
     """The run at one instant."""
 
     at_s: float
-    cpu_s: Counter[str]  # by process name, those that have ended included
+    cpu_s: Mapping[str, float]  # by process name, those that have ended included
     num_steps: int
     num_groups: int  # trained or dropped
 
@@ -65,7 +65,7 @@ class Watch:
                 with contextlib.suppress(psutil.Error):
                     self._see(process)
         self._read_events()
-        cpu: Counter[str] = Counter()
+        cpu = defaultdict[str, float](float)
         for name, seconds in self._seconds.values():
             cpu[name] += seconds
         self.looks.append(Look(time.monotonic(), cpu, self._steps, self._groups))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,9 +25,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "contracts"))
-from engine_subjects import forget_end_of_sequence
-
 from bench.trainer import make_model
 from rlhpc.config import Config
 from rlhpc.config_sections import WeightsConfig
@@ -38,6 +34,7 @@ from rlhpc.generation.vllm_request import vllm_sampling_params
 from rlhpc.types import Prompt, RolloutRequest, SamplingParams, TensorSpec, WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher
+from tests.contracts.engine_subjects import forget_end_of_sequence
 
 BUCKET_BYTES = 256 << 20
 TIMEOUT_S = 120.0

@@ -31,7 +31,7 @@ NUM_HOLDERS, PLACES = 4, 16
 NOTICE_S = 0.5  # until a death is noticed
 SHOWN_EVERY_S = 0.1  # a sixteenth of the mean, as 256 tokens are of 4,000
 SWEEP_S = 0.1
-NOTHING = np.zeros(1, np.int32)
+NOTHING, NO_LOGPROB = np.zeros(1, np.int32), np.zeros(1, np.float32)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Run:
                 if is_news:
                     flight.shown_s = come_s
                 tokens = np.zeros(int(come_s * TOKENS_PER_S), np.int32)
-                prefix = Prefix(tokens, NOTHING, NOTHING) if is_news else None
+                prefix = Prefix(tokens, NO_LOGPROB, NOTHING) if is_news else None
                 self.ledger.renew(name, flight.group_id, (0,), (prefix,))
 
     def _plan_death(self, name: str) -> None:
@@ -179,7 +179,7 @@ def main() -> None:
         for value in values:
             cells = []
             for way in WAYS:
-                run = Run(way, **{setting: value})
+                run = Run(way, lease_deadline_s=value) if setting == "lease_deadline_s" else Run(way, mtbf_s=value)
                 cells.append(f"{way.name}: {run.mean_s(num_samples):.3f} ({run.num_poisoned})")
             print(f"{setting} {value:4.0f}  " + "  ".join(cells), flush=True)
 

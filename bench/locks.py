@@ -116,7 +116,9 @@ def check() -> int:
     extras = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     failures = 0
     for python in PYTHONS:
-        tried = [(f"extra {extra}" if extra else "no extra", (extra,), []) for extra in ("", *extras)]
+        tried: list[tuple[str, tuple[str, ...], list[str]]] = [
+            (f"extra {extra}" if extra else "no extra", (extra,), []) for extra in ("", *extras)
+        ]
         for lock in locks():
             if python in lock.pythons:
                 tried.append((lock.path.name, lock.extras, pins_in(lock.path.read_text())))

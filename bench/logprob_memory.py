@@ -74,6 +74,7 @@ def run(rank: int, num_ranks: int, size: Size) -> tuple[Phase, Phase]:
 
 def measure(rank: int, num_ranks: int, size: Size) -> tuple[Phase, Phase]:
     rows = -(-size.vocabulary // num_ranks)
+    assert distributed.group.WORLD is not None
     shard = VocabularyShard.of(distributed.group.WORLD, rows, size.vocabulary)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(size.tokens, size.hidden, generator=generator).requires_grad_()
@@ -85,7 +86,7 @@ def measure(rank: int, num_ranks: int, size: Size) -> tuple[Phase, Phase]:
             hidden, head, targets, temperature=1.0, chunk_tokens=size.chunk, want_entropy=True, shard=shard
         )
     with watched(before) as backward:
-        found.sum().backward()
+        torch.autograd.backward(found.sum())
     assert found.isfinite().all()
     return forward, backward
 

@@ -102,9 +102,9 @@ def cost_of_reports(num_rollouts: int, repeats: int) -> None:
         log.begin([])
         for pieces in reports(num_rollouts, repeats):
             encoded: list[tuple[bytes, int]] = []
-            encode_s = cpu_s(lambda pieces=pieces, encoded=encoded: encoded.append(encode_partials(pieces)))
-            take_in_s = cpu_s(lambda found=encoded: intake.receive("generator-0", decode_partials(*found[0]), 0))
-            write_s = cpu_s(lambda pieces=pieces: log.append(pieces))
+            encode_s = cpu_s(lambda: encoded.append(encode_partials(pieces)))  # noqa: B023  called at once
+            take_in_s = cpu_s(lambda: intake.receive("generator-0", decode_partials(*encoded[0]), 0))  # noqa: B023
+            write_s = cpu_s(lambda: log.append(pieces))  # noqa: B023
             rows.append((len(encoded[0][0]), encode_s, take_in_s, write_s))
     num_tokens = num_rollouts * INTERVAL_TOKENS
     num_bytes, encode_s, take_in_s, write_s = (statistics.median(column) for column in zip(*rows, strict=True))

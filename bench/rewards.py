@@ -84,7 +84,7 @@ async def measure(pool: RewardPool, case: Case, num_workers: int, seconds: float
     """One row."""
     right = await pool.judge(case.task, case.right, case.reference)
     assert right.verdict is Verdict.CORRECT, f"{case.task}: {right}"
-    numbers, alone = count(), []
+    numbers, alone = count(), list[float]()
 
     async def judge() -> None:
         completion = (case.right, case.wrong)[next(numbers) % 2]

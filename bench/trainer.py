@@ -242,7 +242,7 @@ def measure(task: Task) -> tuple[dict[str, list[float]], int, str]:
         process.start()
         there.close()
         ranks.append((process, here))
-    answers = [pipe.recv() for _, pipe in ranks]
+    answers: list[tuple[dict[str, list[float]], int, str]] = [pipe.recv() for _, pipe in ranks]
     for process, _ in ranks:
         process.join()
     return answers[0]

@@ -68,7 +68,7 @@ def plain_step(directory: Path, rows: list[PackedMicrobatch]) -> Callable[[], No
             loss, _ = clipped_surrogate(
                 current, behaviour=behaviour, proximal=behaviour, advantages=advantages, loss_mask=mask
             )
-            (loss / num_loss_tokens(rows)).backward()
+            torch.autograd.backward(loss / num_loss_tokens(rows))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

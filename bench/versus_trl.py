@@ -17,7 +17,6 @@ import math
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import venv
 from collections.abc import Sequence
@@ -147,7 +146,7 @@ def ours(task: Task, steps: int, seed: int, scratch: Path) -> Figures:
     curve = Rewards.of(layout).curve
     version = next((number for number, value in enumerate(curve) if value >= GOAL), math.inf)
     to_goal = next((look.at_s - first.at_s for look in looks if look.num_steps > version), math.nan)
-    return Figures(samples, last.at_s - first.at_s, last.cpu_s.total() - first.cpu_s.total(), to_goal)
+    return Figures(samples, last.at_s - first.at_s, sum(last.cpu_s.values()) - sum(first.cpu_s.values()), to_goal)
 
 
 def trls(task: Task, steps: int, seed: int, scratch: Path, python: Path, threads: int) -> Figures:
@@ -230,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -32,6 +33,8 @@ from rlhpc.weights.shadow import HostShadow
 
 TENSOR_BYTES = 8 << 20
 TIMEOUT_S = 120.0
+
+Transport = Literal["gloo", "ipc", "disk"]
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Figures:
         return statistics.median(self.copied) / statistics.median(self.published[1:])
 
 
-def receive(pipe: Connection, transport: str, rank: int) -> None:
+def receive(pipe: Connection, transport: Transport, rank: int) -> None:
     """A generator's end: one HostShadow for all versions."""
     torch.set_num_threads(1)
     receiver = make_receiver(transport, device="cpu", timeout_s=TIMEOUT_S)
@@ -60,7 +63,7 @@ def receive(pipe: Connection, transport: str, rank: int) -> None:
     receiver.leave()
 
 
-def measure(transport: str, manifest: WeightManifest, num_receivers: int, num_versions: int) -> Figures:
+def measure(transport: Transport, manifest: WeightManifest, num_receivers: int, num_versions: int) -> Figures:
     figures = Figures()
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(num_receivers)]
@@ -111,7 +114,7 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--bucket-megabytes", type=int, default=64)
     parser.add_argument("--versions", type=int, default=5)
-    parser.add_argument("--transports", nargs="*", default=["gloo", "ipc", "disk"])
+    parser.add_argument("--transports", nargs="*", choices=get_args(Transport), default=["gloo", "ipc", "disk"])
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     count = max(1, (wanted.megabytes << 20) // TENSOR_BYTES)

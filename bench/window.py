@@ -56,7 +56,8 @@ class Ring:
         self.serial, self.random = itertools.count(), np.random.default_rng(self.seed)
         self.places = GROUPS_PER_STEP * GROUP_SIZE
         self.trained = self.live = self.worst_staleness = 0
-        self.is_training, self.settling, self.queued = False, False, []
+        self.is_training = self.settling = False
+        self.queued: list[tuple[int, ...]] = []
         self.began_s = 0.0
 
     def run(self, num_steps: int) -> tuple[float, int]:

@@ -11,8 +11,11 @@ process that has asked cannot use them.
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing.context import ForkServerContext, SpawnContext
 
 import torch
 
-RANKS = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+RANKS: SpawnContext | ForkServerContext = (
+    multiprocessing.get_context("spawn") if torch.cuda.is_available() else multiprocessing.get_context("forkserver")
+)
 RANKS.set_forkserver_preload(["rlhpc.training.factory", "rlhpc.training.hf_model", "rlhpc.training.megatron.backend"])

@@ -26,14 +26,14 @@ def conforms(value: Any, annotation: Any) -> bool:
     if origin is np.ndarray:
         (wanted,) = typing.get_args(arguments[1])
         return type(value) is np.ndarray and value.dtype == wanted and value.ndim == 1
-    if dataclasses.is_dataclass(annotation):
-        return type(value) is annotation and all(conforms(getattr(value, n), kind) for n, kind in _fields(annotation))
+    if dataclasses.is_dataclass(whole := annotation):
+        return type(value) is whole and all(conforms(getattr(value, n), kind) for n, kind in _fields(annotation))
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return isinstance(value, annotation)
     return type(value) is annotation
 
 
 @functools.cache
-def _fields(kind: Any) -> list[tuple[str, Any]]:
+def _fields(kind: type) -> list[tuple[str, Any]]:
     hints = typing.get_type_hints(kind)
     return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,9 +37,7 @@ from rlhpc.types import (
 )
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher, make_receiver
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import make_tiny_checkpoint
+from tests.tiny_models import make_tiny_checkpoint
 
 LONG_PROMPT = np.asarray([4 + index % 90 for index in range(150)], np.int32)  # more than a block of KV cache
 MAX_TOKENS = 600
@@ -183,7 +180,7 @@ class VllmSubject(Subject):
         model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
         forget_end_of_sequence(model)
         config = tiny_config(model, staging, dtype, **generation)
-        weights = WeightsConfig(transport=transport, timeout_s=config.weights.timeout_s)
+        weights = WeightsConfig.model_validate({"transport": transport, "timeout_s": config.weights.timeout_s})
         publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)
         subject.engine = await VllmEngine.start(config, seed=0, is_apart=is_apart)

@@ -13,17 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-from engine_subjects import (
-    LONG_PROMPT,
-    MAX_TOKENS,
-    PublisherDied,
-    ScriptedSubject,
-    Subject,
-    VllmSubject,
-    living_children,
-    remember_strangers,
-    request_of,
-)
 
 from rlhpc.buffer.partial_codec import decode_partials, joined
 from rlhpc.config_sections import AdmissionConfig, BufferConfig, WeightsConfig
@@ -34,6 +23,17 @@ from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.factory import make_publisher
 from rlhpc.weights.process_group import SideGroup
+from tests.contracts.engine_subjects import (
+    LONG_PROMPT,
+    MAX_TOKENS,
+    PublisherDied,
+    ScriptedSubject,
+    Subject,
+    VllmSubject,
+    living_children,
+    remember_strangers,
+    request_of,
+)
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

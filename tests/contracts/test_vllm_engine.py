@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from engine_subjects import VllmSubject, living_children, request_of
 
 from rlhpc.generation.core_thread import CoreThread
 from rlhpc.types import FinishReason, Rollout
+from tests.contracts.engine_subjects import VllmSubject, living_children, request_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 KV_CACHE_BYTES = 2 << 20  # four requests of the greatest length, or sixteen short ones

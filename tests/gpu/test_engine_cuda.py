@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
-from engine_subjects import VllmSubject, request_of
 from weight_receiver_process import fingerprint
 from weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 
@@ -22,6 +18,7 @@ from rlhpc.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.checksum import NUM_LANES, checksum64
 from rlhpc.weights.factory import make_publisher
+from tests.contracts.engine_subjects import VllmSubject, request_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TIMEOUT_S = 30.0

@@ -198,7 +198,7 @@ class Run:
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
-            return process.environ().get(MARKER) == self._mark
+            return bool(process.environ().get(MARKER) == self._mark)
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             return False
 
@@ -208,7 +208,7 @@ def _is_role(process: psutil.Process, role: str, replica: int) -> bool:
         words = process.cmdline()
     except psutil.NoSuchProcess:
         return False
-    return words[2:4] == ["rlhpc.roles", role] and words[words.index("--replica") + 1] == str(replica)
+    return bool(words[2:4] == ["rlhpc.roles", role] and words[words.index("--replica") + 1] == str(replica))
 
 
 def run_to_the_end(lab: Lab, name: str, *words: str, **sections: Mapping[str, Any]) -> RunLayout:
