@@ -67,6 +67,11 @@ class GroupRecord:
         return [index for index, member in enumerate(self.members) if member.is_free]
 
     @property
+    def has_free(self) -> bool:
+        """A lease may name some member."""
+        return any(member.is_free for member in self.members)
+
+    @property
     def attempts(self) -> int:
         """1 + the most leases lost by a member."""
         return 1 + max(member.lost_leases for member in self.members)

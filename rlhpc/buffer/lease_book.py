@@ -233,11 +233,11 @@ class LeaseBook:
         return None
 
     def _is_grantable(self, group: GroupRecord) -> bool:
-        return bool(group.free_indices) and not group.is_dropped and not group.is_poisoned(self.max_attempts)
+        return group.has_free and not group.is_dropped and not group.is_poisoned(self.max_attempts)
 
     def _forget_if_not_free(self, group: GroupRecord) -> None:
-        if not group.free_indices:
-            self._returned.pop(group.group_id, None)
+        if group.group_id in self._returned and not group.has_free:
+            del self._returned[group.group_id]
 
     def _let_go(self, group: GroupRecord, index: int) -> None:
         """End the hold on a member, if any."""

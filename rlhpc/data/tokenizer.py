@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -161,12 +162,13 @@ class PromptTokenizer:
             found += ids if isinstance(ids, list) else [] if ids is None else [ids]
         return found
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a sequence, ascending; () where the checkpoint names none.
 
         The union of eos_token_id in generation_config.json and config.json and of eos_token in tokenizer_config.json
-        and special_tokens_map.json: chat models end a turn with a token that only some of the files name.
+        and special_tokens_map.json: chat models end a turn with a token that only some of the files name.  Read once:
+        it is asked for with every group, and the files may lie on a network.
         """
         found = {token for token in self.eos_tokens if isinstance(token, int)}
         if (token := self._special_tokens().get("eos_token")) is not None:

@@ -194,11 +194,11 @@ def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
 
 
 def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:
-    config, admission = context.config, context.config.admission
+    config, admission, ends = context.config, context.config.admission, tokenizer.eos_token_ids
 
     def sampling(prompt_id: int) -> SamplingParams:
         limit = config.max_completion_tokens(prompt_id)
-        return SamplingParams(limit, config.generation.temperature, tokenizer.eos_token_ids)
+        return SamplingParams(limit, config.generation.temperature, ends)
 
     return {
         "num_slots": admission.num_slots,

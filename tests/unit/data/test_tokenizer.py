@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from datetime import datetime
 from pathlib import Path
@@ -40,15 +41,21 @@ def test_plain_text_gets_the_tokenizers_own_bos_and_a_chat_gets_the_templates(tm
 
 
 def test_the_end_of_a_sequence_is_looked_for_in_every_file(tmp_path):
-    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path))
-    assert tokenizer.eos_token_ids == (2,)
+    assert PromptTokenizer(make_tokenizer_files(tmp_path)).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
     (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
-    assert tokenizer.eos_token_ids == (0, 2, 5)
+    assert PromptTokenizer(tmp_path).eos_token_ids == (0, 2, 5)
     make_tokenizer_files(tmp_path / "bare", eos_token=None)
     assert PromptTokenizer(tmp_path / "bare").eos_token_ids == ()
     (tmp_path / "bare" / "special_tokens_map.json").write_text('{"eos_token": {"content": "</turn>"}}')
     assert PromptTokenizer(tmp_path / "bare").eos_token_ids == ()  # tokenizer_config.json says that there is none
+
+
+def test_what_ends_a_sequence_is_asked_for_with_every_group_and_read_once(tmp_path):
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path))
+    ends = tokenizer.eos_token_ids
+    shutil.rmtree(tmp_path)
+    assert tokenizer.eos_token_ids == ends == (2,)
 
 
 def test_the_special_tokens_map_is_used_where_the_config_is_silent(tmp_path):
