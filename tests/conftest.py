@@ -6,6 +6,7 @@ Files whose tests share something costly (a cluster of trainer ranks, an engine)
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -70,6 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(WHOLE_RUNS) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests and their modules are made of stays: no collection of garbage looks at it again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,14 +14,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlhpc.contracts import TrainerBackend
 from rlhpc.deadline import Deadline
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedMicrobatch
-from tests.rank_context import RANKS
+from tests.rank_context import RANKS, begin_rank
 from tests.unit.training.packed_rows import dummy_row, tiny_config
 
 TIMEOUT_S = 150
@@ -162,7 +160,7 @@ class ClusterPool:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int) -> None:
-    torch.set_num_threads(1)
+    begin_rank()
     while True:
         try:
             scenario, layout, scratch, arguments = pipe.recv()

@@ -56,6 +56,7 @@ def test_status_shows_the_last_action_of_the_guard_and_programs_get_all(layout: 
     assert [entry["step"] for entry in document["guard"]] == [3, 4]
 
 
+@pytest.mark.starts
 def test_who_starts_has_a_row_and_the_queue_fits_the_terminal(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     config = config_of("generation.num_replicas=2")

@@ -15,11 +15,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
 
 from rlhpc.deadline import Deadline
-from tests.rank_context import RANKS
+from tests.rank_context import RANKS, begin_rank
 
 GRACE_S = 2  # for the others, once one rank has failed: they may hang in a collective, or have their own story
 
@@ -88,7 +87,7 @@ def _end(processes: list[BaseProcess]) -> None:
 
 
 def _run_rank(pipe: Connection, rank: int, world_size: int, address: str, task: bytes, timeout_s: float) -> None:
-    torch.set_num_threads(1)
+    begin_rank()
     try:
         function, arguments = pickle.loads(task)
         distributed.init_process_group(
