@@ -22,7 +22,7 @@ from tests.starting import StartingIsMarked
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-# What is one share each, longest first.
+# What is one share each, in the order in which they are dealt; after them comes what starts whole runs, then all else.
 TOGETHER = (
     "tests/slurm/test_h",
     "tests/slurm/",
@@ -36,7 +36,10 @@ WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")
 
 
 class Shares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type marker
-    """Deals shares to whoever has none left; those that take long first, so that all processes end together."""
+    """Deals shares to whoever has none left; those that take long first, so that all processes end together.
+
+    pytest-xdist itself deals the shares with most tests first: whole runs, a few to a file, would come last.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         for start in TOGETHER:
@@ -45,9 +48,14 @@ class Shares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type ma
         return nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
-        first = next((share for share in TOGETHER if share in self.workqueue), next(iter(self.workqueue)))
-        self.workqueue.move_to_end(first, last=False)
+        self.workqueue.move_to_end(min(self.workqueue, key=_turn_of), last=False)
         super()._assign_work_unit(node)
+
+
+def _turn_of(share: str) -> int:
+    if share in TOGETHER:
+        return TOGETHER.index(share)
+    return len(TOGETHER) + (not share.startswith(WHOLE_RUNS))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
