@@ -6,7 +6,8 @@ A second process produces, this one consumes.  Contenders take turns, shuffled, 
 are printed beside the fastest and slowest repeat.  "raw socket" moves the same bytes with sendall and recv_into and
 does nothing else: it is the denominator.  The CPU columns hold on a busy machine too: microseconds of the producing
 thread, of the consuming thread, and of all else (ZeroMQ's threads); the slowest of them bounds the rate wherever each
-thread has a core.  Only the contenders named "channel" keep the promises of docs/transport.md
+thread has a core.  "ZeroMQ" moves the same bytes through a bare pair of sockets: what no codec can be better than, with
+and without CURVE.  Only the contenders named "channel" keep the promises of docs/transport.md
 (checksum over everything, sequence numbers, bounded queues, types); pickle and lists check nothing.
 """
 
@@ -114,6 +115,7 @@ class Order:
     count: int
     num_tokens: int
     secrets: Path
+    server_key: bytes = b""  # of a bare socket with CURVE
 
 
 def produce(orders: Connection) -> None:
@@ -149,7 +151,10 @@ def produce_channel(order: Order) -> None:
 def produce_frames(order: Order) -> None:
     messages = rollouts(order.num_tokens)
     codec = Codec([ScoredRollout])
+    wire = wire_bytes(order.num_tokens)
     encode: dict[str, Callable[[Any], list[Any]]] = {
+        "ZeroMQ": lambda _: [wire],
+        "ZeroMQ, CURVE": lambda _: [wire],
         "codec, bare DEALER": lambda message: codec.encode(message, 0),
         "pickle": lambda message: [pickle.dumps(message, protocol=5)],
         "msgspec lists": lambda message: [msgspec.msgpack.encode(message)],
@@ -158,6 +163,9 @@ def produce_frames(order: Order) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.sndhwm = QUEUE
+    if order.server_key:
+        dealer.curve_serverkey = order.server_key
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
     dealer.connect(order.address)
     for message in cycle(source, order.count):
         dealer.send_multipart(encode[order.contender](message), copy=order.num_tokens < 5_000)
@@ -188,6 +196,8 @@ PRODUCERS: dict[str, Callable[[Order], None]] = {
     "raw socket": produce_raw,
     "channel": produce_channel,
     "channel, CURVE": produce_channel,
+    "ZeroMQ": produce_frames,
+    "ZeroMQ, CURVE": produce_frames,
     "codec, bare DEALER": produce_frames,
     "pickle": produce_frames,
     "msgspec lists": produce_frames,
@@ -244,13 +254,21 @@ async def consume_channel(order: Order, start: Callable[[Order], None], watch: S
 
 
 def consume_frames(order: Order, start: Callable[[Order], None], watch: Stopwatch) -> None:
-    codec = Codec([ScoredRollout])
+    codec, wire, tokens = Codec([ScoredRollout]), wire_bytes(order.num_tokens), rollouts(order.num_tokens)
 
     def from_codec(frames: list[Any]) -> tuple[int, Any]:
         rollout = codec.decode(contents(frames), "producer")[1].rollout
         return rollout.group_id, rollout.token_ids
 
+    def same(frames: list[Any]) -> tuple[int, Any]:
+        if len(frames[0].buffer) != len(wire):
+            raise SystemExit("other bytes arrived than were sent")
+        index = watch.seen % DISTINCT
+        return index, tokens[index].rollout.token_ids
+
     decode: dict[str, Callable[[list[Any]], tuple[int, Any]]] = {
+        "ZeroMQ": same,
+        "ZeroMQ, CURVE": same,
         "codec, bare DEALER": from_codec,
         "pickle": lambda frames: from_pickle(frames[0].buffer),
         "msgspec lists": lambda frames: from_lists(frames[0].buffer),
@@ -258,8 +276,12 @@ def consume_frames(order: Order, start: Callable[[Order], None], watch: Stopwatc
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.rcvhwm = QUEUE
+    public = b""
+    if "CURVE" in order.contender:
+        public, router.curve_secretkey = zmq.curve_keypair()
+        router.curve_server = True
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    start(Order(order.contender, f"tcp://127.0.0.1:{port}", order.count, order.num_tokens, order.secrets))
+    start(dataclasses.replace(order, address=f"tcp://127.0.0.1:{port}", server_key=public))
     while watch.seen < order.count:
         frames = pull(router)
         if frames is None:
