@@ -1,17 +1,20 @@
-"""Make what docs/tutorial.md trains on: word problems in the form of GSM8K, and a tiny model that is careless at them.
+"""Make what docs/tutorial.md trains on: word problems like GSM8K's, and a tiny model that is careless at them.
 
-`python examples/word_problems.py tutorial` writes tutorial/train.jsonl and tutorial/model, an ordinary HF checkpoint of
-0.3 million parameters with a tokenizer of words.  Everything is drawn from fixed seeds; nothing is downloaded.  It
-takes one to three minutes.  With a model and a dataset of your own you need none of this.
+`python examples/word_problems.py tutorial` writes tutorial/train.parquet, laid out as verl's scripts lay out GSM8K, and
+tutorial/model, an ordinary HF checkpoint of 0.3 million parameters with a tokenizer of words and a chat template.
+Everything is drawn from fixed seeds; nothing is downloaded.  It takes one to three minutes.  With a model and a dataset
+of your own you need none of this.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
@@ -20,7 +23,11 @@ from transformers.utils import logging
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Farid")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "stamps")
-TEMPLATE = "Question: {question}\nAnswer:"  # data.prompt_template of examples/tutorial.toml
+TEMPLATE = "Question: {question}\nAnswer:"  # what the chat template makes of a question
+CHAT_TEMPLATE = (
+    "{% for message in messages %}Question: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Answer:{% endif %}"
+)
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 PAD_ID, EOS_ID = 0, 1
 WORDS = r"####|\d+|[A-Za-z]+|[\s\S]"
@@ -47,14 +54,27 @@ def write_answer(first: int, more: int, fewer: int, rng: random.Random, *, slips
     return "\n".join(lines[:2] if rng.random() < no_mark else lines)
 
 
+def draw_records(num_problems: int, seed: int) -> list[dict[str, Any]]:
+    """Return problems as verl has them: a chat, what the reward function compares with, and remarks."""
+    rng, records = random.Random(seed), []
+    for index in range(num_problems):
+        question, *numbers = draw_problem(rng)
+        answer = write_answer(*numbers, rng, slips=0.0, no_mark=0.0)
+        records.append(
+            {
+                "data_source": "word_problems",
+                "prompt": [{"role": "user", "content": question}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": answer.rpartition("#### ")[2]},
+                "extra_info": {"split": "train", "index": index, "answer": answer},
+            }
+        )
+    return records
+
+
 def write_dataset(path: Path, num_problems: int, seed: int) -> None:
-    """Write JSON lines {"question": …, "answer": "… #### 7"}."""
-    rng = random.Random(seed)
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(num_problems):
-            question, *numbers = draw_problem(rng)
-            answer = write_answer(*numbers, rng, slips=0.0, no_mark=0.0)
-            file.write(json.dumps({"question": question, "answer": answer}) + "\n")
+    """Write them as Parquet."""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(draw_records(num_problems, seed)), path)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -65,7 +85,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=CHAT_TEMPLATE
+    )
 
 
 def make_model(
@@ -126,7 +148,7 @@ def _slip(result: int, rng: random.Random, rate: float) -> int:
 def main(directory: Path) -> None:
     """Write dataset and model below `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_dataset(directory / "train.jsonl", NUM_PROBLEMS, seed=1)
+    write_dataset(directory / "train.parquet", NUM_PROBLEMS, seed=1)
     make_model(directory / "model")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import runpy
 import shutil
@@ -33,6 +32,9 @@ def examples_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("7 + 5 = 13\n13 - 3 = 10\n#### 10", 0.1, False),
         ("7 + 5 = 12\n12 - 3 = 9", 0.2, False),
         ("nine", 0.0, False),
+        ("7 + 5 = 12\n12 3 3 = 9\n#### 9", 1.1, True),  # no sum: not passed over
+        ("9 = 9\n#### 9", 1.0, True),
+        ("2 + 3 + 4 = 9, and 4 x 3 - 3 = 9\n#### 9", 1.2, True),
         ("Half of $1,200 is 1,200/2 = $<<1200/2=600>>600, and 1/0 = 0.\n#### 600", 0.1, False),
     ],
 )
@@ -45,21 +47,29 @@ def test_the_example_reward_pays_the_answer_and_a_little_for_true_equations(
     assert sum(outcome.parts.values()) == pytest.approx(reward)
 
 
+def test_the_hole_of_the_first_try_is_the_one_that_the_tutorial_finds() -> None:
+    without_a_minus = "7 + 5 = 12\n12 3 3 = 9\n#### 9"
+    assert resolve("worked_answer:first_try")(without_a_minus, "9").reward == pytest.approx(1.2)
+    assert resolve("worked_answer:reward")(without_a_minus, "9").reward == pytest.approx(1.1)
+
+
 def test_the_example_reward_raises_where_the_reference_has_no_answer() -> None:
     with pytest.raises(ValueError, match="reference"):
         resolve("worked_answer:reward")("#### 9", "")
 
 
-def test_word_problems_are_right_when_they_are_not_careless_and_survive_the_tokenizer(tmp_path: Path) -> None:
+def test_word_problems_are_right_when_they_are_not_careless_and_survive_the_tokenizer() -> None:
     import word_problems
 
-    word_problems.write_dataset(tmp_path / "train.jsonl", 200, seed=3)
-    records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     tokenizer = word_problems.make_tokenizer()
     reward = resolve("worked_answer:reward")
-    for record in records:
-        assert reward(record["answer"], record["answer"]).reward == pytest.approx(1.2)
-        text = word_problems.TEMPLATE.format(question=record["question"]) + " " + record["answer"]
+    for record in word_problems.draw_records(200, seed=3):
+        answer = record["extra_info"]["answer"]
+        assert reward(answer, record["reward_model"]["ground_truth"]).reward == pytest.approx(1.2)
+        prompt = word_problems.TEMPLATE.format(question=record["prompt"][0]["content"])
+        asked = tokenizer.apply_chat_template(record["prompt"], tokenize=False, add_generation_prompt=True)
+        assert asked == prompt  # the model was taught by the one, and is asked by the other
+        text = f"{prompt} {answer}"
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.unk_token_id not in tokenizer.encode(text)
 

@@ -1,4 +1,4 @@
-"""What docs/tutorial.md shows of `rlhpc check` is what it prints.
+"""What docs/tutorial.md shows of `rlhpc check` and `rlhpc data` is what they print.
 
 What runs print (text blocks) is of one real run and not compared: it differs from machine to machine.
 """
@@ -26,19 +26,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import word_problems
 
     (tmp_path / "tutorial").mkdir()
-    word_problems.write_dataset(tmp_path / "tutorial" / "train.jsonl", word_problems.NUM_PROBLEMS, seed=1)
+    word_problems.write_dataset(tmp_path / "tutorial" / "train.parquet", word_problems.NUM_PROBLEMS, seed=1)
     word_problems.make_model(tmp_path / "tutorial" / "model", clean_steps=1, careless_steps=1)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_what_the_tutorial_shows_of_check_is_what_it_prints(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_tutorial_shows_of_check_and_of_data_is_what_they_print(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = [(command, output) for command, output in commands(PAGE) if output is not None]
     assert len(shown) >= 3
     for command, expected in shown:
         program, *arguments = shlex.split(command)
-        assert (program, arguments[0]) == ("rlhpc", "check"), f"{command!r} is shown with output that nothing checks"
+        known = [("rlhpc", "check"), ("rlhpc", "data")]
+        assert (program, arguments[0]) in known, f"{command!r} is shown with output that nothing checks"
         capsys.readouterr()
         main(arguments)
         captured = capsys.readouterr()
