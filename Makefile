@@ -56,7 +56,7 @@ test: setup  ## the tests: every promise, on real parts; shared out by tests/con
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 3 -m "not long" $(PYTEST_ARGS)
 
 test-all: setup  ## what `make test` leaves out: exhaustive matrices, long scenarios
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 3 -m long $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 4 -m long $(PYTEST_ARGS)
 
 quick: setup  ## tests of units that start no process
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 -m "not long and not starts" $(PYTEST_ARGS) tests/unit tests/architecture

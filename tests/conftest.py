@@ -1,6 +1,6 @@
-"""How tests are shared out among processes (`make test`: pytest -n 3); without -n they run one after the other.
+"""How tests are shared out among processes (pytest -n, see Makefile); without -n they run one after the other.
 
-Those on Slurm wait much of their time and take the longest: two shares, each on a cluster of its own, dealt first.
+Those on Slurm wait much of their time and take the longest: some shares, each process has a cluster of its own.
 Files whose tests share something costly (a cluster of trainer ranks, an engine) are a share too; any other file is one.
 """
 
@@ -25,10 +25,13 @@ settings.load_profile("any machine")
 # What is one share each, in the order in which they are dealt; after them comes what starts whole runs, then all else.
 TOGETHER = (
     "tests/slurm/test_h",
-    "tests/slurm/",
-    "tests/contracts/test_trainer_",
+    "tests/slurm/test_j",
     "tests/ring/",
+    "tests/contracts/test_trainer_",
+    "tests/slurm/",
+    "tests/slurm/test_ha",
     "tests/faults/test_exact_restart",
+    "tests/slurm/test_k",
     "tests/unit/launch/test_audit",
     "tests/contracts/test_generation_engine",
 )
@@ -42,10 +45,7 @@ class Shares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type ma
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        for start in TOGETHER:
-            if nodeid.startswith(start):
-                return start
-        return nodeid.partition("::")[0]
+        return max(filter(nodeid.startswith, TOGETHER), key=len, default=nodeid.partition("::")[0])
 
     def _assign_work_unit(self, node: Any) -> None:
         self.workqueue.move_to_end(min(self.workqueue, key=_turn_of), last=False)

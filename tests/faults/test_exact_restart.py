@@ -112,9 +112,6 @@ LONG = pytest.mark.long
     [  # each staleness, backend and state that a checkpoint has to hold, in few runs
         pytest.param("alone", 1, {"backend": "reference"}, RENEWED),
         pytest.param(
-            "megatron-tp2", 1, {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS}, RENEWED, marks=LONG
-        ),
-        pytest.param(
             "megatron-dp2", 0, {"backend": "megatron", "ema_decay": 0.8, **TWO_RANKS}, MINIBATCHES, marks=LONG
         ),
         pytest.param(

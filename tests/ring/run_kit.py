@@ -220,7 +220,7 @@ def run_to_the_end(lab: Lab, name: str, *words: str, **sections: Mapping[str, An
     return lab.layout(name)
 
 
-def rlhpc(*words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def rlhpc(*words: str, timeout_s: float = CEILING_S) -> subprocess.CompletedProcess[str]:
     """Do another command in a process of its own."""
     command = [sys.executable, "-m", "launch.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=command_environment())

@@ -19,7 +19,7 @@ from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, assert_the_audit_is_clean
-from tests.ring.run_kit import CEILING_S, Run, rlhpc
+from tests.ring.run_kit import Run, rlhpc
 from tests.unit.doc_pages import ROOT, blocks, commands_of_block
 
 PAGE = ROOT / "docs" / "agents.md"
@@ -63,7 +63,7 @@ def test_the_commands_of_the_page_train_what_a_client_of_openai_was_given_throug
         os.kill(next(role["pid"] for role in status["roles"] if role["name"] == "generator-0"), signal.SIGKILL)
         started.wait_for_step(status["step"] + 3)
         assert not [process for process in agents if process.is_running()]
-        stopped = rlhpc("stop", str(layout.root), timeout_s=CEILING_S)
+        stopped = rlhpc("stop", str(layout.root))
         assert stopped.returncode == 0, stopped.stderr
         assert started.finish() == 0, started.story()
         started.assert_nothing_is_left()

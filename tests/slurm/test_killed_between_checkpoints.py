@@ -38,7 +38,6 @@ def everything(run: SlurmRun) -> list[int]:
 @pytest.mark.parametrize(
     ("victims", "every_steps"),
     [
-        pytest.param(roles("trainer"), 50, id="trainer"),
         pytest.param(roles(*ROLES), 50, id="roles"),
         pytest.param(everything, 1000, id="everything-without-checkpoints"),
     ],
