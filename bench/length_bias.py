@@ -17,6 +17,7 @@ import heapq
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -179,7 +180,8 @@ def main() -> None:
         for value in values:
             cells = []
             for way in WAYS:
-                run = Run(way, lease_deadline_s=value) if setting == "lease_deadline_s" else Run(way, mtbf_s=value)
+                changed: dict[str, Any] = {setting: value}
+                run = Run(way, **changed)
                 cells.append(f"{way.name}: {run.mean_s(num_samples):.3f} ({run.num_poisoned})")
             print(f"{setting} {value:4.0f}  " + "  ".join(cells), flush=True)
 

@@ -17,6 +17,7 @@ from rlhpc.rewards.math_answer import judge
 WORKING_REWARD = 0.2  # small beside 1.0: an answer that is only well argued must not pay
 _EQUATION = re.compile(r"([0-9.,$ +*/x()-]+)=\s*\$?(-?[0-9][0-9.,]*)")
 _ANNOTATION = re.compile(r"<<[^>]*>>")  # GSM8K repeats every sum for a calculator: 48/2 = <<48/2=24>>24
+_LONGEST = 100  # characters of a sum: a policy may write what would take a parser's whole stack
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -61,6 +62,8 @@ def _plain(text: str) -> str:
 
 
 def _holds(left: str, right: str) -> bool | None:
+    if len(left) > _LONGEST:
+        return None
     try:
         tree = ast.parse(left, mode="eval").body
         if not isinstance(tree, ast.BinOp):

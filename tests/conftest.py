@@ -1,6 +1,6 @@
 """How tests are shared out among processes (pytest -n, see Makefile); without -n they run one after the other.
 
-Those on Slurm wait much of their time and take the longest: some shares, each process has a cluster of its own.
+Those on Slurm wait much of their time and take the longest: a few shares; each process has a cluster of its own.
 Files whose tests share something costly (a cluster of trainer ranks, an engine) are a share too; any other file is one.
 """
 

@@ -7,6 +7,7 @@ import enum
 import functools
 import types
 import typing
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,15 @@ def conforms(value: Any, annotation: Any) -> bool:
     if origin is np.ndarray:
         (wanted,) = typing.get_args(arguments[1])
         return type(value) is np.ndarray and value.dtype == wanted and value.ndim == 1
-    if dataclasses.is_dataclass(whole := annotation):
-        return type(value) is whole and all(conforms(getattr(value, n), kind) for n, kind in _fields(annotation))
+    if dataclasses.is_dataclass(annotation):
+        fields = _fields(typing.cast(Hashable, annotation))
+        return type(value) is annotation and all(conforms(getattr(value, n), kind) for n, kind in fields)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return isinstance(value, annotation)
     return type(value) is annotation
 
 
 @functools.cache
-def _fields(kind: type) -> list[tuple[str, Any]]:
+def _fields(kind: Any) -> list[tuple[str, Any]]:
     hints = typing.get_type_hints(kind)
     return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]

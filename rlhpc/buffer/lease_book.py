@@ -198,7 +198,7 @@ class LeaseBook:
         if self.num_held != len(recorded):
             raise LedgerError(f"{len(recorded)} members are held, and {self.num_held} are counted")
         queued = self._returned.keys() | {group.group_id for group in (*self._fresh, *self._waiting)}
-        if lost := [group.group_id for group in groups if group.free_indices and group.group_id not in queued]:
+        if lost := [group.group_id for group in groups if group.has_free and group.group_id not in queued]:
             raise LedgerError(f"groups {lost} have free members that no grant would find")
 
     def _free_groups(self) -> Iterator[GroupRecord]:

@@ -149,7 +149,7 @@ def test_dialogues_are_evaluated_turn_by_turn_and_a_killed_evaluation_draws_them
 
 
 def ended_in_the_middle(words: list[str], directory: Path, after: int, number: signal.Signals) -> tuple[int, str]:
-    """Exit status and words of a command that gets a signal once so many samples are there."""
+    """Exit status and words of a command that gets a signal once `after` samples are there."""
     with started(words) as process:
         wait_for_samples(directory, after)
         process.send_signal(number)

@@ -66,7 +66,9 @@ def test_the_next_job_loads_beside_the_old_one_and_goes_on_at_once(slurm: DevClu
     loaded = [event for event in run.events("take_over") if "everything is loaded" in event["text"]]
     assert len(loaded) == 1, run.story()
     took_s, step_s = cost_of_hand_over(run, attempt["resume_step"])
-    print(f"{took_s:.2f} s from step to step over the hand-over; other steps {step_s:.2f} s")
+    began, ended = run.events("stand_by")[0]["unix_time_s"], run.events("loaded")[0]["unix_time_s"]
+    print(f"{took_s:.2f} s from step to step, other steps {step_s:.2f} s; loaded in {ended - began:.2f} s")
+    assert took_s - step_s < ended - began, "to load was not waited for"
     run.stop()
     assert trained_in_vain(run) == 0, "what was trained is in the checkpoint of the hand-over"
 

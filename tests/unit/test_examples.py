@@ -47,6 +47,15 @@ def test_the_example_reward_pays_the_answer_and_a_little_for_true_equations(
     assert sum(outcome.parts.values()) == pytest.approx(reward)
 
 
+@pytest.mark.parametrize("name", ["reward", "first_try"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_sum_without_an_end_is_no_working_and_no_error(name: str, number: int) -> None:
+    """What a policy writes must not end a judgement: that counts as the fault of the verifier, and teaches nothing."""
+    endless = ("-" * 5000 + "9 + 0", "1 + " * 3000 + "1", "9" * 400 + " + 1")[number]
+    outcome = resolve(f"worked_answer:{name}")(f"{endless} = 9\n#### 9", "9")
+    assert (outcome.reward, outcome.is_correct) == (1.0, True)
+
+
 def test_the_hole_of_the_first_try_is_the_one_that_the_tutorial_finds() -> None:
     without_a_minus = "7 + 5 = 12\n12 3 3 = 9\n#### 9"
     assert resolve("worked_answer:first_try")(without_a_minus, "9").reward == pytest.approx(1.2)
