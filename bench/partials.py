@@ -27,7 +27,8 @@ from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config_sections import AdmissionConfig, BufferConfig
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.types import Prefix, Prompt, RolloutRequest, SamplingParams
 

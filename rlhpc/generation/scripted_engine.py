@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,24 +21,11 @@ from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightReceiver, WeightTiming
 from rlhpc.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.generation.busy_clock import BusyClock
+from rlhpc.generation.engine_script import Script
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.types import Float32, Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 FIRST_ORDINARY_TOKEN = 4  # below are the special tokens of a character vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """Settings of a scripted engine."""
-
-    seed: int = 0
-    vocab_size: int = 100
-    stop_token_id: int = 2
-    stop_probability: float = 0.05
-    token_s: float = 0.0  # time one token takes; 0: as fast as the event loop turns
-    max_num_seqs: int = 256
-    die_after_tokens: int | None = None  # the engine dies after generating this many
-    tally: str = ""  # a file that gets a line "group sample position pid" for every token drawn; "": none
 
 
 @dataclass(slots=True)
@@ -78,6 +64,8 @@ class ScriptedEngine(GenerationEngine):
         self._newest: dict[str, int] = {}  # request id → key
         self._serial = itertools.count()
         self._places = asyncio.Semaphore(script.max_num_seqs)
+        self._may_begin, self._is_draining = asyncio.Event(), False
+        self._may_begin.set()
         self._may_run = True
         self._clock, self._busy = clock, BusyClock(clock, script.max_num_seqs)
         self._num_tokens = 0
@@ -90,22 +78,8 @@ class ScriptedEngine(GenerationEngine):
     def of(
         cls, config: Config, *, seed: int, make_receiver: Callable[[str], WeightReceiver] | None = None
     ) -> ScriptedEngine:
-        """With the vocabulary of the run's model; only its config.json is read, if present.
-
-        Its table "scripted_engine" may have other fields of Script.
-        """
-        script = Script(seed=seed, max_num_seqs=config.generation.max_num_seqs)
-        path = config.model.path / "config.json"
-        if path.exists():
-            model = json.loads(path.read_text())
-            eos = model.get("eos_token_id", script.stop_token_id)
-            script = replace(
-                script,
-                vocab_size=int(model.get("vocab_size", script.vocab_size)),
-                stop_token_id=int(eos[0] if isinstance(eos, list) else eos),
-                **model.get("scripted_engine", {}),
-            )
-        return cls(script, make_receiver=make_receiver)
+        """As its script says, with the vocabulary of the run's model."""
+        return cls(Script.of(config, seed=seed), make_receiver=make_receiver)
 
     def logprob_table(self, policy_version: int) -> Float32:
         """Natural log-probability of every token under a version, float32 [vocab_size].
@@ -154,12 +128,11 @@ class ScriptedEngine(GenerationEngine):
         self._newest[request.request_id] = key
         self._busy.enter()
         try:
-            async with self._places:
-                self._num_started += 1
-                try:
-                    return rollout_of(request, flight.sampled(await self._draw(flight)))
-                finally:
-                    self._num_started -= 1
+            await self._take_place()
+            try:
+                return rollout_of(request, flight.sampled(await self._draw(flight)))
+            finally:
+                self._leave_place()
         finally:
             self._busy.leave()
             del self._in_flight[key]
@@ -236,6 +209,8 @@ class ScriptedEngine(GenerationEngine):
                 await asyncio.to_thread(_receive_for_nothing, self._receiver, manifest)
             except GroupFailed as error:
                 raise TornWeights(str(error)) from error
+        if self.script.drains:
+            await self._drain()
         self._policy_version = manifest.policy_version
         return WeightTiming(receive_s=self._clock() - began, pause_s=0.0)
 
@@ -258,6 +233,33 @@ class ScriptedEngine(GenerationEngine):
 
     def _find(self, request_id: str) -> _InFlight | None:
         return self._in_flight.get(self._newest.get(request_id, -1))
+
+    async def _take_place(self) -> None:
+        """Wait for one, and for the end of a static batch or of a drain."""
+        while True:
+            await self._may_begin.wait()
+            await self._places.acquire()
+            if self._may_begin.is_set():
+                self._num_started += 1
+                return
+            self._places.release()
+
+    def _leave_place(self) -> None:
+        self._num_started -= 1
+        self._places.release()
+        if not self._num_started and not self._is_draining:
+            self._may_begin.set()
+
+    async def _drain(self) -> None:
+        """Let nobody begin until all who have begun have ended."""
+        self._is_draining = True
+        self._may_begin.clear()
+        try:
+            while self._num_started and not self._death:  # noqa: ASYNC110 - either ends it
+                await asyncio.sleep(0.001)
+        finally:
+            self._is_draining = False
+            self._may_begin.set()
 
     async def _draw(self, flight: _InFlight) -> str:
         """Draw until the end and return why it ended."""
@@ -282,7 +284,9 @@ class ScriptedEngine(GenerationEngine):
 
     async def _step(self, flight: _InFlight) -> None:
         """Wait for the time of one token, and for the end of a pause."""
-        await asyncio.sleep(self.script.token_s)
+        await asyncio.sleep(self.script.token_s + self.script.sample_s * self._num_started)
+        if self.script.static_batches:
+            self._may_begin.clear()
         while not self._may_run and not flight.is_aborted and not self._death:  # noqa: ASYNC110 - any of three ends it
             await asyncio.sleep(0.001)
         limit = self.script.die_after_tokens

@@ -20,7 +20,8 @@ from rlhpc.config import Config
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import GenerationEngine, WeightPublisher, WeightTiming
 from rlhpc.generation.core_thread import CoreThread
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.types import (
     FinishReason,

@@ -12,7 +12,8 @@ from typing import Any
 
 from rlhpc.contracts import ClientChannel, WeightTiming
 from rlhpc.errors import ChannelError
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.messages import (
     RewardReply,
     RewardRequest,

@@ -27,7 +27,7 @@ from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_asid
 from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
 from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
-from rlhpc.generation.scripted_engine import Script
+from rlhpc.generation.engine_script import Script
 from rlhpc.ownership import take_over
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
 from rlhpc.roles.controller import batch_maker

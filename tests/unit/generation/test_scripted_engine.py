@@ -9,7 +9,8 @@ import pytest
 
 from rlhpc.config import Config
 from rlhpc.errors import EngineError
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.types import FinishReason, Prefix, Prompt, RolloutRequest, SamplingParams, WeightGroup, WeightManifest
 
 
@@ -81,6 +82,40 @@ async def test_no_more_than_max_num_seqs_are_drawn_at_once() -> None:
     statistics = engine.statistics()
     assert (statistics.num_running, statistics.num_waiting) == (2, 3)
     await asyncio.gather(*running)
+
+
+async def test_a_static_batch_is_decoded_to_its_end_before_another_begins() -> None:
+    engine = ScriptedEngine(Script(max_num_seqs=2, stop_probability=0, static_batches=True))
+    short, long = request(0, max_tokens=2), request(1)
+    first = [asyncio.create_task(engine.generate(each)) for each in (short, long)]
+    await first[0]
+    late = asyncio.create_task(engine.generate(request(2)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+        assert engine.statistics().num_running == 1
+    await first[1]
+    assert len((await late).token_ids)
+
+
+async def test_an_engine_that_drains_lets_whoever_has_begun_end_with_the_weights_of_the_beginning() -> None:
+    engine = ScriptedEngine(Script(stop_probability=0, drains=True))
+    await engine.receive_weights(WeightManifest(1, 1, (), ()))
+    begun = asyncio.create_task(engine.generate(request(0)))
+    await asyncio.sleep(0)
+    update = asyncio.create_task(engine.receive_weights(WeightManifest(2, 1, (), ())))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(engine.generate(request(1)))
+    await update
+    assert set((await begun).versions.tolist()) == {1}
+    assert set((await late).versions.tolist()) == {2}
+
+
+async def test_a_token_takes_the_longer_the_more_are_decoded_with_it() -> None:
+    loop = asyncio.get_running_loop()
+    engine = ScriptedEngine(Script(stop_probability=0, sample_s=0.002))
+    began = loop.time()
+    await asyncio.gather(*(engine.generate(request(index, max_tokens=3)) for index in range(10)))
+    assert loop.time() - began >= 3 * 10 * 0.002
 
 
 async def test_a_paused_request_can_be_aborted() -> None:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from rlhpc.config import Config
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.messages import Delivery
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.generator.sampling import Link, Sampling

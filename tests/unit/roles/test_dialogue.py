@@ -18,8 +18,9 @@ from rlhpc.config_environment import EnvironmentConfig
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.environment import Environment, Message, Step
+from rlhpc.generation.engine_script import Script
 from rlhpc.generation.finished_request import prefix_of
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.messages import TurnReply
 from rlhpc.roles.common.dialogue import Dialogue, Finished, Taken
 from rlhpc.tool_schemas import TOOL_SCHEMAS

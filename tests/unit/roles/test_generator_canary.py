@@ -14,7 +14,8 @@ import pytest
 
 from rlhpc.config_file import config_hash
 from rlhpc.errors import RoleFailed
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.messages import CanaryTaken, LeaseReturn, Quarantine, TakeCanary
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.generator.role import Generator

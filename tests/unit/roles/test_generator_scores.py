@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.messages import Delivery, RewardReply, RewardRequest
 from rlhpc.roles.generator.sampling import Link, Sampling
 from rlhpc.topology import LEASES, REWARDS

@@ -11,7 +11,8 @@ import pytest
 from rlhpc.buffer.partial_codec import PartialRollout, decode_partials, id_checksum, joined
 from rlhpc.config_sections import AdmissionConfig, BufferConfig
 from rlhpc.contracts import GenerationEngine
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.messages import LeaseProgress
 from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.types import Prefix, Prompt, Rollout, RolloutRequest, SamplingParams

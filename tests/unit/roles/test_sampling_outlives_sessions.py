@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rlhpc.buffer.partial_codec import decode_partials
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.engine_script import Script
+from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.messages import Delivery, RewardReply, RewardRequest
 from rlhpc.roles.generator.sampling import Link, Sampling
 from rlhpc.topology import LEASES, REWARDS
