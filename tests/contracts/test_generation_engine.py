@@ -47,7 +47,7 @@ TOLERANCE = 1e-4  # float32, another order of sums
     params=[
         "scripted",
         pytest.param("vllm", marks=pytest.mark.vllm),
-        pytest.param("vllm apart", marks=pytest.mark.vllm),
+        pytest.param("vllm apart", marks=[pytest.mark.vllm, pytest.mark.long]),
         pytest.param("vllm paused", marks=[pytest.mark.vllm, pytest.mark.long]),
     ],
 )

@@ -16,6 +16,7 @@ from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import ROOT, Lab, Run, rlhpc
 
 
+@pytest.mark.long
 @pytest.mark.ring
 def test_dialogues_outlive_the_deaths_of_their_generator_and_of_their_environments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("full-disk"))
 
 
+@pytest.mark.long
 def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def wait_for_tokens(run: Run, lab: Lab, least: int) -> None:
     run.wait_until(lambda _: total(lab) >= least)
 
 
+@pytest.mark.long
 def test_the_death_of_a_generator_costs_at_most_an_interval_of_each_rollout(lab: Lab) -> None:
     layout = lab.layout("bereft")
     with Run(run_file(lab, "bereft"), layout) as run:
@@ -118,7 +119,8 @@ def test_a_generator_goes_on_while_the_controller_is_replaced_and_draws_no_token
         assert_full_batches_trained_once(run.layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_generator_that_is_told_to_leave_hands_back_every_token(lab: Lab, number: signal.Signals) -> None:
     sections = settings()
     sections["generation"]["num_replicas"] = 2

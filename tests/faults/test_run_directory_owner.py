@@ -102,6 +102,7 @@ def test_a_controller_that_wakes_in_its_successors_timeline_writes_nothing_and_e
     assert summary_of(run.layout)["steps"] == num_steps
 
 
+@pytest.mark.long
 def test_of_two_resumes_at_once_one_goes_on_and_one_is_refused(lab: Lab) -> None:
     run_file, layout = lab.run_file("twice", run={"num_steps": 4}), lab.layout("twice")
     with Run(run_file, layout) as run:
@@ -116,6 +117,7 @@ def test_of_two_resumes_at_once_one_goes_on_and_one_is_refused(lab: Lab) -> None
     assert_full_batches_trained_once(layout.rollouts, 30, 4, 4)
 
 
+@pytest.mark.long
 def test_many_stops_at_once_save_as_one_does(lab: Lab) -> None:
     name = "stopped-by-many"
     settings = {"run": ENDLESS, "data": SLOW, "checkpoint": {"every_steps": 1000}}

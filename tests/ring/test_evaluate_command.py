@@ -98,6 +98,7 @@ def followers(run_directory: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long
 def test_two_processes_draw_what_one_draws_and_the_same_command_again_draws_nothing(lab: Lab) -> None:
     alone = rlhpc(*words_of(lab, "one", *SCRIPTED, "--json"))
     assert alone.returncode == 0, alone.stderr
@@ -190,6 +191,7 @@ def test_after_its_end_in_the_middle_the_same_command_draws_what_is_missing(
     assert completions(directory) == completions(lab.root / "whole")
 
 
+@pytest.mark.long
 def test_a_process_that_fails_ends_the_command_which_says_why(lab: Lab) -> None:
     slow_down(lab, 0.05)
     directory = lab.root / "failed"

@@ -47,6 +47,7 @@ def wait_for_its_end(run: SlurmRun, number: int) -> None:
     wait_while_it_moves(lambda: not state_of(run, number), trace, "the end of the evaluation", lambda: said_by(run))
 
 
+@pytest.mark.long
 def test_a_job_follows_the_run_to_its_last_step_and_ends(slurm: DevCluster, lab: Lab) -> None:
     run = evaluated(slurm, lab, "evaluated", run={"num_steps": 8}, checkpoint={"every_steps": 2})
     assert "----- evaluation.sbatch" in run.submit("--dry-run")

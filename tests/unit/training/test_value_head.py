@@ -129,7 +129,7 @@ def test_figures_of_one_rank_are_its_own(model: Path) -> None:
 ZERO2, ZERO3 = ({"backend": "deepspeed", "zero_stage": stage} for stage in (2, 3))
 
 
-@pytest.mark.parametrize("trainer", [ZERO2, ZERO3, {"backend": "megatron"}])
+@pytest.mark.parametrize("trainer", [pytest.param(ZERO2, marks=pytest.mark.long), ZERO3, {"backend": "megatron"}])
 def test_policy_and_critic_share_a_process_and_its_groups(model: Path, trainer: dict[str, Any]) -> None:
     """The critic leaves first: the groups are those of the backend that was opened first."""
     for _ in range(2):
