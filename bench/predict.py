@@ -33,7 +33,7 @@ from rlhpc.config_sections import AdmissionConfig
 from rlhpc.packing.cost import FlopCost
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import Lab
-from tests.ring.timed_runs import make_timed_lab, slow_trainers, timed_run
+from tests.ring.timed_runs import TRAINED_TOKEN_S, make_timed_lab, slow_trainers, timed_run
 
 NUM_STEPS = 50
 CALIBRATION = (1, 1)  # generators, max_staleness
@@ -102,7 +102,7 @@ def compare_timed_runs(root: Path, slowness: float) -> None:
     made = Lab(root, root / "model", root / "train.jsonl")
     lab = made if made.model.exists() else make_timed_lab(root, slowness)
     cases = (CALIBRATION, *CASES)
-    with slow_trainers(slowness), ThreadPoolExecutor(len(cases)) as pool:
+    with slow_trainers(slowness * TRAINED_TOKEN_S), ThreadPoolExecutor(len(cases)) as pool:
         layouts = list(pool.map(lambda case: _run(lab, *case), cases))
     print(HEAD)
     for (generators, staleness), layout in zip(cases, layouts, strict=True):

@@ -1,18 +1,20 @@
 """How fast a new version of the weights gets from the trainer's memory into a generator's, on one host, on CPU.
 
-    python -m bench.weights [--megabytes 1024] [--receivers 1] [--bucket-megabytes 64] [--versions 5]
+    python -m bench.weights [--megabytes 1024] [--receivers 1 …] [--bucket-megabytes 64] [--versions 5]
 
 A process for each receiver; publisher and receivers go through the code of a run: buckets, checksums, votes.  The
 denominator is one memcpy of the same bytes in the same run, taken between versions, so that a busy machine slows both.
 "first" is the first version, whose memory nobody has touched; "ratio" is memcpy / median of the others: 1 would be a
 single copy without any check.  "CPU" is the CPU time of all processes over that of the memcpy, which holds on a busy
-machine too: with two cores to itself a transport cannot do better than 2 / CPU.  The clock runs from the publisher's
-call to the last receiver's word that all agrees.
+machine too: with two cores to itself a transport cannot do better than 2 / CPU; "publisher" is the publisher's share of
+it, which says who passes the bytes on where there are several receivers.  The clock runs from the publisher's call to
+the last receiver's word that all agrees.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import statistics
 import tempfile
@@ -44,6 +46,7 @@ class Figures:
     published: list[float] = field(default_factory=list)
     copied: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)  # of all processes, per second of CPU of a memcpy
+    publisher_cpu: list[float] = field(default_factory=list)  # the same, of the publisher
 
     @property
     def ratio(self) -> float:
@@ -93,13 +96,15 @@ def measure(transport: Transport, manifest: WeightManifest, num_receivers: int, 
             publisher.publish(this, iter(weights))
             arrived = [ours.recv() for ours, _ in pipes]
             figures.published.append(time.perf_counter() - began)
-            cpu = time.process_time() - cpu + sum(seconds for _, seconds in arrived)
+            own_cpu = time.process_time() - cpu
             assert [value for value, _ in arrived] == [float(version)] * num_receivers
             began, cpu_of_copy = time.perf_counter(), time.process_time()
             for target, (_, tensor) in zip(copy, weights, strict=True):
                 target.copy_(tensor)
             figures.copied.append(time.perf_counter() - began)
-            figures.cpu.append(cpu / (time.process_time() - cpu_of_copy))
+            cpu_of_copy = time.process_time() - cpu_of_copy
+            figures.cpu.append((own_cpu + sum(seconds for _, seconds in arrived)) / cpu_of_copy)
+            figures.publisher_cpu.append(own_cpu / cpu_of_copy)
         for ours, _ in pipes:
             ours.send(None)
         publisher.dissolve()
@@ -111,7 +116,7 @@ def measure(transport: Transport, manifest: WeightManifest, num_receivers: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1024)
-    parser.add_argument("--receivers", type=int, default=1)
+    parser.add_argument("--receivers", type=int, nargs="*", default=[1])
     parser.add_argument("--bucket-megabytes", type=int, default=64)
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--transports", nargs="*", choices=get_args(Transport), default=["gloo", "ipc", "disk"])
@@ -120,14 +125,20 @@ def main() -> None:
     count = max(1, (wanted.megabytes << 20) // TENSOR_BYTES)
     specs = [TensorSpec(f"w{index}", "bfloat16", (TENSOR_BYTES // 2048, 1024)) for index in range(count)]
     manifest = make_manifest(0, 1, specs, wanted.bucket_megabytes << 20)
-    print(f"{wanted.megabytes} MB, {wanted.receivers} receiver(s), buckets of {wanted.bucket_megabytes} MB")
-    print(f"{'transport':<12}{'first s':>9}{'median s':>9}{'memcpy s':>9}{'ratio':>8}{'CPU':>8}")
-    for transport in wanted.transports:
-        figures = measure(transport, manifest, wanted.receivers, wanted.versions)
+    print(f"{wanted.megabytes} MB, buckets of {wanted.bucket_megabytes} MB")
+    heads = {"receivers": 10, "first s": 9, "median s": 9, "memcpy s": 9, "ratio": 8, "CPU": 8, "publisher": 10}
+    print(f"{'transport':<12}" + "".join(f"{head:>{width}}" for head, width in heads.items()), flush=True)
+    for transport, receivers in itertools.product(wanted.transports, wanted.receivers):
+        figures = measure(transport, manifest, receivers, wanted.versions)
         first, others = figures.published[0], statistics.median(figures.published[1:])
-        tell(f"weights by {transport} over memcpy", figures.ratio)
+        if receivers == 1:
+            tell(f"weights by {transport} over memcpy", figures.ratio)
         copied, cpu = statistics.median(figures.copied), statistics.median(figures.cpu[1:])
-        print(f"{transport:<12}{first:>9.2f}{others:>9.2f}{copied:>9.3f}{figures.ratio:>8.3f}{cpu:>8.1f}", flush=True)
+        print(
+            f"{transport:<12}{receivers:>10}{first:>9.2f}{others:>9.2f}{copied:>9.3f}{figures.ratio:>8.3f}{cpu:>8.1f}"
+            f"{statistics.median(figures.publisher_cpu[1:]):>10.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

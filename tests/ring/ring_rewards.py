@@ -29,6 +29,14 @@ def parity_by_characters(completion: str, reference: str) -> RewardOutcome:
     return replace(parity(completion, reference), rewards_at={n: 0.1 / n for n in places})
 
 
+def parity_or_alike(completion: str, reference: str) -> RewardOutcome:
+    """As parity, but every third prompt is too easy or too hard: what its rollouts earn is all the same."""
+    answer = int(reference)
+    if answer % 3:
+        return parity(completion, reference)
+    return RewardOutcome(float(answer % 2), is_correct=bool(answer % 2))
+
+
 def slow_parity(completion: str, reference: str) -> RewardOutcome:
     """Bounds the pace of a run from below, so that there is a middle in which something can happen to it."""
     time.sleep(SLOW_S)

@@ -11,7 +11,7 @@ import pytest
 from launch.reading.run_figures import read_figures
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import rlhpc, summary_of
-from tests.ring.timed_runs import make_timed_lab, slow_trainers, timed_run
+from tests.ring.timed_runs import TRAINED_TOKEN_S, make_timed_lab, slow_trainers, timed_run
 
 pytestmark = [pytest.mark.ring, pytest.mark.long]
 OFF_BY = 0.35  # bench/predict.py measures it on machines that are not as busy as this one may be
@@ -27,7 +27,7 @@ def test_a_run_takes_as_long_as_was_predicted_from_another_one(tmp_path: Path) -
     """Both at once, so that what else the machine does slows both down; the second has other generators and S."""
     lab = make_timed_lab(tmp_path, slowness=2)
     settings = {"one": (1, 1), "two": (2, 3)}
-    with slow_trainers(2), ThreadPoolExecutor(2) as pool:
+    with slow_trainers(2 * TRAINED_TOKEN_S), ThreadPoolExecutor(2) as pool:
         runs = {
             name: pool.submit(timed_run, lab, name, generators=generators, max_staleness=bound, num_steps=24)
             for name, (generators, bound) in settings.items()

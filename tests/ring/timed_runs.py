@@ -49,10 +49,10 @@ def timed_run(lab: Lab, name: str, *, generators: int, max_staleness: int, num_s
 
 
 @contextmanager
-def slow_trainers(slowness: float = 1.0) -> Iterator[None]:
-    """Trainers that are started meanwhile take so many times TRAINED_TOKEN_S."""
+def slow_trainers(token_s: float = TRAINED_TOKEN_S) -> Iterator[None]:
+    """Trainers that are started meanwhile take so long for a token."""
     before = os.environ.get(SLEEP)
-    os.environ[SLEEP] = str(slowness * TRAINED_TOKEN_S)
+    os.environ[SLEEP] = str(token_s)
     try:
         yield
     finally:

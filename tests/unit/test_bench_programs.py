@@ -20,12 +20,13 @@ ROOT = Path(__file__).parents[2]
         "batch_path --ranks 2 --rollouts 32 --tokens 64 --steps 4 --step-s 0.1",
         "controller --tokens 64 --seconds 1",
         "granting --leases 50 --groups 500",
+        "ladder --directory {scratch} --steps 3 --rungs 2",
         "transport --seconds 1 --repeats 1",
     ],
 )
-def test_a_small_measurement_is_taken_to_its_end(words: str) -> None:
+def test_a_small_measurement_is_taken_to_its_end(words: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", *f"bench.{words}".split()],
+        [sys.executable, "-m", *f"bench.{words.format(scratch=tmp_path)}".split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
