@@ -138,7 +138,9 @@ class Traitor:
         report = self._victim.wait(lambda report: sum(self._counted(report)) >= sum(wanted), patience_s)
         found, trouble = self._counted(report), list(report["escaped"])
         if found != wanted:
-            trouble.append(f"{self._key}: delivered and refused {found}, expected {wanted}")
+            reasons = Counter(report["statistics"][self._spec.name]["reasons"])
+            reasons.subtract(self._before["reasons"])
+            trouble.append(f"{self._key}: delivered and refused {found}, expected {wanted}; refused: {dict(reasons)}")
         self._victim.wait(lambda report: report["tallies"].get(self._key, [0, 0])[0] >= self._num_delivered, patience_s)
         tally = self._victim.report()["tallies"].get(self._key, [0, 0])
         if tally != [self._num_delivered, self._checksum]:

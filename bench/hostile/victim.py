@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,24 @@ from bench.hostile.specimens import server_codec
 from rlhpc import messages as m
 from rlhpc.config_sections import TransportConfig
 from rlhpc.crc import crc32
+from rlhpc.errors import ProtocolError
 from rlhpc.topology import CONTROL, TOPOLOGY, ChannelSpec
 from rlhpc.transport.sockets import allow_many_connections
 from rlhpc.transport.zmq_server import ZmqServer
 
 FRIEND = "generator-0"
+
+
+class TellingServer(ZmqServer):
+    """Remembers why it has rejected what it has rejected."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.reasons: Counter[str] = Counter()
+
+    def _reject(self, error: ProtocolError) -> None:
+        self.reasons[f"{error.peer}: {error.field.partition('.')[0]}"] += 1
+        super()._reject(error)
 
 
 class Victim:
@@ -37,8 +50,8 @@ class Victim:
         self.tallies: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # channel/peer → messages, checksum of all
         self.servers = {name: self._open(spec, secrets) for name, spec in TOPOLOGY.items()}
 
-    def _open(self, spec: ChannelSpec, secrets: Path) -> ZmqServer:
-        return ZmqServer(
+    def _open(self, spec: ChannelSpec, secrets: Path) -> TellingServer:
+        return TellingServer(
             spec,
             name=f"{spec.server}-0",
             config=TransportConfig(kind="tcp"),
@@ -75,6 +88,7 @@ class Victim:
                 name: {
                     "received": server.statistics.messages_received,
                     "rejected": server.statistics.messages_rejected,
+                    "reasons": server.reasons,
                     "denied": server.statistics.connections_denied,
                     "peers": sorted(server.peers),
                 }

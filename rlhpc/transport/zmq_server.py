@@ -14,6 +14,7 @@ endlessly.
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from rlhpc.transport.inbox import Inbox
 from rlhpc.transport.pump import SocketPump
 from rlhpc.transport.sessions import Counters, Greeting, Peer, PeerBook, checked_name
 from rlhpc.transport.sockets import bind, contents, make_socket, receive_queue, secure_server, terminate
-from rlhpc.transport.zap import ZapHandler
+from rlhpc.transport.zap import Rarely, ZapHandler
+
+log = logging.getLogger("rlhpc.transport")
 
 
 class ZmqServer(ServerChannel):
@@ -55,7 +58,7 @@ class ZmqServer(ServerChannel):
         self._incoming = Codec((*spec.to_server, Greeting))
         self._outgoing = Codec(spec.to_client)
         self._peers = PeerBook()
-        self._counters = Counters()
+        self._counters, self._told = Counters(), Rarely(clock)
         self._inbox: Inbox[tuple[str, Any]] = Inbox(receive_queue(spec), self._title, self._drain)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap = ZapHandler(self._context, secrets, clock) if config.curve else None
@@ -151,9 +154,14 @@ class ZmqServer(ServerChannel):
             frames = contents(rest)
             sequence, message = self._incoming.decode(frames, peer)
             self._peers.accept(routing_id, sequence)
-        except ProtocolError:
-            self._counters.messages_rejected += 1
+        except ProtocolError as error:
+            self._reject(error)
             return
         if not isinstance(message, Greeting):
             self._counters.received(sum(map(len, frames)))
             self._inbox.put((peer, message))
+
+    def _reject(self, error: ProtocolError) -> None:
+        self._counters.messages_rejected += 1
+        if self._told.may_tell():
+            log.warning("%s: messages rejected so far: %d; %s", self._title, self._counters.messages_rejected, error)

@@ -113,7 +113,7 @@ async def test_a_plain_zeromq_client_is_not_admitted(server: ZmqServer, friend: 
 
 @pytest.mark.parametrize("claimed", ["generator-0", "trainer-0", "controller-0", ""])
 async def test_a_member_that_claims_anothers_name_is_not_heard(
-    server: ZmqServer, friend: ZmqClient, secrets: Path, claimed: str
+    server: ZmqServer, friend: ZmqClient, secrets: Path, claimed: str, caplog: pytest.LogCaptureFixture
 ):
     secret = load_secret(secrets, "generator-1")
     keys = (zmq.curve_public(secret), secret, public_key(secrets, "controller-0"))
@@ -124,6 +124,9 @@ async def test_a_member_that_claims_anothers_name_is_not_heard(
         while server.statistics.messages_rejected < NUM_ATTEMPTS:  # noqa: ASYNC110 - the server counts in silence
             await asyncio.sleep(0.01)
     assert server.statistics.messages_rejected == NUM_ATTEMPTS
+    told = [line for line in caplog.messages if "messages rejected so far: 1; message from " in line]
+    assert len(told) == 1  # and no other within a minute
+    assert told[0].endswith(f"routing id: claims to be {claimed}" if claimed else "is no session")
     assert server.peers == {"generator-0"}
 
 
