@@ -7,15 +7,13 @@ counted.  Intervals of the timeline that were not recorded (a run of an earlier 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.reading.happenings import Story
 from launch.reading.run_figures import document_of
-from launch.run_files.plan_file import read_plan
-from rlhpc.errors import RlhpcError
 from rlhpc.metrics.curves import Curve
 from rlhpc.roles.controller.metrics.timeline import WORKS
 from rlhpc.run_layout import RunLayout
@@ -59,7 +57,9 @@ def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Ho
             uses[_DOES[role]] += hours * works
             uses[f"{role}s wait"] += hours * (1 - works)
     for seconds, job in _stood_by(story):
-        uses["standing by for a hand-over"] += seconds / 3600 * _weight_of_job(layout, job, weights)
+        planned = _planned_job(layout, job)
+        weight = sum(weights.get(role, 0) * n for role, n in planned.processes.items()) if planned else 0
+        uses["standing by for a hand-over"] += seconds / 3600 * weight
     _set_lost_apart(uses, curves)
     return Hours(unit, {use: hours for use, hours in uses.items() if hours > 0}, _by_job(layout, story))
 
@@ -87,16 +87,6 @@ def _stood_by(story: Story) -> Iterator[tuple[float, str]]:
             yield each.unix_time_s - since.pop(each.who), each.who.removeprefix("job ")
 
 
-def _weight_of_job(layout: RunLayout, job: str, weights: Mapping[str, int]) -> int:
-    """Trainers and generators that a job starts, weighed; 0: its plan cannot be read any more."""
-    try:
-        document = json.loads((layout.jobs / f"{job}.json").read_bytes())
-        parts = read_plan(Path(document["plan"]), document["name"]).parts
-    except (RlhpcError, OSError, ValueError, KeyError, TypeError):
-        return 0
-    return sum(weights.get(share.role, 0) * share.num_processes for part in parts for share in part.shares)
-
-
 def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None:
     """Tokens that died with their generators, as a share of all that were sampled."""
     kept, lost = (curves[name].last if name in curves else 0.0 for name in _TOKENS)
@@ -114,21 +104,33 @@ def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
             seen[each.who.removeprefix("job ")].append(each.unix_time_s)
     found = {}
     for label, times in sorted(seen.items()):
-        number = label.partition("_")[0]
-        gpus = _gpus_of_job(layout.jobs / f"{number}.json")
-        if gpus is not None:
-            name, count = gpus
-            found[f"{label} ({name}, {count} GPUs)"] = count * (max(times) - min(times)) / 3600
+        planned = _planned_job(layout, label.partition("_")[0])
+        if planned is not None:
+            hours = (max(times) - min(times)) / 3600
+            found[f"{label} ({planned.name}, {planned.gpus} GPUs)"] = planned.gpus * hours
     return found
 
 
-def _gpus_of_job(record: Path) -> tuple[str, int] | None:
-    """Name and GPUs (of one array task); None: its plan cannot be read any more."""
+@dataclass(frozen=True, slots=True)
+class _PlannedJob:
+    """What the plan says of a job; of one task where it is an array."""
+
+    name: str
+    gpus: int
+    processes: Mapping[str, int]  # by role
+
+
+def _planned_job(layout: RunLayout, number: str) -> _PlannedJob | None:
+    """None: its plan cannot be read any more."""
     try:
-        document = json.loads(record.read_bytes())
-        jobs = json.loads(Path(document["plan"]).read_bytes())["jobs"]
-        job = next(each for each in jobs if each["name"] == document["name"])
-        count = sum(part["nodes"] * part["tasks_per_node"] * part["gpus_per_task"] for part in job["components"])
-        return str(document["name"]), int(count)
+        record = json.loads((layout.jobs / f"{number}.json").read_bytes())
+        jobs = json.loads(Path(record["plan"]).read_bytes())["jobs"]
+        job = next(each for each in jobs if each["name"] == record["name"])
+        processes = Counter[str]()
+        for part in job["components"]:
+            for share in part["roles"]:
+                processes[share["role"]] += share["num_processes"]
+        gpus = sum(part["nodes"] * part["tasks_per_node"] * part["gpus_per_task"] for part in job["components"])
+        return _PlannedJob(str(job["name"]), int(gpus), processes)
     except (OSError, ValueError, KeyError, TypeError, StopIteration):
         return None
