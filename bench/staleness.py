@@ -21,6 +21,7 @@ import argparse
 import json
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -77,6 +78,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("runs/staleness"), help="of runs, model and picture")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0, help="where the others have been run elsewhere")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; of figures of time there are none")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--minibatches", type=int, default=4)
@@ -87,11 +90,20 @@ def main() -> int:
     write_dataset(model / "train.jsonl", NUM_PROBLEMS, seed=0)
     arms = [Arm(*SYNCHRONOUS), *(Arm(method, bound) for bound, method in product(options.staleness, options.methods))]
     found: dict[Arm, list[Outcome]] = {arm: [] for arm in arms}
-    for seed, arm in product(range(options.seeds), arms):
+    cases = list(product(range(options.first_seed, options.first_seed + options.seeds), arms))
+
+    def outcome(case: tuple[int, Arm]) -> Outcome:
+        seed, arm = case
         words = _words(arm, seed, model, options.steps, options.minibatches)
-        layout = complete_run(root / f"{arm.name}-{seed}", words)
-        found[arm].append(outcome_of(layout))
-        print(f"{arm.name}-{seed}: {found[arm][-1].final_reward:.3f}", file=sys.stderr, flush=True)
+        return outcome_of(complete_run(root / f"{arm.name}-{seed}", words))
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (seed, arm), one in zip(cases, pool.map(outcome, cases), strict=True):
+            found[arm].append(one)
+            to_goal = f"{one.rollouts_to_goal:,.0f} rollouts to {GOAL}"
+            print(
+                f"{arm.name}-{seed}: {one.final_reward:.3f}, {to_goal}, ESS {one.ess:.3f}", file=sys.stderr, flush=True
+            )
     print(table(found, options.steps, options.minibatches))
     draw(root / "staleness.png", found)
     return 0
