@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rlhpc.config import Config
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """Settings of a scripted engine.  A token takes token_s + sample_s · n seconds while n rollouts are decoded."""
 

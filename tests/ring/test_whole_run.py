@@ -23,6 +23,7 @@ from tests.ring.run_kit import Lab, rlhpc, run_to_the_end, summary_of
 pytestmark = pytest.mark.ring
 NUM_STEPS, GROUPS, GROUP_SIZE = 10, 4, 4
 BY_CHARACTERS = "tests.ring.ring_rewards:parity_by_characters"
+SLOWLY = "tests.ring.ring_rewards:very_slow_parity"
 KEYS = (
     "steps", "rollouts_trained", "reward_first_tenth", "reward_last_tenth", "staleness_max", "staleness_bound",
     "rollouts_spanning_update", "packing_fill", "generator_tokens_per_s", "trainer_tokens_per_s",
@@ -42,7 +43,7 @@ def whole_run(lab: Lab) -> RunLayout:
     }
     few = lab.root / "few.jsonl"
     few.write_text("".join(lab.dataset.read_text().splitlines(keepends=True)[:3]))  # whose epochs end
-    task = "tests.ring.ring_rewards:very_slow_parity"  # a run of several heartbeats, however fast the machine
+    task = SLOWLY  # a run of several heartbeats, however fast the machine
     data = [{"path": str(lab.dataset), "task": task, "name": "sums"}, {"path": str(few), "task": BY_CHARACTERS}]
     return run_to_the_end(
         lab,
@@ -102,7 +103,7 @@ def test_rewards_of_tokens_are_on_disk_to_the_last_bit_where_the_function_gives_
     tokenizer, by_task = PromptTokenizer(lab.model), defaultdict[str, list[RolloutOnDisk]](list)
     for rollout in rollouts_on_disk(whole_run.rollouts):
         by_task[rollout.task].append(rollout)
-    others = by_task.pop("tests.ring.ring_rewards:parity")
+    others = by_task.pop(SLOWLY)
     assert {rollout.token_rewards for rollout in others} == {""}
     (of_tokens,) = by_task.values()
     for rollout in of_tokens:

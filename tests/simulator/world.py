@@ -267,7 +267,14 @@ class World:
                 role="generator", replica=int(name[-1]), num_ranks=1, attempt=0, resume_step=None,
                 incarnation=f"0.0.{number}-g", layout=self.layout, config=self.config, config_hash=self.hash,
             )  # fmt: skip
-            script = Script(self.seed, VOCABULARY, EOS, 0.3, self._token_s, 3)
+            script = Script(
+                seed=self.seed,
+                vocab_size=VOCABULARY,
+                stop_token_id=EOS,
+                stop_probability=0.3,
+                token_s=self._token_s,
+                max_num_seqs=3,
+            )
             ended = asyncio.Event()
             process = self.processes[name] = Process(name)
             process.on_death = partial(self._died, process, ended)
