@@ -84,6 +84,7 @@ def test_a_damaged_checkpoint_that_is_mended_later_never_mixes_timelines(lab: La
     assert summary_of(layout)["rollouts_trained"] == 13 * GROUPS * GROUP_SIZE
 
 
+@pytest.mark.long
 def test_without_a_sound_checkpoint_nothing_is_resumed_unless_from_the_start(lab: Lab, layout: RunLayout) -> None:
     for step in (8, 10, 12):
         flip_one_bit(weights_of(layout.checkpoint(step)))

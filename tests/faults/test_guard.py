@@ -17,6 +17,7 @@ pytestmark = pytest.mark.ring
 NUM_STEPS = 8
 
 
+@pytest.mark.long
 def test_a_run_that_the_guard_rolls_back_drops_the_batches_and_trains_others(tmp_path_factory) -> None:
     """Every step is out of bounds: two are trained, the third is skipped, the fourth leads back to the first."""
     lab = make_lab(tmp_path_factory.mktemp("lab"))

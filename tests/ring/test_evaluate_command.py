@@ -159,11 +159,12 @@ def ended_in_the_middle(words: list[str], directory: Path, after: int, number: s
     return process.returncode, said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "numbers",
     [
         (signal.SIGKILL,),
-        pytest.param((signal.SIGINT, signal.SIGTERM), marks=pytest.mark.long),
+        (signal.SIGINT, signal.SIGTERM),
     ],
 )
 def test_after_its_end_in_the_middle_the_same_command_draws_what_is_missing(

@@ -50,7 +50,8 @@ def test_a_verifier_that_always_fails_stops_the_run_and_says_why(lab: Lab) -> No
     assert all(rollout.consumed_step == -1 for rollout in rollouts_on_disk(lab.layout("unjudged").rollouts))
 
 
-@pytest.mark.parametrize("role", ["trainer", pytest.param("controller", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["trainer", "controller"])
 def test_a_run_without_retries_that_loses_trainer_or_controller_ends_at_once_and_says_what(lab: Lab, role: str) -> None:
     name = f"without-{role}"
     with Run(lab.run_file(name, run={"num_steps": 100_000}), lab.layout(name), "--max-retries", "0") as run:

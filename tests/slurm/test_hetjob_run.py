@@ -154,6 +154,7 @@ def test_a_cancelled_generation_component_stops_the_run_where_it_can_be_resumed(
     run.stop()
 
 
+@pytest.mark.long
 def test_stop_saves_and_resume_goes_on(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(slurm, lab, "het-stop", run=ENDLESS, **LASTING)
     run.submit()

@@ -67,7 +67,7 @@ def test_every_process_listens_at_the_address_that_other_hosts_reach(
         assert not host.startswith("127.")
 
 
-@pytest.mark.parametrize("names", ["lo", "lo,lo"])
+@pytest.mark.parametrize("names", ["lo", pytest.param("lo,lo", marks=pytest.mark.long)])
 def test_the_interface_that_gloo_is_told_comes_before_our_own_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
