@@ -53,7 +53,7 @@ soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); ten mi
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulator --seeds 10000 --jobs 2
 
 test: setup  ## the tests: every promise, on real parts; shared out by tests/conftest.py
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 3 -m "not long" $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 4 -m "not long" $(PYTEST_ARGS)
 
 test-all: setup  ## what `make test` leaves out: exhaustive matrices, long scenarios
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 4 -m long $(PYTEST_ARGS)
