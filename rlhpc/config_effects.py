@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhpc.config_algorithm import LOSSES
 from rlhpc.config_data import AGENT
 
 if TYPE_CHECKING:
@@ -36,6 +37,21 @@ def loss_knows_its_keys(config: Config) -> None:
     if algorithm.advantage.startswith("reinforce_pp"):
         beside += ", which is normalised over the batch"
         _refuse_without_effect(config, "algorithm.advantage_normalization", beside, "another algorithm.advantage")
+
+
+def own_loss_is_whole(config: Config) -> None:
+    """A loss of one's own has no part of ours: it gets log-probabilities and corrects for staleness itself."""
+    algorithm = config.algorithm
+    if algorithm.loss in LOSSES:
+        return
+    beside = f"algorithm.loss={algorithm.loss!r}, which stands for ratio, clipping and importance weight together"
+    other = f"one of {', '.join(LOSSES)}"
+    for key in ("clip_low", "clip_high", "importance_level", "mask_below", "mask_above", "veto_below", "max_token_age"):
+        _refuse_without_effect(config, f"algorithm.{key}", beside, other)
+    if algorithm.importance_cap != "off":
+        _refuse_without_effect(config, "algorithm.importance_cap", beside, f"'off', or {other}")
+    if algorithm.proximal == "loglinear":
+        _refuse_without_effect(config, "algorithm.proximal", beside, "'recompute'")
 
 
 def environment_is_there(config: Config) -> None:
@@ -254,6 +270,7 @@ EFFECTS = (
     composites_judge,
     instructions_are_judged,
     loss_knows_its_keys,
+    own_loss_is_whole,
     clip_has_a_ratio,
     cap_has_a_weight,
     reference_is_asked,
