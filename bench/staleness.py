@@ -79,7 +79,9 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=Path("runs/staleness"), help="of runs, model and picture")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0, help="where the others have been run elsewhere")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once; of figures of time there are none")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at once; it changes how stale they are, below the bound"
+    )
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--minibatches", type=int, default=4)

@@ -30,8 +30,8 @@ from rlhpc.transport.zmq_server import ZmqServer
 FRIEND = "generator-0"
 
 
-class TellingServer(ZmqServer):
-    """Remembers why it has rejected what it has rejected."""
+class ReasonCountingServer(ZmqServer):
+    """Counts rejected messages by sender and by what was at fault."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -50,8 +50,8 @@ class Victim:
         self.tallies: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # channel/peer → messages, checksum of all
         self.servers = {name: self._open(spec, secrets) for name, spec in TOPOLOGY.items()}
 
-    def _open(self, spec: ChannelSpec, secrets: Path) -> TellingServer:
-        return TellingServer(
+    def _open(self, spec: ChannelSpec, secrets: Path) -> ReasonCountingServer:
+        return ReasonCountingServer(
             spec,
             name=f"{spec.server}-0",
             config=TransportConfig(kind="tcp"),

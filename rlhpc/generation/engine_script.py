@@ -19,8 +19,8 @@ class Script:
     token_s: float = 0.0  # both 0: as fast as the event loop turns
     sample_s: float = 0.0
     max_num_seqs: int = 256
-    static_batches: bool = False  # whoever comes after the first token of a batch waits until all of it has ended
-    drains: bool = False  # new weights wait until all rollouts that have begun have ended, and no other begins
+    static_batches: bool = False  # none joins a batch after its first token; the next begins when all have ended
+    drains: bool = False  # new weights wait until every rollout that has begun has ended, and no other begins meanwhile
     die_after_tokens: int | None = None  # the engine dies after generating this many
     tally: str = ""  # a file that gets a line "group sample position pid" for every token drawn; "": none
 

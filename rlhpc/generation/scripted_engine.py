@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,8 +65,7 @@ class ScriptedEngine(GenerationEngine):
         self._newest: dict[str, int] = {}  # request id → key
         self._serial = itertools.count()
         self._places = asyncio.Semaphore(script.max_num_seqs)
-        self._may_begin, self._is_draining = asyncio.Event(), False
-        self._may_begin.set()
+        self._is_shut = self._is_draining = False  # to requests that have not begun: static batches, drains
         self._may_run = True
         self._clock, self._busy = clock, BusyClock(clock, script.max_num_seqs)
         self._num_tokens = 0
@@ -126,15 +126,10 @@ class ScriptedEngine(GenerationEngine):
         key = next(self._serial)
         flight = self._in_flight[key] = _InFlight(request)
         self._newest[request.request_id] = key
-        self._busy.enter()
         try:
-            await self._take_place()
-            try:
+            async with self._place(flight):
                 return rollout_of(request, flight.sampled(await self._draw(flight)))
-            finally:
-                self._leave_place()
         finally:
-            self._busy.leave()
             del self._in_flight[key]
             if self._newest.get(request.request_id) == key:
                 del self._newest[request.request_id]
@@ -211,6 +206,7 @@ class ScriptedEngine(GenerationEngine):
                 raise TornWeights(str(error)) from error
         if self.script.drains:
             await self._drain()
+            self._require_life()
         self._policy_version = manifest.policy_version
         return WeightTiming(receive_s=self._clock() - began, pause_s=0.0)
 
@@ -234,40 +230,45 @@ class ScriptedEngine(GenerationEngine):
     def _find(self, request_id: str) -> _InFlight | None:
         return self._in_flight.get(self._newest.get(request_id, -1))
 
-    async def _take_place(self) -> None:
-        """Wait for one, and for the end of a static batch or of a drain."""
+    @asynccontextmanager
+    async def _place(self, flight: _InFlight) -> AsyncIterator[None]:
+        """Decode together with the others that have one.  Whoever is aborted waits for no batch and no drain."""
         while True:
-            await self._may_begin.wait()
             await self._places.acquire()
-            if self._may_begin.is_set():
-                self._num_started += 1
-                return
+            if not self._must_wait(flight):
+                break
             self._places.release()
+            while self._must_wait(flight):  # noqa: ASYNC110 - any of three ends it
+                await asyncio.sleep(0.001)
+        self._num_started += 1
+        self._busy.enter()
+        try:
+            yield
+        finally:
+            self._busy.leave()
+            self._num_started -= 1
+            self._places.release()
+            self._is_shut &= self._is_draining or self._num_started > 0
 
-    def _leave_place(self) -> None:
-        self._num_started -= 1
-        self._places.release()
-        if not self._num_started and not self._is_draining:
-            self._may_begin.set()
+    def _must_wait(self, flight: _InFlight) -> bool:
+        return self._is_shut and not flight.is_aborted and not self._death
 
     async def _drain(self) -> None:
-        """Let nobody begin until all who have begun have ended."""
-        self._is_draining = True
-        self._may_begin.clear()
+        """Let nobody begin until all who have begun have ended; not while the engine is paused."""
+        self._is_draining = self._is_shut = True
         try:
-            while self._num_started and not self._death:  # noqa: ASYNC110 - either ends it
+            while self._num_started and self._may_run and not self._death:  # noqa: ASYNC110 - any of three ends it
                 await asyncio.sleep(0.001)
         finally:
             self._is_draining = False
-            self._may_begin.set()
+            self._is_shut = self.script.static_batches and self._num_started > 0
 
     async def _draw(self, flight: _InFlight) -> str:
         """Draw until the end and return why it ended."""
         request = flight.request
         stops = {self.script.stop_token_id, *request.sampling.stop_token_ids}
         for position in range(request.num_done, request.sampling.max_tokens):
-            await self._step(flight)
-            if flight.is_aborted:
+            if not await self._step(flight):
                 return "abort"
             rng = np.random.default_rng([self.script.seed, request.group_id, request.sample_index, position])
             table, sums = self.logprob_table(self._policy_version), self._summed(self._policy_version)
@@ -282,17 +283,19 @@ class ScriptedEngine(GenerationEngine):
                 return "stop"
         return "length"
 
-    async def _step(self, flight: _InFlight) -> None:
-        """Wait for the time of one token, and for the end of a pause."""
+    async def _step(self, flight: _InFlight) -> bool:
+        """Wait for the time of one token, and for the end of a pause.  False: aborted, which waits for neither."""
+        if flight.is_aborted:
+            return False
         await asyncio.sleep(self.script.token_s + self.script.sample_s * self._num_started)
-        if self.script.static_batches:
-            self._may_begin.clear()
+        self._is_shut |= self.script.static_batches
         while not self._may_run and not flight.is_aborted and not self._death:  # noqa: ASYNC110 - any of three ends it
             await asyncio.sleep(0.001)
         limit = self.script.die_after_tokens
         if limit is not None and self._num_tokens >= limit:
             self._death = f"scripted to die after {limit} tokens"
         self._require_life()
+        return not flight.is_aborted
 
     def _require_life(self) -> None:
         if self._death:

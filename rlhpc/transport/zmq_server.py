@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class ZmqServer(ServerChannel):
         self._incoming = Codec((*spec.to_server, Greeting))
         self._outgoing = Codec(spec.to_client)
         self._peers = PeerBook()
-        self._counters, self._told = Counters(), Rarely(clock)
+        self._counters = Counters()
+        self._told: defaultdict[str, Rarely] = defaultdict(lambda: Rarely(clock))  # by what was at fault
         self._inbox: Inbox[tuple[str, Any]] = Inbox(receive_queue(spec), self._title, self._drain)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap = ZapHandler(self._context, secrets, clock) if config.curve else None
@@ -162,6 +164,7 @@ class ZmqServer(ServerChannel):
             self._inbox.put((peer, message))
 
     def _reject(self, error: ProtocolError) -> None:
+        """Count it; tell it, unless another one with the same fault was told in the last minute."""
         self._counters.messages_rejected += 1
-        if self._told.may_tell():
+        if self._told[error.field.partition(".")[0]].may_tell():
             log.warning("%s: messages rejected so far: %d; %s", self._title, self._counters.messages_rejected, error)

@@ -47,8 +47,9 @@ def test_a_controller_that_stands_still_for_longer_than_peers_may_be_silent_lose
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("role", ["generator", "controller", "trainer", "reward"])
+@pytest.mark.parametrize(
+    "role", ["generator", *(pytest.param(role, marks=pytest.mark.long) for role in ("controller", "trainer", "reward"))]
+)
 def test_a_role_that_a_signal_has_stopped_is_started_again(lab: Lab, role: str) -> None:
     """Found within dead_after_s and some seconds, by its task or by others' silence."""
     layout = lab.layout(f"stopped-{role}")

@@ -73,8 +73,7 @@ def test_a_resume_ends_what_stands_still_of_the_start_before(lab: Lab, name: str
     assert_full_batches_trained_once(layout.rollouts, 12, 4, 4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_controller_that_wakes_in_its_successors_timeline_writes_nothing_and_ends(lab: Lab, seed: int) -> None:
     """As on another machine, whose processes nobody here can end: a node that hung, a cable that was cut."""
     num_steps, chance = 16, random.Random(seed)

@@ -11,7 +11,16 @@ from rlhpc.config import Config
 from rlhpc.errors import EngineError
 from rlhpc.generation.engine_script import Script
 from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.types import FinishReason, Prefix, Prompt, RolloutRequest, SamplingParams, WeightGroup, WeightManifest
+from rlhpc.types import (
+    FinishReason,
+    Prefix,
+    Prompt,
+    Rollout,
+    RolloutRequest,
+    SamplingParams,
+    WeightGroup,
+    WeightManifest,
+)
 
 
 def request(
@@ -108,6 +117,50 @@ async def test_an_engine_that_drains_lets_whoever_has_begun_end_with_the_weights
     await update
     assert set((await begun).versions.tolist()) == {1}
     assert set((await late).versions.tolist()) == {2}
+
+
+@pytest.mark.parametrize("ending", ["abort", "cancel"])
+async def test_who_leaves_a_batch_or_does_not_wait_for_it_keeps_nobody_from_the_next_one(ending: str) -> None:
+    engine = ScriptedEngine(Script(max_num_seqs=2, stop_probability=0, static_batches=True))
+    running = [asyncio.create_task(engine.generate(request(index))) for index in range(3)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert engine.statistics().num_running == 2
+    await engine.abort(request(2).request_id)  # it waits for the next batch
+    for index in range(2):
+        if ending == "abort":
+            await engine.abort(request(index).request_id)
+        else:
+            running[index].cancel()
+    *_, waited = await asyncio.gather(*running, return_exceptions=True)
+    assert isinstance(waited, Rollout)
+    assert len(waited.token_ids) == 0
+    next_batch = await asyncio.gather(*(engine.generate(request(index)) for index in (3, 4)))
+    assert all(len(rollout.token_ids) for rollout in next_batch)
+    await engine.close()
+
+
+async def test_an_engine_that_dies_while_it_drains_has_no_new_version() -> None:
+    engine = ScriptedEngine(Script(stop_probability=0, drains=True, die_after_tokens=3))
+    begun = asyncio.create_task(engine.generate(request(0)))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="after 3 tokens"):
+        await engine.receive_weights(WeightManifest(2, 1, (), ()))
+    assert engine.policy_version == -1
+    with pytest.raises(EngineError):
+        await begun
+
+
+async def test_a_drain_that_is_cancelled_lets_others_begin_again() -> None:
+    engine = ScriptedEngine(Script(stop_probability=0, drains=True))
+    begun = asyncio.create_task(engine.generate(request(0)))
+    await asyncio.sleep(0)
+    update = asyncio.create_task(engine.receive_weights(WeightManifest(2, 1, (), ())))
+    await asyncio.sleep(0)
+    update.cancel()
+    late = await engine.generate(request(1))
+    assert set(late.versions.tolist()) == {-1}
+    await begun
 
 
 async def test_a_token_takes_the_longer_the_more_are_decoded_with_it() -> None:
