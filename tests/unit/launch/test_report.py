@@ -179,8 +179,8 @@ def test_hours_by_use_add_up_to_the_time_that_processes_were_there(told: ToldRun
 def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told", {"tokens/generated_total": 900.0, "generator/tokens_lost_total": 100.0})
     parts = [
-        {"roles": [{"role": "trainer"}], "gpus_per_task": 1, "nodes": 1, "tasks_per_node": 1},
-        {"roles": [{"role": "generator"}], "gpus_per_task": 4, "nodes": 2, "tasks_per_node": 1},
+        {"roles": [{"role": "trainer", "num_processes": 1}], "gpus_per_task": 1, "nodes": 1, "tasks_per_node": 1},
+        {"roles": [{"role": "generator", "num_processes": 2}], "gpus_per_task": 4, "nodes": 2, "tasks_per_node": 1},
     ]
     plan = run.layout.job_plan
     plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": parts}]}))
@@ -222,7 +222,7 @@ def test_the_time_in_which_a_successor_stood_by_is_a_use_of_its_own(tmp_path: Pa
         ),
         (
             {"trainer/idle_ratio": 0.5, "generator/live": 2.0},
-            "Trainer idle 50%.*4 generators instead of 2.*--generators \\+2",
+            "Trainer idle 50%.*4 generators instead of 2.*generation.num_replicas=4",
         ),
         ({"trainer/idle_ratio": 0.5, "generator/live": 1.0}, "of 2 generators 1.0 were there"),
         (
@@ -242,6 +242,12 @@ def test_recommendations_have_numbers_and_follow_from_the_figures(
     run = ToldRun(tmp_path / "told", scalars)
     advice = advice_for(read_figures(run.layout))
     assert len([each for each in advice if re.search(said, each)]) == 1, advice
+
+
+def test_more_generators_are_added_to_a_run_that_is_submitted(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told", {"trainer/idle_ratio": 0.5, "generator/live": 2.0})
+    run.layout.job_plan.write_text("{}")
+    assert [each for each in advice_for(read_figures(run.layout)) if "`rlhpc scale RUN_DIR --generators +2`" in each]
 
 
 def test_where_nobody_idles_nothing_is_recommended_and_of_few_steps_nothing_is_said(
