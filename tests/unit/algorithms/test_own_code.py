@@ -57,6 +57,16 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     return tmp_path / f"own_{abs(hash(request.node.name))}.py"
 
 
+def test_the_loss_of_the_page_passes_its_trial_and_is_the_reinforce_that_it_says(module: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    code = page.partition("## A loss of your own")[2].split("```python\n", 1)[1].split("```", 1)[0]
+    imports = "import torch\nfrom torch import Tensor\nfrom rlhpc.contracts import TokenRow\n"
+    module.write_text(imports + code)
+    current, row = ragged_row(0)
+    value, _ = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)(current, row)
+    torch.testing.assert_close(value, -(row.weights * row.advantages * current)[row.loss_mask].sum())
+
+
 def test_a_loss_of_ones_own_is_used_and_its_metrics_have_a_family(module: Path) -> None:
     module.write_text(GOOD)
     current, row = ragged_row(0)
