@@ -100,6 +100,8 @@ class Measured:
         for rollout in consumed(layout.rollouts):
             rewards[rollout.group_id].add(rollout.reward)
             num_rollouts += 1
+        by_version = json.loads(layout.summary.read_bytes())["reward_by_version"]
+        num_finished = sum(count for _, _, count in by_version)  # those included that were replaced
         useful_share = sum(len(values) > 1 for values in rewards.values()) / len(rewards)
         steps_s = curves["time/step_s"].values
         pace = num_rollouts / len(steps_s) / mean("time/step_s")
@@ -110,7 +112,7 @@ class Measured:
             generators_idle=mean("generator/idle_ratio"),
             trainer_idle=mean("trainer/idle_ratio"),
             staleness=mean("staleness/mean"),
-            to_goal_s=Rewards.of(layout).rollouts_to_goal / num_rollouts * float(steps_s.sum()),
+            to_goal_s=Rewards.of(layout).rollouts_to_goal / num_finished * float(steps_s.sum()),
         )
 
 
