@@ -23,6 +23,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("full-disk"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_end(lab: Lab) -> None:
     layout = lab.layout("full")

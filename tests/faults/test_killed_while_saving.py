@@ -41,6 +41,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(root, model, root / "train.jsonl")
 
 
+@pytest.mark.long
 def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(lab: Lab) -> None:
     run_file = lab.run_file("halved", **ENDLESS, data={"task": "tests.ring.ring_rewards:slow_parity"})
     layout = lab.layout("halved")

@@ -132,6 +132,7 @@ def test_many_stops_at_once_save_as_one_does(lab: Lab) -> None:
     assert saved_step(layout) == run.status()["step"] >= 3
 
 
+@pytest.mark.long
 def test_a_run_that_is_taken_over_from_elsewhere_ends_and_says_why(lab: Lab) -> None:
     run_file, layout = lab.run_file("taken", run=ENDLESS, data=SLOW), lab.layout("taken")
     with Run(run_file, layout) as run:

@@ -121,6 +121,7 @@ def test_two_processes_draw_what_one_draws_and_the_same_command_again_draws_noth
     assert set(drawn(lab.root / "two").values()) == {1}
 
 
+@pytest.mark.long
 def test_dialogues_are_evaluated_turn_by_turn_and_a_killed_evaluation_draws_them_alike(lab: Lab) -> None:
     make_tiny_checkpoint(lab.model, vocabulary=len(SPECIAL_TOKENS) + 96)
     (lab.model / "chat_template.jinja").unlink()

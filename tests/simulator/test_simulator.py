@@ -21,7 +21,7 @@ from tests.simulator.search import first_failure, run_seed, shrunk, workplace
 from tests.simulator.shrink import shortest
 from tests.simulator.world import simulate
 
-NUM_SEEDS = 100
+NUM_SEEDS, NUM_LONG_SEEDS = 60, 40
 MOST_SEEDS_FOR_A_BUG = 500
 
 
@@ -31,7 +31,13 @@ def place() -> Iterator[Path]:
         yield directory
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 20))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, NUM_SEEDS, 20),
+        *(pytest.param(n, marks=pytest.mark.long) for n in range(NUM_SEEDS, NUM_SEEDS + NUM_LONG_SEEDS, 20)),
+    ],
+)
 def test_every_invariant_holds_after_every_event_of_these_seeds(place: Path, first: int) -> None:
     failure = first_failure(range(first, first + 20), place)
     assert failure is None, shrunk(failure, place).story()

@@ -67,7 +67,7 @@ def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster
         run=ENDLESS,
         checkpoint={"every_steps": 1000},
         site={"common": {"time": "0:01:00"}},
-        **LASTING,
+        data={"task": "tests.ring.ring_rewards:very_slow_parity"},  # a minute of steps as fast as can be is one of CPU
     )
     run.submit()
     run.wait(lambda: run.layout.attempts.exists() and len(run.attempts()) == 2, "a second attempt")
