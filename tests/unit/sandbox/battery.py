@@ -22,6 +22,8 @@ from rlhpc.sandbox import kernel
 from rlhpc.sandbox.client import Sandbox, SandboxSettings
 from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler
 from rlhpc.sandbox.limits import MIB, Finished, Limits
+from rlhpc.sandbox.run_one import USERS
+from rlhpc.sandbox.server import first_user
 
 sys.path.insert(0, str(Path(__file__).parent))
 import hostile
@@ -160,9 +162,10 @@ def processes_of(server: int) -> list[int]:
 
 def _processes_of(server: int) -> list[int]:
     found = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+    users = range(first_user(server), first_user(server) + USERS)  # of other servers, other ids
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if directory.stat().st_uid >= 2_000_000_000 and (directory / "cmdline").read_text():
+            if directory.stat().st_uid in users and (directory / "cmdline").read_text():
                 found.append(int(directory.name))
     return found
 
