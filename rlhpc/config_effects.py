@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.config_algorithm import LOSSES
 from rlhpc.config_data import AGENT
 
 if TYPE_CHECKING:
@@ -42,10 +41,10 @@ def loss_knows_its_keys(config: Config) -> None:
 def own_loss_is_whole(config: Config) -> None:
     """A loss of one's own has no part of ours: it gets log-probabilities and corrects for staleness itself."""
     algorithm = config.algorithm
-    if algorithm.loss in LOSSES:
+    if ":" not in algorithm.loss:
         return
     beside = f"algorithm.loss={algorithm.loss!r}, which stands for ratio, clipping and importance weight together"
-    other = f"one of {', '.join(LOSSES)}"
+    other = "a loss of rlhpc"
     for key in ("clip_low", "clip_high", "importance_level", "mask_below", "mask_above", "veto_below", "max_token_age"):
         _refuse_without_effect(config, f"algorithm.{key}", beside, other)
     if algorithm.importance_cap != "off":
