@@ -53,6 +53,7 @@ class Rewards:
 
     curve: tuple[float, ...]  # running mean by version
     final: float
+    rollouts: float  # finished, those included that were replaced
     rollouts_to_goal: float  # nan: it did not get there
 
     @classmethod
@@ -62,7 +63,7 @@ class Rewards:
         rewards, rollouts = [mean for _, mean, _ in by_version], np.cumsum([count for _, _, count in by_version])
         curve = running_mean(rewards, SMOOTHED_OVER)
         reached = next((float(rollouts[i]) for i, value in enumerate(curve) if value >= GOAL), math.nan)
-        return cls(tuple(curve), float(np.mean(rewards[-LAST:])), reached)
+        return cls(tuple(curve), float(np.mean(rewards[-LAST:])), float(rollouts[-1]), reached)
 
 
 def trained_metrics(layout: RunLayout) -> Iterator[Mapping[str, float]]:

@@ -34,16 +34,13 @@ from launch.reading.run_figures import read_figures
 from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import consumed
 from tests.ring.run_kit import Lab, Run, make_lab
-from tests.ring.timed_runs import slow_trainers
+from tests.ring.timed_runs import LONGEST, LONGEST_S, STOP_PROBABILITY, TOKEN_S, slow_trainers
 
-TOKEN_S, SAMPLE_S = 0.02, 0.00125
-STOP_PROBABILITY = 0.03
-LONGEST = 64
+SAMPLE_S = 0.00125
 TRAINED_TOKEN_S = {"sampling": 0.0006, "training": 0.0025}  # by what takes longer
 GENERATORS, PLACES = 2, 8
 GROUPS, GROUP_SIZE = 8, 4
 STALENESS = 4
-LONGEST_S = 3600.0
 COLOURS = ("#1f4e79", "#2f6b3a")
 PUBLISHED = """published, of other quantities, on GPUs:
 OlmoRL: 881 → 975 (continuous batching) → 1358 (better threading) → 2949 tokens/s (updates in flight): 3.35
@@ -100,8 +97,7 @@ class Measured:
         for rollout in consumed(layout.rollouts):
             rewards[rollout.group_id].add(rollout.reward)
             num_rollouts += 1
-        by_version = json.loads(layout.summary.read_bytes())["reward_by_version"]
-        num_finished = sum(count for _, _, count in by_version)  # those included that were replaced
+        finished = Rewards.of(layout)
         useful_share = sum(len(values) > 1 for values in rewards.values()) / len(rewards)
         steps_s = curves["time/step_s"].values
         pace = num_rollouts / len(steps_s) / mean("time/step_s")
@@ -112,12 +108,12 @@ class Measured:
             generators_idle=mean("generator/idle_ratio"),
             trainer_idle=mean("trainer/idle_ratio"),
             staleness=mean("staleness/mean"),
-            to_goal_s=Rewards.of(layout).rollouts_to_goal / num_finished * float(steps_s.sum()),
+            to_goal_s=finished.rollouts_to_goal / finished.rollouts * float(steps_s.sum()),
         )
 
 
 def measure(root: Path, number: int, num_steps: int, speeds: Mapping[str, float]) -> list[Measured]:
-    """The first so many configurations, all at once since they sleep."""
+    """The first `number` configurations, all at once since they sleep."""
     with ThreadPoolExecutor(number) as pool, slow_trainers(speeds["trained_token_s"]):
         return list(pool.map(lambda one: _measure_one(root, one, num_steps, speeds), LADDER[:number]))
 
@@ -136,15 +132,13 @@ def _measure_one(root: Path, configuration: Configuration, num_steps: int, speed
 
 def _make_lab(place: Path, configuration: Configuration, speeds: Mapping[str, float]) -> Lab:
     lab = make_lab(place)
-    path = lab.model / "config.json"
-    script = {
-        "token_s": speeds["token_s"],
-        "sample_s": speeds["sample_s"],
-        "stop_probability": STOP_PROBABILITY,
-        "static_batches": configuration.static_batches,
-        "drains": configuration.drains,
-    }
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"scripted_engine": script}))
+    lab.script_engine(
+        token_s=speeds["token_s"],
+        sample_s=speeds["sample_s"],
+        stop_probability=STOP_PROBABILITY,
+        static_batches=configuration.static_batches,
+        drains=configuration.drains,
+    )
     return lab
 
 
@@ -237,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("runs/ladder"), help="of the runs that are made")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--first", type=int, default=len(LADDER), metavar="N", help="only so many configurations")
+    parser.add_argument("--first", type=int, default=len(LADDER), metavar="N", help="only the first N configurations")
     parser.add_argument("--slowness", type=float, default=1.0, help="of engines and trainer; for busy machines")
     parser.add_argument("--demo", action="store_true", help="on the demo, too; six minutes")
     parser.add_argument("--draw", type=Path, help="an SVG")

@@ -29,9 +29,7 @@ MAX_TOKENS = 240
 def lab(tmp_path: Path) -> Lab:
     """A model of which the scripted engine draws slowly, and notes every token that it draws."""
     lab = make_lab(tmp_path)
-    path = lab.model / "config.json"
-    table = {"token_s": TOKEN_S, "stop_probability": 0.0005, "tally": str(tmp_path / "tally")}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"scripted_engine": table}))
+    lab.script_engine(token_s=TOKEN_S, stop_probability=0.0005, tally=str(tmp_path / "tally"))
     return lab
 
 

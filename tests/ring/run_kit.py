@@ -53,6 +53,11 @@ class Lab:
         path.write_text(to_toml(settings), encoding="utf-8")
         return path
 
+    def script_engine(self, **script: object) -> None:
+        """Give the model's config.json other settings of the scripted engine (rlhpc/generation/engine_script.py)."""
+        path = self.model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"scripted_engine": script}))
+
     def layout(self, name: str) -> RunLayout:
         """Where the run of that name lives."""
         return RunLayout(self.root / "runs" / name)

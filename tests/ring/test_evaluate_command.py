@@ -46,8 +46,7 @@ def words_of(lab: Lab, out: str, *words: str) -> list[str]:
 
 
 def slow_down(lab: Lab, token_s: float) -> None:
-    path = lab.model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"scripted_engine": {"token_s": token_s}}))
+    lab.script_engine(token_s=token_s)
 
 
 def completions(directory: Path) -> dict[tuple[int, int], str]:

@@ -6,7 +6,6 @@ The trainer: TRAINED_TOKEN_S for each token of the batch, and its arithmetic on 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,9 +25,7 @@ LONGEST_S = 3600.0  # of a run, on a machine that is busy
 def make_timed_lab(root: Path, slowness: float = 1.0) -> Lab:
     """As make_lab; its engines take so many times TOKEN_S."""
     lab = make_lab(root)
-    path = lab.model / "config.json"
-    script = {"token_s": slowness * TOKEN_S, "stop_probability": STOP_PROBABILITY}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"scripted_engine": script}))
+    lab.script_engine(token_s=slowness * TOKEN_S, stop_probability=STOP_PROBABILITY)
     return lab
 
 
