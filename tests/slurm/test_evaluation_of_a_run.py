@@ -100,7 +100,7 @@ def test_it_frees_its_node_while_the_run_waits_in_the_queue(
     assert first != waiting
     run.wait(lambda: evaluation_job(run) != first, f"its successor, after {job_patience_s:g} s")
     successor = evaluation_job(run)
-    assert "looks again in an hour" in said_by(run)
+    run.wait(lambda: "looks again in an hour" in said_by(run), "what it says of it")  # after its successor is noted
     run.wait(lambda: not state_of(run, first), "its end")
     assert state_of(run, successor) == "PENDING BeginTime"
     said = run.cli("stop", str(run.layout.root), timeout_s=300.0)
