@@ -9,6 +9,7 @@ from functools import partial
 
 from rlhpc.config import Config
 from rlhpc.contracts import GenerationEngine, WeightReceiver
+from rlhpc.loading import loading_libraries
 
 SEED_BITS = 31  # the range that every library behind an engine accepts
 
@@ -39,7 +40,8 @@ async def start_engine(config: Config, *, seed: int) -> GenerationEngine:
             config, seed=config.run.seed, make_receiver=partial(_receiver, config.weights.timeout_s)
         )
     # As above.
-    from rlhpc.generation.vllm_engine import VllmEngine
+    with loading_libraries():
+        from rlhpc.generation.vllm_engine import VllmEngine
 
     return await VllmEngine.start(config, seed=seed)
 

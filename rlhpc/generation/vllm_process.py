@@ -18,6 +18,7 @@ import psutil
 from rlhpc.errors import EngineError
 from rlhpc.generation.engine_profile import EngineProfile
 from rlhpc.generation.sample_window import SampleWindow
+from rlhpc.loading import loading_libraries
 
 log = logging.getLogger("rlhpc.generation")
 
@@ -38,16 +39,18 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
     before = set(psutil.Process().children(recursive=True))
     try:
         # vLLM reads the environment that is set above while it is imported.
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with loading_libraries():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         if profile.is_in_process:
-            import torch._dynamo.config  # has read its environment if somebody has compiled here
+            with loading_libraries():  # vLLM loads most of itself while it starts, then collects
+                import torch._dynamo.config  # has read its environment if somebody has compiled here
 
-            from rlhpc.generation.core_thread import CoreThread
+                from rlhpc.generation.core_thread import CoreThread
 
-            torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-            return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
+                torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+                return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
         if not hasattr(AsyncLLM, "update_weight_version"):
             set_environment(COUNTING_RUNNER)
         # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,

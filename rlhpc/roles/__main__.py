@@ -6,6 +6,7 @@ import sys
 
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.loading import loading_libraries
 from rlhpc.roles.common.lifecycle import parse_role, run_role
 
 
@@ -17,15 +18,16 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
     # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
-    match context.role:
-        case "controller":
-            from rlhpc.roles.controller.role import run
-        case "generator":
-            from rlhpc.roles.generator.role import run
-        case "reward":
-            from rlhpc.roles.reward_service import run
-        case _:
-            from rlhpc.roles.trainer.role import run
+    with loading_libraries():
+        match context.role:
+            case "controller":
+                from rlhpc.roles.controller.role import run
+            case "generator":
+                from rlhpc.roles.generator.role import run
+            case "reward":
+                from rlhpc.roles.reward_service import run
+            case _:
+                from rlhpc.roles.trainer.role import run
     return run_role(context, run)
 
 

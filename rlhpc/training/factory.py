@@ -7,6 +7,7 @@ from importlib import import_module
 
 from rlhpc.config import Config
 from rlhpc.contracts import TrainerBackend
+from rlhpc.loading import loading_libraries
 from rlhpc.training.determinism import compute_deterministically
 from rlhpc.training.process_group import RankContext
 
@@ -31,5 +32,7 @@ def open_backend(config: Config, context: RankContext, *, has_value_head: bool =
     if config.run.deterministic:
         compute_deterministically()
     module, name = _BACKENDS[config.trainer.backend]
-    backend: TrainerBackend = getattr(import_module(module), name).open(config, context, has_value_head=has_value_head)
+    with loading_libraries():
+        backend_type = getattr(import_module(module), name)
+    backend: TrainerBackend = backend_type.open(config, context, has_value_head=has_value_head)
     return backend

@@ -1,7 +1,7 @@
 """Let Megatron-Core run on a machine without CUDA: every assumption it makes about a GPU is replaced for the CPU.
 
 The only file that patches another package, and only attributes of megatron.core's own modules: torch is unchanged for
-everybody else.  Does nothing where there is CUDA.
+everybody else, but for the moment in which Megatron is loaded.  Does nothing where there is CUDA.
 
 Megatron 0.16.1 names the GPU in three ways, and each has one remedy:
     torch.cuda.x() and device="cuda"   the modules below see TorchOnCpu under the name `torch`
@@ -16,7 +16,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -44,6 +44,23 @@ FUNCTIONS_THAT_ASK_A_TENSOR = (
     ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
     ("megatron.core.optimizer.optimizer", "clip_grad_by_total_norm_fp32"),
 )
+
+
+def load_megatron() -> None:
+    """Import megatron.core, whose fused functions stay as they are written where there is no CUDA.
+
+    It hands fifty functions to torch.compile when it is imported, which loads a compiler for them: a fifth of what a
+    trainer loads.  One that were called would be compiled by the machine's C++ compiler, if it had one.
+    """
+    if torch.cuda.is_available():
+        importlib.import_module("megatron.core")
+        return
+    compiler: Any = torch.compile
+    torch.compile = cast("Any", _as_written)
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiler
 
 
 def prepare_cpu() -> None:
@@ -136,6 +153,10 @@ class TensorsAsOnCuda(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         return func(*args, **kwargs or {})
+
+
+def _as_written(function: Any = None, **_: Any) -> Any:
+    return _as_written if function is None else function
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,5 +1,7 @@
 """What lets Megatron run without CUDA: Megatron sees the CPU, nobody else sees a difference."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -64,3 +66,17 @@ def test_where_there_is_cuda_megatron_keeps_the_torch_it_imported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     prepare_cpu()
     assert megatron_utils.torch is torch
+
+
+@pytest.mark.starts
+def test_functions_that_megatron_hands_to_a_compiler_stay_as_written_and_none_is_loaded():
+    code = (
+        "import sys, torch\n"
+        "compiler = torch.compile\n"
+        "import rlhpc.training.megatron.backend\n"
+        "assert torch.compile is compiler\n"
+        "from megatron.core.jit import jit_fuser\n"
+        "assert jit_fuser(len) is jit_fuser(dynamic=True)(len) is len\n"
+        "sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

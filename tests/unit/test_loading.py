@@ -1,0 +1,44 @@
+"""No search for garbage while libraries load, and none afterwards among what they are made of."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from rlhpc.loading import loading_libraries
+
+
+@pytest.mark.starts  # in a process of its own: what is frozen stays so
+@pytest.mark.parametrize(("words", "is_frozen"), [("import decimal", True), ("pass", False)])
+def test_what_is_loaded_is_permanent_afterwards(words: str, is_frozen: bool) -> None:
+    code = (
+        "import gc, sys\n"
+        "from rlhpc.loading import loading_libraries\n"
+        "before = gc.get_freeze_count()\n"
+        "with loading_libraries():\n"
+        "    with loading_libraries():\n"
+        f"        assert not gc.isenabled(); {words}\n"
+        "    assert not gc.isenabled() and gc.get_freeze_count() == before\n"
+        "assert gc.isenabled()\n"
+        "sys.exit(gc.get_freeze_count() > before)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == is_frozen
+
+
+def test_an_import_that_fails_leaves_the_collector_as_it_was() -> None:
+    with pytest.raises(ModuleNotFoundError), loading_libraries():
+        raise ModuleNotFoundError
+    assert gc.isenabled()
+
+
+def test_whoever_has_switched_it_off_finds_it_off() -> None:
+    gc.disable()
+    try:
+        with loading_libraries():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
