@@ -1,9 +1,14 @@
 """Does a critic learn, and does PPO with it come as far as GRPO?  The demo's task, several seeds.
 
-Both arms make the same steps of the same number of rollouts.  Prints the reward at the end, what it has cost to come to
+All arms make the same steps of the same number of rollouts.  Prints the reward at the end, what it has cost to come to
 0.8, and how much of the returns the critic explains at the end.  Runs that are there already are not repeated.
 
     python -m bench.critic --directory runs/critic --seeds 3
+
+arm       reward, and who says what it is worth
+grpo      1 for the right total; the other members of the group
+gae       the same; a critic
+columns   a part for every right column, at its end (column_rewards.py); a critic
 """
 
 from __future__ import annotations
@@ -31,14 +36,16 @@ from launch.demo.task import write_dataset
 from rlhpc.run_layout import RunLayout
 
 EXPLAINED = "critic/explained_variance"
+WITH_CRITIC = (
+    "algorithm.advantage=gae",
+    "algorithm.advantage_normalization=batch",
+    "critic.learning_rate=1e-3",
+    "critic.head_start_steps=5",
+)
 ARMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
-    "gae": (
-        "algorithm.advantage=gae",
-        "algorithm.advantage_normalization=batch",
-        "critic.learning_rate=1e-3",
-        "critic.head_start_steps=5",
-    ),
+    "gae": WITH_CRITIC,
+    "columns": (*WITH_CRITIC, "data.task=bench.column_rewards:reward"),
 }
 
 
