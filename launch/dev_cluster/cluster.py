@@ -65,8 +65,8 @@ class DevCluster:
         if root.exists() and (not root.is_dir() or any(root.iterdir())):
             raise RunDirectoryError(f"{root}: exists and is no dev cluster; take a directory that is new or empty")
         layout.make()
-        # Numbers like a real site's, different from cluster to cluster: what is left of a job is not taken for another.
-        first_job_id = 1_000_000 + int(time.time()) % 9_000_000
+        # Like a real site's; others in each cluster and process: what is left of a job is not taken for another.
+        first_job_id = 1_000_000 + (int(time.time()) + os.getpid() % 1000 * 9000) % 9_000_000
         prefix = str(installation.prefix) if installation.prefix else None
         description = Description(shape, prefix, first_job_id)
         layout.description.write_text(description.encode(), encoding="utf-8")

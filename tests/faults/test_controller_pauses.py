@@ -7,10 +7,9 @@ import time
 import pytest
 
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import Lab, Run, make_lab, within
+from tests.ring.run_kit import Lab, Run, make_lab, rlhpc, within
 
 pytestmark = pytest.mark.ring
-NUM_STEPS = 12
 FOUND_S = 5.0
 DEAD_AFTER_S = 6.0  # on a busy machine a role that loads its libraries is silent for some seconds
 
@@ -20,12 +19,21 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("pauses"))
 
 
+def stopped_after_more_steps(run: Run) -> int:
+    """It goes on, and is whole when it is stopped then; returns its steps."""
+    run.wait_for_step(run.status()["step"] + 6)
+    assert rlhpc("stop", str(run.layout.root)).returncode == 0
+    assert run.finish() == 0, run.story()
+    step: int = run.status()["step"]
+    return step
+
+
 @pytest.mark.long
 def test_a_controller_that_stands_still_for_longer_than_peers_may_be_silent_loses_none_of_them(lab: Lab) -> None:
     layout = lab.layout("paused")
     run_file = lab.run_file(
         "paused",
-        run={"num_steps": NUM_STEPS},
+        run={"num_steps": 100_000},
         data={"task": "tests.ring.ring_rewards:slow_parity"},
         admission={"lease_deadline_s": 2 * DEAD_AFTER_S},
         transport={"dead_after_s": DEAD_AFTER_S},
@@ -40,11 +48,11 @@ def test_a_controller_that_stands_still_for_longer_than_peers_may_be_silent_lose
         time.sleep(2 * DEAD_AFTER_S)
         controller.resume()
         task.resume()
-        assert run.finish() == 0, run.story()
+        num_steps = stopped_after_more_steps(run)
     _, _, afterwards = layout.log("controller", 0, 0).read_text().partition("this process was paused for")
     assert afterwards
     assert "is silent" not in afterwards
-    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
+    assert_full_batches_trained_once(layout.rollouts, num_steps, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def test_a_role_that_a_signal_has_stopped_is_started_again(lab: Lab, role: str) 
     layout = lab.layout(f"stopped-{role}")
     run_file = lab.run_file(
         f"stopped-{role}",
-        run={"num_steps": NUM_STEPS},
+        run={"num_steps": 100_000},
         data={"task": "tests.ring.ring_rewards:slow_parity"},
         transport={"dead_after_s": DEAD_AFTER_S},
     )
@@ -65,5 +73,5 @@ def test_a_role_that_a_signal_has_stopped_is_started_again(lab: Lab, role: str) 
         stopped.suspend()
         with within(DEAD_AFTER_S + FOUND_S, f"the end of the {role} that was stopped"):
             stopped.wait()
-        assert run.finish() == 0, run.story()
-    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
+        num_steps = stopped_after_more_steps(run)
+    assert_full_batches_trained_once(layout.rollouts, num_steps, 4, 4)

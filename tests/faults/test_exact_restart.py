@@ -86,8 +86,7 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: Any) -> R
     with Run(run_file, layout) as run:
         run.wait_for_step(first)
         time.sleep(rng.random() / 4)
-        for victim in rng.choice([("controller",), ("trainer", "generator"), ("controller", "trainer", "generator")]):
-            run.role(victim).kill()
+        run.kill_roles(*rng.choice([("controller",), ("trainer", "generator"), ("controller", "trainer", "generator")]))
         run.wait_until(lambda status: status["attempt"] == 1 and status["step"] >= second)
         time.sleep(rng.random() / 4)
         run.role(rng.choice(["trainer", "controller"])).kill()

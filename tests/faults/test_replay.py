@@ -72,8 +72,7 @@ def test_a_run_that_is_killed_between_checkpoints_goes_on_from_its_journal(
     layout = lab.layout(name)
     with Run(run_file, layout) as run:
         run.wait_for_step(KILL_AT)
-        for victim in victims:
-            run.role(victim).kill()
+        run.kill_roles(*victims)
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
         story = run.story()
@@ -99,13 +98,13 @@ def test_a_run_that_is_killed_between_checkpoints_goes_on_from_its_journal(
 def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sampled_again(
     lab: Lab, tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
-    """The first checkpoint would have been that of step 50; the launcher takes everything along."""
+    """The first checkpoint would have been that of step 90; the launcher takes everything along."""
     name = f"forty-{victims[0]}"
     run_file = lab.run_file(
         name,
-        run={"num_steps": 60},
+        run={"num_steps": 100},
         data={"task": "tests.ring.ring_rewards:slow_parity"},
-        checkpoint={"every_steps": 50},
+        checkpoint={"every_steps": 90},
     )
     layout = lab.layout(name)
     with Run(run_file, layout) as run:
@@ -122,7 +121,7 @@ def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sa
     if victims == ("launcher",):
         with Run(run_file, layout, "--resume") as run:
             assert run.finish() == 0, run.story()
-    assert_full_batches_trained_once(layout.rollouts, 60, 4, 4)
+    assert_full_batches_trained_once(layout.rollouts, 100, 4, 4)
     num_again, num_before = num_sampled_again(layout.rollouts, journals)
     assert num_before >= 40 * 16
     assert num_again == 0

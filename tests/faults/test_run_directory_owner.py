@@ -66,17 +66,18 @@ def test_a_resume_ends_what_stands_still_of_the_start_before(lab: Lab, name: str
         with standing_still(stale):
             first.interrupt(signal.SIGKILL)
             first.process.wait()
-            with Run(run_file, layout, "--resume", "run.num_steps=12") as second:
+            num_steps = first.status()["step"] + 24  # more than it can have done since it said so
+            with Run(run_file, layout, "--resume", f"run.num_steps={num_steps}") as second:
                 assert second.finish() == 0, second.story()
             assert f"pid {stale} ({role})" in second.output
         first.assert_nothing_is_left(within_s=GONE_S)
-    assert_full_batches_trained_once(layout.rollouts, 12, 4, 4)
+    assert_full_batches_trained_once(layout.rollouts, num_steps, 4, 4)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_controller_that_wakes_in_its_successors_timeline_writes_nothing_and_ends(lab: Lab, seed: int) -> None:
     """As on another machine, whose processes nobody here can end: a node that hung, a cable that was cut."""
-    num_steps, chance = 16, random.Random(seed)
+    num_steps, chance = 40, random.Random(seed)
     settings = {"run": {"num_steps": num_steps}, "data": SLOW, "checkpoint": {"every_steps": 4}}
     with Attempts(lab, f"woken-{seed}", **settings) as run:
         run.begin()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import submitit
 
@@ -25,16 +26,15 @@ def where_am_i() -> dict[str, object]:
     }
 
 
-def fail() -> None:
-    """Raise after a moment."""
-    time.sleep(0.5)
+def fail() -> NoReturn:
+    """Raise."""
     raise ArithmeticError("one third of a GPU")
 
 
 def sleep_long() -> str:
     """Outlast the test unless ended."""
-    print("asleep", flush=True)
     try:
+        print("asleep", flush=True)
         time.sleep(600)
     finally:
         print("leaves in good order", flush=True)
@@ -66,6 +66,14 @@ class WaitsFor:
         while not self.path.exists():
             time.sleep(0.1)
         return "waited"
+
+
+class FailsAfter(WaitsFor):
+    """Raises when a file is there."""
+
+    def __call__(self) -> str:
+        super().__call__()
+        return fail()
 
 
 class Counts:

@@ -64,13 +64,16 @@ def test_one_heterogeneous_job_spans_three_partitions(slurm: DevCluster) -> None
     assert [name[0] for name in job_output(slurm, job).split()] == ["c", "t", "g"]
 
 
-def test_a_job_on_gen_takes_the_place_of_one_on_scavenge_which_is_requeued(slurm: DevCluster) -> None:
+def test_a_job_on_gen_takes_the_place_of_one_on_scavenge_which_is_requeued(slurm: DevCluster, tmp_path: Path) -> None:
     script = "echo life ${SLURM_RESTART_COUNT:-0}; sleep 60"
     low = submit(slurm, script, "--partition=scavenge", "--nodelist=g1", "--gres=gpu:4")
     wait_until(lambda: "life 0" in job_output(slurm, low), "it runs")
-    high = submit(slurm, "sleep 1", "--partition=gen", "--nodelist=g1", "--gres=gpu:4")
-    wait_state(slurm, high, "RUNNING", "COMPLETED")
+    go = tmp_path / "go"
+    script = f"while [ ! -e {go} ]; do sleep 0.1; done"
+    high = submit(slurm, script, "--partition=gen", "--nodelist=g1", "--gres=gpu:4")
+    wait_state(slurm, high, "RUNNING")
     assert job_state(slurm, low) == "PENDING"
+    go.touch()
     wait_until(lambda: "life 1" in job_output(slurm, low), "it runs again")
     assert job_state(slurm, high) == "COMPLETED"
     slurm.run("scancel", str(low))
@@ -111,6 +114,7 @@ def test_processes_outlive_the_daemon_of_their_node(make_cluster: MakeCluster) -
     job = submit(cluster, "echo up; sleep 300", "--partition=gen")
     wait_until(lambda: bool(job_output(cluster, job)), "it runs")
     node = job_node(cluster, job)
+    wait_until(lambda: len(cluster.job_processes(node)) >= 2, "the shell has started sleep")
     before = {each.pid for each in cluster.job_processes(node)}
     faults.kill_node_daemon(cluster, node)
     assert {each.pid for each in cluster.job_processes(node)} == before

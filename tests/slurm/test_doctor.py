@@ -114,12 +114,12 @@ def test_a_job_that_cannot_start_is_a_warning_and_is_cancelled(slurm: DevCluster
     for job in blockers:
         wait_state(slurm, job, "RUNNING")
     try:
-        status, rows = ask(site_of(tmp_path), timeout_s=12)
+        status, rows = ask(site_of(tmp_path), timeout_s=60)
     finally:
         slurm.run("scancel", *map(str, blockers))
     assert status == 0
     assert rows["trainer: job"][0] == "warn"
-    assert "could not start in 12 s: PENDING (Resources)" in rows["trainer: job"][1]
+    assert "could not start in 60 s: PENDING (Resources)" in rows["trainer: job"][1]
     assert rows["controller: job"][0] == "pass"
     assert not [line for line in slurm.run("squeue", "--noheader", "--format=%j").split() if line.startswith("rlhpc-d")]
     slurm.wait_idle()

@@ -17,7 +17,7 @@ from launch.slurm.commands import SlurmError
 from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
 from launch.submitit_hetjob.job import FINAL, HeterogeneousSlurmJob
 from tests.slurm.cluster_kit import directory_of, job_state, submit, wait_until
-from tests.slurm.het_callables import Counts, FailsFirst, WaitsFor, fail, sleep_long, where_am_i
+from tests.slurm.het_callables import Counts, FailsAfter, FailsFirst, WaitsFor, fail, sleep_long, where_am_i
 
 ROOT = Path(__file__).parents[2]
 CPU = {"partition": "cpu", "mem_gb": 0.0625}
@@ -79,9 +79,16 @@ def test_three_components_return_different_results_and_see_their_own_nodes(
 
 @pytest.mark.long
 def test_a_component_that_raises_ends_the_others_and_shows_its_traceback(executor: HeterogeneousSlurmExecutor) -> None:
+    seen = executor.folder.with_suffix(".seen")
     jobs = executor.submit_components(
-        [Component("controller", sleep_long, CPU), Component("trainer", fail, TRAIN), Component("gen", sleep_long, GEN)]
+        [
+            Component("controller", sleep_long, CPU),
+            Component("trainer", FailsAfter(seen), TRAIN),
+            Component("gen", sleep_long, GEN),
+        ]
     )
+    wait_until(lambda: all("asleep" in (jobs[name].stdout() or "") for name in ("controller", "gen")), "they run")
+    seen.touch()
     error = jobs["trainer"].exception()
     assert isinstance(error, FailedJobError)
     assert "ArithmeticError: one third of a GPU" in str(error)

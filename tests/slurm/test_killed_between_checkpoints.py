@@ -38,7 +38,7 @@ def everything(run: SlurmRun) -> list[int]:
 @pytest.mark.parametrize(
     ("victims", "every_steps"),
     [
-        pytest.param(roles(*ROLES), 50, id="roles"),
+        pytest.param(roles(*ROLES), 90, id="roles"),
         pytest.param(everything, 1000, id="everything-without-checkpoints"),
     ],
 )
@@ -54,7 +54,7 @@ def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sa
         slurm,
         lab,
         f"forty-{request.node.callspec.id}",
-        run={"num_steps": 60},
+        run={"num_steps": 100},
         checkpoint={"every_steps": every_steps},
         generation={"num_replicas": 2},
         **LASTING,
@@ -68,7 +68,7 @@ def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sa
     if victims is everything and not run.queue():
         run.cli("resume", str(run.layout.root))
     run.wait_complete()
-    assert_whole(run, 60)
+    assert_whole(run, 100)
     assert run.attempts()[1]["resume_step"] is None
     num_again, num_before = num_sampled_again(run.layout.rollouts, journals)
     assert num_before >= 40 * 16

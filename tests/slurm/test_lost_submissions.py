@@ -19,7 +19,7 @@ from launch.run_files.job_records import read_records
 from launch.supervisor.other_jobs import submit_again
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
-from tests.slurm.cluster_kit import wait_until
+from tests.slurm.cluster_kit import PATIENCE_S, wait_until
 from tests.slurm.submit_kit import Desk, ids_of
 
 JOBS = {"placement": "jobs"}
@@ -41,6 +41,11 @@ def before_sbatch(directory: Path, body: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
 
 
+def until_told(directory: Path) -> str:
+    """A line of sh that says that it has begun, and waits for the test."""
+    return f"touch {directory}/begun; while [ ! -e {directory}/go ]; do sleep 0.1; done"
+
+
 def submission(desk: Desk, name: str, site: Path) -> subprocess.Popen[str]:
     """`rlhpc submit` in a process group that Ctrl-C reaches as a whole, as at a terminal."""
     words = [sys.executable, "-m", "launch.cli", "submit", str(desk.run_file(name)), str(site)]
@@ -59,14 +64,15 @@ def test_ctrl_c_while_sbatch_works_leaves_no_job(
     """At the first job of a run and at the second; sbatch has submitted it, and its answer is on the way or lost."""
     count = f'echo >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) = {number} ] || {{ real "$@"; exit; }}'
     answer = f"echo '{TIMED_OUT}' >&2; exit 1" if is_lost else 'echo "$said"'
-    body = f'{count}\nsaid=$(real "$@") || exit; touch {tmp_path}/begun; sleep 1; {answer}'
+    body = f'{count}\nsaid=$(real "$@") || exit; {until_told(tmp_path)}; {answer}'
     before_sbatch(tmp_path, body, monkeypatch)
     name = f"interrupted-{number}-{is_lost}"
     process = submission(desk, name, desk.site(cluster=JOBS))
     wait_until((tmp_path / "begun").exists, "sbatch has submitted")
     assert len(desk.queued()) == number
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    (tmp_path / "go").touch()
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == EXIT_INTERRUPTED, err
     assert "is cancelled again" in err
     assert desk.queued() == []
@@ -117,7 +123,7 @@ def test_of_two_submissions_at_once_one_is_refused(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first has prepared the directory, and no job of it is recorded yet."""
-    before_sbatch(tmp_path, f'touch {tmp_path}/begun; sleep 3; real "$@"', monkeypatch)
+    before_sbatch(tmp_path, f'{until_told(tmp_path)}; real "$@"', monkeypatch)
     site = desk.site(prologue={"commands": ["export TOKEN=secret"]})
     site.chmod(0o600)
     first = submission(desk, "two", site)
@@ -125,7 +131,8 @@ def test_of_two_submissions_at_once_one_is_refused(
     for words in ((), ("--fresh",)):
         assert desk.submit("two", site, *words) == EXIT_CONFIG
         assert f"a submission is going on, by pid {first.pid} on " in capsys.readouterr().err
-    out, err = first.communicate(timeout=60)
+    (tmp_path / "go").touch()
+    out, err = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 0, err
     layout = desk.lab.layout("two")
     assert len({each.partition("+")[0] for each in desk.queued()}) == 1
@@ -133,7 +140,8 @@ def test_of_two_submissions_at_once_one_is_refused(
     assert layout.site.stat().st_mode & 0o777 == 0o600
     before = desk.queued()
 
-    (tmp_path / "begun").unlink()
+    for name in ("begun", "go"):
+        (tmp_path / name).unlink()
     code = ["scale", str(layout.root), "--generators", "+1"]
     other = subprocess.Popen(
         [sys.executable, "-m", "launch.cli", *code], stdout=subprocess.PIPE, text=True, cwd=ROOT,
@@ -142,6 +150,7 @@ def test_of_two_submissions_at_once_one_is_refused(
     wait_until((tmp_path / "begun").exists, "the first is at work")
     assert main(code) == EXIT_CONFIG
     assert f"a submission is going on, by pid {other.pid} on " in capsys.readouterr().err
-    other.communicate(timeout=60)
+    (tmp_path / "go").touch()
+    other.communicate(timeout=PATIENCE_S)
     assert other.returncode == 0
     assert len(desk.queued()) == len(before) + 1

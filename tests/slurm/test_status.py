@@ -17,12 +17,13 @@ from launch.commands.status import render_status
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
 from launch.run_files.job_records import JobRecord, write_record
-from launch.slurm.queue import JobRow, look_at_jobs
+from launch.slurm.queue import QueueLook, look_at_jobs
 from launch.slurm.reasons import is_stuck, reason_in_words
 from launch.slurm.states import STATES, EndedBy, Life
 from rlhpc.errors import RoleFailed
 from rlhpc.run_layout import RunLayout
-from tests.slurm.cluster_kit import PATIENCE_S, MakeCluster, job_output, seconds_of, submit, wait_state, wait_until
+from tests.slurm.cluster_kit import MakeCluster, job_output, seconds_of, submit, wait_state, wait_until
+from tests.slurm.rows_kit import row_of, rows_of, status_of, wait_name, wait_reason, wait_row
 
 LONG = "echo up; sleep 300"
 
@@ -43,27 +44,6 @@ def cluster(slurm: DevCluster, here: Callable[[DevCluster], None]) -> DevCluster
     """The session's cluster."""
     here(slurm)
     return slurm
-
-
-def row_of(job: int) -> JobRow:
-    (row,) = look_at_jobs([job]).rows
-    return row
-
-
-def wait_row(job: int, is_so: Callable[[JobRow], bool], what: str, patience_s: float = PATIENCE_S) -> JobRow:
-    wait_until(lambda: is_so(row_of(job)), f"job {job} {what}", patience_s)
-    return row_of(job)
-
-
-def wait_name(job: int, name: str, patience_s: float = PATIENCE_S) -> JobRow:
-    return wait_row(job, lambda row: row.state.name == name, name, patience_s)
-
-
-def wait_reason(job: int, reason: str, patience_s: float = PATIENCE_S) -> JobRow:
-    row = wait_row(job, lambda row: row.reason == reason, f"waits for {reason}", patience_s)
-    assert row.state.life is Life.WAITING
-    assert " " in reason_in_words(reason)
-    return row
 
 
 def make_run(root: Path, *jobs: tuple[int, str]) -> RunLayout:
@@ -116,7 +96,7 @@ def test_how_a_job_ended_is_told_apart(cluster: DevCluster) -> None:
 
 def test_a_job_that_cannot_start_before_its_deadline_is_over(cluster: DevCluster) -> None:
     submit(cluster, LONG, "--partition=cpu", "--exclusive")
-    job = submit(cluster, LONG, "--partition=cpu", "--exclusive", "--time=1", "--deadline=now+63")
+    job = submit(cluster, LONG, "--partition=cpu", "--exclusive", "--time=1", "--deadline=now+75")
     state = wait_name(job, "DEADLINE").state
     assert (state.is_alive, state.ended_by, state.is_worth_resuming) == (False, EndedBy.SITE, False)
 
@@ -146,20 +126,23 @@ def test_a_preempted_job_is_alive_and_comes_back_under_its_id(cluster: DevCluste
     assert not is_stuck(row.reason)
 
 
-def test_a_job_never_looks_over_while_it_is_requeued(cluster: DevCluster) -> None:
-    slow = "trap 'sleep 1; exit 0' TERM; sleep 300 & wait"  # it leaves by itself, with exit status 0
+def test_a_job_never_looks_over_while_it_is_requeued(cluster: DevCluster, tmp_path: Path) -> None:
+    leaving = tmp_path / "leaving"  # until all were seen to end; it leaves by itself, with exit status 0
+    slow = f"trap 'while [ ! -e {leaving} ]; do sleep 0.1; done; exit 0' TERM; sleep 300 & wait"
     single = submit(cluster, slow, "--partition=cpu")
     pair = submit(cluster, slow, "--partition=cpu", ":", "--partition=gen", "--mem=16M")
-    wait_until(lambda: all(row.state.name == "RUNNING" for row in look_at_jobs([single, pair]).rows), "they run")
+    wait_until(lambda: all(row.state.name == "RUNNING" for row in rows_of(single, pair)), "they run")
     for job in (single, pair):
         cluster.run("scontrol", "requeue", str(job))
     seen: set[str] = set()
 
     def is_back() -> bool:
-        rows = look_at_jobs([single, pair]).rows
+        rows = rows_of(single, pair)
         assert len(rows) == 3
         assert all(row.state.is_alive for row in rows)
         seen.update(row.state.name for row in rows)
+        if "COMPLETING" in seen:
+            leaving.touch()
         return all(row.state.name == "RUNNING" and row.restarts == 1 for row in rows)
 
     wait_until(is_back, "both run again")
@@ -173,8 +156,8 @@ def test_jobs_requeued_and_held_are_alive_and_stuck(cluster: DevCluster) -> None
     cluster.run("scontrol", "requeuehold", str(held))
     cluster.run("scontrol", "requeuehold", "State=SpecialExit", str(special))
     assert wait_name(special, "SPECIAL_EXIT").state.life is Life.HELD
-    row = wait_name(held, "PENDING")  # Slurm shows the flag for a moment only: the reason tells
-    assert is_stuck(row.reason)
+    # Slurm shows the flag for a moment only: the reason tells.
+    row = wait_row(held, lambda row: row.state.name == "PENDING" and is_stuck(row.reason), "is held")
     assert "scontrol release" in reason_in_words(row.reason)
 
 
@@ -222,10 +205,13 @@ def test_why_jobs_wait_is_read_as_slurm_says_it(cluster: DevCluster) -> None:
 
 def test_tasks_of_an_array_that_wait_together_are_one_row(cluster: DevCluster) -> None:
     job = submit(cluster, LONG, "--partition=cpu", "--array=0-5%2")
-    wait_until(lambda: len(look_at_jobs([job]).rows) == 3, "two tasks run")
-    rows = look_at_jobs([job]).rows
-    assert [row.label for row in rows] == [f"{job}_0", f"{job}_1", f"{job}_[2-5]"]
-    assert rows[2].reason == "JobArrayTaskLimit"
+    labels = [f"{job}_0", f"{job}_1", f"{job}_[2-5]"]
+
+    def is_so() -> bool:
+        rows = rows_of(job)
+        return [row.label for row in rows] == labels and rows[2].reason == "JobArrayTaskLimit"
+
+    wait_until(is_so, "two tasks run, and the others are one row that waits for them")
 
 
 # ---------------------------------------------------------------------------------------------------------- the status
@@ -243,7 +229,7 @@ def test_status_of_a_heterogeneous_job_names_its_components_and_takes_less_than_
     one_question_s = seconds_of(lambda: cluster.run("squeue"))
     took_s = min(seconds_of(lambda: render_status(layout)) for _ in range(3))
     assert took_s < 1.0 + 3 * one_question_s  # on a busy machine the questions alone take a second
-    text = render_status(layout)
+    text = status_of(layout)
     rows = [line.split() for line in text.splitlines() if line.startswith(f"{job}+")]
     assert [row[:4] for row in rows] == [
         [f"{job}+{k}", name, "RUNNING", "0"] for k, name in enumerate(("controller", "trainer", "generation"))
@@ -260,7 +246,7 @@ def test_status_says_who_waits_for_whom_and_when_that_ends(cluster: DevCluster, 
     wait_reason(trainer, "Resources")
     wait_row(trainer, lambda row: row.start_unix_s is not None, "has an estimate")
     layout = make_run(tmp_path, (controller, "controller"), (trainer, "trainer"), (generation, "generation"))
-    text = render_status(layout)
+    text = status_of(layout)
     assert re.search(rf"controller and generation wait for trainer: job {trainer} PENDING \(Resources\): .*"
                      r"starts about \d\d:\d\d", text)  # fmt: skip
     assert f"{generation}_[2-3]" in text
@@ -294,7 +280,7 @@ def test_a_controller_of_slurm_that_is_away_is_said(
     assert "Slurm did not answer: squeue: " in text
     assert f"jobs of this run: {job}" in text
     faults.start_controller(cluster)
-    assert f"{job}  controller  RUNNING" in render_status(layout)
+    assert f"{job}  controller  RUNNING" in status_of(layout)
 
 
 def test_accounts_know_what_the_queue_has_forgotten(
@@ -306,18 +292,20 @@ def test_accounts_know_what_the_queue_has_forgotten(
     here(slurm_accounts)
     array = submit(slurm_accounts, "exit 3", "--partition=gen", "--array=0-1")
     pair = submit(slurm_accounts, "true", "--partition=cpu", ":", "--partition=gen", "--mem=16M")
-    wait_until(lambda: not any(row.state.is_alive for row in look_at_jobs([array, pair]).rows), "all have ended")
+    wait_until(lambda: not any(row.state.is_alive for row in rows_of(array, pair)), "all have ended")
     forgets = tmp_path / "squeue"  # as after MinJobAge, five minutes as a rule
     forgets.write_text("#!/bin/sh\n")
     forgets.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     rows = {f"{array}_0": "FAILED", f"{array}_1": "FAILED", f"{pair}+0": "COMPLETED", f"{pair}+1": "COMPLETED"}
+    look = QueueLook(())
 
-    def known() -> dict[str, str]:
-        return {row.label: row.state.name for row in look_at_jobs([array, pair, 999_999_999]).rows}
+    def are_known() -> bool:
+        nonlocal look
+        look = look_at_jobs([array, pair, 999_999_999])
+        return {row.label: row.state.name for row in look.rows} == rows
 
-    wait_until(lambda: known() == rows, "the accounts have it")
-    look = look_at_jobs([array, pair, 999_999_999])
+    wait_until(are_known, "the accounts have it")
     assert look.unknown == (999_999_999,)
     assert {row.partition for row in look.rows} == {"gen", "cpu"}
     assert all(row.used_s is not None and row.start_unix_s and row.restarts is None for row in look.rows)

@@ -1,4 +1,4 @@
-"""Runs reach the queue whole or not at all, and are resumed, scaled and stopped by their recorded ids alone."""
+"""Runs reach the queue whole or not at all, and are resumed and scaled by their recorded ids alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.commands import wait_for_run
 from launch.commands.submit import submit_jobs, write_plan
 from launch.plan.jobs import plan_jobs
 from launch.plan.site_file import load_site
@@ -21,7 +20,7 @@ from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from rlhpc.transport.keys import allowed_keys
 from tests.ring.run_kit import Lab, make_lab
-from tests.slurm.cluster_kit import job_state, submit, wait_state, wait_until
+from tests.slurm.cluster_kit import submit, wait_until
 from tests.slurm.submit_kit import LATER, Desk, ids_of
 
 JOBS = {"placement": "jobs"}
@@ -216,46 +215,13 @@ def test_a_run_is_resumed_from_its_directory_also_on_another_site(
     assert json.loads(layout.job_plan.read_bytes())["placement"] == "jobs"
 
 
-# ---------------------------------------------------------------------------------------------------------------- stop
-
-
-@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
-def test_stop_cancels_what_waits_in_the_queue(desk: Desk, placement: str, capsys: pytest.CaptureFixture[str]) -> None:
-    other = submit(desk.cluster, "sleep 60", LATER)
-    assert desk.submit(f"stop-{placement}", desk.site(cluster={"placement": placement})) == 0
-    layout = desk.lab.layout(f"stop-{placement}")
+def test_a_resume_of_a_complete_run_is_refused(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    assert desk.submit("complete", desk.site()) == 0
+    layout = desk.lab.layout("complete")
     assert main(["stop", str(layout.root)]) == 0
-    assert capsys.readouterr().out.endswith(
-        f"{layout.root}: stopped before the first step; `rlhpc resume {layout.root}` continues it\n"
-    )
-    assert desk.queued() == [str(other)]
-    assert main(["stop", str(layout.root)]) == 0
-    assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
-
-
-def test_stop_waits_for_what_runs_and_cancels_the_rest(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    stop = desk.lab.layout("running").stop_request
-    until_asked = f"while [ ! -e {stop} ]; do sleep 0.2; done; sleep 1"
-    layout = desk.recorded(
-        "running", ("controller", until_asked, ("--partition=cpu",)), ("trainer", "sleep 60", (LATER,))
-    )
-    ids = ids_of(layout)
-    wait_state(desk.cluster, ids["controller"], "RUNNING")
-    assert main(["stop", str(layout.root)]) == 0
-    assert job_state(desk.cluster, ids["controller"]) == "COMPLETED"
-    assert job_state(desk.cluster, ids["trainer"]) == "CANCELLED"
-    assert f"{ids['controller']} running" in capsys.readouterr().out
-
-
-def test_stop_now_cancels_what_runs(desk: Desk) -> None:
-    other = submit(desk.cluster, "sleep 60", "--partition=cpu", "--job-name=now")
-    layout = desk.recorded("now", ("hetjob", "sleep 60", ("--partition=cpu",)))
-    job = ids_of(layout)["hetjob"]
-    wait_state(desk.cluster, job, "RUNNING")
-    assert main(["stop", str(layout.root), "--now"]) == 0
-    assert layout.abort_request.exists()
-    assert job_state(desk.cluster, job) == "CANCELLED"
-    assert job_state(desk.cluster, other) in ("RUNNING", "PENDING")  # of the same name, and not of this run
+    layout.summary.write_text("{}")
+    assert main(["resume", str(layout.root)]) == EXIT_CONFIG
+    assert "complete, 6 steps" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------------- scale
@@ -322,29 +288,3 @@ def test_an_addition_that_sbatch_refuses_leaves_no_plan(desk: Desk, capsys: pyte
     assert main(["scale", str(layout.root), "--generators", "+1", "--partition", "gne"]) == EXIT_CONFIG
     assert "gne" in capsys.readouterr().err
     assert not list(layout.scripts.glob("generation-*"))
-
-
-# ---------------------------------------------------------------------------------------------------------------- wait
-
-
-@pytest.mark.parametrize(("script", "status"), [("touch {summary}", 0), ("true", 1)])
-def test_wait_tells_a_run_that_is_complete_from_one_that_ended(
-    desk: Desk, script: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(wait_for_run, "ASK_SLURM_EVERY_S", 0.2)
-    name = f"wait-{status}"
-    summary = desk.lab.layout(name).summary
-    layout = desk.recorded(name, ("hetjob", f"sleep 1; {script.format(summary=summary)}", ("--partition=cpu",)))
-    assert wait_for_run.wait_for_run(layout) == status
-    said = capsys.readouterr().err
-    assert f"{ids_of(layout)['hetjob']} running" in said
-    assert ("complete" if status == 0 else "all jobs have ended, the run is not complete") in said
-
-
-def test_a_resume_of_a_complete_run_is_refused(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    assert desk.submit("complete", desk.site()) == 0
-    layout = desk.lab.layout("complete")
-    assert main(["stop", str(layout.root)]) == 0
-    layout.summary.write_text("{}")
-    assert main(["resume", str(layout.root)]) == EXIT_CONFIG
-    assert "complete, 6 steps" in capsys.readouterr().err

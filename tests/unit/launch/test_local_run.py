@@ -138,11 +138,14 @@ def test_a_generator_that_had_registered_is_started_again(lab: Lab) -> None:
 
 
 def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab: Lab) -> None:
-    ends = "import time\nwhile not (root / 'dying').exists(): time.sleep(0.02)\ntime.sleep(2)\n" + COMPLETE
-    dies = "(root / 'dying').touch()\n" + KILLED
-    assert lab.run(controller_0=ends, generator_0=dies, generator_1=PATIENT) == 0
-    assert len(lab.told) == 1, lab.told
-    (line,) = lab.told
+    ends = "import time\nwhile not (root / 'told').exists(): time.sleep(0.02)\n" + COMPLETE
+
+    def let_end() -> None:
+        if lab.told:
+            (lab.layout.root / "told").touch()
+
+    assert lab.run(let_end, controller_0=ends, generator_0=KILLED, generator_1=PATIENT) == 0
+    (line,) = (line for line in lab.told if "is killed: it has not exited in time" not in line)  # on a busy machine
     assert line.startswith("generator-0 has ended: ")
     assert "signal SIGKILL: step 5" in line
 

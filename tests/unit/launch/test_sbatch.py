@@ -154,7 +154,7 @@ SUBMITS = (
 
 @pytest.mark.parametrize("ending", ["echo 77", f"echo '{TIMED_OUT}' >&2; exit 1"])
 def test_ctrl_c_waits_for_sbatch_and_cancels_what_it_submits(fake: FakeSlurm, ending: str) -> None:
-    fake.program("sbatch", "touch {here}/begun; sleep 1; " + TAKES + ending)
+    fake.program("sbatch", "touch {here}/begun; while [ ! -e {here}/go ]; do sleep 0.05; done; " + TAKES + ending)
     out, err = _interrupted(fake, times=1)
     assert out == "interrupted: job 77 was submitted and is cancelled again\n"
     assert "waiting for sbatch" in err
@@ -162,21 +162,25 @@ def test_ctrl_c_waits_for_sbatch_and_cancels_what_it_submits(fake: FakeSlurm, en
 
 
 def test_a_second_ctrl_c_does_not_wait_and_says_how_to_look(fake: FakeSlurm) -> None:
-    fake.program("sbatch", "touch {here}/begun; exec sleep 30")
+    fake.program("sbatch", "touch {here}/begun; exec sleep 300")
     began = time.monotonic()
     out, _ = _interrupted(fake, times=2)
     assert out.startswith("interrupted: a job may be queued: `squeue --me")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 2 * PATIENCE_S
 
 
 def _interrupted(fake: FakeSlurm, times: int) -> tuple[str, str]:
     """Submit in a process group that Ctrl-C reaches as a whole, as at a terminal."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SUBMITS, str(fake.script)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
-    )  # fmt: skip
+    said = fake.here / "said"
+    with said.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SUBMITS, str(fake.script)],
+            stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
     assert Deadline(PATIENCE_S).wait_for((fake.here / "begun").exists, 0.05)
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.3)
-    return process.communicate(timeout=PATIENCE_S)
+        assert Deadline(PATIENCE_S).wait_for(lambda: "waiting for sbatch" in said.read_text(), 0.05)
+    (fake.here / "go").touch()
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    return out, said.read_text()

@@ -20,6 +20,7 @@ from tests.patience import PATIENCE_S
 pytestmark = pytest.mark.starts
 
 TASK = "sample_rewards:"
+HANG_S = {TASK + "hang": 1.0, TASK + "hang_with_child": 3.0}  # of those alone that shall not meet their limit
 
 
 def is_alive(pid: int) -> bool:
@@ -30,15 +31,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def wait_until_gone(pid: int, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
+async def wait_until_gone(pid: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
         while is_alive(pid):  # noqa: ASYNC110  a process has no asyncio.Event
             await asyncio.sleep(0.01)
 
 
 @pytest.fixture
 async def pool():
-    async with RewardPool(1, 1.0, preload_tasks=[TASK + "length"]) as pool:
+    async with RewardPool(1, PATIENCE_S, preload_tasks=[TASK + "length"], task_timeout_s=HANG_S) as pool:
         yield pool
 
 
@@ -108,24 +109,24 @@ async def test_a_hung_verifier_is_killed_with_everything_it_started(pool, tmp_pa
     (worker,) = pool.worker_pids
     child_file = tmp_path / "child"
     started = time.monotonic()
-    judgement = await pool.judge(TASK + "hang_with_child", "", str(child_file))
+    judgement = await pool.judge(TASK + "hang_with_child", "", str(child_file))  # has three seconds to start it
     assert judgement.verdict is Verdict.VERIFIER_ERROR
-    assert "no answer within 1 s" in judgement.detail
-    assert time.monotonic() - started < 10.0
+    assert "no answer within 3 s" in judgement.detail
+    assert time.monotonic() - started < PATIENCE_S
     await wait_until_gone(worker)
     await wait_until_gone(int(child_file.read_text()))
     assert (await pool.judge(TASK + "length", "abc", "")).reward == 3.0
 
 
 async def test_an_expression_that_is_never_evaluated_is_killed_too():
-    async with RewardPool(1, 0.5, preload_tasks=["math_answer"]) as pool:
+    async with RewardPool(1, 5.0, preload_tasks=["math_answer"]) as pool:
         judgement = await pool.judge("math_answer", r"\boxed{9^{9^{9^9}} - 9^{9^{9^9}} + 1}", "18")
         assert judgement.verdict in (Verdict.VERIFIER_ERROR, Verdict.WRONG)
         assert (await pool.judge("math_answer", r"\boxed{18}", "#### 18")).verdict is Verdict.CORRECT
 
 
 async def test_a_hung_verifier_does_not_delay_the_others():
-    async with RewardPool(2, 1.5) as pool:
+    async with RewardPool(2, PATIENCE_S, task_timeout_s={TASK + "hang": 5.0}) as pool:
         hung = asyncio.create_task(pool.judge(TASK + "hang", "", ""))
         others = await asyncio.gather(*(pool.judge("integer_arithmetic", str(n), str(n)) for n in range(50)))
         assert not hung.done()
@@ -203,7 +204,7 @@ def children_of(pid: int) -> list[str]:
 
 
 async def test_tasks_that_hang_leave_all_workers_but_one_to_the_others():
-    async with RewardPool(2, 1.0, preload_tasks=[TASK + "length"]) as pool:
+    async with RewardPool(2, PATIENCE_S, preload_tasks=[TASK + "length"], task_timeout_s=HANG_S) as pool:
         hung = [asyncio.create_task(pool.judge(TASK + "hang", "", "")) for _ in range(6)]
         await asyncio.sleep(0)
         await hung[0]  # a first one shows what the task is like
@@ -251,14 +252,14 @@ async def test_text_that_cannot_be_encoded_is_a_verifier_error(pool):
 
 
 async def test_close_ends_hung_workers_at_once_and_tells_those_who_wait():
-    pool = RewardPool(2, 60.0)
+    pool = RewardPool(2, 10 * PATIENCE_S)
     await pool.start()
     calls = [asyncio.create_task(pool.judge(TASK + "hang", "", "")) for _ in range(4)]
     await asyncio.sleep(0.05)
     pids = pool.worker_pids
     started = time.monotonic()
     await pool.close()
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < PATIENCE_S
     assert not any(is_alive(pid) for pid in pids)
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(outcome, RoleFailed)

@@ -78,18 +78,21 @@ def until_told(file: Path) -> Place:
 
 
 def test_rank_0_names_the_ranks_that_are_missing(file: Path) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(attend, file, 2, 4, 1.0).add_done_callback(Future.exception)
-        with pytest.raises(ChannelTimeout, match=r"ranks 1, 3 of the trainer have not appeared .* after 0.6 s"):
-            attend(file, 0, 4, 0.6)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(attend, file, 0, 4, 3.0)
+        until_told(file)
+        threads.submit(attend, file, 2, 4, 4.0).add_done_callback(Future.exception)
+        with pytest.raises(ChannelTimeout, match=r"ranks 1, 3 of the trainer have not appeared .* after 3 s"):
+            waiting.result(PATIENCE_S)
     assert not file.exists()
 
 
 def test_another_rank_names_those_that_are_missing_too(file: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(attend, file, 0, 3, 2.0)
-        with pytest.raises(ChannelTimeout, match=r"rank 2 of the trainer has not appeared .* after 0.4 s"):
-            attend(file, 1, 3, 0.4)
+        waiting = threads.submit(attend, file, 0, 3, 4.0)
+        until_told(file)
+        with pytest.raises(ChannelTimeout, match=r"rank 2 of the trainer has not appeared .* after 2 s"):
+            attend(file, 1, 3, 2.0)
         with pytest.raises(ChannelTimeout, match="rank 2 of the trainer has"):
             waiting.result(PATIENCE_S)
 
