@@ -8,7 +8,8 @@ All arms make the same steps of the same number of rollouts.  Prints the reward 
 arm       reward, and who says what it is worth
 grpo      1 for the right total; the other members of the group
 gae       the same; a critic
-columns   a part for every right column, at its end (column_rewards.py); a critic
+columns   a part for every right column, at its end (column_rewards.py); a critic.  Rewards of its own: only what the
+          critic explains can be compared
 """
 
 from __future__ import annotations

@@ -47,7 +47,11 @@ def main() -> int:
             words += [f"evaluation.path={held_out}", f"evaluation.samples={options.samples}"]
         layout = complete_run(root / f"{arm}-{seed}", words)
         seconds[arm].append(training_s(layout))
-        print(f"{arm}-{seed}: {seconds[arm][-1]:.1f} s{figures(layout)}", file=sys.stderr, flush=True)
+        found = figures(layout) if arm == "evaluated" else {}
+        if arm == "evaluated" and options.steps not in found:
+            raise SystemExit(f"{layout.root}: step {options.steps} was not evaluated; see evaluations/follow.log")
+        shown = "".join(f", step {step} {accuracy:.3f}" for step, accuracy in found.items())
+        print(f"{arm}-{seed}: {seconds[arm][-1]:.1f} s{shown}", file=sys.stderr, flush=True)
     for arm in ARMS:
         print(f"{arm:<10}{mean_and_deviation(seconds[arm], '.1f')} s of training")
     pairs = [with_it / without for without, with_it in zip(*(seconds[arm] for arm in ARMS), strict=True)]
@@ -60,11 +64,10 @@ def training_s(layout: RunLayout) -> float:
     return float(json.loads(layout.summary.read_bytes())["training_s"])
 
 
-def figures(layout: RunLayout) -> str:
-    """What the evaluation has found, by step."""
+def figures(layout: RunLayout) -> dict[int, float]:
+    """What the evaluation has found: pass@1 by step."""
     past = past_evaluations(layout).get("held-out", {})
-    shown = (f"step {step} {each['pass@1']['value']:.3f}" for step, each in past.items())
-    return "".join(f", {one}" for one in shown)
+    return {step: each["pass@1"]["value"] for step, each in past.items()}
 
 
 if __name__ == "__main__":

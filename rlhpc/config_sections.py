@@ -83,7 +83,8 @@ class GenerationConfig(Section):
     max_num_seqs: Positive = 256
     """Upper bound of sequences decoded at once by one replica."""
     max_num_batched_tokens: Positive | None = None
-    """Tokens of one engine step, prompts and decoding together; None: 8192 on CUDA, vLLM's default on CPU."""
+    """Tokens of one engine step, prompts and decoding together; None: 8192 on CUDA, vLLM's default on CPU.  With seeded
+    samples on CPU, where prompts are not split, at least the longest sequence and max_num_seqs more."""
     kv_cache_bytes: Positive | None = None
     """KV cache on each GPU of a replica; None: what gpu_memory_utilization leaves
     (on CPU: 256 MiB).  Required where trainer and engine share a GPU: neither can measure what the other will take."""

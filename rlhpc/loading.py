@@ -1,7 +1,7 @@
-"""Libraries are loaded without a search for garbage, and what they are made of is never searched again.
+"""Libraries are loaded with Python's garbage collector off, and it never looks at what they are made of.
 
-Modules are a million objects that live as long as the process.  While they load, Python walks through all of them again
-and again, a quarter of the CPU time that a trainer takes to start, and afterwards at every full collection.
+Modules are half a million objects that live as long as the process.  The collector walks through them again and
+again while they load, a quarter of the CPU time that a trainer takes to start, and afterwards at every full collection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 def loading_libraries() -> Iterator[None]:
     """For imports: if there were any, what the process holds then counts as permanent (gc.freeze).  May be nested.
 
-    Garbage in reference cycles that is there already stays for ever: use it where a process starts.
+    Garbage in reference cycles, from before or made by the imports, stays for ever: use it where a process starts.
     """
     if not gc.isenabled():  # by the caller, or whoever called that
         yield

@@ -15,6 +15,7 @@ from rlhpc.errors import EngineError
 WORKER_EXTENSION = "rlhpc.generation.worker_extension.WeightUpdateExtension"
 CPU_KV_CACHE_BYTES = 256 << 20
 CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
+CPU_BATCHED_TOKENS = 2048  # vLLM's default there
 # vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and uses it for nothing else when the
 # cache's size is given: a trainer on the same GPU may start before, after, or meanwhile.
 NEXT_TO_NOTHING = 0.01
@@ -113,7 +114,22 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
 
 
 def _cpu_args(config: Config) -> dict[str, Any]:
-    return {"enforce_eager": True, "kv_cache_memory_bytes": config.generation.kv_cache_bytes or CPU_KV_CACHE_BYTES}
+    generation = config.generation
+    args: dict[str, Any] = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": generation.kv_cache_bytes or CPU_KV_CACHE_BYTES,
+    }
+    if config.has_seeded_samples:
+        # A prompt that is split over two steps draws a token for its first part, too.  vLLM then turns the request's
+        # generator back by an offset, which those of the CPU do not have: the engine dies.  So each is taken whole,
+        # and a step has room for one beside all that are running.
+        longest = generation.max_prompt_tokens + generation.max_completion_tokens
+        given = generation.max_num_batched_tokens or CPU_BATCHED_TOKENS
+        args |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(given, longest + generation.max_num_seqs),
+        }
+    return args
 
 
 def _cuda_args(config: Config) -> dict[str, Any]:

@@ -104,6 +104,16 @@ async def test_log_probabilities_are_those_of_the_policy(subject: Subject) -> No
         assert_sampled_by(subject, subject.engine.policy_version, rollout)
 
 
+async def test_prompts_that_do_not_fit_into_one_step_are_sampled_as_each_is_alone(subject: Subject) -> None:
+    """16 of 190 tokens; vLLM's steps take 2,048 on CPU."""
+    prompts = [np.asarray([4 + (first * 7 + index) % 90 for index in range(190)], np.int32) for first in range(16)]
+    requests = [request_of(group_id, prompt=prompt) for group_id, prompt in enumerate(prompts)]
+    together = await asyncio.gather(*map(subject.engine.generate, requests))
+    for request, rollout in zip(requests, together, strict=True):
+        assert_well_formed(rollout)
+        np.testing.assert_array_equal((await subject.engine.generate(request)).token_ids, rollout.token_ids)
+
+
 async def test_a_completion_ends_at_a_stop_token_or_at_its_length(subject: Subject) -> None:
     stops = tuple(range(4, 60))
     early = await asyncio.gather(

@@ -67,7 +67,7 @@ def is_in_the_middle(lab: Lab, pid: int) -> bool:
 
 
 def wait_for_tokens(run: Run, lab: Lab, least: int) -> None:
-    """Until so many were drawn in all, and no report is late: at most two thirds of an interval are not on disk."""
+    """Until `least` tokens were drawn in all and no report is late: at most 2/3 of an interval are not on disk."""
 
     def are_there(_: object) -> bool:
         known, _ = read_partials(run.layout.rollouts)
@@ -96,7 +96,7 @@ def test_the_death_of_everything_at_once_costs_at_most_an_interval_of_each_rollo
     layout = lab.layout("razed")
     with Run(run_file(lab, "razed"), layout) as run:
         run.wait_until(lambda _: total(lab) > 0)
-        everything = [*map(run.role, ("controller", "generator", "trainer")), run.process]
+        everything = [*(run.role(role) for role in ("controller", "generator", "trainer")), run.process]
         wait_for_tokens(run, lab, IN_FLIGHT * 2 * INTERVAL_TOKENS)
         for process in everything:
             process.kill()

@@ -181,12 +181,15 @@ class Run:
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def role(self, role: str, replica: int = 0) -> psutil.Process:
-        """The process of a role, not the task that holds it.  Raises StopIteration if it does not live."""
-        return next(process for process in self.survivors() if _is_role(process, role, replica))
+        """The process of a role, not the task that holds it.  It has to live."""
+        found = next((process for process in self.survivors() if _is_role(process, role, replica)), None)
+        assert found is not None, f"no {role}-{replica} lives\n{self.story()}"
+        return found
 
     def kill_roles(self, *roles: str) -> None:
         """All found before the first is killed: its death may end the others, too."""
-        for process in [*map(self.role, roles)]:
+        found = [self.role(role) for role in roles]
+        for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 

@@ -127,7 +127,7 @@ def test_a_preempted_job_is_alive_and_comes_back_under_its_id(cluster: DevCluste
 
 
 def test_a_job_never_looks_over_while_it_is_requeued(cluster: DevCluster, tmp_path: Path) -> None:
-    leaving = tmp_path / "leaving"  # until all were seen to end; it leaves by itself, with exit status 0
+    leaving = tmp_path / "leaving"  # until one was seen to end; they leave by themselves, with exit status 0
     slow = f"trap 'while [ ! -e {leaving} ]; do sleep 0.1; done; exit 0' TERM; sleep 300 & wait"
     single = submit(cluster, slow, "--partition=cpu")
     pair = submit(cluster, slow, "--partition=cpu", ":", "--partition=gen", "--mem=16M")

@@ -42,7 +42,7 @@ def test_stop_waits_for_what_runs_and_cancels_the_rest(
     until_asked = f"while [ ! -e {request} ] || [ ! -e {looked} ]; do sleep 0.2; done; sleep 1"
 
     def cancel_after_a_look(*words: Any, **options: Any) -> None:
-        looked.touch()  # what is going to be told is known
+        looked.touch()  # the rows to be printed have been read
         cancel(*words, **options)
 
     monkeypatch.setattr(stop, "cancel", cancel_after_a_look)

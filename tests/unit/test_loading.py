@@ -1,4 +1,4 @@
-"""No search for garbage while libraries load, and none afterwards among what they are made of."""
+"""The garbage collector is off while libraries load, and never looks at what they are made of."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhpc.loading import loading_libraries
 @pytest.mark.parametrize(("words", "is_frozen"), [("import decimal", True), ("pass", False)])
 def test_what_is_loaded_is_permanent_afterwards(words: str, is_frozen: bool) -> None:
     code = (
-        "import gc, sys\n"
+        "import gc\n"
         "from rlhpc.loading import loading_libraries\n"
         "before = gc.get_freeze_count()\n"
         "with loading_libraries():\n"
@@ -23,9 +23,9 @@ def test_what_is_loaded_is_permanent_afterwards(words: str, is_frozen: bool) -> 
         f"        assert not gc.isenabled(); {words}\n"
         "    assert not gc.isenabled() and gc.get_freeze_count() == before\n"
         "assert gc.isenabled()\n"
-        "sys.exit(gc.get_freeze_count() > before)"
+        f"assert (gc.get_freeze_count() > before) is {is_frozen}"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == is_frozen
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_import_that_fails_leaves_the_collector_as_it_was() -> None:

@@ -49,8 +49,8 @@ FUNCTIONS_THAT_ASK_A_TENSOR = (
 def load_megatron() -> None:
     """Import megatron.core, whose fused functions stay as they are written where there is no CUDA.
 
-    It hands fifty functions to torch.compile when it is imported, which loads a compiler for them: a fifth of what a
-    trainer loads.  One that were called would be compiled by the machine's C++ compiler, if it had one.
+    It hands some forty functions to torch.compile when it is imported, which loads a compiler for them: a fifth of what
+    a trainer loads.  A run on CPU calls one of them, the router's for expert biases, of which there are none.
     """
     if torch.cuda.is_available():
         importlib.import_module("megatron.core")

@@ -39,6 +39,19 @@ def test_on_cpu_one_worker_runs_inside_the_engine_process_and_that_inside_the_ge
     assert "gpu_memory_utilization" not in profile.engine_args
 
 
+@pytest.mark.parametrize("key", ["seeded_samples", "deterministic"])
+def test_on_cpu_a_prompt_whose_sample_has_a_seed_is_never_split_over_steps(key: str) -> None:
+    section = "run" if key == "deterministic" else "generation"
+    for given, taken in ((None, 2048), (256, 256), (100, 192)):
+        config = config_with(max_num_batched_tokens=given, max_num_seqs=64)
+        seeded = with_values(config, {f"{section}.{key}": True})
+        arguments = engine_profile(seeded, seed=7, device="cpu").engine_args
+        assert arguments["enable_chunked_prefill"] is False
+        assert arguments["max_num_batched_tokens"] == taken
+        assert "enable_chunked_prefill" not in engine_profile(config, seed=7, device="cpu").engine_args
+        assert "enable_chunked_prefill" not in engine_profile(seeded, seed=7, device="cuda").engine_args
+
+
 def test_on_cuda_memory_is_taken_by_share_and_graphs_are_captured() -> None:
     profile = engine_profile(config_with(gpu_memory_utilization=0.4, tensor_parallel=2), seed=7, device="cuda")
     assert profile.engine_args["gpu_memory_utilization"] == 0.4
