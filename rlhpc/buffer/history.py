@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,7 +148,7 @@ class RecordedStep:
     trained: Trained | None  # how it went; None: that was not recorded any more
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Replay:
     """Steps after the checkpoint, and the groups that came back from the journal."""
 
@@ -155,6 +156,11 @@ class Replay:
     restored: Sequence[ResolvedGroup] = ()  # finished or dropped since the checkpoint, in order of admission
     timeline: int = 0  # what generators have sampled counts if its weights were of this one (timeline_of)
     version: int = 0  # that these steps lead to
+
+    def hand_over(self) -> deque[ResolvedGroup]:
+        """The groups that came back; what is trained again must not be kept here, too."""
+        found, self.restored = deque(self.restored), ()
+        return found
 
 
 def recorded_steps(history: History, first: int, is_finished: Callable[[int], bool]) -> tuple[RecordedStep, ...]:

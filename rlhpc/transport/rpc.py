@@ -25,6 +25,7 @@ class _Replica:
     channel: ClientChannel
     index: int
     outstanding: int = 0
+    num_replies: int = 0  # also to attempts that were given up
     timeouts_in_a_row: int = 0  # a replica that hangs has few requests outstanding: it would look the least busy
     heard_at: float = -math.inf  # loop time of its last reply
     is_open: bool = True
@@ -74,8 +75,9 @@ class RpcClient:
     async def call(self, request: Any, timeout_s: float) -> Any:
         """Return the reply, under the request's own id.
 
-        timeout_s: of one attempt.  The replica with the fewest outstanding requests is tried, after a failure another.
-        A channel that is closed meanwhile does not count as an attempt.
+        timeout_s: of one attempt, from when it is its turn: a replica that answers what was asked before has a queue, and
+        is waited for as long as it goes on.  The replica with the fewest outstanding requests is tried, after a failure
+        another.  A channel that is closed meanwhile does not count as an attempt.
         Raises ChannelTimeout after max_attempts, ChannelClosed if no replica is left, ProtocolError if the request may
         not be sent.
         """
@@ -124,24 +126,35 @@ class RpcClient:
         request_id = next(self._next_id)
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = replica, waiter
+        turn = replica.num_replies + replica.outstanding
         replica.outstanding += 1
         try:
-            async with asyncio.timeout(timeout_s):
-                await replica.channel.send(dataclasses.replace(request, request_id=request_id), timeout_s)
-                await self._answered(replica, waiter)
-                return waiter.result()
+            await replica.channel.send(dataclasses.replace(request, request_id=request_id), timeout_s)
+            await self._answered(replica, waiter, turn, timeout_s)
+            return waiter.result()
         finally:
             replica.outstanding -= 1
             del self._waiting[request_id]
 
-    async def _answered(self, replica: _Replica, waiter: asyncio.Future[Any]) -> None:
-        """Wait for a reply.  Raises TimeoutError once the replica stands still, as far as others make that likely."""
+    async def _answered(self, replica: _Replica, waiter: asyncio.Future[Any], turn: int, timeout_s: float) -> None:
+        """Wait for a reply.  turn: replies of the replica after which this one's turn comes, if it keeps the order.
+
+        Raises TimeoutError timeout_s after its turn has come or the last reply before that; or once the replica stands
+        still, as far as others make that likely.
+        """
         now = asyncio.get_running_loop().time
-        asked_at = now()
+        asked_at = counts_from = now()
+        is_its_turn = False
         while not waiter.done():
-            since = max(asked_at, replica.heard_at)
-            left_s = None if self._silence_s == math.inf else max(0.01, since + self._silence_s - now())
-            await asyncio.wait((waiter,), timeout=left_s)
+            if not is_its_turn:
+                counts_from = max(counts_from, replica.heard_at)
+                is_its_turn = replica.num_replies >= turn
+            ends_at = min(counts_from + timeout_s, max(asked_at, replica.heard_at) + self._silence_s)
+            await asyncio.wait((waiter,), timeout=max(0.01, ends_at - now()))
+            if waiter.done():
+                return
+            if now() >= counts_from + timeout_s and (is_its_turn or replica.heard_at <= counts_from):
+                raise TimeoutError
             is_silent = now() - max(asked_at, replica.heard_at) >= self._silence_s
             if is_silent and any(r.is_open and now() - r.heard_at < self._silence_s for r in self._replicas):
                 raise TimeoutError
@@ -159,6 +172,7 @@ class RpcClient:
                 self._give_up(replica)
                 return
             replica.timeouts_in_a_row, replica.heard_at = 0, asyncio.get_running_loop().time()
+            replica.num_replies += 1
             asked, waiter = self._waiting.get(reply.request_id, (None, None))
             if asked is replica and waiter is not None and not waiter.done():
                 waiter.set_result(reply)  # else it comes too late, and nobody waits for it

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from rlhpc.types import Bool, Float32, Int32
 
+BLOCK = 128  # tokens
+
 
 def packed_gae(
     rewards: Float32, values: Float32, loss_mask: Bool, cu_seqlens: Int32, *, discount: float, trace: float
@@ -26,16 +28,33 @@ def packed_gae(
     rewards [T] of tokens; values [T] of the state before each; cu_seqlens [S + 1]; discount is γ, trace is λ.
     """
     places = _loss_tokens(loss_mask, cu_seqlens)
+    is_there = places >= 0
+    value, reward = (np.where(is_there, each[places], 0).astype(np.float64) for each in (values, rewards))
+    later_value = np.pad(value, ((0, 0), (0, 1)))[:, 1:]
+    advantage = discounted_sums(reward + discount * later_value - value, discount * trace)
     advantages, returns = np.zeros(len(values)), np.zeros(len(values))
-    later_value = later_advantage = np.zeros(len(places))
-    for column in places.T[::-1]:  # from the last tokens backwards, all sequences at once
-        is_there = column >= 0
-        value, reward = values[column].astype(np.float64), rewards[column].astype(np.float64)
-        advantage = reward + discount * later_value - value + discount * trace * later_advantage
-        advantages[column[is_there]] = advantage[is_there]
-        returns[column[is_there]] = (advantage + value)[is_there]
-        later_value, later_advantage = value, advantage
+    advantages[places[is_there]] = advantage[is_there]
+    returns[places[is_there]] = (advantage + value)[is_there]
     return advantages, returns
+
+
+def discounted_sums(terms: NDArray[np.float64], discount: float) -> NDArray[np.float64]:
+    """Σ_k discount^k · terms[:, t + k] for every t, of terms [S, T]; discount from 0 to 1.
+
+    By blocks: a loop over single tokens takes half a second for a row of 16,384.
+    """
+    num_rows, length = terms.shape
+    num_blocks = -(-length // BLOCK)
+    sums = np.zeros((num_rows, num_blocks, BLOCK))
+    sums.reshape(num_rows, -1)[:, :length] = terms
+    ahead = np.arange(BLOCK)[None, :] - np.arange(BLOCK)[:, None]  # [t, t + k]: k
+    sums = sums @ np.where(ahead >= 0, discount ** np.maximum(ahead, 0).astype(np.float64), 0.0).T
+    to_next = discount ** np.arange(
+        BLOCK, 0, -1, dtype=np.float64
+    )  # from each token of a block to the next one's first
+    for block in range(num_blocks - 2, -1, -1):
+        sums[:, block] += to_next * sums[:, block + 1, :1]
+    return sums.reshape(num_rows, -1)[:, :length]
 
 
 def _loss_tokens(loss_mask: Bool, cu_seqlens: Int32) -> NDArray[np.int64]:

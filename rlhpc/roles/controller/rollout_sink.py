@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.types import Rollout, RolloutGroup, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.rollout_sink")
+
+LONG_REFERENCE = 1000  # characters
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ class RolloutSink:
         self.stats.num_tokens += len(rollout.token_ids)
         self._gate.count(scored.verdict, scored.detail)
         self._gate.check()
-        group = self._buffer.deliver(holder, scored)
+        group = self._buffer.deliver(holder, self._with_own_reference(scored))
         if scored.verdict is Verdict.VERIFIER_ERROR:
             log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
             self.lost_leases.record_error(rollout.prompt)
@@ -93,6 +95,14 @@ class RolloutSink:
         self._count_finished(group)
         self._check_reward_variance(group)
         return True
+
+    def _with_own_reference(self, scored: ScoredRollout) -> ScoredRollout:
+        """A long reference, such as the tests of a program, is kept once for a group, not for each member."""
+        prompt, record = scored.rollout.prompt, self._buffer.open_record(scored.rollout.group_id)
+        if record is None or len(prompt.reference) < LONG_REFERENCE or prompt.reference != record.prompt.reference:
+            return scored
+        prompt = replace(prompt, reference=record.prompt.reference)
+        return replace(scored, rollout=replace(scored.rollout, prompt=prompt))
 
     def _check_holder(self, holder: str, rollout: Rollout) -> None:
         """Who holds a lease samples it with the live weights: others would not be better the next time."""

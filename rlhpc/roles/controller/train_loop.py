@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -120,7 +119,7 @@ class TrainLoop:
         In lockstep the last step may have to wait: for groups that the weights before it were sampling.
         restored: told the groups that came back, those of a step before it is recorded.
         """
-        left, first = deque(replay.restored), self.step
+        left, first = replay.hand_over(), self.step
         self._recorded = {recorded.step: recorded for recorded in replay.steps}
         for recorded in replay.steps:
             if stop.is_set() or self.step >= self._config.run.num_steps:

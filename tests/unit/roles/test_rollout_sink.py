@@ -52,6 +52,21 @@ def test_a_group_with_spread_is_kept_and_only_its_last_member_changes_anything(d
     assert door.buffer.counts()["finished"] == 1
 
 
+def test_a_long_reference_is_kept_once_for_a_group(door: Door) -> None:
+    """Every rollout brings its own copy along: two megabytes of tests would be kept 64 times."""
+    long = "assert " * 200
+    record = door.buffer.open_record(0)
+    assert record is not None
+    record.prompt = replace(record.prompt, reference=long)
+    for sample_index, reward in enumerate((0.0, 1.0)):
+        brought = scored(0, sample_index, reward)
+        theirs = replace(brought.rollout.prompt, reference="".join(long))
+        door.sink.receive("g0", replace(brought, rollout=replace(brought.rollout, prompt=theirs)))
+    (group,) = door.buffer.finished()
+    assert all(member.rollout.prompt.reference is record.prompt.reference for member in group.members)
+    assert [member.reward for member in group.members] == [0.0, 1.0]
+
+
 def test_a_group_without_spread_frees_its_slot_at_once_and_is_recorded(door: Door) -> None:
     assert not door.buffer.has_slot
     assert door.bring(0, 1.0, 1.0) == [False, True]

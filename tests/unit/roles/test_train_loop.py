@@ -499,6 +499,7 @@ async def test_recorded_steps_are_trained_on_their_own_batches_before_anything_i
         assert ring.trainer.published == []
         assert [[group.group_id for group in record.groups] for record in ring.records] == [[1, 0], [3, 2], [5, 4]]
         assert counted == [[0, 1], [2, 3], [4, 5], []]
+        assert not replay.restored  # nothing keeps what was trained again in memory
         assert ring.ledger.counts()["released"] == 6
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)

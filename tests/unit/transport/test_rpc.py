@@ -105,6 +105,37 @@ async def test_replicas_that_are_all_silent_may_have_long_queues(services: list[
         assert [len(service.seen) for service in services] == [2, 1]
 
 
+async def test_a_queue_that_moves_is_waited_for_and_nothing_is_asked_twice(services: list[Service]):
+    """100 requests of 10 ms each at one replica; an attempt may take 0.5 s."""
+
+    async def judge(service: Service, peer: str, request: RewardRequest) -> None:
+        await asyncio.sleep(0.01)
+        await reply(service, peer, request)
+
+    services[0].answer = judge
+    async with RpcClient(connected(services)[:1], max_attempts=1) as rpc:
+        answers = await asyncio.gather(*(rpc.call(REQUEST, 0.5) for _ in range(100)))
+    assert len(answers) == len(services[0].seen) == 100
+    assert rpc.num_retries == 0
+
+
+async def test_a_request_that_was_lost_is_asked_again_though_others_are_answered(services: list[Service]):
+    async def lose_the_first(service: Service, peer: str, request: RewardRequest) -> None:
+        if len(service.seen) > 1:
+            await reply(service, peer, request)
+
+    services[0].answer = lose_the_first
+    async with RpcClient(connected(services)[:1]) as rpc:
+        lost = asyncio.create_task(rpc.call(REQUEST, 0.5))
+        while not services[0].seen:
+            await asyncio.sleep(0.01)
+        while not lost.done():
+            await rpc.call(REQUEST, PATIENCE_S)
+            await asyncio.sleep(0.02)
+        await lost
+        assert rpc.num_retries == 1
+
+
 async def test_a_late_reply_is_given_to_nobody(services: list[Service]):
     services[0].answer = keep_silent
     async with RpcClient(connected(services)) as rpc:
