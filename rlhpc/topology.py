@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from rlhpc import messages as m
 from rlhpc.types import Lease
 
+MAX_MESSAGE_BYTES = 1 << 30  # what is longer is an error of ours or an attack
+MAX_BATCH_BYTES = 1 << 40  # rows of a batch, from the controller, which is trusted: some 20 bytes a token
+
 
 @dataclass(frozen=True, slots=True)
 class ChannelSpec:
@@ -22,6 +25,7 @@ class ChannelSpec:
     to_server: tuple[type, ...]  # messages clients send
     to_client: tuple[type, ...]  # messages the server sends
     capacity_messages: int  # queued per peer and direction before send waits
+    max_bytes_to_client: int = MAX_MESSAGE_BYTES
 
 
 CONTROL = ChannelSpec(
@@ -41,6 +45,7 @@ BATCHES = ChannelSpec(
     (m.TrainerReady, m.StepReport, m.GroupOpened, m.PublishReport, m.SnapshotTaken),
     (m.BatchRows, m.TrainBatch, m.FormGroup, m.PublishWeights, m.SaveCheckpoint, m.StopRole),
     8,
+    MAX_BATCH_BYTES,
 )  # fmt: skip
 REWARDS = ChannelSpec(
     "rewards", "reward", ("generator",),

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 
 from rlhpc.crc import crc32
 from rlhpc.errors import ProtocolError
+from rlhpc.topology import MAX_MESSAGE_BYTES
 from rlhpc.transport.run_lengths import Allowance, expand_runs, find_runs, is_runs_form
 
 SCHEMA = 1
 SMALL_MESSAGE_BYTES = 64 << 10  # below this a message is one frame
 SMALL_ARRAY_BYTES = 4 << 10  # below this an array is always part of the head
 MAX_FRAME_BYTES = 4 << 20
-MAX_MESSAGE_BYTES = 1 << 30  # far above the largest batch; what is longer is an error of ours or an attack
 
 Frame: TypeAlias = bytes | memoryview
 Array: TypeAlias = NDArray[Any]

@@ -75,9 +75,9 @@ class RpcClient:
     async def call(self, request: Any, timeout_s: float) -> Any:
         """Return the reply, under the request's own id.
 
-        timeout_s: of one attempt, from when it is its turn: a replica that answers what was asked before has a queue, and
-        is waited for as long as it goes on.  The replica with the fewest outstanding requests is tried, after a failure
-        another.  A channel that is closed meanwhile does not count as an attempt.
+        timeout_s: of one attempt, from when it is its turn: a replica that answers what was asked before has a queue,
+        and is waited for as long as it goes on.  The replica with the fewest outstanding requests is tried, after a
+        failure another.  A channel that is closed meanwhile does not count as an attempt.
         Raises ChannelTimeout after max_attempts, ChannelClosed if no replica is left, ProtocolError if the request may
         not be sent.
         """

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 
 import numpy as np
 import pytest
 
 from rlhpc import messages as m
 from rlhpc.errors import ProtocolError
-from rlhpc.topology import TOPOLOGY
+from rlhpc.topology import BATCHES, CONTROL, TOPOLOGY
 from rlhpc.transport.codec import MAX_FRAME_BYTES, SMALL_MESSAGE_BYTES, Codec
+from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.run_lengths import FREE_BYTES
 from rlhpc.types import (
     Bool,
@@ -248,6 +249,16 @@ def test_a_message_over_the_limit_is_refused_at_both_ends():
         Codec([m.StopRole], max_message_bytes=1000).encode(message, 0)
     with pytest.raises(ProtocolError, match="more than 1000 bytes"):
         Codec([m.StopRole], max_message_bytes=1000).decode(Codec([m.StopRole]).encode(message, 0), "peer")
+
+
+async def test_a_server_sends_what_its_row_of_the_table_allows_and_a_batch_may_be_of_any_size():
+    message = m.StopRole("x" * 2000)
+    server = MemoryServer(replace(CONTROL, max_bytes_to_client=1000))
+    server.connect("generator-0")
+    with pytest.raises(ProtocolError, match="more than the limit of 1000"):
+        await server.send("generator-0", message)
+    assert CONTROL.max_bytes_to_client == 1 << 30
+    assert BATCHES.max_bytes_to_client > 1024 * 64 * 32_768 * 21  # 1,024 groups of 64 of 32k, bytes a token
 
 
 @pytest.mark.parametrize("annotation", [np.ndarray, set[int], object, complex])

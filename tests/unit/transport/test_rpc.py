@@ -127,7 +127,7 @@ async def test_a_request_that_was_lost_is_asked_again_though_others_are_answered
     services[0].answer = lose_the_first
     async with RpcClient(connected(services)[:1]) as rpc:
         lost = asyncio.create_task(rpc.call(REQUEST, 0.5))
-        while not services[0].seen:
+        while not services[0].seen:  # noqa: ASYNC110 - by polling
             await asyncio.sleep(0.01)
         while not lost.done():
             await rpc.call(REQUEST, PATIENCE_S)
