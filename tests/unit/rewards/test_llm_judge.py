@@ -320,8 +320,6 @@ def test_a_judge_that_cannot_be_asked_is_refused(judge, why):
 def test_a_rate_is_of_all_workers_and_each_needs_two_turns():
     settings = make_config(requests_per_s=2.0).model_dump(mode="json")  # timeout_s is 8: of 8 workers at most
     Config.model_validate(settings | {"rewards": {"num_replicas": 2, "workers_per_replica": 4}})
-    with pytest.raises(
-        ValueError, match=r"num_replicas=3 .*workers_per_replica=3 workers a turn every 4\.5 s"
-    ):
+    with pytest.raises(ValueError, match=r"num_replicas=3 .*workers_per_replica=3 workers a turn every 4\.5 s"):
         Config.model_validate(settings | {"rewards": {"num_replicas": 3, "workers_per_replica": 3}})
     make_config(requests_per_s=0.25)
