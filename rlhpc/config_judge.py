@@ -55,7 +55,7 @@ class JudgeConfig(Section):
     backoff_s: PositiveFloat = 0.5
     """Wait before the second attempt, doubled before each further one; Retry-After of the endpoint counts instead."""
     requests_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Of all workers of all services together, at most; 0: no limit."""
+    """Of all workers of all services together, at most; 0: no limit.  Each worker has two turns in timeout_s."""
     key_variable: str = ""
     """Environment variable of the reward service that holds the endpoint's key; default: no key is sent."""
     key_file: str = ""
@@ -98,3 +98,17 @@ def judge_can_be_asked(config: Config) -> None:
                 f"judge.timeout_s={judge.timeout_s:g} is not below the {limit_s:g} s that {task!r} has "
                 "(rewards.timeout_s, rewards.task_timeout_s): its worker would be killed before it gives up"
             )
+    _turns_come_in_time(config)
+
+
+def _turns_come_in_time(config: Config) -> None:
+    """A worker has a turn by the rate at least twice in its time, or it would often wait for nothing."""
+    judge, rewards = config.judge, config.rewards
+    num_workers, longest_s = rewards.num_replicas * rewards.workers_per_replica, judge.timeout_s / 2
+    if judge.requests_per_s and (turn_s := num_workers / judge.requests_per_s) > longest_s:
+        raise ValueError(
+            f"judge.requests_per_s={judge.requests_per_s:g} gives each of rewards.num_replicas={rewards.num_replicas} "
+            f"times rewards.workers_per_replica={rewards.workers_per_replica} workers a turn every {turn_s:g} s; "
+            f"legal: every {longest_s:g} s or more often, half of judge.timeout_s={judge.timeout_s:g}, "
+            "or 0 for no limit"
+        )

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlhpc.data.records import is_unicode
 from rlhpc.data.row_formats import kind
 from rlhpc.errors import DataError
 
@@ -67,6 +68,8 @@ def _message(value: Mapping[str, Any], where: str) -> Message:
         keys = ", ".join(map(repr, message)) or "none"
         raise DataError(f"{where}: role is {role!r}, its keys are {keys}; legal: {', '.join(map(repr, _ROLES))}")
     message["content"] = _text(message.get("content", ""), where)
+    if not is_unicode(message["content"]):
+        raise DataError(f"{where}: content holds half of a surrogate pair, which is no character")
     return message
 
 

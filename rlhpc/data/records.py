@@ -89,7 +89,7 @@ class Record:
         """`key` of the run file names the field."""
         value = self.value(name, key)
         if isinstance(value, str):
-            if not _is_unicode(value):
+            if not is_unicode(value):
                 raise DataError(f"{self.source}: field {name!r} holds half of a surrogate pair, which is no character")
             return value
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -120,6 +120,15 @@ def read_records(path: Path, split: str = "") -> list[Record]:
     return records
 
 
+def is_unicode(text: str) -> bool:
+    """JSON can spell lone surrogates; neither tokenizers nor the wire can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _inner(value: Any, part: str) -> tuple[Any, bool]:
     """What `part` names in an object or a list, or in JSON as text; and True.  Else what there is, and False."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):  # CSV has no other way
@@ -142,12 +151,3 @@ def _closest(name: str, inside: str, names: list[str]) -> str:
     part = name[len(inside) + 1 :].partition(".")[0] if inside else name.partition(".")[0]
     found = get_close_matches(part, names, 1)
     return ".".join(filter(None, (inside, *found))) if found else ""
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can spell lone surrogates; neither tokenizers nor the wire can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

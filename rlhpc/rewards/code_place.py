@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from rlhpc.config_sandbox import Language, SandboxConfig
 from rlhpc.rewards.code_limits import OwnLimits
+from rlhpc.rewards.fenced_blocks import last_block
 from rlhpc.sandbox.client import Kind, Layers, Sandbox, SandboxSettings
 from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler, try_compiler, version_of
 from rlhpc.sandbox.limits import Finished, Limits
 
 VARIABLE = "RLHPC_SANDBOX"
-_BLOCK = re.compile(r"^[ ]{0,3}```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ ]{0,3}```[ \t]*$", re.DOTALL | re.MULTILINE)
 _MARKS: dict[Language, tuple[str, ...]] = {
     "python": ("python", "py", "python3"),
     "cpp": ("cpp", "c++", "cc", "cxx", "c++17", "c++20"),
@@ -92,11 +91,10 @@ def limits_of(settings: SandboxConfig, wall_s: float, own: OwnLimits | None = No
 
 def last_program(completion: str, languages: Sequence[Language] = ("python",)) -> Program | None:
     """Return the last fenced block if it is in one of these; None if there is none, or it is not closed."""
-    blocks: list[tuple[str, str]] = _BLOCK.findall(completion)
-    mark = blocks[-1][0].lower() if blocks else ""
+    mark, text = last_block(completion) or ("", "")
     for language in languages:
-        if mark in _MARKS[language]:
-            return Program(language, blocks[-1][1])
+        if mark.lower() in _MARKS[language]:
+            return Program(language, text)
     return None
 
 

@@ -23,9 +23,9 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from rlhpc.contracts import RewardOutcome
+from rlhpc.rewards.fenced_blocks import last_block
 from rlhpc.rewards.marked_answer import LONGEST_ANSWER
 
-_BLOCK = re.compile(r"^[ ]{0,3}```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ ]{0,3}```[ \t]*$", re.DOTALL | re.MULTILINE)
 _FENCE = re.compile(r"^[ ]{0,3}```", re.MULTILINE)
 _MOST_ERRORS = 50  # of which the one is shown that says most
 _SHOWN_CHARACTERS = 200
@@ -94,10 +94,10 @@ def _document(completion: str) -> str | None:
     """What is judged; None where the last block is not closed, or of another language."""
     if not _FENCE.search(completion):
         return completion
-    blocks: list[tuple[str, str]] = _BLOCK.findall(completion)
-    if not blocks or len(_FENCE.findall(completion)) % 2 or blocks[-1][0].lower() not in ("json", ""):
+    block = last_block(completion)
+    if block is None or len(_FENCE.findall(completion)) % 2 or block[0].lower() not in ("json", ""):
         return None
-    return blocks[-1][1]
+    return block[1]
 
 
 def _refuse_constant(name: str) -> NoReturn:

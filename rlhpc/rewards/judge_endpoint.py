@@ -79,9 +79,12 @@ class Endpoint:
         judge, end = self.settings, self.clock() + self.settings.timeout_s
         wait_s, why = judge.backoff_s, ""
         for attempt in range(judge.attempts):
+            if not self._has_turn(end):
+                late = f"its turn by judge.requests_per_s={judge.requests_per_s:g} comes after the limit"
+                why += f"{'; ' if why else ''}{late} of judge.timeout_s={judge.timeout_s:g}"
+                break
             if attempt:
                 costs["judge_retries"] = costs.get("judge_retries", 0.0) + 1
-            self._keep_to_the_rate(end)
             try:
                 return self._ask_once(messages, usable, costs, end - self.clock())
             except _Unusable as failure:
@@ -131,13 +134,17 @@ class Endpoint:
         except (OSError, HTTPException) as error:  # refused, reset, timed out, half a reply
             raise _Unusable(f"{type(error).__name__}: {error}") from error
 
-    def _keep_to_the_rate(self, end: float) -> None:
+    def _has_turn(self, end: float) -> bool:
+        """Wait for this worker's turn by the rate; False at once where it comes too late: it stays the next one's."""
         if self.requests_per_s > 0:
             now = self.clock()
             begin = max(now, self._next_at)
+            if begin >= end:
+                return False
             self._next_at = begin + 1 / self.requests_per_s
             if begin > now:
-                self.sleep(min(begin, end) - now)
+                self.sleep(begin - now)
+        return True
 
 
 def read_key(judge: JudgeConfig) -> str:

@@ -73,8 +73,15 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
         stack.push_async_callback(engine.close)
         check_sandbox(config.sandbox, is_needed=runs_programs(config))
-        pool = await stack.enter_async_context(open_pool(config, judged_tasks(config), with_environments=True))
+        num_workers = _share_of_workers(config.rewards.workers_per_replica, num_shares)
+        pool = open_pool(config, judged_tasks(config), num_workers, with_environments=True)
+        await stack.enter_async_context(pool)
         await Evaluator(settings, engine, pool, file).sample(mine, stop)
+
+
+def _share_of_workers(num_workers: int, num_shares: int) -> int:
+    """How many reward workers one of the evaluator processes starts: all are on one node, where a run has a service."""
+    return max(1, num_workers // num_shares)
 
 
 def _places(settings: EvaluationSettings) -> Iterator[tuple[int, int]]:

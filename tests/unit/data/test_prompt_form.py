@@ -80,6 +80,15 @@ def asked(tokenizer: PromptTokenizer):
     return text_and_prompt
 
 
+@pytest.mark.parametrize("content", ["Who is \ud800?", [{"type": "text", "text": "Who is \ud800?"}]])
+def test_half_of_a_character_in_a_message_is_refused(asked, content: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "user", "content": content}]
+    with pytest.raises(
+        DataError, match=r"^train\.parquet:7: field 'prompt', message 2: content holds half of a surrog"
+    ):
+        asked({"prompt": messages, "answer": "1"}, prompt_field="prompt", reference_field="answer")
+
+
 def test_verls_parquet_is_read_as_it_is(asked, tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), tmp_path / "train.parquet")
     (record,) = read_records(tmp_path / "train.parquet")

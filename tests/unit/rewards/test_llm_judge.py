@@ -152,6 +152,46 @@ def test_a_worker_keeps_to_its_share_of_the_rate():
     assert slept == [2.0, 4.0]
 
 
+class FakeClock:
+    """Time passes by sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def read(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_turn_that_comes_too_late_fails_at_once_and_stays_the_next_ones():
+    clock = FakeClock()
+    with judging("Grade: 5") as server:
+        settings = settings_of(server, timeout_s=8.0, requests_per_s=0.1)
+        judge = LlmJudge(settings, Endpoint(settings, requests_per_s=0.1, clock=clock.read, sleep=clock.sleep))
+        judge("4", "4")
+        for _ in range(3):
+            with pytest.raises(JudgeFailed, match=r"judge\.requests_per_s=0\.1 .* judge\.timeout_s=8$") as failed:
+                judge("4", "4")
+            assert failed.value.costs == {}
+        assert clock.now == 100.0
+        clock.now = 105.0
+        judge("4", "4")  # the next turn is at 110
+        assert clock.now == 110.0
+        assert len(server.requests) == 2
+
+
+def test_a_second_try_whose_turn_comes_too_late_says_why_it_is_one():
+    clock = FakeClock()
+    with judging(500) as server:
+        settings = settings_of(server, timeout_s=8.0, requests_per_s=0.1)
+        judge = LlmJudge(settings, Endpoint(settings, requests_per_s=0.1, clock=clock.read, sleep=clock.sleep))
+        with pytest.raises(JudgeFailed, match=r"status 500: .*; its turn by judge\.requests_per_s") as failed:
+            judge("4", "4")
+        assert (failed.value.costs["judge_requests"], "judge_retries" in failed.value.costs) == (1, False)
+
+
 def test_a_key_comes_from_a_variable_or_a_private_file_and_goes_into_the_header_alone(tmp_path, monkeypatch):
     file = tmp_path / "key"
     file.write_text("from-a-file\n")
@@ -263,6 +303,7 @@ def make_config(**judge: Any) -> Config:
         ({"endpoint": "http://me:key@node7/v1"}, r"without a key in it"),
         ({"endpoint": "file:///etc/passwd"}, r"legal: http://HOST:PORT/v1"),
         ({"timeout_s": 10.0}, r"judge\.timeout_s=10 is not below the 10 s"),
+        ({"requests_per_s": 0.2}, r"judge\.requests_per_s=0\.2 .* every 5 s; legal: every 4 s .*=8,"),
         ({"best": 0.0}, r"judge\.best=0 is not above judge\.worst=0"),
         ({"correct_from": 11.0}, r"legal: 0 to 10"),
         ({"grade_pattern": "("}, "is no regular expression"),
@@ -274,3 +315,11 @@ def test_a_judge_that_cannot_be_asked_is_refused(judge, why):
     make_config()
     with pytest.raises(ValueError, match=why):
         make_config(**judge)
+
+
+def test_a_rate_is_of_all_workers_and_each_needs_two_turns():
+    settings = make_config(requests_per_s=2.0).model_dump(mode="json")  # timeout_s is 8: of 8 workers at most
+    Config.model_validate(settings | {"rewards": {"num_replicas": 2, "workers_per_replica": 4}})
+    with pytest.raises(ValueError, match=r"num_replicas=3 .*workers_per_replica=3 workers a turn every 4\.5 s"):
+        Config.model_validate(settings | {"rewards": {"num_replicas": 3, "workers_per_replica": 3}})
+    make_config(requests_per_s=0.25)

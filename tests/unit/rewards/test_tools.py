@@ -140,6 +140,14 @@ def test_a_corpus_that_cannot_be_read_is_refused_with_its_line(tmp_path, content
         open_collection(tmp_path / "corpus.jsonl")
 
 
+def test_a_document_may_hold_what_ends_a_line_elsewhere(tmp_path):
+    texts = ["a\u2028cat", "a\u2029dog", "a\x85bird"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "corpus.jsonl").write_bytes("\r\n".join([*lines, "", ""]).encode())
+    collection = open_collection(tmp_path / "corpus.jsonl")
+    assert [collection.found(word, 3) for word in ("cat", "dog", "bird")] == texts
+
+
 def environment(tmp_path, **changes) -> ToolEnvironment:
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"title": "Ann", "text": "her key is 99"}) + "\n")
     tools = {"tools": ["calculator", "search"], "corpus": str(tmp_path / "corpus.jsonl")}

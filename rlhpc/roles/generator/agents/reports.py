@@ -30,8 +30,8 @@ def last_line(output: str) -> RewardOutcome | None:
 
     Raises NoReward as outcome_of does.
     """
-    lines = output.strip().splitlines()
+    line = output.strip().replace("\r", "\n").rpartition("\n")[2]  # splitlines also splits at U+2028, legal in JSON
     try:
-        return outcome_of(json.loads(lines[-1])) if lines else None
+        return outcome_of(json.loads(line))
     except (ValueError, RecursionError):  # it speaks to people
         return None

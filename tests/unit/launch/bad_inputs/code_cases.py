@@ -77,6 +77,7 @@ JUDGES = (
     case("a judge's address without a scheme", key("data.task", "llm_judge", judge__endpoint="node7:8000", judge__model="m"), "judge.endpoint='node7:8000'", "legal: http://"),
     case("a key in a judge's address", key("data.task", "llm_judge", judge__endpoint="http://me:secret@node7/v1", judge__model="m"), "judge.endpoint=…", "without a key"),
     case("a judge who takes too long", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__timeout_s=10.0), "judge.timeout_s=10", "rewards.timeout_s"),
+    case("a judge's rate that is too low for its workers", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__requests_per_s=0.1), "judge.requests_per_s=0.1", "judge.timeout_s=8"),
     case("a judge's pattern without a group", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__grade_pattern="Grade"), "judge.grade_pattern='Grade'", "legal: one around the grade"),
     case("a judge's key that is not set", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__key_variable="NO_SUCH_KEY"), "judge.key_variable='NO_SUCH_KEY'", "not set"),
     case("a judge's key in a file that is not there", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__key_file="key"), "judge.key_file=", "key"),

@@ -1,0 +1,29 @@
+"""What a program that is an agent says of its reward: its last line, where that is JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhpc.rewards.returned import NoReward
+from rlhpc.roles.generator.agents.reports import last_line
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", " "])
+def test_the_last_line_may_hold_what_ends_a_line_elsewhere(mark: str, end: str) -> None:
+    line = json.dumps({"reward": 0.5, "detail": f"a{mark}b"}, ensure_ascii=False)
+    outcome = last_line(f"begun\n50 %\r100 %\r{line}{end}")
+    assert outcome is not None
+    assert (outcome.reward, outcome.detail) == (0.5, f"a{mark}b")
+
+
+@pytest.mark.parametrize("output", ["", "\n", "1.0\ndone", "{"])
+def test_words_for_people_are_no_reward(output: str) -> None:
+    assert last_line(output) is None
+
+
+def test_what_is_no_reward_is_refused() -> None:
+    with pytest.raises(NoReward):
+        last_line("begun\n[1]\n")
