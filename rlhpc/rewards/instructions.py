@@ -32,7 +32,6 @@ _SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]*_]*(?=\s|$)")
 _LONGEST_ABBREVIATION = 8  # characters, and one more
 _LAST_WORD = re.compile(r"[\w.]*$")
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_FENCE = re.compile(r"```(?:json)?[ \t]*\n?(.*?)\n?[ \t]*```", re.DOTALL | re.IGNORECASE)
 _QUOTES = "\"'“”‘’"
 
 
@@ -148,9 +147,12 @@ def _has_sections(text: str, to: Arguments) -> bool:
 
 
 def _is_json(text: str, _to: Arguments) -> bool:
-    fenced = _FENCE.fullmatch(text.strip())
+    """With a fence around it, or without."""
+    whole = text.strip()
+    if len(whole) >= 6 and whole.startswith("```") and whole.endswith("```"):
+        text = whole[7:-3] if whole[3:7].lower() == "json" else whole[3:-3]
     try:
-        json.loads(fenced[1] if fenced else text)
+        json.loads(text)
     except (ValueError, RecursionError):
         return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import random
 from collections import Counter
 from typing import Any
@@ -133,6 +134,12 @@ def test_sentences_end_where_people_end_them(text, count):
 def judge(completion: str, *wanted: tuple[str, dict[str, Any]]):
     reference = [{"id": name, "kwargs": arguments} for name, arguments in wanted]
     return instruction_following.judge(completion, json.dumps(reference))
+
+
+def test_a_fence_and_blanks_without_an_end_take_no_time():
+    began = time.thread_time()
+    assert not judge("```" + " " * 100_000 + "x", ("detectable_format:json_format", {})).is_correct
+    assert time.thread_time() - began < 0.5
 
 
 COMMA, LOWER = ("punctuation:no_comma", {}), ("change_case:english_lowercase", {})
