@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 import random
+import time
 from collections import Counter
 from typing import Any
 
