@@ -31,7 +31,7 @@ from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 
 POLL_S = 0.5
 LEAVE_S = 45.0  # for generators to hand back their leases, and for engines to close
-STOP_S = 900.0  # for the controller to finish its step and save
+STOP_S = 900.0  # at least, for the controller to finish its step and save
 MAX_STARTS = 6  # of a component in one life, without a step in between
 
 
@@ -177,7 +177,8 @@ class WorkerJobSupervisor:
             if not self._follows_attempts:
                 self._step.ask_to_leave()
             self._step.asked = True
-            self._wait_for_end(STOP_S if self._follows_attempts and cause is Cause.STOP else LEAVE_S)
+            needed_s = max(STOP_S, needed_to_stop_s(read_progress(self._layout), self._limit.life_s))
+            self._wait_for_end(needed_s if self._follows_attempts and cause is Cause.STOP else LEAVE_S)
         return self._complete() if is_complete(self._layout) else Outcome(cause, cause.words)
 
     def _wait_for_end(self, patience_s: float) -> None:
