@@ -126,7 +126,9 @@ class DiskPublisher(WeightPublisher):
         verified, torn = list[int](), list[int]()
         for _ in Deadline(self._timeout_s).polls(LOOK_EVERY_S):
             names = names_in(directory)
-            verified, torn = ([rank for rank in ranks if f"{kind}_{rank:04d}" in names] for kind in ("verified", "torn"))
+            verified, torn = (
+                [rank for rank in ranks if f"{kind}_{rank:04d}" in names] for kind in ("verified", "torn")
+            )
             if len(verified) + len(torn) == len(ranks):
                 break
         missing = set(ranks) - set(verified)
