@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -42,6 +43,19 @@ def is_listed(file: Path) -> bool:
     An NFS client may remember for half a minute that a file is not there; listing its directory makes it look again.
     """
     return file.name in os.listdir(file.parent)  # noqa: PTH208 - names are enough
+
+
+def names_in(directory: Path) -> set[str]:
+    """Names of the files that are there, as is_listed; none while the directory cannot be listed.
+
+    Where it is not there, its parent is listed, so that the next call finds it.
+    """
+    try:
+        return set(os.listdir(directory))  # noqa: PTH208 - names are enough
+    except OSError:
+        with suppress(OSError):
+            os.listdir(directory.parent)  # noqa: PTH208 - as above
+        return set()
 
 
 def is_lfs_pointer(file: Path) -> bool:

@@ -33,7 +33,8 @@ def check_run_file(options: argparse.Namespace) -> int:
     gpus = GpuMap() if options.site else map_gpus(config, here)
     if not options.site:
         _refuse_place(config.run_directory)
-    findings, evaluations = preflight(config), preview_evaluations(config)
+    has_gpus = bool(options.site or here.words)
+    findings, evaluations = preflight(config), preview_evaluations(config, has_gpus=has_gpus)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
     own = [] if options.site else try_own_code(config)  # it is of another machine
     print(describe_plan(config, RunLayout(config.run_directory), gpus))

@@ -45,7 +45,7 @@ def run_locally(
     here = gpus_here(os.environ)
     gpus = map_gpus(config, here)
     findings = preflight(config)
-    preview_evaluations(config)
+    preview_evaluations(config, has_gpus=bool(here.words))
     layout = RunLayout(config.run_directory)
     watch = Watch(layout, sys.stderr, expected=process_names(config), is_quiet=is_quiet)
     if gpus.devices and findings.shape is not None:

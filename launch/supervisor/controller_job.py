@@ -46,7 +46,7 @@ from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
 
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # for other roles after the controller has ended: the trainer has to close its process groups
-SAVE_GRACE_S = 1800.0  # for the current step and its checkpoint
+SAVE_GRACE_S = 1800.0  # at least, for the current step and its checkpoint
 ALONE_S = 10.0  # for a controller without generators and its trainer, if there is nothing to save
 INTERRUPT_S = 7.0  # for everything to end after Ctrl-C: with the end of interpreters, inside the ten seconds promised
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
@@ -247,7 +247,7 @@ class ControllerJobSupervisor:
 
     def _ask_controller(self, cause: Cause, why: str) -> None:
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
-        self._patience_s = SAVE_GRACE_S
+        self._patience_s = max(SAVE_GRACE_S, needed_to_stop_s(read_progress(self._layout), self._limit.life_s))
         self._log.say("stop", f"{why}: the controller finishes its step and saves")
         if self._controller is not None:
             self._controller.ask_to_leave()

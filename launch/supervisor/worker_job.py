@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 from launch.run_files.events import EventLog
 from launch.run_files.exit_records import read_records
@@ -16,22 +17,24 @@ from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import (
     Attempt,
+    Progress,
     is_complete,
     needed_to_stop_s,
     read_attempt,
     read_progress,
     wants_abort,
-    wants_stop,
 )
 from launch.slurm.this_job import ThisJob, TimeLimit
 from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.steps import Step, start_part
 from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
+from rlhpc.files import names_in
 
 POLL_S = 0.5
+STATUS_S = 5.0  # between two reads of the status by one of hundreds of generators' jobs, which have little use for it
 LEAVE_S = 45.0  # for generators to hand back their leases, and for engines to close
-STOP_S = 900.0  # for the controller to finish its step and save
+STOP_S = 900.0  # at least, for the controller to finish its step and save
 MAX_STARTS = 6  # of a component in one life, without a step in between
 
 
@@ -47,6 +50,8 @@ class WorkerJobSupervisor:
         self._attempt: Attempt | None = None  # for which the component was started
         self._starts, self._fruitless, self._seen_step = 0, 0, -1
         self._alone_since = time.monotonic()
+        self._progress: Progress | None = None  # as last read
+        self._read_at = 0.0
         self._save_request = plan.layout.save_request(job.name)
 
     def run(self) -> Outcome:
@@ -67,18 +72,20 @@ class WorkerJobSupervisor:
     def _look(self) -> Outcome | None:
         """Check everything once.  Returns an outcome when this life is over."""
         is_running = self._step is not None and self._step.status() is None
-        if is_complete(self._layout):
+        names = names_in(self._layout.root)
+        if self._layout.summary.name in names:
             return self._complete() if not is_running else self._await_end(Cause.COMPLETE)
-        if wants_abort(self._layout):
+        if self._layout.abort_request.name in names:
             return self._kill(Cause.ABORT)
         if self._signals.end_requested:
             return self._make_use_of_grace() if is_running else Outcome(Cause.SIGNAL, Cause.SIGNAL.words)
-        if wants_stop(self._layout):
+        if self._layout.stop_request.name in names:
             return self._await_end(Cause.STOP)
-        if self._is_time_over():
+        progress = self._look_at_status()
+        if self._is_time_over(progress):
             return self._give_way()
         attempt = read_attempt(self._layout)
-        if attempt is None or not self._has_controller(attempt):
+        if attempt is None or not self._has_controller(attempt, progress):
             return self._wait_alone()
         self._alone_since = time.monotonic()
         if is_running and self._follows_attempts and self._attempt is not None and self._attempt != attempt:
@@ -87,11 +94,18 @@ class WorkerJobSupervisor:
             )
             self._end_step()
             is_running = False
-        return None if is_running else self._start_unless_ended(attempt)
+        return None if is_running else self._start_unless_ended(attempt, progress)
 
-    def _has_controller(self, attempt: Attempt) -> bool:
+    def _look_at_status(self) -> Progress | None:
+        """What the controller has written; where this job does not follow it, up to STATUS_S ago."""
+        now, known = time.monotonic(), self._progress
+        if known is not None and not self._follows_attempts and now - self._read_at < STATUS_S:
+            return replace(known, age_s=known.age_s + now - self._read_at)
+        self._progress, self._read_at = read_progress(self._layout), now
+        return self._progress
+
+    def _has_controller(self, attempt: Attempt, progress: Progress | None) -> bool:
         """True if the controller of this attempt has written its status recently, or has had no time to."""
-        progress = read_progress(self._layout)
         if progress is not None:
             return progress.age_s < self._plan.limits.meet_s
         return self._attempt is None or attempt != self._attempt or self._step is not None
@@ -103,8 +117,7 @@ class WorkerJobSupervisor:
         text = f"no controller for {waited_s:.0f} s: the one in {self._layout.attempt} is not alive"
         return Outcome(Cause.ALONE, text)
 
-    def _is_time_over(self) -> bool:
-        progress = read_progress(self._layout)
+    def _is_time_over(self, progress: Progress | None) -> bool:
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if not self._follows_attempts:
             needed_s = min(LEAVE_S, self._limit.life_s / 5)
@@ -115,13 +128,12 @@ class WorkerJobSupervisor:
 
     # ------------------------------------------------------------------------------------------------------ starting
 
-    def _start_unless_ended(self, attempt: Attempt) -> Outcome | None:
+    def _start_unless_ended(self, attempt: Attempt, progress: Progress | None) -> Outcome | None:
         """Start the component for this attempt, unless its last exit shows that this would not help."""
         if self._step is not None and self._attempt is not None:
             outcome = self._outcome_of_exit(self._attempt)
             if outcome is not None or (self._follows_attempts and self._attempt == attempt):
                 return outcome  # a trainer waits for the next attempt, which the controller begins
-        progress = read_progress(self._layout)
         step = progress.step if progress is not None else -1
         self._fruitless = 1 if step > self._seen_step else self._fruitless + 1
         self._seen_step = max(step, self._seen_step)
@@ -177,7 +189,8 @@ class WorkerJobSupervisor:
             if not self._follows_attempts:
                 self._step.ask_to_leave()
             self._step.asked = True
-            self._wait_for_end(STOP_S if self._follows_attempts and cause is Cause.STOP else LEAVE_S)
+            needed_s = max(STOP_S, needed_to_stop_s(read_progress(self._layout), self._limit.life_s))
+            self._wait_for_end(needed_s if self._follows_attempts and cause is Cause.STOP else LEAVE_S)
         return self._complete() if is_complete(self._layout) else Outcome(cause, cause.words)
 
     def _wait_for_end(self, patience_s: float) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from rlhpc.contracts import Allocate, WeightPublisher, WeightReceiver
 from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed, TornWeights
-from rlhpc.files import write_atomically
+from rlhpc.files import names_in, write_atomically
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import check_header, check_sums, header_of, identity_of
 from rlhpc.weights.buckets import buckets_of, manifest_bytes
@@ -37,7 +37,7 @@ from rlhpc.weights.host_image import MAX_SHARE, NOTHING, HostImage
 from rlhpc.weights.rendezvous_file import file_of
 
 NUM_KEPT_VERSIONS = 2
-LOOK_EVERY_S = 0.01  # a directory listing on a parallel filesystem takes about as long
+LOOK_EVERY_S = 0.05  # each look is a directory listing, which takes 0.01 s on a parallel filesystem
 CHECKSUMS = "checksums.json"
 DELTA = ".delta"  # suffix of a bucket that is sent as what has changed
 
@@ -71,11 +71,13 @@ class DiskPublisher(WeightPublisher):
         if self._opened is None:
             raise GroupFailed("no rendezvous is open")
         directory = _path_of(self._opened)
-        marks = [directory / f"joined_{rank:04d}" for rank in range(1, self._opened.world_size)]
-        if not Deadline(self._timeout_s).wait_for(lambda: all(mark.exists() for mark in marks), LOOK_EVERY_S):
-            missing = [mark.name for mark in marks if not mark.exists()]
-            raise GroupFailed(f"{', '.join(missing)} missing in {directory} after {self._timeout_s:g} s")
-        self._is_formed = True
+        missing = marks = {f"joined_{rank:04d}" for rank in range(1, self._opened.world_size)}
+        for _ in Deadline(self._timeout_s).polls(LOOK_EVERY_S):
+            missing = marks - names_in(directory)
+            if not missing:
+                self._is_formed = True
+                return
+        raise GroupFailed(f"{', '.join(sorted(missing))} missing in {directory} after {self._timeout_s:g} s")
 
     def publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Write, then wait until every rank has verified it; see WeightPublisher."""
@@ -121,17 +123,19 @@ class DiskPublisher(WeightPublisher):
     def _wait_for_verdicts(self, directory: Path) -> None:
         assert self._opened is not None
         ranks = range(1, self._opened.world_size)
-
-        def verdicts(kind: str) -> list[int]:
-            return [rank for rank in ranks if (directory / f"{kind}_{rank:04d}").exists()]
-
-        deadline = Deadline(self._timeout_s)
-        deadline.wait_for(lambda: len(verdicts("verified")) + len(verdicts("torn")) == len(ranks), LOOK_EVERY_S)
-        missing = set(ranks) - set(verdicts("verified"))
+        verified, torn = list[int](), list[int]()
+        for _ in Deadline(self._timeout_s).polls(LOOK_EVERY_S):
+            names = names_in(directory)
+            verified, torn = (
+                [rank for rank in ranks if f"{kind}_{rank:04d}" in names] for kind in ("verified", "torn")
+            )
+            if len(verified) + len(torn) == len(ranks):
+                break
+        missing = set(ranks) - set(verified)
         if missing:
             raise GroupFailed(
                 f"{directory.name}: ranks {sorted(missing)} of {self._opened.world_size} did not verify it "
-                f"(found it torn: {verdicts('torn')})"
+                f"(found it torn: {torn})"
             )
         kept = {(directory / f"verified_{rank:04d}").read_text() for rank in ranks}
         self._do_receivers_keep = "" not in kept
@@ -172,15 +176,17 @@ class DiskReceiver(WeightReceiver):
         directory = _version_directory(group, manifest.policy_version)
         verdict, kept = "torn", ""
         try:
-            sums: list[int] = []
+            sums, names = list[int](), set[str]()
             for index, bucket in enumerate(buckets_of(manifest)):
-                paths = _bucket_file(directory, index), _bucket_file(directory, index).with_suffix(DELTA)
-                self._wait_for(*paths, directory / CHECKSUMS)
+                path = _bucket_file(directory, index)
+                delta = path.with_suffix(DELTA)
+                if path.name not in names and delta.name not in names:  # of the last look
+                    names = self._wait_for(path, delta, directory / CHECKSUMS)
                 block = allocate(index, torch.device("cpu"))
-                if paths[1].exists():
-                    _read_delta(paths[1], held, block)
+                if delta.name in names:
+                    _read_delta(delta, held, block)
                 else:
-                    _read_bucket(paths[0], block, bucket.num_bytes)
+                    _read_bucket(path, block, bucket.num_bytes)
                 sums.append(checksum64(block))
                 yield block
             self._wait_for(directory / CHECKSUMS)
@@ -191,12 +197,17 @@ class DiskReceiver(WeightReceiver):
             if self._group is not None:
                 _leave_verdict(directory, f"{verdict}_{self._rank:04d}", kept)
 
-    def _wait_for(self, *any_of: Path) -> None:
-        """Raises GroupFailed if none appears, and is then a member of no group."""
-        deadline = Deadline(self._timeout_s)
-        if not deadline.wait_for(lambda: any(path.exists() for path in any_of), LOOK_EVERY_S):
-            self.leave()
-            raise GroupFailed(f"{any_of[0]} did not appear within {self._timeout_s:g} s")
+    def _wait_for(self, *any_of: Path) -> set[str]:
+        """Return the names in their directory.  Raises GroupFailed if none appears; is then a member of no group."""
+        wanted = {path.name for path in any_of}
+        for _ in Deadline(self._timeout_s).polls(LOOK_EVERY_S):
+            names = names_in(any_of[0].parent)
+            if CHECKSUMS in names:  # everything is there, and a listing may have begun before it was
+                return names_in(any_of[0].parent)
+            if wanted & names:
+                return names
+        self.leave()
+        raise GroupFailed(f"{any_of[0]} did not appear within {self._timeout_s:g} s")
 
     def identity(self) -> int:
         """See WeightReceiver."""

@@ -86,9 +86,10 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
     runs_here: False where its processes run on another machine.
     """
     target = replace(target, is_average=request.is_average)
-    config = evaluation_config(target, request.data, request.words)
-    if runs_here:
-        map_gpus(config, gpus_here(os.environ))
+    gpus = gpus_here(os.environ) if runs_here else None
+    config = evaluation_config(target, request.data, request.words, has_gpus=gpus is None or bool(gpus.words))
+    if gpus is not None:
+        map_gpus(config, gpus)
     num_records = preflight_sampling(config, roles_run_here=runs_here).datasets[0].num_records
     settings = EvaluationSettings(
         config=config,

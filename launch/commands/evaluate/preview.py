@@ -14,21 +14,21 @@ from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.errors import ConfigError
 
 
-def preview_evaluations(config: Config, *, roles_run_here: bool = True) -> list[str]:
+def preview_evaluations(config: Config, *, roles_run_here: bool = True, has_gpus: bool = True) -> list[str]:
     """A line for each table.  Raises ConfigError, whose text names the table.
 
-    roles_run_here: False where engines run in another environment than this process.
+    roles_run_here: False where engines run in another environment than this process.  has_gpus: where they run.
     """
     target = target_of(config)
     return [
-        f"evaluation  {request.name}: {_look(target, request, roles_run_here).num_records} records"
+        f"evaluation  {request.name}: {_look(target, request, roles_run_here, has_gpus).num_records} records"
         for request in of_run_file(config)
     ]
 
 
-def _look(target: Target, request: Request, roles_run_here: bool) -> DatasetSummary:
+def _look(target: Target, request: Request, roles_run_here: bool, has_gpus: bool) -> DatasetSummary:
     try:
-        settings = evaluation_config(target, request.data, request.words)
+        settings = evaluation_config(target, request.data, request.words, has_gpus=has_gpus)
         return preflight_sampling(settings, roles_run_here=roles_run_here).datasets[0]
     except ConfigError as error:
         raise ConfigError(f"[evaluation] {request.name}: {error}") from error

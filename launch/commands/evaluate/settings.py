@@ -36,8 +36,11 @@ UNUSED = {
 }
 
 
-def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Config:
-    """Raises ConfigError: a key that an evaluation does not have, and what config_file.load_config raises."""
+def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_gpus: bool = True) -> Config:
+    """has_gpus: where its engines run.
+
+    Raises ConfigError: a key that an evaluation does not have, and what config_file.load_config raises.
+    """
     for word in words:
         key = word.partition("=")[0].strip()
         if key == "generation.temperature":
@@ -47,9 +50,10 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
         if key.partition(".")[0] not in OPEN and key not in OPEN_KEYS:
             legal = ", ".join((*(f"{section}.…" for section in OPEN), *OPEN_KEYS))
             raise ConfigError(f"{word!r}: not a setting of an evaluation; legal: {legal}")
-    # Seeds: what a killed evaluation had begun is drawn again alike.  The engine has its GPUs to itself.
+    # Seeds: what a killed evaluation had begun is drawn again alike.  An engine has its GPUs to itself, and takes what
+    # is free; on CPU it takes what it is told.
     data_here = {"path": str(data), "split": "", "shuffle": True, **_NO_SOURCE}
-    generation = {"seeded_samples": True, "kv_cache_bytes": None}
+    generation: dict[str, Any] = {"seeded_samples": True} | ({"kv_cache_bytes": None} if has_gpus else {})
     document: dict[str, Any] = {
         "run": {"name": "evaluation", "num_steps": 1},
         "model": {"path": str(target.model)},

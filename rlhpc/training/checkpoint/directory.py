@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 from rlhpc.errors import CheckpointError
 from rlhpc.files import sync_directory, write_atomically
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.file_record import FileRecord, check_file, record_of
+from rlhpc.training.checkpoint.file_record import FileRecord, check_file, of_each_file, record_of
 from rlhpc.training.checkpoint.timeline import Timeline
 
 log = logging.getLogger("rlhpc.checkpoint")
@@ -36,7 +35,6 @@ COMPLETE = "COMPLETE"
 _STEP_NAME = re.compile(r"step_(\d+)")
 _LEFTOVER_NAME = re.compile(r"\.step_(\d+)\.(?:tmp|removed)")
 _ASIDE_NAME = re.compile(r"step_\d+\.(?:damaged|undone)(?:-\d+)?")
-MANY_BYTES, NUM_READERS = 256 << 20, 8
 
 
 class Fate(enum.Enum):
@@ -126,10 +124,10 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     every byte once.
     """
     try:
-        files = {}
-        for name in _files_below(temporary):
-            _sync_file(temporary / name)
-            files[name] = astuple(record_of(temporary / name))
+        names = _files_below(temporary)
+        num_bytes = sum((temporary / name).stat().st_size for name in names)
+        records = of_each_file(lambda name: _synced_record_of(temporary / name), names, num_bytes)
+        files = {name: astuple(record) for name, record in zip(names, records, strict=True)}
         for directory in sorted({(temporary / name).parent for name in files}):
             sync_directory(directory)
         # Before the rename, so that a step_NNNNNN without COMPLETE has lost it and was not merely interrupted.
@@ -263,23 +261,14 @@ def _fate(final: Path) -> Fate:
 
 
 def _verify_files(path: Path, read_up_to_bytes: float = math.inf) -> None:
-    """Raise CheckpointError naming the file, what was expected and what was found.
-
-    Several files at once: one reader alone does not use the bandwidth of a parallel filesystem.
-    """
+    """Raise CheckpointError naming the file, what was expected and what was found."""
     files = {name: FileRecord(*numbers) for name, numbers in _read_complete(path)["files"].items()}
     num_bytes = sum(record.num_bytes for record in files.values())
 
     def check(name: str) -> None:
         check_file(path / name, files[name], verify_content=num_bytes <= read_up_to_bytes)
 
-    if num_bytes < MANY_BYTES:
-        for name in files:
-            check(name)
-        return
-    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="verify") as readers:
-        for done in [readers.submit(check, name) for name in files]:
-            done.result()
+    of_each_file(check, files, num_bytes)
 
 
 def _fate_of(error: CheckpointError | OSError) -> Fate:
@@ -328,9 +317,10 @@ def _files_below(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
-def _sync_file(path: Path) -> None:
+def _synced_record_of(path: Path) -> FileRecord:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return record_of(path)

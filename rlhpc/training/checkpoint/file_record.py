@@ -1,14 +1,19 @@
-"""Size and checksum by which a file is verified.  Loads without torch."""
+"""Size and checksum by which a file is verified, and the reading of many files.  Loads without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError
 
+Found = TypeVar("Found")
 READ_BYTES = 16 << 20
+MANY_BYTES, NUM_READERS = 256 << 20, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +49,15 @@ def check_file(path: Path, expected: FileRecord, *, verify_content: bool) -> Non
         raise CheckpointError(f"{path}: is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def of_each_file(read: Callable[[str], Found], names: Iterable[str], num_bytes: int) -> list[Found]:
+    """Return what `read` does for each name; raise what it raises for the first of them, in their order.
+
+    num_bytes: of all files; many are read several files at once: one reader alone does not use the bandwidth of a
+    parallel filesystem.
+    """
+    if num_bytes < MANY_BYTES:
+        return [read(name) for name in names]
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as readers:
+        return list(readers.map(read, names))

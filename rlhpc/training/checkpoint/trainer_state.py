@@ -24,7 +24,7 @@ from torch import Tensor
 from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError
 from rlhpc.files import write_atomically
-from rlhpc.training.checkpoint.file_record import FileRecord, check_file
+from rlhpc.training.checkpoint.file_record import FileRecord, check_file, of_each_file
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.step_vote import all_ranks_agree
@@ -128,11 +128,14 @@ def read_checkpoint(
     found = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in manifest["tensors"])
     if specs is not None:
         _refuse_other_model(directory / STATE_FILE, found, specs)
-    shards: dict[str, tuple[str, tuple[str, ...]]] = {}
-    for name, entry in manifest["files"].items():
-        record = FileRecord(entry["num_bytes"], entry["crc32"])
+    files = manifest["files"]
+
+    def check(name: str) -> None:
+        record = FileRecord(files[name]["num_bytes"], files[name]["crc32"])
         check_file(directory / name, record, verify_content=verify_content)
-        shards[name] = (entry["kind"], tuple(entry["tensors"]))
+
+    of_each_file(check, files, sum(entry["num_bytes"] for entry in files.values()))
+    shards = {name: (entry["kind"], tuple(entry["tensors"])) for name, entry in files.items()}
     return TrainerCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"], found, shards)
 
 

@@ -31,6 +31,7 @@ from launch.commands.evaluate.settings import evaluation_config
 from launch.commands.evaluate.target import Target, checkpoint_digest, find_target
 from launch.commands.status_notes import read_notes
 from launch.demo.task import write_dataset
+from launch.plan.gpu_map import VisibleGpus
 from launch.run_files.job_records import JobRecord, write_record
 from launch.slurm.queue import QueueLook
 from rlhpc.config import Config
@@ -89,6 +90,18 @@ def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(m
     assert config.has_seeded_samples
     assert config.run.seed == 0 != target.settings.run.seed  # all models get the same prompts
     assert config.data[0].path == model.parent / "test.jsonl"
+
+
+def test_on_cpu_the_engine_takes_what_the_runs_engine_took(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = a_run(model, 4)
+    target = find_target(layout.root, None)
+    data = model.parent / "test.jsonl"
+    request = Request("test", data, words=("generation.max_prompt_tokens=12",))
+    for words, taken in (((), 1), (("0",), None)):
+        monkeypatch.setattr(f"{plan_evaluation.__module__}.gpus_here", lambda _, words=words: VisibleGpus(words))
+        assert plan_evaluation(target, request).settings.config.generation.kv_cache_bytes == taken
+    told = evaluation_config(target, data, ["generation.kv_cache_bytes=9"], has_gpus=False)
+    assert told.generation.kv_cache_bytes == 9
 
 
 def test_a_run_of_dialogues_is_evaluated_by_its_environment_and_in_one_turn_if_told_so(model: Path) -> None:

@@ -93,6 +93,16 @@ def test_a_month_is_thousands_of_lines(tmp_path: Path, num_processes: int, most_
     assert 1_000 < num_lines < most_lines
 
 
+def test_an_attempt_of_an_old_run_begins_with_long_intervals(watch: _Watch) -> None:
+    watch.look(_row("trainer-0"))
+    again = _Watch(watch.path.parent / "timeline.jsonl")
+    again.now_s = START_S + 20 * 86_400
+    for _ in range(3500):
+        again.look(_row("trainer-0"))
+    lengths = [entry.seconds for entry in _entries(watch.path) if entry.seconds]
+    assert lengths == [pytest.approx(20 * 86.4, rel=0.01)]
+
+
 @pytest.mark.starts
 def test_a_full_disk_delays_lines_and_the_file_says_for_how_long(tmp_path: Path) -> None:
     directory = tmp_path / "disk"

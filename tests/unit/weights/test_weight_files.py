@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.disk import DiskPublisher, DiskReceiver
 from rlhpc.weights.shadow import fresh_blocks, named_tensors
 
+LISTING = os.listdir
+EXISTS = Path.exists
 SPECS = (TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (2, 3)))
 
 
@@ -90,3 +94,47 @@ def test_what_an_earlier_attempt_left_is_not_taken_for_this_one(tmp_path: Path) 
     publisher.open(WeightGroup(1, "disk", "", ("g",), (1,)))
     with pytest.raises(GroupFailed, match="joined_0001 missing"):
         publisher.form()
+
+
+class _NfsClient:
+    """Remembers what was not there, until the directory in which it would be is listed."""
+
+    def __init__(self) -> None:
+        self._absent: set[Path] = set()
+
+    def exists(self, path: Path) -> bool:
+        if path in self._absent:
+            return False
+        if not EXISTS(path):
+            self._absent.add(path)
+        return path not in self._absent
+
+    def listdir(self, directory: Path) -> list[str]:
+        if not self.exists(directory):
+            raise FileNotFoundError(directory)
+        self._absent = {path for path in self._absent if path.parent != directory}
+        return LISTING(directory)
+
+
+def test_what_was_not_there_when_first_looked_for_is_soon_found_on_nfs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = _NfsClient()
+    monkeypatch.setattr(Path, "exists", lambda path: client.exists(path))
+    monkeypatch.setattr(os, "listdir", client.listdir)
+    publisher, receiver = DiskPublisher(tmp_path, 30.0), DiskReceiver(30.0)
+    group = publisher.open(WeightGroup(1, "disk", "", ("g",), (1,)))
+    forming = threading.Thread(target=publisher.form)
+    forming.start()
+    time.sleep(0.1)  # its first look is over
+    receiver.join(group, 1)
+    forming.join()
+    received: list[tuple[str, torch.Tensor]] = []
+    blocks = receiver.receive(manifest(1), fresh_blocks(manifest(1)))
+    receiving = threading.Thread(target=lambda: received.extend(named_tensors(manifest(1), blocks)))
+    receiving.start()
+    time.sleep(0.1)  # as above: not even the version's directory was there
+    publisher.publish(manifest(1), iter(weights(1)))
+    receiving.join()
+    assert [name for name, _ in received] == ["a", "b"]
+    publisher.dissolve()

@@ -2,15 +2,18 @@
 
 Input: what the registry says of every process, twice a second.  Output: a line for each interval with the share of it
 that each process worked or waited, and a line for each arrival and loss.  Intervals grow with the number of processes
-and with the age of the attempt, so that a month of a large run stays megabytes.  A full disk delays lines, and the file
-says for how long.  No decision is made from this.
+and with the age of the run, which its first line tells, so that a month of a large run stays megabytes, however often
+it is requeued.  A full disk delays lines, and the file says for how long.  No decision is made from this.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,9 @@ SILENT = "silent"  # it has given no sign of life for SILENT_S: paused, hung, or
 SILENT_S = 3.0
 SHORTEST_S = 5.0  # of an interval
 RETRY_S = 5.0  # between two tries to write to a full disk: each logs a warning
-_INTERVALS_AT_AGE = 1000  # an attempt of age t has intervals of t / 1000
+_INTERVALS_AT_AGE = 1000  # a run of age t has intervals of t / 1000
 _PROCESSES_PER_S = 16
+_MOST_FIRST_LINES = 100  # empty, or damaged by a crash
 _MOST_PENDING = 10_000  # lines, while the disk is full
 
 
@@ -60,7 +64,8 @@ class Timeline:
         self._lines = LineFile(path, TimelineEntry, fence)
         self._pending: deque[TimelineEntry] = deque(maxlen=_MOST_PENDING)
         self._watched: dict[str, _Watched] = {}
-        self._first_s = self._since_s = 0.0
+        self._first_s = _first_line_s(path)  # of an earlier attempt, if there was one
+        self._since_s = 0.0
         self._failed_since_s: float | None = None
         self._tried_s = 0.0
 
@@ -119,6 +124,15 @@ class Timeline:
         for watched in self._watched.values():
             watched.looks.clear()
             watched.busy_s = watched.row["metrics"].get("busy_s")
+
+
+def _first_line_s(path: Path) -> float:
+    """When the first whole line was written; 0: there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        for line in islice(file, _MOST_FIRST_LINES):
+            with suppress(ValueError, KeyError, TypeError):
+                return float(json.loads(line)["unix_time_s"])
+    return 0.0
 
 
 def _loss(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""What is asked to finish its step and save is given the time that the run's own steps and saves take."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launch.run_files.events import EventLog
+from launch.run_files.outcome import Cause
+from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.slurm.this_job import NoTimeLimit, ThisJob
+from launch.supervisor import worker_job
+from launch.supervisor.controller_job import ControllerJobSupervisor
+from launch.supervisor.signals import Signals
+from launch.supervisor.worker_job import WorkerJobSupervisor
+from rlhpc.run_layout import RunLayout
+
+NEEDED_S = 30 + 1.5 * 300 + 2 * 1300
+
+
+class _Process:
+    """Lives until it is killed."""
+
+    def __init__(self) -> None:
+        self.is_killed = False
+
+    def status(self) -> int | None:
+        return 137 if self.is_killed else None
+
+    def ask_to_leave(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def wait(self, patience_s: float) -> bool:
+        return self.is_killed
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "run")
+    layout.root.mkdir()
+    status = {"phase": "training", "step": 7, "step_s": 300.0, "save_s": 1300.0, "roles": []}
+    layout.status.write_text(json.dumps({**status, "unix_time_s": time.time()}))
+    return layout
+
+
+def plan_of(layout: RunLayout, role: str) -> JobPart:
+    part = Part(role, (Share(role, 1),), False, (), 0, False, ("python",), {}, {})
+    limits = Limits(meet_s=60, stall_s=60, max_retries=2)
+    return JobPart(layout, layout.job_plan, "jobs", role, False, (part,), limits, "requeue", ())
+
+
+def test_a_controller_with_a_long_save_is_not_killed_before_it_can_have_saved(layout: RunLayout) -> None:
+    log = EventLog(layout.job_events("7"), 0)
+    plan, job = plan_of(layout, "controller"), ThisJob.without_slurm()
+    supervisor = ControllerJobSupervisor(plan, job, NoTimeLimit(), log, Signals())
+    process = _Process()
+    supervisor._processes = SimpleNamespace(controller=process)  # type: ignore[assignment]
+    supervisor._ask_controller(Cause.STOP, "asked")
+    supervisor._asked_at -= NEEDED_S - 10
+    supervisor._end_if_late()
+    assert not process.is_killed
+    supervisor._asked_at -= 20
+    supervisor._end_if_late()
+    assert process.is_killed
+
+
+def test_a_trainers_job_waits_for_a_long_save_when_the_run_is_stopped(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def deadline(limit_s: float) -> SimpleNamespace:
+        waits.append(limit_s)
+        return SimpleNamespace(is_over=True)
+
+    monkeypatch.setattr(worker_job, "Deadline", deadline)
+    log = EventLog(layout.job_events("8"), 0)
+    plan, job = plan_of(layout, "trainer"), ThisJob.without_slurm()
+    supervisor = WorkerJobSupervisor(plan, job, NoTimeLimit(), log, Signals())  # type: ignore[arg-type]
+    supervisor._step = _Process()  # type: ignore[assignment]
+    layout.stop_request.touch()
+    outcome = supervisor._look()
+    assert outcome is not None
+    assert (outcome.cause, waits) == (Cause.STOP, [NEEDED_S])

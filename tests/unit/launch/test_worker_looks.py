@@ -1,0 +1,104 @@
+"""What the jobs of hundreds of generators ask the run directory for, twice a second each."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.run_files import run_state
+from launch.run_files.events import EventLog
+from launch.run_files.outcome import Cause
+from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.run_files.run_state import Attempt
+from launch.slurm.this_job import NoTimeLimit, ThisJob
+from launch.supervisor import worker_job
+from launch.supervisor.signals import Signals
+from launch.supervisor.worker_job import POLL_S, STATUS_S, WorkerJobSupervisor
+from rlhpc.run_layout import RunLayout
+
+MEET_S = 60
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "run")
+    layout.root.mkdir()
+    layout.attempt.write_text(json.dumps({"attempt": 0, "resume_step": None, "job_id": 7, "restart": 0}))
+    write_status(layout)
+    return layout
+
+
+def write_status(layout: RunLayout) -> None:
+    status: dict[str, Any] = {"phase": "training", "step": 7, "roles": [], "unix_time_s": time.time()}
+    layout.status.write_text(json.dumps(status))
+
+
+def running(layout: RunLayout, role: str) -> WorkerJobSupervisor:
+    part = Part(role, (Share(role, 1),), False, (), 0, False, ("python",), {}, {})
+    limits = Limits(meet_s=MEET_S, stall_s=60, max_retries=2)
+    plan = JobPart(layout, layout.job_plan, "jobs", role, False, (part,), limits, "requeue", ())
+    log = EventLog(layout.job_events("8"), 0)
+    supervisor = WorkerJobSupervisor(plan, ThisJob.without_slurm(), NoTimeLimit(), log, Signals())  # type: ignore[arg-type]
+    supervisor._step = SimpleNamespace(status=lambda: None)  # type: ignore[assignment]
+    supervisor._attempt = Attempt(0, None, 7, 0)
+    return supervisor
+
+
+@pytest.mark.parametrize(("role", "num_reads"), [("trainer", 20), ("generator", 2), ("reward", 2)])
+def test_the_status_is_read_once_a_look_or_every_five_seconds_and_requests_by_one_listing(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, role: str, num_reads: int
+) -> None:
+    asked: Counter[str] = Counter()
+    clock = [1000.0]
+    read, listing = run_state._read, os.listdir
+
+    def counted(path: Path) -> dict[str, Any]:
+        asked[path.name] += 1
+        return read(path)
+
+    def listed(path: Path) -> list[str]:
+        asked["listing"] += 1
+        return listing(path)
+
+    monkeypatch.setattr(run_state, "_read", counted)
+    monkeypatch.setattr(os, "listdir", listed)
+    monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    supervisor = running(layout, role)
+    for _ in range(round(2 * STATUS_S / POLL_S)):
+        assert supervisor._look() is None
+        clock[0] += POLL_S
+    assert asked == {"status.json": num_reads, "attempt.json": 20, "listing": 20}
+
+
+def test_a_status_that_was_kept_ages(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(worker_job, "STATUS_S", 1e9)
+    supervisor = running(layout, "generator")
+    assert supervisor._look() is None
+    clock[0] += MEET_S / 2
+    assert supervisor._look() is None
+    clock[0] += MEET_S
+    outcome = supervisor._look()
+    assert outcome is not None
+    assert outcome.cause is Cause.ALONE
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"), [("summary.json", Cause.COMPLETE), ("ABORT", Cause.ABORT), ("STOP", Cause.STOP)]
+)
+def test_a_request_is_seen_at_the_next_look(layout: RunLayout, name: str, cause: Cause) -> None:
+    supervisor = running(layout, "generator")
+    assert supervisor._look() is None
+    supervisor._step = None
+    (layout.root / name).write_text("{}")
+    outcome = supervisor._look()
+    assert outcome is not None
+    assert outcome.cause is cause
