@@ -97,9 +97,10 @@ class WorkerJobSupervisor:
         return None if is_running else self._start_unless_ended(attempt, progress)
 
     def _look_at_status(self) -> Progress | None:
-        """What the controller has written; where this job does not follow it, up to STATUS_S ago."""
+        """What the controller has written; where this job does not follow it, up to STATUS_S ago, or meet_s / 10."""
         now, known = time.monotonic(), self._progress
-        if known is not None and not self._follows_attempts and now - self._read_at < STATUS_S:
+        keeps_s = 0.0 if self._follows_attempts else min(STATUS_S, self._plan.limits.meet_s / 10)
+        if known is not None and now - self._read_at < keeps_s:
             return replace(known, age_s=known.age_s + now - self._read_at)
         self._progress, self._read_at = read_progress(self._layout), now
         return self._progress

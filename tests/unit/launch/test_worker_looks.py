@@ -23,7 +23,7 @@ from launch.supervisor.signals import Signals
 from launch.supervisor.worker_job import POLL_S, STATUS_S, WorkerJobSupervisor
 from rlhpc.run_layout import RunLayout
 
-MEET_S = 60
+MEET_S = 60.0
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def write_status(layout: RunLayout) -> None:
     layout.status.write_text(json.dumps(status))
 
 
-def running(layout: RunLayout, role: str) -> WorkerJobSupervisor:
+def running(layout: RunLayout, role: str, meet_s: float = MEET_S) -> WorkerJobSupervisor:
     part = Part(role, (Share(role, 1),), False, (), 0, False, ("python",), {}, {})
-    limits = Limits(meet_s=MEET_S, stall_s=60, max_retries=2)
+    limits = Limits(meet_s=meet_s, stall_s=60, max_retries=2)
     plan = JobPart(layout, layout.job_plan, "jobs", role, False, (part,), limits, "requeue", ())
     log = EventLog(layout.job_events("8"), 0)
     supervisor = WorkerJobSupervisor(plan, ThisJob.without_slurm(), NoTimeLimit(), log, Signals())  # type: ignore[arg-type]
@@ -77,18 +77,23 @@ def test_the_status_is_read_once_a_look_or_every_five_seconds_and_requests_by_on
     assert asked == {"status.json": num_reads, "attempt.json": 20, "listing": 20}
 
 
-def test_a_status_that_was_kept_ages(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
+def test_where_a_controller_is_soon_given_up_the_status_is_read_more_often(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, reads = [1000.0], [0]
+    read = run_state._read
+
+    def counted(path: Path) -> dict[str, Any]:
+        reads[0] += path.name == "status.json"
+        return read(path)
+
+    monkeypatch.setattr(run_state, "_read", counted)
     monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(worker_job, "STATUS_S", 1e9)
-    supervisor = running(layout, "generator")
-    assert supervisor._look() is None
-    clock[0] += MEET_S / 2
-    assert supervisor._look() is None
-    clock[0] += MEET_S
-    outcome = supervisor._look()
-    assert outcome is not None
-    assert outcome.cause is Cause.ALONE
+    supervisor = running(layout, "generator", meet_s=10 * 2 * POLL_S)
+    for _ in range(20):
+        assert supervisor._look() is None
+        clock[0] += POLL_S
+    assert reads == [10]
 
 
 @pytest.mark.parametrize(
