@@ -19,11 +19,13 @@ from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
 
 
+STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than an hour for one, and somebody looks on
+
+
 def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int) -> str:
     """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between."""
-    defaults = ClusterConfig.model_fields
-    meet_s, stall_s = defaults["meet_s"].default, defaults["stall_s"].default
-    limits = Limits(meet_s, stall_s, max_retries, config.transport.dead_after_s, is_attended=True)
+    meet_s = ClusterConfig.model_fields["meet_s"].default
+    limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, is_attended=True)
     controller, rewards, trainer, generation = shares_of(config)
     components = [
         _component("controller", [controller, rewards], gpus),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launch.plan.local import STALL_S
 from launch.supervisor.giving_up import StallWatch
 
 
@@ -43,3 +44,11 @@ def test_steps_that_are_trained_again_begin_the_limit_anew_and_are_no_progress()
     assert watch.look(2, True, 99.5) == 15.0
     assert watch.look(3, True, 100.0) is None
     assert watch.has_moved
+
+
+def test_a_step_of_a_run_on_this_machine_may_take_hours() -> None:
+    """A model of 7B on one GPU samples for more than an hour before its first step."""
+    watch = StallWatch(STALL_S, 1800.0, 0.0)
+    assert watch.look(0, is_training=True, now=1.0) is None
+    assert watch.look(0, is_training=True, now=2 * 3600.0) is None
+    assert watch.look(0, is_training=True, now=7 * 3600.0) == STALL_S
