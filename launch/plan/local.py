@@ -18,7 +18,6 @@ from launch.run_files.plan_file import LOCAL, SCHEMA, Limits, Share
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
 
-
 STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than an hour for one, and somebody looks on
 
 
