@@ -268,9 +268,8 @@ class VllmEngine(GenerationEngine):
         return await self._output_of(request_id, tokens, self._sampling_params(request))
 
     async def _output_of(self, request_id: str, tokens: list[int], params: Any, *, priority: int = 0) -> Any:
-        # A new request must not combine new weights with the KV cache of older ones; one that waits in vLLM while weights
-        # are loaded may, as those that run do.  The count, not the version: after a trainer's restart the same number
-        # means other weights.
+        # A new request must not combine new weights with the KV cache of older ones; one that waits in vLLM over a load
+        # may, as those that run do.  The count, not the version: after a restart the same number means other weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
             async with contextlib.aclosing(
