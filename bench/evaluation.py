@@ -47,7 +47,7 @@ def main() -> int:
             words += [f"evaluation.path={held_out}", f"evaluation.samples={options.samples}"]
         layout = complete_run(root / f"{arm}-{seed}", words)
         seconds[arm].append(training_s(layout))
-        found = figures(layout) if arm == "evaluated" else {}
+        found = figures(layout)
         if arm == "evaluated" and options.steps not in found:
             raise SystemExit(f"{layout.root}: step {options.steps} was not evaluated; see evaluations/follow.log")
         shown = "".join(f", step {step} {accuracy:.3f}" for step, accuracy in found.items())

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 def loading_libraries() -> Iterator[None]:
     """For imports: if there were any, what the process holds then counts as permanent (gc.freeze).  May be nested.
 
-    Garbage in reference cycles, from before or made by the imports, stays for ever: use it where a process starts.
+    Garbage in reference cycles, from before or made by the imports, is never freed: use it where a process starts.
     """
     if not gc.isenabled():  # by the caller, or whoever called that
         yield

@@ -190,8 +190,10 @@ class WorkerJobSupervisor:
             if not self._follows_attempts:
                 self._step.ask_to_leave()
             self._step.asked = True
-            needed_s = max(STOP_S, needed_to_stop_s(read_progress(self._layout), self._limit.life_s))
-            self._wait_for_end(needed_s if self._follows_attempts and cause is Cause.STOP else LEAVE_S)
+            patience_s = LEAVE_S
+            if self._follows_attempts and cause is Cause.STOP:
+                patience_s = max(STOP_S, needed_to_stop_s(read_progress(self._layout), self._limit.life_s))
+            self._wait_for_end(patience_s)
         return self._complete() if is_complete(self._layout) else Outcome(cause, cause.words)
 
     def _wait_for_end(self, patience_s: float) -> None:

@@ -49,9 +49,7 @@ def discounted_sums(terms: NDArray[np.float64], discount: float) -> NDArray[np.f
     sums.reshape(num_rows, -1)[:, :length] = terms
     ahead = np.arange(BLOCK)[None, :] - np.arange(BLOCK)[:, None]  # [t, t + k]: k
     sums = sums @ np.where(ahead >= 0, discount ** np.maximum(ahead, 0).astype(np.float64), 0.0).T
-    to_next = discount ** np.arange(
-        BLOCK, 0, -1, dtype=np.float64
-    )  # from each token of a block to the next one's first
+    to_next = discount ** np.arange(BLOCK, 0, -1, dtype=np.float64)  # of each token, to the next block's first
     for block in range(num_blocks - 2, -1, -1):
         sums[:, block] += to_next * sums[:, block + 1, :1]
     return sums.reshape(num_rows, -1)[:, :length]

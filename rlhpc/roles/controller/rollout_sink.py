@@ -98,8 +98,11 @@ class RolloutSink:
 
     def _with_own_reference(self, scored: ScoredRollout) -> ScoredRollout:
         """A long reference, such as the tests of a program, is kept once for a group, not for each member."""
-        prompt, record = scored.rollout.prompt, self._buffer.open_record(scored.rollout.group_id)
-        if record is None or len(prompt.reference) < LONG_REFERENCE or prompt.reference != record.prompt.reference:
+        prompt = scored.rollout.prompt
+        if len(prompt.reference) < LONG_REFERENCE:
+            return scored
+        record = self._buffer.open_record(scored.rollout.group_id)
+        if record is None or prompt.reference != record.prompt.reference:
             return scored
         prompt = replace(prompt, reference=record.prompt.reference)
         return replace(scored, rollout=replace(scored.rollout, prompt=prompt))
