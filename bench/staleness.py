@@ -13,6 +13,9 @@ decoupled   clipped         start of the batch       truncated at 5, as in AReaL
 tis         clipped         start of the batch       truncated at 2
 loglinear   clipped         interpolated by age      truncated at 2
 gspo        of sequences    start of the batch       truncated at 2
+scaled      as decoupled, at a learning rate divided by the mean age of the batch's tokens; S of 2 or more
+
+What age costs depends on how far a step moves the policy, so on --learning-rate.
 """
 
 from __future__ import annotations
@@ -45,6 +48,11 @@ METHODS: dict[str, tuple[str, ...]] = {
         "algorithm.aggregation=sequence",
         "algorithm.clip_low=3e-4",
         "algorithm.clip_high=4e-4",
+    ),
+    "scaled": (
+        "algorithm.proximal=recompute",
+        "algorithm.importance_cap=5.0",
+        "algorithm.scale_rate_by_age=true",
     ),
 }
 SYNCHRONOUS = ("decoupled", 0)
@@ -86,17 +94,29 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     options = parser.parse_args()
     root = options.directory.absolute()
     model = make_demo_model(root)
     write_dataset(model / "train.jsonl", NUM_PROBLEMS, seed=0)
-    arms = [Arm(*SYNCHRONOUS), *(Arm(method, bound) for bound, method in product(options.staleness, options.methods))]
+    arms = [
+        Arm(*SYNCHRONOUS),
+        *(
+            Arm(method, bound)
+            for bound, method in product(options.staleness, options.methods)
+            if bound > 1 or method != "scaled"
+        ),
+    ]
     found: dict[Arm, list[Outcome]] = {arm: [] for arm in arms}
     cases = list(product(range(options.first_seed, options.first_seed + options.seeds), arms))
 
     def outcome(case: tuple[int, Arm]) -> Outcome:
         seed, arm = case
-        words = _words(arm, seed, model, options.steps, options.minibatches)
+        words = [
+            f"run.seed={seed}", f"run.num_steps={options.steps}", f"trainer.learning_rate={options.learning_rate}",
+            f"model.path={model}", f"data.path={model / 'train.jsonl'}", f"admission.max_staleness={arm.staleness}",
+            f"algorithm.minibatches={options.minibatches}", *METHODS[arm.method],
+        ]  # fmt: skip
         return outcome_of(complete_run(root / f"{arm.name}-{seed}", words))
 
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -106,16 +126,14 @@ def main() -> int:
             print(
                 f"{arm.name}-{seed}: {one.final_reward:.3f}, {to_goal}, ESS {one.ess:.3f}", file=sys.stderr, flush=True
             )
-    print(table(found, options.steps, options.minibatches))
+    print(
+        table(
+            found,
+            f"{options.steps} steps at {options.learning_rate:g}, {options.minibatches} optimiser steps on each batch",
+        )
+    )
     draw(root / "staleness.png", found)
     return 0
-
-
-def _words(arm: Arm, seed: int, model: Path, num_steps: int, num_minibatches: int) -> list[str]:
-    return [
-        f"run.seed={seed}", f"run.num_steps={num_steps}", f"model.path={model}", f"data.path={model / 'train.jsonl'}",
-        f"admission.max_staleness={arm.staleness}", f"algorithm.minibatches={num_minibatches}", *METHODS[arm.method],
-    ]  # fmt: skip
 
 
 def outcome_of(layout: RunLayout) -> Outcome:
@@ -134,10 +152,10 @@ def outcome_of(layout: RunLayout) -> Outcome:
     )
 
 
-def table(found: dict[Arm, list[Outcome]], num_steps: int, num_minibatches: int) -> str:
+def table(found: dict[Arm, list[Outcome]], title: str) -> str:
     """Mean ± standard deviation over seeds; rollouts to the goal over those that reached it."""
     lines = [
-        f"{num_steps} steps, {num_minibatches} optimiser steps on each batch",
+        title,
         "",
         f"| method | S | worst staleness | final reward | rollouts to {GOAL} | reached it | ESS |",
         "|---|---|---|---|---|---|---|",
