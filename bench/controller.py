@@ -1,11 +1,13 @@
 """CPU time that a whole controller spends on a rollout, from its sockets to the trainer's and to disk.
 
     python -m bench.controller [--tokens 64,4096] [--generators 4] [--seconds 20] [--place /dev/shm]
+    python -m bench.controller --tokens 64 --generators 4,512
 
 This process is the controller of roles/controller/role.py, with its channels (TCP, CURVE), journal, segments, recorder
-and TensorBoard; a second one plays trainer and generators, whose rollouts are made already.  What is counted is this
-process's CPU time between two steps, over the rollouts trained between them, by thread: "loop" is the main thread,
-"zmq" ZeroMQ's, "helpers" all others (journal, segments, samples, metrics).  CPU time holds on a busy machine, too.
+and TensorBoard; a second one plays trainer and generators, whose rollouts are made already: each of these has its own
+connections, and a step takes at least sixteen rollouts from each.  What is counted is this process's CPU time between
+two steps, over the rollouts trained between them, by thread: "loop" is the main thread, "zmq" ZeroMQ's, "helpers" all
+others (journal, segments, samples, metrics).  CPU time holds on a busy machine, too.
 """
 
 from __future__ import annotations
@@ -58,14 +60,19 @@ from rlhpc.transport.open import connect, open_server
 from rlhpc.types import Lease, TensorSpec, WeightManifest
 
 LIMITS_US = {64: 60.0, 4096: 250.0}
-GROUP_SIZE, GROUPS_PER_STEP, PROMPT_TOKENS = 8, 32, 64
-ROLLOUTS = GROUP_SIZE * GROUPS_PER_STEP
+GROUP_SIZE, PROMPT_TOKENS = 8, 64
+CAPACITY = 1024  # rollouts that a generator says it could take at once
 WARM_STEPS = 3
 MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
 LONG_S = 60.0
 
 
-def settings(directory: Path, num_tokens: int) -> Config:
+def groups_per_step(num_generators: int) -> int:
+    """As many as keep a generator busy for a while."""
+    return max(32, 2 * num_generators)
+
+
+def settings(directory: Path, num_tokens: int, num_generators: int) -> Config:
     make_tokenizer().save_pretrained(directory / "model")
     (directory / "model" / "config.json").write_text(
         '{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 99}'
@@ -81,7 +88,11 @@ def settings(directory: Path, num_tokens: int) -> Config:
                 "max_prompt_tokens": PROMPT_TOKENS,
                 "max_completion_tokens": num_tokens,
             },
-            "admission": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "max_staleness": 2},
+            "admission": {
+                "groups_per_step": groups_per_step(num_generators),
+                "group_size": GROUP_SIZE,
+                "max_staleness": 2,
+            },
             "trainer": {"backend": "reference", "token_budget": max(1 << 15, num_tokens + PROMPT_TOKENS)},
             "checkpoint": {"every_steps": 1_000_000},
             "weights": {"canary_every": 0},
@@ -112,7 +123,7 @@ class Generator:
         control = await connect(CONTROL, **context.caller, timeout_s=LONG_S)
         await control.send(hello(context, ("",)))
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(beat(control, 1.0, lambda: Heartbeat("running", "", self._version, 4 * ROLLOUTS)))
+            tasks.create_task(beat(control, 1.0, lambda: Heartbeat("running", "", self._version, CAPACITY)))
             tasks.create_task(self._sample(leases))
             tasks.create_task(self._obey(control))
 
@@ -203,15 +214,20 @@ async def measure(layout: RunLayout, config: Config, seconds: float) -> tuple[Ma
     controller = Controller(context, *channels)
     running = asyncio.create_task(controller.run(stop))
     loop = controller._loop
-    try:
+
+    async def done(step: int) -> None:
         deadline = Deadline(LONG_S)
-        while loop.step < WARM_STEPS and not running.done() and not deadline.is_over:  # noqa: ASYNC110  looked at
-            await asyncio.sleep(0.02)
-        if loop.step < WARM_STEPS:
-            raise SystemExit(f"no step was done: {running.exception() if running.done() else 'time is over'}")
+        while loop.step < step and not running.done() and not deadline.is_over:  # noqa: ASYNC110  looked at
+            await asyncio.sleep(0.005)
+        if loop.step < step:
+            raise SystemExit(f"no step {step}: {running.exception() if running.done() else 'time is over'}")
+
+    try:
+        await done(WARM_STEPS)
         step, before, began = loop.step, cpu_by_thread(), time.monotonic()
         await asyncio.sleep(seconds)
-        after, num_rollouts = cpu_by_thread(), (loop.step - step) * ROLLOUTS
+        await done(loop.step + 1)
+        after, num_rollouts = cpu_by_thread(), (loop.step - step) * GROUP_SIZE * config.admission.groups_per_step
         took_s = time.monotonic() - began
     finally:
         running.cancel()
@@ -222,16 +238,17 @@ async def measure(layout: RunLayout, config: Config, seconds: float) -> tuple[Ma
     return {name: after[name] - before[name] for name in after}, num_rollouts, took_s
 
 
-def once(num_tokens: int, options: argparse.Namespace) -> None:
+def once(num_tokens: int, num_generators: int, options: argparse.Namespace) -> float:
+    """Print and return microseconds of CPU a rollout."""
     with tempfile.TemporaryDirectory(dir=options.place) as name:
         directory = Path(name)
-        config, layout = settings(directory, num_tokens), RunLayout(directory / "run")
+        config, layout = settings(directory, num_tokens, num_generators), RunLayout(directory / "run")
         for path in (layout.root, layout.rollouts, layout.checkpoints):
             path.mkdir()
         write_resolved(config, layout, "")
-        generators = [f"generator-{replica}" for replica in range(options.generators)]
+        generators = [f"generator-{replica}" for replica in range(num_generators)]
         mint_run_keys(layout.secrets, ["controller-0", "trainer-0", *generators])
-        arguments = (layout, config, options.generators, num_tokens)
+        arguments = (layout, config, num_generators, num_tokens)
         others = multiprocessing.get_context("spawn").Process(target=be_others, args=arguments)
         others.start()
         try:
@@ -239,34 +256,37 @@ def once(num_tokens: int, options: argparse.Namespace) -> None:
         finally:
             others.kill()
             others.join()
-    if not num_rollouts:
-        raise SystemExit("nothing was trained")
     each = {thread: seconds / num_rollouts * 1e6 for thread, seconds in cpu_s.items()}
     total, limit = sum(each.values()), LIMITS_US.get(num_tokens)
     verdict = "" if limit is None else f"; limit {limit:g}, ratio {total / limit:.2f}"
     verdict += "  MISSED" if limit is not None and total > limit else ""
-    tell(f"controller us, {num_tokens} tokens", total)
     parts = ", ".join(f"{thread} {us:.0f}" for thread, us in each.items())
     print(
-        f"{num_tokens:6} tokens: {total:6.0f} µs of CPU a rollout ({parts}){verdict}; {num_rollouts / took_s:,.0f} "
-        "rollouts/s"
+        f"{num_tokens:6} tokens, {num_generators:3} generators: {total:6.0f} µs of CPU a rollout ({parts}){verdict}; "
+        f"{num_rollouts / took_s:,.0f} rollouts/s"
     )
+    return total
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="64,4096", help="of a completion, one measurement for each")
-    parser.add_argument("--generators", type=int, default=4)
+    parser.add_argument("--generators", default="4", help="one measurement for each")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--place", default="/dev/shm", help="a directory; its file system holds the run directory")
     options = parser.parse_args()
     print(
         f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; Python "
-        f"{platform.python_version()}, numpy {np.__version__}; {options.generators} generators, {GROUPS_PER_STEP} "
-        f"groups of {GROUP_SIZE} a step"
+        f"{platform.python_version()}, numpy {np.__version__}"
     )
     for num_tokens in map(int, options.tokens.split(",")):
-        once(num_tokens, options)
+        found = [
+            once(num_tokens, num_generators, options) for num_generators in map(int, options.generators.split(","))
+        ]
+        tell(f"controller us, {num_tokens} tokens", found[0])
+        if len(found) > 1:
+            print(f"{num_tokens:6} tokens: last over first {found[-1] / found[0]:.2f}")
+            tell(f"controller growth, {num_tokens} tokens", found[-1] / found[0])
 
 
 if __name__ == "__main__":
