@@ -23,9 +23,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import LAYER_TYPES
+from rlhpc.training.hf_attention import PACKED_ATTENTION
 from rlhpc.training.hf_names import on_disk
 from rlhpc.training.logprob import chunked_logprobs
-from rlhpc.training.packed_attention import PACKED_ATTENTION, SegmentPlan
+from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.value_head import VALUE_HEAD, token_values
 from rlhpc.types import TensorSpec
 

@@ -1,9 +1,8 @@
-"""Causal attention inside each segment of a packed row, for any HF model that honours the attention interface.
+"""Causal attention inside each segment of a packed row.
 
 Layers with a sliding window of W tokens attend to the token itself and the W − 1 before it (arXiv:2310.06825, §2).
 
-Input: the borders of a row's segments.  Output: a SegmentPlan that travels to every layer through the model's keyword
-arguments.  Importing this module registers the implementation under the name PACKED_ATTENTION.
+Input: the borders of a row's segments.  Output: a SegmentPlan, and what each layer computes with it.
 Guarantees: no token attends across a border, and no [T, T] mask is ever made.
 
 On CUDA in half precision one variable-length flash kernel serves the whole row.  Elsewhere segments of similar length
@@ -26,12 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from rlhpc.errors import ConfigError
 from rlhpc.training.row_tensors import on_device
 
-PACKED_ATTENTION = "rlhpc_packed"
 MIN_FILL = 0.8  # a bucket's shortest segment over its longest: padding costs at most a quarter more tokens
 SHORT_TOKENS = 16  # segments up to this length share a bucket regardless of padding
 _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # it changes between versions of torch
@@ -247,11 +244,3 @@ def varlen_causal(
 def _by_token(tensor: Tensor) -> Tensor:
     """[1, heads, T, D] → [T, heads, D]."""
     return tensor[0].transpose(0, 1)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The plan replaces the mask: HF must not build a [T, T] mask."""
-
-
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
