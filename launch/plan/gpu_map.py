@@ -73,7 +73,12 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
         workers[f"generator-{replica}"] = words[place : place + each]
         place += each
     source = words[0] if ranks else CPU
-    transport = choose_transport(config.weights.transport, source, workers or {"generator-0": (CPU,)})
+    transport = choose_transport(
+        config.weights.transport,
+        source,
+        workers or {"generator-0": (CPU,)},
+        is_deterministic=config.run.deterministic,
+    )
     left = words[place:]
     evaluation = _of_evaluation(config, left, gpus)
     return GpuMap(trainer | workers | evaluation, left[len(evaluation.get(EVALUATION, ())) :], transport)

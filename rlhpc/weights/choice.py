@@ -17,12 +17,19 @@ MIG = "MIG-"  # prefix of NVIDIA's names of parts of a GPU
 
 
 def choose_transport(
-    wish: str, trainer: str, engines: Mapping[str, Sequence[str]], *, is_one_host: bool = False
+    wish: str,
+    trainer: str,
+    engines: Mapping[str, Sequence[str]],
+    *,
+    is_one_host: bool = False,
+    is_deterministic: bool = False,
 ) -> str:
     """Resolve "auto", or check the setting.
 
     On CUDA nccl between GPUs, ipc within one; on CPU ipc on one host, gloo between hosts.
     engines: name → devices of its workers.  is_one_host: all run on one, and see its memory.
+    is_deterministic: run.deterministic, for which vLLM and the trainer set NCCL's algorithms differently, so that a
+    communicator of both would hang in its first collective (vllm.utils.nccl): gloo in place of nccl.
     Raises ConfigError, which names the devices of all, for a setting that cannot work there, and for "auto" if some
     engines share the trainer's GPU and others do not.
     """
@@ -33,6 +40,11 @@ def choose_transport(
     if wish == "ipc":
         return _ipc(trainer, engines)
     if wish == "nccl":
+        if is_deterministic:
+            raise ConfigError(
+                "weights.transport='nccl' with run.deterministic=true: vLLM's batch-invariant engine and the trainer "
+                "set NCCL differently and would wait for each other; legal: auto, gloo, ipc, disk"
+            )
         return _nccl(trainer, engines)
     workers = [device for devices in engines.values() for device in devices]
     if trainer == CPU and all(device == CPU for device in workers):
@@ -42,7 +54,8 @@ def choose_transport(
     if trainer in workers:
         return _ipc(trainer, engines)
     # NCCL does not connect two parts of one GPU, and whether these are of one is not known here.
-    return "gloo" if any(device.startswith(MIG) for device in (trainer, *workers)) else _nccl(trainer, engines)
+    is_by_gloo = is_deterministic or any(device.startswith(MIG) for device in (trainer, *workers))
+    return "gloo" if is_by_gloo else _nccl(trainer, engines)
 
 
 def _ipc(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import select
 import socket
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +33,7 @@ class Lifeline:
         self._strangers: dict[socket.socket, bytes] = {}  # what they have said so far
         self.sockets: list[socket.socket] = []
         self._poll = select.poll()
+        self._lock = threading.Lock()  # Python lets no two threads poll: while a group connects, two ask
         self._lost = ""
         if listener is not None:
             listener.setblocking(False)
@@ -61,20 +63,24 @@ class Lifeline:
         return line
 
     def lost(self) -> str:
-        """Who is gone; "" if nobody is known to be.  Never blocks; what is lost stays lost."""
-        if not self._lost:
-            for descriptor, _ in self._poll.poll(0):
-                self._look_at(descriptor)
+        """Who is gone; "" if nobody is known to be.  Never blocks; what is lost stays lost.  For any thread."""
+        if not self._lost and self._lock.acquire(blocking=False):  # else another thread is looking
+            try:
+                for descriptor, _ in self._poll.poll(0):
+                    self._look_at(descriptor)
+            finally:
+                self._lock.release()
         return self._lost
 
     def close(self) -> None:
         """Let go: the others' ends are lost.  Idempotent."""
-        self._lost = self._lost or "this member has left the group"
-        for line in (*self.sockets, *self._strangers, *([self._listener] if self._listener else [])):
-            self._drop(line)
-        self._strangers.clear()
-        self.sockets.clear()
-        self._listener = None
+        with self._lock:
+            self._lost = self._lost or "this member has left the group"
+            for line in (*self.sockets, *self._strangers, *([self._listener] if self._listener else [])):
+                self._drop(line)
+            self._strangers.clear()
+            self.sockets.clear()
+            self._listener = None
 
     def _look_at(self, descriptor: int) -> None:
         if self._listener is not None and descriptor == self._listener.fileno():

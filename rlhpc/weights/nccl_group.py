@@ -10,6 +10,7 @@ aborts the communicator.  Other groups of the process keep their watchdogs.
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,9 +23,11 @@ import torch.distributed as dist
 from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed
 
+log = logging.getLogger(__name__)
 c10d: Any = dist  # group classes come from C++ and have no stubs
 
 LOOK_S = 0.1  # between two looks after the others
+ABORT_S = 5.0
 # Read by the constructor of ProcessGroupNCCL, and only there.
 WITHOUT_WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # no watchdog thread is started
@@ -39,7 +42,9 @@ def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedel
     """Make the group without connecting.  Raises GroupFailed if there is no NCCL."""
     if not (c10d.is_nccl_available() and torch.cuda.is_available()):
         raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo, disk")
-    options = c10d.ProcessGroupNCCL.Options()
+    # Streams of usual priority come from a pool that the engine's own are taken from, too: a broadcast on the stream of
+    # its kernels would stop decoding until the publisher sends.
+    options = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     with _environment(WITHOUT_WATCHDOG):
         return c10d.ProcessGroupNCCL(c10d.PrefixStore("weights/", store), rank, world_size, options)
@@ -58,13 +63,19 @@ def connect(
     when `lost` says who is gone; the waiting thread is abandoned with the aborted group.
     """
     failures: list[Exception] = []
+    is_connected, is_given_up = threading.Event(), threading.Event()
 
     def connect() -> None:
         try:
             torch.cuda.set_device(device)
             first_collective()
+            is_connected.set()
         except (RuntimeError, ValueError, OSError, GroupFailed) as error:
             failures.append(error)
+        finally:
+            # An abort finds no communicator that is still being made, and what is launched on it waits for ever.
+            if is_given_up.is_set():
+                abort(group)
 
     thread = threading.Thread(target=connect, name="weights-rendezvous", daemon=True)
     thread.start()
@@ -73,11 +84,29 @@ def connect(
         thread.join(min(LOOK_S, timeout_s))
         words = lost()
     if thread.is_alive():
-        # abort() may have to wait for the lock that the stuck thread holds: not in this thread.
-        threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()
+        is_given_up.set()
         raise GroupFailed(f"NCCL did not connect to all ranks{f': {words}' if words else f' within {timeout_s:g} s'}")
     if failures:
         raise failures[0]
+    if not is_connected.is_set():
+        raise GroupFailed("NCCL did not connect to all ranks: the thread that connects has failed")
+
+
+def abort(group: Any) -> None:
+    """Cut the group's connections, for at most ABORT_S here: aborting waits for locks that a stuck rank may hold.
+
+    What it raises is logged: the group is given up either way.
+    """
+
+    def cut() -> None:
+        try:
+            group.abort()
+        except RuntimeError as error:
+            log.warning("a weight group could not be aborted: %s", error)
+
+    thread = threading.Thread(target=cut, name="weights-abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_S)
 
 
 @contextmanager

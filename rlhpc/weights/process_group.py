@@ -27,7 +27,7 @@ from torch import Tensor
 from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed
 from rlhpc.weights.lifeline import Lifeline
-from rlhpc.weights.nccl_group import connect, nccl_group
+from rlhpc.weights.nccl_group import abort, connect, nccl_group
 from rlhpc.weights.rendezvous_file import file_of
 
 POLL_S = (0.0001, 0.005)  # intervals of a wait: first, and longest
@@ -145,7 +145,7 @@ class SideGroup:
             self._lifeline.close()
         group, self._group, self._lifeline, self._store = self._group, None, None, None
         if group is not None and not isinstance(group, c10d.ProcessGroupGloo):
-            group.abort()
+            abort(group)
         elif group is not None and self._num_under_way:
             # Gloo ends no collective early, and its destructor waits for the one that this rank gives up.
             left = [group]

@@ -87,9 +87,8 @@ async def _control(context: RoleContext) -> None:
     async with AsyncExitStack() as stack:
         channels: list[ServerChannel] = []
         for spec in (CONTROL, LEASES, BATCHES):
-            channel = open_server(spec, **context.listener)
-            stack.push_async_callback(channel.close)
-            channels.append(channel)
+            channels.append(open_server(spec, **context.listener))
+            stack.push_async_callback(channels[-1].close)
         controller = Controller(context, *channels)
         stack.callback(controller.close)
         try:
@@ -116,6 +115,7 @@ class Controller:
             self._state.membership,
             transport=config.weights.transport,
             is_one_host=config.transport.kind != "tcp",
+            is_deterministic=config.run.deterministic,
             timeline=self._state.replay.timeline,
             limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             canary=open_canary(config, self._state.prompts),

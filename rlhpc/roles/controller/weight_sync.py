@@ -66,6 +66,7 @@ class WeightSync:
         *,
         transport: str,
         is_one_host: bool = False,
+        is_deterministic: bool = False,
         timeline: int = 0,
         limits: WeightSyncLimits,
         canary: Canary,
@@ -73,13 +74,13 @@ class WeightSync:
     ) -> None:
         """transport: weights.transport, "auto" not yet resolved.  timeline: of the run (buffer/history.py).
 
-        is_one_host: all roles run on one.  `clock` measures time-outs of others.
+        is_one_host: all roles run on one.  is_deterministic: run.deterministic.  `clock` measures time-outs of others.
         """
         self._control, self._trainer, self._membership = control, trainer, membership
         self._canary = canary
         self._limits, self._clock = limits, clock
         self._wish, self._trainer_device, self._timeline = transport, "", timeline
-        self._is_one_host = is_one_host
+        self._is_one_host, self._is_deterministic = is_one_host, is_deterministic
         self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
         self._manifest: WeightManifest | None = None
         self._group: WeightGroup | None = None  # of the current epoch, while it is intact
@@ -290,7 +291,13 @@ class WeightSync:
         return opened.group
 
     def _choose(self, engines: dict[str, tuple[str, ...]]) -> str:
-        return choose_transport(self._wish, self._trainer_device, engines, is_one_host=self._is_one_host)
+        return choose_transport(
+            self._wish,
+            self._trainer_device,
+            engines,
+            is_one_host=self._is_one_host,
+            is_deterministic=self._is_deterministic,
+        )
 
     async def _somebody(self) -> bool:
         """Wait for a generator that can be reached.  False: the run is ending, and there is none."""

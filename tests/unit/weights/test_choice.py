@@ -50,6 +50,16 @@ def test_on_one_host_processes_on_the_cpu_share_memory(
     assert choose_transport("auto", trainer, engines, is_one_host=True) == chosen
 
 
+def test_a_deterministic_run_connects_no_nccl_whose_ends_are_set_differently() -> None:
+    engines = {"g0": [B], "g1": [C, D]}
+    assert choose_transport("auto", A, engines, is_deterministic=True) == "gloo"
+    assert choose_transport("auto", A, {"g0": [A]}, is_deterministic=True) == "ipc"
+    with pytest.raises(
+        ConfigError, match=r"weights\.transport='nccl' with run\.deterministic=true: .*legal: auto, gloo"
+    ):
+        choose_transport("nccl", A, engines, is_deterministic=True)
+
+
 @pytest.mark.parametrize(
     ("wish", "trainer", "engines", "words"),
     [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,27 @@ class FakeNccl:
     torch 2.13: the watchdog is started unless TORCH_NCCL_BLOCKING_WAIT is set when the group is made.
     """
 
-    Options = type("Options", (), {})
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
     made: list[FakeNccl]
     connects = True
+    has_communicator = True  # an abort finds none that is still being made
+    may_go_on: threading.Event
 
     def __init__(self, store: object, rank: int, world_size: int, options: Any) -> None:
         self.has_watchdog = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "1"
         self.rethrows = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
         self.timeout = options._timeout
+        self.has_stream_of_its_own = options.is_high_priority_stream
         self.is_aborted = threading.Event()
         type(self).made.append(self)
 
     def allreduce(self, tensors: list[torch.Tensor], options: object) -> FakeNccl:
+        if not self.has_communicator:
+            assert self.may_go_on.wait(PATIENCE_S)
+            self.has_communicator = True
         if not self.connects:
             assert self.is_aborted.wait(PATIENCE_S)
             raise RuntimeError("NCCL communicator was aborted")
@@ -48,7 +59,8 @@ class FakeNccl:
         pass
 
     def abort(self) -> None:
-        self.is_aborted.set()
+        if self.has_communicator:
+            self.is_aborted.set()
 
 
 @pytest.fixture
@@ -99,6 +111,37 @@ def test_a_rendezvous_that_nccl_waits_in_for_ever_ends_and_is_aborted(
     assert nccl.made[0].is_aborted.wait(PATIENCE_S)
 
 
+def test_a_communicator_that_is_made_after_it_was_given_up_is_aborted(
+    tmp_path: Path, nccl: type[FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first collective would stay on the GPU for ever, and whoever waits for the device with it."""
+    monkeypatch.setattr(nccl, "has_communicator", False)
+    monkeypatch.setattr(nccl, "may_go_on", threading.Event(), raising=False)
+    with pytest.raises(GroupFailed, match="NCCL did not connect to all ranks"):
+        side_group(tmp_path, timeout_s=0.1)
+    assert not nccl.made[0].is_aborted.is_set()
+    nccl.may_go_on.set()
+    assert nccl.made[0].is_aborted.wait(PATIENCE_S)
+
+
+def test_an_abort_that_fails_is_no_failure_of_who_leaves(
+    tmp_path: Path, nccl: type[FakeNccl], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = side_group(tmp_path)
+
+    def fail(self: FakeNccl) -> None:
+        raise RuntimeError("aborting took 120 s")
+
+    monkeypatch.setattr(nccl, "abort", fail)
+    group.close()
+    assert "aborting took 120 s" in caplog.text
+
+
+def test_a_broadcast_never_shares_the_stream_of_an_engines_kernels(tmp_path: Path, nccl: type[FakeNccl]) -> None:
+    side_group(tmp_path)
+    assert nccl.made[0].has_stream_of_its_own
+
+
 def test_a_rendezvous_ends_when_a_receiver_dies_in_it(
     tmp_path: Path, nccl: type[FakeNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +164,23 @@ def test_a_group_that_is_closed_is_aborted_once(tmp_path: Path, nccl: type[FakeN
     group.close()
     assert nccl.made[0].is_aborted.is_set()
     group.close()
+
+
+def test_several_threads_may_ask_who_is_lost_at_once(tmp_path: Path) -> None:
+    """While a group connects two do, and Python refuses a second poll as long as the first has not returned."""
+    store = distributed.FileStore(str(tmp_path / "store"), 2)
+    line, before = Lifeline.listen(store, ""), sys.getswitchinterval()
+
+    def ask(_: int) -> set[str]:
+        return {line.lost() for _ in range(3_000)}
+
+    sys.setswitchinterval(1e-6)  # each gives way all the time
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(ask, range(4))) == [{""}] * 4
+    finally:
+        sys.setswitchinterval(before)
+        line.close()
 
 
 @pytest.mark.parametrize("variable", WITHOUT_WATCHDOG)
