@@ -67,7 +67,7 @@ from rlhpc.roles.controller.run_processes import RunProcesses
 from rlhpc.roles.controller.state import open_controller_state
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
-from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
+from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits, transport_choice
 from rlhpc.topology import BATCHES, CONTROL, LEASES
 from rlhpc.transport.open import open_server
 
@@ -87,8 +87,9 @@ async def _control(context: RoleContext) -> None:
     async with AsyncExitStack() as stack:
         channels: list[ServerChannel] = []
         for spec in (CONTROL, LEASES, BATCHES):
-            channels.append(open_server(spec, **context.listener))
-            stack.push_async_callback(channels[-1].close)
+            channel = open_server(spec, **context.listener)
+            stack.push_async_callback(channel.close)
+            channels.append(channel)
         controller = Controller(context, *channels)
         stack.callback(controller.close)
         try:
@@ -113,9 +114,7 @@ class Controller:
             control,
             self._trainer,
             self._state.membership,
-            transport=config.weights.transport,
-            is_one_host=config.transport.kind != "tcp",
-            is_deterministic=config.run.deterministic,
+            choose=transport_choice(config),
             timeline=self._state.replay.timeline,
             limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             canary=open_canary(config, self._state.prompts),

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
+from rlhpc.config import Config
 from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.deadline import Deadline
 from rlhpc.errors import ConfigError, PeerUnreachable, RoleFailed
@@ -55,6 +58,19 @@ class WeightSyncLimits:
         return cls(max(FIRST_MEMBER_S, meet_timeout_s), ack_timeout_s)
 
 
+ChooseTransport: TypeAlias = Callable[[str, Mapping[str, Sequence[str]]], str]
+
+
+def transport_choice(config: Config) -> ChooseTransport:
+    """How weights travel from the trainer's device to those of the engines' workers; it raises ConfigError."""
+    return partial(
+        choose_transport,
+        config.weights.transport,
+        is_one_host=config.transport.kind != "tcp",
+        is_deterministic=config.run.deterministic,
+    )
+
+
 class WeightSync:
     """Owns the membership epochs and the transfer of a version from trainer to generators."""
 
@@ -64,23 +80,17 @@ class WeightSync:
         trainer: TrainerLink,
         membership: Membership,
         *,
-        transport: str,
-        is_one_host: bool = False,
-        is_deterministic: bool = False,
+        choose: ChooseTransport,
         timeline: int = 0,
         limits: WeightSyncLimits,
         canary: Canary,
         clock: Clock = time.monotonic,
     ) -> None:
-        """transport: weights.transport, "auto" not yet resolved.  timeline: of the run (buffer/history.py).
-
-        is_one_host: all roles run on one.  is_deterministic: run.deterministic.  `clock` measures time-outs of others.
-        """
+        """choose: see transport_choice.  timeline: of the run (buffer/history.py).  `clock`: for others' time-outs."""
         self._control, self._trainer, self._membership = control, trainer, membership
         self._canary = canary
         self._limits, self._clock = limits, clock
-        self._wish, self._trainer_device, self._timeline = transport, "", timeline
-        self._is_one_host, self._is_deterministic = is_one_host, is_deterministic
+        self._choose, self._trainer_device, self._timeline = choose, "", timeline
         self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
         self._manifest: WeightManifest | None = None
         self._group: WeightGroup | None = None  # of the current epoch, while it is intact
@@ -282,22 +292,14 @@ class WeightSync:
         if not await self._somebody():
             return None
         members = self._membership.candidates
-        group = self._membership.next_group(self._choose({name: self._devices[name] for name in members}))
+        devices = {name: self._devices[name] for name in members}
+        group = self._membership.next_group(self._choose(self._trainer_device, devices))
         opened = await self._trainer.ask(FormGroup(group), GroupOpened)
         if opened.error:
             raise RoleFailed(f"the trainer cannot open membership epoch {group.epoch}: {opened.error}")
         log.info("epoch %d, by %s: %s", group.epoch, group.transport, ", ".join(group.members))
         await asyncio.gather(*(self._tell(name, JoinGroup(opened.group, self._timeline)) for name in group.members))
         return opened.group
-
-    def _choose(self, engines: dict[str, tuple[str, ...]]) -> str:
-        return choose_transport(
-            self._wish,
-            self._trainer_device,
-            engines,
-            is_one_host=self._is_one_host,
-            is_deterministic=self._is_deterministic,
-        )
 
     async def _somebody(self) -> bool:
         """Wait for a generator that can be reached.  False: the run is ending, and there is none."""

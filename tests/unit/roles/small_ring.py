@@ -45,7 +45,7 @@ from rlhpc.roles.controller.guard_file import GuardFile
 from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.train_loop import StepRecord, TrainLoop
 from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
-from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
+from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits, transport_choice
 from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import (
@@ -79,6 +79,7 @@ def small_config(num_steps: int = 4, **admission: Any) -> Config:
             "generation": {"max_prompt_tokens": 4, "max_completion_tokens": 8},
             "admission": {"groups_per_step": 2, "group_size": 2, "max_staleness": 2, "window_groups": 1, **admission},
             "trainer": {"backend": "reference", "token_budget": 64},
+            "transport": {"kind": "tcp"},
         }
     )
 
@@ -303,7 +304,7 @@ class SmallRing:
         link = TrainerLink(batches)
         row = None if canary_every is None else CANARY
         self.weight_sync = WeightSync(
-            self.control, link, self.membership, transport=config.weights.transport, limits=limits,
+            self.control, link, self.membership, choose=transport_choice(config), limits=limits,
             canary=Canary(row, every=canary_every or 0, tolerance=0.1),
         )  # fmt: skip
         self.weight_sync.describe(MANIFEST, "")
