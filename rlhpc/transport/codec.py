@@ -62,6 +62,7 @@ class Codec:
         self._arrays: list[Array] = []  # of the message that is being encoded
         self._allowance = Allowance(0)  # of the same message
         self._source = _NOTHING  # of the message that is being decoded
+        self._repeated: _Encoded | None = None  # the last long message without arrays
         self._dtypes: dict[Any, np.dtype[Any]] = {}  # annotation → dtype
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._detach)
         plans = [self._compile(message_type) for message_type in message_types]
@@ -73,9 +74,15 @@ class Codec:
     def encode(self, message: object, sequence: int) -> list[Frame]:
         """Return the frames of one message.  The frames may share memory with its arrays.
 
+        A long message without arrays is turned into a header once, however often it is sent in a row: a manifest of
+        18,000 tensors goes to every generator, and takes 13 ms.
+
         Raises ProtocolError(peer "") if the type is not one of ours, a field does not hold what its annotation says,
         or the whole is longer than allowed.
         """
+        repeated = self._repeated
+        if repeated is not None and message is repeated.message:
+            return self._lay_out(repeated.plan, repeated.header, [], sequence)
         plan = self._by_type.get(type(message))
         if plan is None:
             raise ProtocolError("", "type", f"{type(message).__name__} is not one of {self._names()}")
@@ -87,6 +94,8 @@ class Codec:
             raise _explain("", plan, error) from error
         finally:
             self._arrays, self._allowance = [], Allowance(0)
+        if not arrays and len(header) >= SMALL_MESSAGE_BYTES:
+            self._repeated = _Encoded(message, plan, header)
         return self._lay_out(plan, header, arrays, sequence)
 
     def decode(self, frames: Sequence[Frame], peer: str) -> tuple[int, Any]:
@@ -216,6 +225,15 @@ class _Plan:
     @property
     def name(self) -> str:
         return self.message_type.__name__
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A message that may be sent again, to somebody else; it is frozen, and kept so that no other has its identity."""
+
+    message: object
+    plan: _Plan
+    header: bytes
 
 
 class _Source:
