@@ -20,6 +20,7 @@
     ├── SegmentError           a rollout segment is damaged or of a schema not known here         (world)
     ├── JournalError           a journal of rollouts cannot be written, or is not one             (world)
     ├── CheckpointError        a checkpoint is incomplete, damaged or of another model            (world)
+    │   └── DamagedCheckpoint  a file of it is missing or is not what was written                (world)
     ├── TrainingError          too many consecutive optimiser steps were skipped                (user or bug)
     ├── GuardRollback          the guard has undone steps; another attempt does others        (recovered)
     ├── GuardStop              figures of steps stayed out of bounds, and guard.action is "stop" (user)
@@ -120,6 +121,10 @@ class JournalError(RlhpcError):
 
 class CheckpointError(RlhpcError):
     """A checkpoint is incomplete, damaged, or does not belong to this model."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing or is not what was written; the message names it."""
 
 
 class TrainingError(RlhpcError):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlhpc.config_file import read_resolved
-from rlhpc.errors import CheckpointError
+from rlhpc.errors import CheckpointError, DamagedCheckpoint
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import Fate, KnownCheckpoints
 from rlhpc.training.checkpoint.export import export_hf
@@ -17,28 +18,36 @@ def export_run(
     """Write `out` from the checkpoint of `step`, or the newest sound one; return lines that say so.
 
     is_average: the moving average of its weights.  dtype: of what is written; None: that of model.path.
+    One is sound here if all its files are there and those that are exported are what was written.
     Raises CheckpointError if there is none, none is sound, or `out` exists.
     """
     config, _ = read_resolved(layout)
     if out.exists():
         raise CheckpointError(f"{out} exists already")
     skipped: list[str] = []
-    if step is None:
-        step = _newest_sound(layout, skipped)
-    elif not layout.checkpoint(step).is_dir():
+    if step is not None and not layout.checkpoint(step).is_dir():
         known = ", ".join(str(each) for each, _ in KnownCheckpoints(layout.checkpoints).steps())
         raise CheckpointError(f"--step {step}: {layout.root} has no such checkpoint; legal: {known or 'none is there'}")
-    written = export_hf(layout.checkpoint(step) / "trainer", config.model.path, out, is_average=is_average, dtype=dtype)
-    what = "average of weights" if is_average else "weights"
-    rounded = "" if written == "float32" else ", rounded from float32 (--dtype float32 rounds nothing)"
-    return "\n".join([*skipped, f"{out}: {what} after step {step} of {config.run.name}, {written}{rounded}"])
-
-
-def _newest_sound(layout: RunLayout, skipped: list[str]) -> int:
-    """Its step; a line for each newer one goes to `skipped`.  Raises CheckpointError."""
-    for state in KnownCheckpoints(layout.checkpoints).newest_first():
-        if state.fate is Fate.SOUND:
-            return state.step
-        skipped.append(f"{state.path.name} is skipped: {state.problem}")
+    for candidate in [step] if step is not None else _complete_ones(layout, skipped):
+        place = layout.checkpoint(candidate)
+        try:
+            written = export_hf(place / "trainer", config.model.path, out, is_average=is_average, dtype=dtype)
+        except DamagedCheckpoint as error:
+            if step is not None:
+                raise
+            skipped.append(f"{place.name} is skipped: {error}")
+            continue
+        what = "average of weights" if is_average else "weights"
+        rounded = "" if written == "float32" else ", rounded from float32 (--dtype float32 rounds nothing)"
+        return "\n".join([*skipped, f"{out}: {what} after step {candidate} of {config.run.name}, {written}{rounded}"])
     what = "no checkpoint is sound" if skipped else "no complete checkpoint"
     raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}", *skipped]))
+
+
+def _complete_ones(layout: RunLayout, skipped: list[str]) -> Iterator[int]:
+    """Steps, newest first, by the sizes of their files; a line for each other one goes to `skipped`."""
+    for state in KnownCheckpoints(layout.checkpoints, read_up_to_bytes=0).newest_first():
+        if state.fate is Fate.SOUND:
+            yield state.step
+        else:
+            skipped.append(f"{state.path.name} is skipped: {state.problem}")

@@ -1,7 +1,8 @@
 """Replies of a judge in the run directory, by what was asked: a completion is not paid for twice.
 
-Input: digests of requests.  Output: replies.  Each worker appends JSON lines to a file of its own and reads those of
-all; a line that was cut off by a death is passed over.  A cache that cannot be written costs money and nothing else.
+Input: digests of requests.  Output: replies.  Each worker appends JSON lines to a file of its own and looks into those
+of all; a line that was cut off by a death is passed over.  A worker remembers where a reply is, in about 150 bytes, and
+not the reply: a node has many workers.  A cache that cannot be written costs money and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from typing import Any
 
 log = logging.getLogger("rlhpc.rewards")
 
+_BEGIN = b'{"digest": "'  # of every line
+_KEY_DIGITS = 16  # of a digest's 64: enough to find a line, which has the others
+_READ_BYTES = 1 << 20
+
 
 def digest_of(request: Mapping[str, Any]) -> str:
     """Of everything that the reply depends on."""
@@ -30,18 +35,18 @@ class JudgeCache:
         """Makes nothing before the first reply is kept."""
         self._directory = directory
         self._own = directory / f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.jsonl"
-        self._replies: dict[str, str] = {}
-        self._read_bytes: dict[Path, int] = {}
+        self._files: dict[str, _File] = {}  # by name
 
     def get(self, digest: str) -> str | None:
         """The reply to a request, also one that another worker has got meanwhile."""
-        if digest not in self._replies:
+        reply = self._find(digest)
+        if reply is None:
             self._refresh()
-        return self._replies.get(digest)
+            reply = self._find(digest)
+        return reply
 
     def keep(self, digest: str, reply: str) -> None:
-        """Remember a reply, and write it down if that is possible."""
-        self._replies[digest] = reply
+        """Write a reply down if that is possible."""
         line = json.dumps({"digest": digest, "reply": reply}).encode() + b"\n"
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -50,28 +55,51 @@ class JudgeCache:
         except OSError as error:
             log.warning("%s: a judge's reply cannot be kept: %s", self._own, error.strerror)
 
+    def _find(self, digest: str) -> str | None:
+        return next((reply for file in self._files.values() if (reply := file.get(digest)) is not None), None)
+
     def _refresh(self) -> None:
         try:
-            files = [entry for entry in os.scandir(self._directory) if entry.name.endswith(".jsonl")]
+            entries = [entry for entry in os.scandir(self._directory) if entry.name.endswith(".jsonl")]
         except OSError:
             return  # not there yet
-        for entry in files:
-            path = Path(entry.path)
+        for entry in entries:
+            file = self._files.setdefault(entry.name, _File(Path(entry.path)))
             try:
-                if entry.stat().st_size > self._read_bytes.get(path, 0):
-                    self._read_on(path)
+                if entry.stat().st_size > file.read_bytes:
+                    file.read_on()
             except OSError:
                 continue
 
-    def _read_on(self, path: Path) -> None:
-        with path.open("rb") as file:
-            file.seek(self._read_bytes.get(path, 0))
-            whole, _, _rest = file.read().rpartition(b"\n")
-        if whole:
-            self._read_bytes[path] = self._read_bytes.get(path, 0) + len(whole) + 1
-        for line in whole.split(b"\n"):
-            try:
-                found = json.loads(line)
-                self._replies[str(found["digest"])] = str(found["reply"])
-            except (ValueError, KeyError, TypeError):
-                continue
+
+class _File:
+    """Where each reply in one file begins."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: dict[bytes, int] = {}  # the first digits of a digest → bytes before its line
+        self.read_bytes = 0
+
+    def read_on(self) -> None:
+        """Look through what has been appended, up to the last whole line.  Raises OSError."""
+        with self._path.open("rb", buffering=_READ_BYTES) as file:
+            file.seek(self.read_bytes)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # being written, or cut off
+                if line.startswith(_BEGIN):
+                    self._places[line[len(_BEGIN) : len(_BEGIN) + _KEY_DIGITS]] = self.read_bytes
+                self.read_bytes += len(line)
+
+    def get(self, digest: str) -> str | None:
+        """The reply; None: it is not here, or cannot be read."""
+        place = self._places.get(digest[:_KEY_DIGITS].encode())
+        if place is None:
+            return None
+        try:
+            with self._path.open("rb") as file:
+                file.seek(place)
+                found = json.loads(file.readline())
+            return str(found["reply"]) if found["digest"] == digest else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

@@ -19,10 +19,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import struct
-import types
-import typing
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from typing import Any, TypeAlias
 
 import msgspec
@@ -32,6 +29,7 @@ from numpy.typing import NDArray
 from rlhpc.crc import crc32
 from rlhpc.errors import ProtocolError
 from rlhpc.topology import MAX_MESSAGE_BYTES
+from rlhpc.transport.array_annotations import DTYPES, array_annotations
 from rlhpc.transport.run_lengths import Allowance, expand_runs, find_runs, is_runs_form
 
 SCHEMA = 1
@@ -47,12 +45,6 @@ _CRC = struct.Struct("<I")
 _NO_PREFIX = bytes(_PREFIX.size)
 _ALL_INLINE = 1
 _PADDING = tuple(bytes(n) for n in range(8))
-_DTYPES = {
-    np.dtype(kind).str: np.dtype(kind)
-    for kind in (np.bool_, np.uint8, np.int8, np.int32, np.int64, np.float16, np.float32, np.float64)
-}
-_SCALARS = (int, float, str, bool, types.NoneType)
-_CONTAINERS = (tuple, dict, types.UnionType, typing.Union)
 _MALFORMED = (msgspec.MsgspecError, TypeError, ValueError, LookupError, OverflowError, RecursionError)
 _WHERE = re.compile(r"^(?P<why>.*?)(?: - at `\$\.?(?P<field>[^`]*)`)?$", re.DOTALL)
 
@@ -70,6 +62,7 @@ class Codec:
         self._arrays: list[Array] = []  # of the message that is being encoded
         self._allowance = Allowance(0)  # of the same message
         self._source = _NOTHING  # of the message that is being decoded
+        self._repeated: _Encoded | None = None  # the last long message without arrays
         self._dtypes: dict[Any, np.dtype[Any]] = {}  # annotation → dtype
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._detach)
         plans = [self._compile(message_type) for message_type in message_types]
@@ -81,9 +74,15 @@ class Codec:
     def encode(self, message: object, sequence: int) -> list[Frame]:
         """Return the frames of one message.  The frames may share memory with its arrays.
 
+        A long message without arrays is turned into a header once, however often it is sent in a row: a manifest of
+        18,000 tensors goes to every generator, and takes 13 ms.
+
         Raises ProtocolError(peer "") if the type is not one of ours, a field does not hold what its annotation says,
         or the whole is longer than allowed.
         """
+        repeated = self._repeated
+        if repeated is not None and message is repeated.message:
+            return self._lay_out(repeated.plan, repeated.header, [], sequence)
         plan = self._by_type.get(type(message))
         if plan is None:
             raise ProtocolError("", "type", f"{type(message).__name__} is not one of {self._names()}")
@@ -95,6 +94,8 @@ class Codec:
             raise _explain("", plan, error) from error
         finally:
             self._arrays, self._allowance = [], Allowance(0)
+        if not arrays and len(header) >= SMALL_MESSAGE_BYTES:
+            self._repeated = _Encoded(message, plan, header)
         return self._lay_out(plan, header, arrays, sequence)
 
     def decode(self, frames: Sequence[Frame], peer: str) -> tuple[int, Any]:
@@ -143,7 +144,7 @@ class Codec:
         """Take an array out of the header; what remains is [dtype, length], or runs."""
         if isinstance(value, np.ndarray):
             code = value.dtype.str
-            if code not in _DTYPES or value.ndim != 1:
+            if code not in DTYPES or value.ndim != 1:
                 raise ValueError(f"arrays of {value.dtype} with {value.ndim} dimensions do not travel")
             if self._allowance.covers(value.nbytes) and (runs := find_runs(value)) is not None:
                 self._allowance.grew(value.nbytes)
@@ -197,7 +198,7 @@ class Codec:
     def _compile(self, message_type: type) -> _Plan:
         if not dataclasses.is_dataclass(message_type):
             raise TypeError(f"{message_type.__name__} is not a dataclass")
-        self._dtypes.update(_array_annotations(message_type))
+        self._dtypes.update(array_annotations(message_type))
         return _Plan(
             message_type,
             crc32(message_type.__name__.encode()),
@@ -224,6 +225,15 @@ class _Plan:
     @property
     def name(self) -> str:
         return self.message_type.__name__
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A message that may be sent again, to somebody else; it is frozen, and kept so that no other has its identity."""
+
+    message: object
+    plan: _Plan
+    header: bytes
 
 
 class _Source:
@@ -323,28 +333,3 @@ def _explain(peer: str, plan: _Plan, error: Exception) -> ProtocolError:
     parts = _WHERE.match(str(error))
     field, why = (parts["field"], parts["why"]) if parts else (None, str(error))
     return ProtocolError(peer, f"{plan.name}.{field}" if field else plan.name, why or type(error).__name__)
-
-
-def _is_string_enum(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, StrEnum)
-
-
-def _array_annotations(annotation: Any) -> dict[Any, np.dtype[Any]]:
-    """Return every array annotation below this one with its dtype.  Raises TypeError for one that cannot be encoded."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is np.ndarray:
-        (kind,) = typing.get_args(arguments[1]) or (None,)
-        if kind is None or isinstance(kind, typing.TypeVar) or np.dtype(kind).str not in _DTYPES:
-            raise TypeError(f"arrays of {kind} do not travel")
-        return {annotation: np.dtype(kind)}
-    if annotation is np.ndarray:
-        raise TypeError("an array annotation must name its dtype")
-    found: dict[Any, np.dtype[Any]] = {}
-    if dataclasses.is_dataclass(annotation):
-        arguments = tuple(typing.get_type_hints(annotation).values())
-    elif origin not in _CONTAINERS and annotation not in _SCALARS and not _is_string_enum(annotation):
-        raise TypeError(f"{annotation} does not travel")
-    for argument in arguments:
-        if argument is not ...:
-            found |= _array_annotations(argument)
-    return found

@@ -16,7 +16,7 @@ from typing import Any
 from launch.run_directory.inputs import look_at_model
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
-from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import COMPLETE, Fate, KnownCheckpoints
 
@@ -43,7 +43,7 @@ class Target:
         return checkpoint_digest(self.checkpoint) + ("-average" if self.is_average else "")
 
     def weights(self, place: Path) -> Path:
-        """An HF checkpoint with its weights; one that has to be written is `place`.
+        """An HF checkpoint with its weights, which are verified; one that has to be written is `place`.
 
         Raises CheckpointError, ConfigError.
         """
@@ -52,7 +52,10 @@ class Target:
         # Loads torch, which an evaluation of an HF checkpoint and one that is complete do not need here.
         from rlhpc.training.checkpoint.export import export_hf
 
-        export_hf(self.checkpoint, self.model, place, is_average=self.is_average)
+        try:
+            export_hf(self.checkpoint, self.model, place, is_average=self.is_average)
+        except DamagedCheckpoint as error:
+            raise CheckpointError(f"{error}; --step N evaluates another checkpoint of the run") from error
         return place
 
 
@@ -62,9 +65,10 @@ def checkpoint_digest(checkpoint: Path) -> str:
 
 
 def find_target(path: Path, step: int | None) -> Target:
-    """path: HF checkpoint, run directory, or a checkpoint in one.  step: of a run; None: the newest sound one.
+    """path: HF checkpoint, run directory, or a checkpoint in one.  step: of a run; None: the newest complete one.
 
-    Raises ConfigError, CheckpointError.
+    Of a checkpoint sizes are compared and nothing is read: Target.weights verifies what it needs, once, and not for
+    an evaluation that is done already.  Raises ConfigError, CheckpointError.
     """
     if (match := _STEP.fullmatch(path.name)) and RunLayout(path.parent.parent).is_run:
         if step is not None:
@@ -91,7 +95,7 @@ def target_of_run(layout: RunLayout) -> Target:
 
 
 def _of_run(layout: RunLayout, step: int | None) -> Target:
-    run, checkpoint = target_of_run(layout), _sound_checkpoint(layout, step)
+    run, checkpoint = target_of_run(layout), _complete_checkpoint(layout, step)
     title, attempt = f"{run.title}-{checkpoint.name}", _attempt_of(checkpoint)
     return replace(run, title=title, checkpoint=checkpoint, attempt=attempt)
 
@@ -102,8 +106,8 @@ def _attempt_of(checkpoint: Path) -> int | None:
     return attempt if isinstance(attempt, int) else None
 
 
-def _sound_checkpoint(layout: RunLayout, step: int | None) -> Path:
-    known, problems = KnownCheckpoints(layout.checkpoints), []
+def _complete_checkpoint(layout: RunLayout, step: int | None) -> Path:
+    known, problems = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=0), []
     for state in known.newest_first(lambda at: step in (None, at)):
         if state.fate is Fate.SOUND:
             return state.path

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, size_in_bytes, write_safetensors
-from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, read_checkpoint
+from rlhpc.training.checkpoint.trainer_state import open_checkpoint
 from rlhpc.training.tensor_source import INDEX_FILE
 from rlhpc.training.weight_average import AVERAGE
 from rlhpc.types import TensorSpec
@@ -40,12 +40,14 @@ def export_hf(
 
     checkpoint_dir: the trainer's part, or the step directory around it.  is_average: the moving average of its weights.
     dtype: a key of DTYPES; None: what model_dir's config.json names.
-    Raises CheckpointError if the checkpoint is incomplete or damaged, or has no average, ConfigError if model_dir or
-    out_dir cannot be used; a file that cannot be written leaves an out_dir without config.json, which nothing loads.
+    Reads and verifies what it exports alone, once: moments are two thirds of a checkpoint.
+    Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written or there
+    is no average, ConfigError if model_dir or out_dir cannot be used.  What it has made of out_dir is then deleted; a
+    process that is killed leaves an out_dir without config.json, which nothing loads.
     """
     if (checkpoint_dir / "trainer").is_dir():
         checkpoint_dir = checkpoint_dir / "trainer"
-    checkpoint = read_checkpoint(checkpoint_dir, None)
+    checkpoint = open_checkpoint(checkpoint_dir)
     kind = AVERAGE if is_average else "weights"
     if kind not in checkpoint.kinds:
         raise CheckpointError(f"{checkpoint_dir}: has no average of weights: trainer.ema_decay was off")
@@ -57,9 +59,14 @@ def export_hf(
         raise ConfigError(f"{out_dir}: exists already; nothing is overwritten") from error
     try:
         specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
-        write_hf_weights(out_dir, specs, _cast(checkpoint, kind, DTYPES[dtype]), shard_bytes=shard_bytes)
+        tensors = (tensor.to(DTYPES[dtype]) for tensor in checkpoint.verified_tensors(kind))
+        write_hf_weights(out_dir, specs, tensors, shard_bytes=shard_bytes)
         _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
+    except CheckpointError:
+        shutil.rmtree(out_dir, ignore_errors=True)
+        raise
     except OSError as error:
+        shutil.rmtree(out_dir, ignore_errors=True)
         raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
     return dtype
 
@@ -91,11 +98,6 @@ def write_hf_weights(
     if len(shards) > 1:
         content = {"metadata": {"total_size": sum(map(size_in_bytes, specs))}, "weight_map": index}
         write_atomically(out_dir / INDEX_FILE, json.dumps(content, indent=2).encode())
-
-
-def _cast(checkpoint: TrainerCheckpoint, kind: str, dtype: torch.dtype) -> Iterator[Tensor]:
-    for _, _, tensor in checkpoint.tensors(kind):
-        yield tensor.to(dtype)
 
 
 def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:

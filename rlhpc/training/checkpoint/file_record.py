@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhpc.crc import crc32
-from rlhpc.errors import CheckpointError
+from rlhpc.errors import CheckpointError, DamagedCheckpoint
 
 Found = TypeVar("Found")
 READ_BYTES = 16 << 20
@@ -35,18 +35,21 @@ def record_of(path: Path) -> FileRecord:
 
 
 def check_file(path: Path, expected: FileRecord, *, verify_content: bool) -> None:
-    """Raise CheckpointError unless the file has the recorded size and, if asked for, the recorded content."""
+    """Raise DamagedCheckpoint unless the file has the recorded size and, if asked for, the recorded content.
+
+    Raises CheckpointError if it cannot be read.
+    """
     try:
         num_bytes = path.stat().st_size
         if num_bytes != expected.num_bytes:
-            raise CheckpointError(f"{path}: {num_bytes} bytes where {expected.num_bytes} were written")
+            raise DamagedCheckpoint(f"{path}: {num_bytes} bytes where {expected.num_bytes} were written")
         if verify_content and (found := record_of(path)) != expected:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{path}: its content is not what was written (checksum differs: "
                 f"crc32 {found.crc32:08x} where {expected.crc32:08x} was written)"
             )
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: is missing") from error
+        raise DamagedCheckpoint(f"{path}: is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 

@@ -1,8 +1,8 @@
 """The trainer's part of a checkpoint: one format for every backend and every layout over ranks.
 
 Input: float32 master weights and Adam moments tensor by tensor under their HF names.  Output: safetensors shards and
-the manifest trainer.json, written last.  Reading verifies sizes and checksums of everything before it hands out
-anything.
+the manifest trainer.json, written last.  Reading to resume verifies sizes and checksums of everything before it hands
+out anything; who wants tensors of one kind alone reads and verifies no others.
 
     weights-00001.safetensors …   exp_avg-00001.safetensors …   exp_avg_sq-00001.safetensors …   trainer.json
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.crc import crc32
-from rlhpc.errors import CheckpointError
+from rlhpc.errors import CheckpointError, DamagedCheckpoint
 from rlhpc.files import write_atomically
 from rlhpc.training.checkpoint.file_record import FileRecord, check_file, of_each_file
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
@@ -40,13 +40,14 @@ SHARD_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class TrainerCheckpoint:
-    """A verified checkpoint, not yet read."""
+    """A checkpoint whose manifest has been read, and its tensors not yet."""
 
     directory: Path
     num_steps_applied: int
     rng: dict[str, str]  # rng.read_rng of rank 0
     specs: tuple[TensorSpec, ...]  # all float32
     shards: dict[str, tuple[str, tuple[str, ...]]]  # file name → (kind, tensor names)
+    records: dict[str, FileRecord]  # by file name
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -62,6 +63,20 @@ class TrainerCheckpoint:
             with self.source(kind) as source:
                 for name in source.names:
                     yield kind, name, source.read(name)
+
+    def verified_tensors(self, kind: str) -> Iterator[Tensor]:
+        """Stream the tensors of one kind in the order of specs, float32 on CPU, each file verified before its first.
+
+        Read from disk once: between the two reads a file stays in the page cache.
+        Raises DamagedCheckpoint naming the file, CheckpointError if it cannot be read.
+        """
+        for file_name, (kind_there, names) in self.shards.items():
+            if kind_there == kind:
+                path = self.directory / file_name
+                check_file(path, self.records[file_name], verify_content=True)
+                with TensorSource.of_files(dict.fromkeys(names, path), error=CheckpointError) as source:
+                    for name in names:
+                        yield source.read(name)
 
     def source(self, kind: str) -> TensorSource:
         """The tensors of one kind by HF name, float32, for partial reads; it raises CheckpointError."""
@@ -118,25 +133,32 @@ def write_checkpoint(
 def read_checkpoint(
     directory: Path, specs: Sequence[TensorSpec] | None, *, verify_content: bool = True
 ) -> TrainerCheckpoint:
-    """Verify a checkpoint and return what it holds.
+    """Verify all of a checkpoint and return what it holds.
 
     specs: of the model that wants it, in any dtype and order; None takes it as it is.  verify_content=False checks
     sizes but not checksums, for ranks beside one that does.  Raises CheckpointError naming the file and the reason.
     """
-    _refuse_other_format(directory)
-    manifest = read_manifest(directory / STATE_FILE)
-    found = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in manifest["tensors"])
+    checkpoint = open_checkpoint(directory)
     if specs is not None:
-        _refuse_other_model(directory / STATE_FILE, found, specs)
-    files = manifest["files"]
+        _refuse_other_model(directory / STATE_FILE, checkpoint.specs, specs)
+    records = checkpoint.records
 
     def check(name: str) -> None:
-        record = FileRecord(files[name]["num_bytes"], files[name]["crc32"])
-        check_file(directory / name, record, verify_content=verify_content)
+        check_file(directory / name, records[name], verify_content=verify_content)
 
-    of_each_file(check, files, sum(entry["num_bytes"] for entry in files.values()))
+    of_each_file(check, records, sum(record.num_bytes for record in records.values()))
+    return checkpoint
+
+
+def open_checkpoint(directory: Path) -> TrainerCheckpoint:
+    """Return what a checkpoint says that it holds; reads and verifies its manifest alone.  Raises CheckpointError."""
+    _refuse_other_format(directory)
+    manifest = read_manifest(directory / STATE_FILE)
+    specs = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in manifest["tensors"])
+    files = manifest["files"]
     shards = {name: (entry["kind"], tuple(entry["tensors"])) for name, entry in files.items()}
-    return TrainerCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"], found, shards)
+    records = {name: FileRecord(entry["num_bytes"], entry["crc32"]) for name, entry in files.items()}
+    return TrainerCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"], specs, shards, records)
 
 
 def on_all_ranks(read: Callable[[], Found], directory: Path, device: torch.device) -> Found:
@@ -169,16 +191,18 @@ def manifest_content(manifest: dict[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Undo manifest_content. Raises CheckpointError if it is damaged or of another version."""
+    """Undo manifest_content.  Raises CheckpointError, DamagedCheckpoint if it is damaged."""
     try:
         outer = json.loads(path.read_bytes())
         manifest, checksum = outer["manifest"], outer["crc32"]
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{path}: is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: is not a trainer manifest: {error!r}") from error
+        raise DamagedCheckpoint(f"{path}: is not a trainer manifest: {error!r}") from error
     if checksum != _checksum(manifest):
-        raise CheckpointError(f"{path}: its content is not what was written (checksum differs)")
+        raise DamagedCheckpoint(f"{path}: its content is not what was written (checksum differs)")
     if manifest["format_version"] != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format version {manifest['format_version']}, known here: {FORMAT_VERSION}")
     assert isinstance(manifest, dict)

@@ -163,7 +163,7 @@ def test_the_average_of_a_step_is_another_model_in_a_directory_of_its_own(model:
 
 def test_a_damaged_checkpoint_is_passed_over_or_refused(model: Path) -> None:
     layout = a_run(model, 4, 12)
-    (layout.checkpoint(12) / "trainer" / "weights").write_bytes(b"x")
+    (layout.checkpoint(12) / "trainer" / "weights").write_bytes(b"xy")
     assert find_target(layout.root, None).checkpoint == layout.checkpoint(4)
     with pytest.raises(CheckpointError, match=r"no sound checkpoint of step 12; steps there are: 4, 12\nstep_000012: "):
         find_target(layout.root, 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlhpc.config import Config
 from rlhpc.config_judge import JudgeConfig
 from rlhpc.config_tasks import CompositeConfig
 from rlhpc.rewards.composite import reference_check
-from rlhpc.rewards.judge_cache import JudgeCache
+from rlhpc.rewards.judge_cache import JudgeCache, digest_of
 from rlhpc.rewards.judge_endpoint import Endpoint, JudgeFailed, read_key
 from rlhpc.rewards.llm_judge import LlmJudge, check_reference, grade_in
 from rlhpc.rewards.pool import RewardPool
@@ -231,6 +232,40 @@ def test_a_reply_is_kept_and_found_by_others_and_after_a_restart(tmp_path):
         other = settings_of(server, model="another")
         assert LlmJudge(other, Endpoint(other), JudgeCache(directory))("4", "4").reward == 0.7
         assert len(server.requests) == 3
+
+
+def test_a_worker_remembers_where_replies_are_and_not_the_replies(tmp_path):
+    """A gigabyte of them would else be in the memory of each of 64 workers of a node."""
+    reply, digests = "Grade: 5" + "é" * 50_000, [digest_of({"number": number}) for number in range(200)]
+    writer = JudgeCache(tmp_path)
+    for digest in digests:
+        writer.keep(digest, reply)
+    tracemalloc.start()
+    try:
+        cache = JudgeCache(tmp_path)
+        assert cache.get(digests[7]) == reply
+        remembered, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert remembered < len(reply) < most < 40 * len(reply)
+    assert all(each.get(digest) == reply for digest in digests for each in (cache, writer))
+    assert cache.get(digest_of({"number": 200})) is None
+
+
+def test_lines_of_a_cache_that_are_cut_off_or_damaged_hide_no_other(tmp_path):
+    digests, replies = [digest_of({"number": number}) for number in range(3)], ["Grade: 1", "Grade: 2", "Grade: 3"]
+    lines = [
+        json.dumps({"digest": digest, "reply": reply}) + "\n" for digest, reply in zip(digests, replies, strict=True)
+    ]
+    # As a full disk and a death leave them: the second is the end of the first, the third is not whole.
+    (tmp_path / "node-1-a.jsonl").write_text(lines[0][:-9] + lines[1] + lines[2][:90])
+    (tmp_path / "node-2-b.jsonl").write_bytes(b'{"digest": "\xff\xfe\n[]\n\n' + lines[2].encode())
+    cache = JudgeCache(tmp_path)
+    assert [cache.get(digest) for digest in digests] == [None, None, "Grade: 3"]
+    for digest, reply in zip(digests[:2], replies, strict=False):
+        JudgeCache(tmp_path).keep(digest, reply)
+    for each in (cache, JudgeCache(tmp_path)):
+        assert [each.get(digest) for digest in digests] == replies
 
 
 def test_a_cache_that_cannot_be_written_costs_no_judgement(tmp_path):

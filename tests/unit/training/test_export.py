@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch.commands.evaluate.target import find_target
 from launch.commands.export import export_run
 from rlhpc.config_file import write_resolved
-from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import begin, complete, verify
 from rlhpc.training.checkpoint.export import export_hf
+from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from tests.tiny_models import make_tiny_checkpoint
@@ -101,3 +106,68 @@ def test_an_export_in_float32_rounds_nothing_and_another_says_that_it_rounds(tra
     said = export_run(layout, tmp_path / "third", 1)
     assert said.endswith("bfloat16, rounded from float32 (--dtype float32 rounds nothing)")
     assert export_run(layout, tmp_path / "fourth", 1, dtype="float32").endswith(", float32")
+
+
+def run_of(trained, root: Path, *steps: int) -> RunLayout:
+    """A run whose checkpoints are all the same."""
+    model_dir, checkpoint_dir, *_ = trained
+    layout = RunLayout(root / "run")
+    layout.root.mkdir()
+    write_resolved(tiny_config(model_dir), layout, "")
+    for step in steps:
+        place = begin(layout.checkpoint(step))
+        shutil.copytree(checkpoint_dir / "trainer", place / "trainer")
+        complete(place, layout.checkpoint(step), {"attempt": 0})
+    return layout
+
+
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def bytes_read_so_far() -> int:
+    """By this process, with read and its like; mapped files do not count."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def test_an_evaluation_and_an_export_read_and_verify_what_they_use_alone_and_once(trained, tmp_path):
+    layout = run_of(trained, tmp_path, 1)
+    trainer = layout.checkpoint(1) / "trainer"
+    for kind in ("exp_avg", "exp_avg_sq", "average"):
+        flip_last_bit(trainer / f"{kind}-00001.safetensors")
+    weights = trainer / "weights-00001.safetensors"
+    before = bytes_read_so_far()
+    evaluated, exported = find_target(layout.root, None).weights(tmp_path / "evaluated"), tmp_path / "exported"
+    export_run(layout, exported, None)
+    num_files_read = (bytes_read_so_far() - before) / weights.stat().st_size
+    assert 2 <= num_files_read < 3  # and what is small: settings, manifests, the tokenizer
+    for out in (evaluated, exported):
+        state = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
+        assert all(torch.equal(state[name], tensor.bfloat16()) for name, tensor in trained[2].items())
+    with pytest.raises(CheckpointError, match=r"exp_avg-00001\.safetensors: its content is not what was written"):
+        read_checkpoint(trainer, None)  # as a resume does
+    with pytest.raises(CheckpointError, match=r"average-00001\.safetensors: its content is not what was written"):
+        verify(layout.checkpoint(1))
+    with pytest.raises(CheckpointError, match=r"average-00001\.safetensors: its content is not what was written"):
+        export_run(layout, tmp_path / "averaged", 1, is_average=True)
+
+
+def test_damaged_weights_are_refused_by_name_and_nothing_is_left_of_what_was_written(trained, tmp_path):
+    layout = run_of(trained, tmp_path, 1, 2)
+    weights = layout.checkpoint(2) / "trainer" / "weights-00001.safetensors"
+    flip_last_bit(weights)
+    why = rf"{weights}: its content is not what was written .*"
+    with pytest.raises(DamagedCheckpoint, match=why):
+        export_run(layout, tmp_path / "out", 2)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=why + "--step N evaluates another checkpoint of the run"):
+        find_target(layout.root, None).weights(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    told = export_run(layout, tmp_path / "out", None)
+    assert told.startswith(f"step_000002 is skipped: {weights}: its content")
+    assert "weights after step 1 of" in told
+    weights.unlink()
+    assert find_target(layout.root, None).checkpoint == layout.checkpoint(1)  # is not complete, which needs no reading

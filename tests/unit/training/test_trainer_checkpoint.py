@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhpc.errors import CheckpointError
+from rlhpc.errors import CheckpointError, DamagedCheckpoint
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
-from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint, write_checkpoint
+from rlhpc.training.checkpoint.trainer_state import STATE_FILE, open_checkpoint, read_checkpoint, write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.types import TensorSpec
 
@@ -62,6 +62,22 @@ def test_a_shard_that_breaks_after_it_was_verified_is_a_checkpoint_error(tmp_pat
     (tmp_path / "exp_avg-00001.safetensors").unlink()
     with pytest.raises(CheckpointError, match="exp_avg-00001"):
         checkpoint.source("exp_avg").read("t0")
+
+
+def test_tensors_of_one_kind_come_in_order_each_file_verified_before_its_first(tmp_path):
+    write(tmp_path, shard_bytes=100)
+    (tmp_path / "exp_avg-00001.safetensors").unlink()
+    checkpoint, wanted = open_checkpoint(tmp_path), state()["weights"]
+    found = zip(SPECS, checkpoint.verified_tensors("weights"), strict=True)
+    assert all(torch.equal(tensor, wanted[spec.name]) for spec, tensor in found)
+    path = tmp_path / "weights-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    tensors = checkpoint.verified_tensors("weights")
+    assert [tuple(next(tensors).shape) for _ in range(4)] == [spec.shape for spec in SPECS[:4]]
+    with pytest.raises(DamagedCheckpoint, match=r"weights-00002\.safetensors: its content is not what was written"):
+        next(tensors)
+    with pytest.raises(DamagedCheckpoint, match=r"exp_avg-00001\.safetensors: is missing"):
+        next(checkpoint.verified_tensors("exp_avg"))
 
 
 def test_shards_hold_at_most_so_many_bytes_and_the_library_reads_them(tmp_path):

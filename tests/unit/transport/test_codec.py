@@ -33,6 +33,7 @@ from rlhpc.types import (
     Verdict,
     WeightManifest,
 )
+from tests.unit.transport.counted_number import CountedNumber
 
 TYPES = tuple({t for spec in TOPOLOGY.values() for t in spec.to_server + spec.to_client})
 
@@ -150,6 +151,21 @@ def test_arrays_that_are_not_contiguous_travel():
     message = Lease(1, 0, Prompt(1, "t", strided, ""), 1, (0,), SamplingParams(1), 0)
     decoded = codec.decode(codec.encode(message, 0), "peer")[1]
     assert np.array_equal(decoded.prompt.token_ids, strided)
+
+
+def test_a_long_message_to_many_is_turned_into_bytes_once():
+    versions = [CountedNumber(version) for version in (7, 8)]
+    specs = tuple(TensorSpec(f"model.layers.0.mlp.experts.{i}.weight", "bfloat16", (2, 3)) for i in range(3_000))
+    first, second = (m.ReceiveWeights(WeightManifest(version, 2, specs, (1,))) for version in versions)
+    sender, receiver = Codec(TYPES), Codec(TYPES)
+    for sequence, message in enumerate([first, first, MESSAGES[0], first, second, second]):
+        frames = over_the_wire(sender.encode(message, sequence))
+        assert sum(map(len, frames)) > SMALL_MESSAGE_BYTES or message is MESSAGES[0]
+        number, decoded = receiver.decode(frames, "peer")
+        assert number == sequence
+        if message is not MESSAGES[0]:
+            assert decoded == message
+    assert [version.reads for version in versions] == [1, 1]
 
 
 @dataclass(frozen=True)
