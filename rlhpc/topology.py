@@ -50,7 +50,7 @@ BATCHES = ChannelSpec(
 REWARDS = ChannelSpec(
     "rewards", "reward", ("generator",),
     (m.RewardRequest, m.TurnRequest),
-    (m.RewardReply, m.TurnReply),
+    (m.RewardReply, m.TurnReply, m.StillWaiting),
     10_000,
 )  # fmt: skip
 
