@@ -157,6 +157,13 @@ class TurnReply:
 
 
 @dataclass(frozen=True, slots=True)
+class StillWaiting:
+    """Reward service → generator: verdicts go on, whoever's they are, and these requests of yours wait for theirs."""
+
+    request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchRows:
     """Controller → every rank of the trainer: the rows of its replica, as a rule while the step before is trained."""
 

@@ -27,6 +27,11 @@ class ChannelSpec:
     capacity_messages: int  # queued per peer and direction before send waits
     max_bytes_to_client: int = MAX_MESSAGE_BYTES
 
+    @property
+    def from_server(self) -> tuple[tuple[type, ...], int]:
+        """What a codec of this direction takes: the messages, and the most bytes that one may have."""
+        return self.to_client, self.max_bytes_to_client
+
 
 CONTROL = ChannelSpec(
     "control", "controller", ("generator", "reward", "trainer"),
@@ -50,7 +55,7 @@ BATCHES = ChannelSpec(
 REWARDS = ChannelSpec(
     "rewards", "reward", ("generator",),
     (m.RewardRequest, m.TurnRequest),
-    (m.RewardReply, m.TurnReply),
+    (m.RewardReply, m.TurnReply, m.StillWaiting),
     10_000,
 )  # fmt: skip
 

@@ -122,6 +122,7 @@ def _of_rewards() -> list[object]:
         m.RewardReply(5, 1.0, "correct", {"format": 0.5}, "42"),
         m.TurnRequest(6, "12:2", "tools", '{"question": "6 · 7?"}', ("<tool_call>", "42"), "math", "42", "42", False),
         m.TurnReply(6, ({"role": "tool", "content": "42"},), 1.0, "correct", {"calls": 1.0}, "42", False, False),
+        m.StillWaiting((5, 6)),
     ]
 
 

@@ -229,25 +229,26 @@ class ControllerJobSupervisor:
         """Let the controller finish its step and save, for the first reason that applies."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if self._signals.end_requested:
-            self._ask_controller(Cause.SIGNAL, f"{self._signals.sender} asks for the end")
+            self._ask_controller(Cause.SIGNAL, f"{self._signals.sender} asks for the end", progress)
         elif wants_stop(self._layout):
-            self._ask_controller(Cause.STOP, f"{self._layout.stop_request} exists")
+            self._ask_controller(Cause.STOP, f"{self._layout.stop_request} exists", progress)
         elif save_requests(self._layout):
             names = ", ".join(path.stem for path in save_requests(self._layout))
-            self._ask_controller(Cause.YIELD, f"job {names} is close to its time limit")
+            self._ask_controller(Cause.YIELD, f"job {names} is close to its time limit", progress)
         elif may_hand_over and (heir := self._heirs.first()) is not None:
-            self._ask_controller(Cause.HAND_OVER, f"job {heir} has loaded everything and asks for the run")
+            self._ask_controller(Cause.HAND_OVER, f"job {heir} has loaded everything and asks for the run", progress)
         elif self._limit.left_s() < needed_s:
             self._limit.ask()  # the limit may have been extended
-            if self._limit.left_s() < needed_s:
-                left_s = self._limit.left_s()
-                self._ask_controller(Cause.TIME, f"{left_s:.0f} s are left, and stopping needs {needed_s:.0f} s")
+            if (left_s := self._limit.left_s()) < needed_s:
+                why = f"{left_s:.0f} s are left, and stopping needs {needed_s:.0f} s"
+                self._ask_controller(Cause.TIME, why, progress)
         elif self._signals.warned and self._limit.end is None:
-            self._ask_controller(Cause.TIME, "Slurm's warning before the time limit; the limit itself is not known")
+            why = "Slurm's warning before the time limit; the limit itself is not known"
+            self._ask_controller(Cause.TIME, why, progress)
 
-    def _ask_controller(self, cause: Cause, why: str) -> None:
+    def _ask_controller(self, cause: Cause, why: str, progress: Progress | None) -> None:
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
-        self._patience_s = max(SAVE_GRACE_S, needed_to_stop_s(read_progress(self._layout), self._limit.life_s))
+        self._patience_s = max(SAVE_GRACE_S, needed_to_stop_s(progress, self._limit.life_s))
         self._log.say("stop", f"{why}: the controller finishes its step and saves")
         if self._controller is not None:
             self._controller.ask_to_leave()
@@ -308,14 +309,13 @@ class ControllerJobSupervisor:
             # The step that the controller waits for will not be finished: it writes its state and exits at once.
             self._controller.ask_to_leave(signal.SIGINT)
         else:
-            self._end_alone(step, summary)
+            self._end_alone(step, summary, progress)
 
-    def _end_alone(self, step: Step, summary: str) -> None:
+    def _end_alone(self, step: Step, summary: str, progress: Progress | None) -> None:
         """Nobody of a role is left: save what has been trained, without waiting for roles that cannot come back."""
-        progress = read_progress(self._layout)
         has_news = progress is not None and progress.step > saved_step(self._layout)
         cause = Cause.SETTINGS if step.status() == EXIT_CONFIG else Cause.FAILED
-        self._ask_controller(cause, f"no {ROLE_WORDS[step.role]} is left: {summary}")
+        self._ask_controller(cause, f"no {ROLE_WORDS[step.role]} is left: {summary}", progress)
         self._patience_s = needed_to_stop_s(progress, self._limit.life_s) if has_news else ALONE_S
         if not has_news and self._controller is not None:
             self._controller.ask_to_leave(signal.SIGINT)

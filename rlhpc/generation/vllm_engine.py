@@ -14,7 +14,6 @@ import gc
 import itertools
 import os
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config import Config
@@ -24,11 +23,13 @@ from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.core_thread import CoreThread
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
+from rlhpc.generation.in_flight import InFlight, by_either_name
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
 from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
 from rlhpc.generation.vllm_request import (
     end_of_sequence_ids,
+    has_begun,
     num_tokens,
     partial_completion,
     row_logprobs,
@@ -49,16 +50,6 @@ ABORT_ALL_S = 5.0  # at close; requests that have not ended by then fail
 ABORT_AGAIN_S = 0.05  # an abort may overtake its request
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """A request that vLLM has."""
-
-    request: RolloutRequest
-    record: VersionRecord
-    has_output: bool = False
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class VllmEngine(GenerationEngine):
     """A vLLM AsyncLLM and its processes, or the thread that stands for them (core_thread.py)."""
 
@@ -67,7 +58,7 @@ class VllmEngine(GenerationEngine):
         self._llm, self._processes, self._config = llm, processes, config
         self._window = window_of(llm.vllm_config, config.generation.max_num_seqs)
         self._stop_token_ids = end_of_sequence_ids(config.model.path)
-        self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
+        self._in_flight: dict[str, InFlight] = {}  # by the id vLLM knows
         self._newest: dict[str, str] = {}  # request id → the id that vLLM knows
         self._serial = itertools.count()
         self._clock, self._busy = clock, BusyClock(clock, config.generation.max_num_seqs)
@@ -126,11 +117,11 @@ class VllmEngine(GenerationEngine):
         if request.prefix is not None and len(request.prefix.token_ids) >= request.sampling.max_tokens:
             return rollout_of(request, FinishedRequest.nothing("length"))
         request_id = f"{request.request_id}/{next(self._serial)}"  # a lease may come back while its old abort runs
-        flight = self._in_flight[request_id] = _InFlight(request, VersionRecord(self._policy_version))
+        flight = self._in_flight[request_id] = InFlight(request, VersionRecord(self._policy_version))
         self._newest[request.request_id] = request_id
         self._busy.enter()
         try:
-            output = await self._run(request_id, request)
+            output = await self._run(request_id, flight)
             flight.has_output = True
             # Tokens sampled after a load may overtake the load's reply, which says from which token on they are new.
             await self._weights.adopted.wait()
@@ -168,7 +159,7 @@ class VllmEngine(GenerationEngine):
             return None
         flight = self._in_flight[key]
         first = max(0, start - flight.request.num_done)
-        partial = partial_completion(self._llm, key, first)
+        partial = None if flight.begins_anew else partial_completion(self._llm, key, first)
         if partial is None:
             return None
         length = first + len(partial.token_ids)
@@ -260,16 +251,21 @@ class VllmEngine(GenerationEngine):
         if self._has_spans:
             await self._call(self._llm.update_weight_version(str(self._policy_version)))
 
-    async def _run(self, request_id: str, request: RolloutRequest) -> Any:
-        """Return vLLM's only output for this request."""
+    async def _run(self, request_id: str, flight: InFlight) -> Any:
+        """Return vLLM's only output for this request; of one that begins anew, the last."""
+        request = flight.request
         tokens = request.prompt.token_ids.tolist()
         if request.prefix is not None:
             tokens += request.prefix.token_ids.tolist()
-        return await self._output_of(request_id, tokens, self._sampling_params(request))
+        params = self._sampling_params(request)
+        output = await self._output_of(request_id, tokens, params)
+        while flight.must_run_again(output.outputs[0].finish_reason):
+            output = await self._output_of(request_id, tokens, params)
+        return output
 
     async def _output_of(self, request_id: str, tokens: list[int], params: Any, *, priority: int = 0) -> Any:
-        # A new request must not combine new weights with the KV cache of older ones; one that waits in vLLM over a load
-        # may, as those that run do.  The count, not the version: after a restart the same number means other weights.
+        # A new request must not combine new weights with the KV cache of older ones.  The count, not the version: after
+        # a restart the same number means other weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
             async with contextlib.aclosing(
@@ -287,27 +283,20 @@ class VllmEngine(GenerationEngine):
         run_seed = self._config.run.seed if self._config.has_seeded_samples else None
         return vllm_sampling_params(request, self._stop_token_ids, run_seed)
 
-    def _finish(self, flight: _InFlight, output: Any) -> Rollout:
+    def _finish(self, flight: InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]
         self._num_tokens += len(completion.token_ids)
         if completion.finish_reason != "abort":
             self._window.finished(len(output.prompt_token_ids), len(completion.token_ids))
         spans = getattr(completion, "weight_versions", None)
-        versions = self._versions(flight, spans, len(completion.token_ids))
-        return rollout_of(flight.request, FinishedRequest.of_vllm(completion, versions))
-
-    def _versions(self, flight: _InFlight, spans: Any, num_tokens: int) -> Int32:
-        own = flight.record.versions(num_tokens)
         try:
-            theirs = versions_of_spans(spans, num_tokens) if spans is not None else own
+            versions = flight.versions(spans, len(completion.token_ids))
         except ValueError as error:
             raise self._die(str(error)) from error
-        if theirs is None or (own is not None and not flight.record.agrees_with(theirs)):
-            request_id = flight.request.request_id
-            raise self._die(f"{request_id}: versions by our count {own} contradict vLLM's {theirs}")
-        return theirs if own is None else own
+        return rollout_of(flight.request, FinishedRequest.of_vllm(completion, versions))
 
-    async def _abort(self, key: str, flight: _InFlight) -> None:
+    async def _abort(self, key: str, flight: InFlight) -> None:
+        flight.is_aborted = True
         while not flight.ended.is_set() and not self._death:
             await self._call(self._llm.abort(key))
             try:
@@ -315,18 +304,28 @@ class VllmEngine(GenerationEngine):
             except TimeoutError:
                 continue
 
-    def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:
+    async def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:
+        """Record a version that is loaded from now on; requests without a token begin anew.
+
+        vLLM names a prompt in its cache by the salt it came with: one that waited would begin on keys and values of old
+        weights, and all its tokens would be called new.
+        """
         self._policy_version = policy_version
         self._num_updates += 1
-        if counts is not None:
-            counts = {key: num_tokens for name, num_tokens in counts.items() for key in (name, name.rpartition("-")[0])}
+        counts, waiting = by_either_name(counts), []
         for key, flight in self._in_flight.items():
             num_tokens = None if counts is None else counts.get(key)
             if num_tokens is None and flight.has_output and self._counts_all:
                 continue  # it had ended when the weights were loaded
+            if not (flight.has_output or (has_begun(self._llm, key) if num_tokens is None else num_tokens)):
+                flight.begin_anew(policy_version)
+                waiting.append(key)
+                continue
             if num_tokens is None and counts is not None and not self._has_spans:
                 num_tokens = 0  # paused and drained: a request that the worker does not know has not begun
             flight.record.weights_changed(policy_version, num_tokens)
+        for key in waiting:
+            await self._call(self._llm.abort(key))
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension on every worker.  Its errors do not cross as classes."""

@@ -48,7 +48,7 @@ class WeightUpdates:
         llm: Any,
         call: Callable[[Any], Awaitable[Any]],
         switch: PauseSwitch,
-        adopt: Callable[[int, Counts], None],
+        adopt: Callable[[int, Counts], Awaitable[None]],
         *,
         config: Config,
         clock: Clock,
@@ -106,7 +106,7 @@ class WeightUpdates:
             # Sent together, so that few steps, if any, run between them; if one fails the engine is dead.
             loaded, preemptions, *_ = await asyncio.gather(self._rpc("rlhpc_load"), *self._calls_that_follow(version))
             self.num_preemptions = max(preemptions)
-            self._become(version, loaded[0][1])
+            await self._become(version, loaded[0][1])
         finally:
             self.adopted.set()
         await self._switch.release(UPDATE)
@@ -127,13 +127,13 @@ class WeightUpdates:
             raise TornWeights(self._with_state(error)) from error
         preemptions, *_ = await asyncio.gather(*self._calls_that_follow(version))
         self.num_preemptions = max(preemptions)
-        self._become(version, counts[0])
+        await self._become(version, counts[0])
         await self._switch.release(UPDATE)
         return self._clock() - began
 
-    def _become(self, version: int, counts: Counts) -> None:
+    async def _become(self, version: int, counts: Counts) -> None:
         self.is_torn = False
-        self._adopt(version, counts)
+        await self._adopt(version, counts)
 
     def _calls_that_follow(self, version: int) -> list[Awaitable[Any]]:
         calls: list[Awaitable[Any]] = [self._rpc("rlhpc_num_preemptions")]

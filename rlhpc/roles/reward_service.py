@@ -8,13 +8,14 @@ is replaced (controller_session.py).
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections import defaultdict
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import ClientChannel, ServerChannel
-from rlhpc.errors import PeerUnreachable
-from rlhpc.messages import Heartbeat, RewardReply, RewardRequest, TurnReply, TurnRequest
+from rlhpc.errors import ChannelFull, PeerUnreachable
+from rlhpc.messages import Heartbeat, RewardReply, RewardRequest, StillWaiting, TurnReply, TurnRequest
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.environments.settings import judged_tasks
 from rlhpc.rewards.open_pool import open_pool
@@ -26,6 +27,8 @@ from rlhpc.roles.common.stand_by import await_turn
 from rlhpc.roles.common.turn_calls import answered
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
+
+NEWS_S = 2.0  # between two messages to who waits; a client is patient for SILENT_S more than one verdict takes
 
 
 def run(context: RoleContext) -> None:
@@ -68,28 +71,34 @@ async def _hear(control: ClientChannel, session: ControllerSession) -> None:
 
 
 class RewardService:
-    """Replies to each request as soon as it is scored, in any order."""
+    """Replies to each request as soon as it is scored, in any order.
 
-    def __init__(self, server: ServerChannel, pool: RewardPool) -> None:
-        self._server, self._pool = server, pool
-        self._num_waiting = 0
+    A peer whose requests wait behind those of others is told so for as long as verdicts go on.
+    """
+
+    def __init__(self, server: ServerChannel, pool: RewardPool, *, news_s: float = NEWS_S) -> None:
+        """news_s: between two messages to those who wait."""
+        self._server, self._pool, self._news_s = server, pool, news_s
+        self._waiting: defaultdict[str, set[int]] = defaultdict(set)  # ids of requests, by peer
         self._num_judged = 0
 
     async def serve(self) -> None:
         """Receive requests, endlessly."""
         async with asyncio.TaskGroup() as judging:
+            judging.create_task(self._tell_who_waits())
             while True:
                 peer, request = await self._server.receive()
                 judging.create_task(self._answer(peer, request))
 
     def heartbeat(self) -> Heartbeat:
         """How many requests are being scored."""
+        num_waiting = sum(map(len, self._waiting.values()))
         return Heartbeat(
             state="running",
-            waits_for="" if self._num_waiting else "completions",
+            waits_for="" if num_waiting else "completions",
             policy_version=-1,
             metrics={
-                "queued": float(self._num_waiting),
+                "queued": float(num_waiting),
                 "judged": float(self._num_judged),
                 "restarts": float(self._pool.num_restarts),
                 **self._pool.counts.as_metrics(),
@@ -97,7 +106,7 @@ class RewardService:
         )
 
     async def _answer(self, peer: str, request: RewardRequest | TurnRequest) -> None:
-        self._num_waiting += 1
+        self._waiting[peer].add(request.request_id)
         try:
             reply: RewardReply | TurnReply
             if isinstance(request, TurnRequest):
@@ -105,12 +114,25 @@ class RewardService:
             else:
                 reply = await self._judged(request)
         finally:
-            self._num_waiting -= 1
+            self._waiting[peer].discard(request.request_id)
         self._num_judged += 1
         try:
             await self._server.send(peer, reply)
         except PeerUnreachable:
             return  # the generator died; its rollout is sampled again by another
+
+    async def _tell_who_waits(self) -> None:
+        while True:
+            num_judged = self._num_judged
+            # Those that come and go meanwhile are not worth a message.
+            known = {peer: ids.copy() for peer, ids in self._waiting.items()}
+            await asyncio.sleep(self._news_s)
+            if self._num_judged == num_judged:
+                continue
+            for peer, ids in known.items():
+                if waiting := ids & self._waiting[peer]:
+                    with suppress(PeerUnreachable, ChannelFull):  # it died, or has much to read
+                        await self._server.send(peer, StillWaiting(tuple(sorted(waiting))), timeout_s=0.0)
 
     async def _judged(self, request: RewardRequest) -> RewardReply:
         judgement = await self._pool.judge(request.task, request.completion, request.reference)

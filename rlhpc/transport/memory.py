@@ -26,7 +26,7 @@ class MemoryServer(ServerChannel):
         self.spec = spec
         self.name = peer_name(spec.server, replica)
         self._codec = Codec(spec.to_server)
-        self._outgoing = Codec(spec.to_client, spec.max_bytes_to_client)
+        self._outgoing = Codec(*spec.from_server)
         self._counters = Counters()
         self._inbox: Inbox[tuple[str, int, Any]] = Inbox(spec.capacity_messages, f"channel {spec.name} of {self.name}")
         self._queued: Counter[str] = Counter()  # by peer, in our inbox
@@ -126,7 +126,7 @@ class MemoryClient(ClientChannel):
         self.name = name = session.name
         self.room: set[asyncio.Future[None]] = set()
         self._server = server
-        self._incoming = Codec(server.spec.to_client, server.spec.max_bytes_to_client)
+        self._incoming = Codec(*server.spec.from_server)
         self._outgoing = Codec(server.spec.to_server)
         self._counters = Counters()
         self._inbox: Inbox[tuple[int, Any]] = Inbox(

@@ -2,7 +2,8 @@
 
 Input: requests.  Output: replies.  Both are frozen dataclasses with a `request_id`, over any ClientChannel.  A request
 that is not answered in time goes to another replica, so it must be idempotent.  Every attempt has its own number; a
-reply that comes after its attempt was given up is counted and dropped.
+reply that comes after its attempt was given up is counted and dropped.  A replica that is busy with the requests of
+others says so (StillWaiting): it is waited for until it has said nothing for as long as an attempt may take.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 from rlhpc.contracts import ClientChannel
 from rlhpc.errors import ChannelClosed, ChannelError, ChannelTimeout, ProtocolError
+from rlhpc.messages import StillWaiting
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,9 +29,20 @@ class _Replica:
     outstanding: int = 0
     num_replies: int = 0  # also to attempts that were given up
     timeouts_in_a_row: int = 0  # a replica that hangs has few requests outstanding: it would look the least busy
-    heard_at: float = -math.inf  # loop time of its last reply
+    replied_at: float = -math.inf  # loop time of its last reply
+    heard_at: float = -math.inf  # of its last message
     is_open: bool = True
     reader: asyncio.Task[None] | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Attempt:
+    """A request that a replica was sent."""
+
+    replica: _Replica
+    turn: int  # replies of the replica after which this one's turn comes, if it keeps the order
+    waiter: asyncio.Future[Any]
+    waited_at: float = -math.inf  # loop time at which the replica last said that it has it, and goes on
 
 
 class RpcClient:
@@ -40,13 +53,13 @@ class RpcClient:
     ) -> None:
         """Nothing is received before __aenter__.
 
-        silence_s: a replica that answers nothing for so long, while another one does, is not waited for any more.
+        silence_s: a replica that says nothing for so long, while another one does, is not waited for any more.
         """
         self._silence_s = silence_s
         self.num_retries = 0  # requests that were sent again
         self._max_attempts = max_attempts
         self._replicas = [_Replica(channel, index) for index, channel in enumerate(channels)]
-        self._waiting: dict[int, tuple[_Replica, asyncio.Future[Any]]] = {}
+        self._waiting: dict[int, _Attempt] = {}
         self._next_id = itertools.count(1)
 
     async def __aenter__(self) -> Self:
@@ -75,9 +88,9 @@ class RpcClient:
     async def call(self, request: Any, timeout_s: float) -> Any:
         """Return the reply, under the request's own id.
 
-        timeout_s: of one attempt, from when it is its turn: a replica that answers what was asked before has a queue,
-        and is waited for as long as it goes on.  The replica with the fewest outstanding requests is tried, after a
-        failure another.  A channel that is closed meanwhile does not count as an attempt.
+        timeout_s: of one attempt, from when it is its turn: a replica that answers what was asked before, by whomever,
+        has a queue, and is waited for as long as it goes on.  The replica with the fewest outstanding requests is
+        tried, after a failure another.  A channel that is closed meanwhile does not count as an attempt.
         Raises ChannelTimeout after max_attempts, ChannelClosed if no replica is left, ProtocolError if the request may
         not be sent.
         """
@@ -124,36 +137,37 @@ class RpcClient:
 
     async def _attempt(self, replica: _Replica, request: Any, timeout_s: float) -> Any:
         request_id = next(self._next_id)
-        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = replica, waiter
         turn = replica.num_replies + replica.outstanding
+        attempt = self._waiting[request_id] = _Attempt(replica, turn, asyncio.get_running_loop().create_future())
         replica.outstanding += 1
         try:
             await replica.channel.send(dataclasses.replace(request, request_id=request_id), timeout_s)
-            await self._answered(replica, waiter, turn, timeout_s)
-            return waiter.result()
+            await self._answered(attempt, timeout_s)
+            return attempt.waiter.result()
         finally:
             replica.outstanding -= 1
             del self._waiting[request_id]
 
-    async def _answered(self, replica: _Replica, waiter: asyncio.Future[Any], turn: int, timeout_s: float) -> None:
-        """Wait for a reply.  turn: replies of the replica after which this one's turn comes, if it keeps the order.
+    async def _answered(self, attempt: _Attempt, timeout_s: float) -> None:
+        """Wait for a reply.
 
-        Raises TimeoutError timeout_s after its turn has come or the last reply before that; or once the replica stands
-        still, as far as others make that likely.
+        Raises TimeoutError timeout_s after its turn has come, the last reply before that, or the replica's last word on
+        it; or once the replica stands still, as far as others make that likely.
         """
-        now = asyncio.get_running_loop().time
+        replica, waiter, now = attempt.replica, attempt.waiter, asyncio.get_running_loop().time
         asked_at = counts_from = now()
         is_its_turn = False
         while not waiter.done():
+            counts_from = max(counts_from, attempt.waited_at)
             if not is_its_turn:
-                counts_from = max(counts_from, replica.heard_at)
-                is_its_turn = replica.num_replies >= turn
+                counts_from = max(counts_from, replica.replied_at)
+                is_its_turn = replica.num_replies >= attempt.turn
             ends_at = min(counts_from + timeout_s, max(asked_at, replica.heard_at) + self._silence_s)
             await asyncio.wait((waiter,), timeout=max(0.01, ends_at - now()))
             if waiter.done():
                 return
-            if now() >= counts_from + timeout_s and (is_its_turn or replica.heard_at <= counts_from):
+            is_late = now() >= max(counts_from, attempt.waited_at) + timeout_s
+            if is_late and (is_its_turn or replica.replied_at <= counts_from):
                 raise TimeoutError
             is_silent = now() - max(asked_at, replica.heard_at) >= self._silence_s
             if is_silent and any(r.is_open and now() - r.heard_at < self._silence_s for r in self._replicas):
@@ -172,13 +186,19 @@ class RpcClient:
                 self._give_up(replica)
                 return
             replica.timeouts_in_a_row, replica.heard_at = 0, asyncio.get_running_loop().time()
+            if isinstance(reply, StillWaiting):
+                for request_id in reply.request_ids:
+                    if (attempt := self._waiting.get(request_id)) is not None:
+                        attempt.waited_at = replica.heard_at
+                continue
+            replica.replied_at = replica.heard_at
             replica.num_replies += 1
-            asked, waiter = self._waiting.get(reply.request_id, (None, None))
-            if asked is replica and waiter is not None and not waiter.done():
-                waiter.set_result(reply)  # else it comes too late, and nobody waits for it
+            attempt = self._waiting.get(reply.request_id)
+            if attempt is not None and attempt.replica is replica and not attempt.waiter.done():
+                attempt.waiter.set_result(reply)  # else it comes too late, and nobody waits for it
 
     def _give_up(self, replica: _Replica) -> None:
         """Fail the attempts that wait for a channel that was closed."""
-        for asked, waiter in self._waiting.values():
-            if asked is replica and not waiter.done():
-                waiter.set_exception(ChannelClosed("the channel was closed before the reply came"))
+        for attempt in self._waiting.values():
+            if attempt.replica is replica and not attempt.waiter.done():
+                attempt.waiter.set_exception(ChannelClosed("the channel was closed before the reply came"))

@@ -54,7 +54,7 @@ class _Dealer:
         self.counters = Counters()
         self.received = SequenceCheck()
         self.is_open = True
-        self._incoming = Codec(spec.to_client, spec.max_bytes_to_client)
+        self._incoming = Codec(*spec.from_server)
         self._outgoing = Codec((*spec.to_server, Greeting))
         self._next_sent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -57,7 +57,7 @@ class ZmqServer(ServerChannel):
         self.name = checked_name(name)
         self._title = f"channel {spec.name} of {name}"
         self._incoming = Codec((*spec.to_server, Greeting))
-        self._outgoing = Codec(spec.to_client, spec.max_bytes_to_client)
+        self._outgoing = Codec(*spec.from_server)
         self._peers = PeerBook()
         self._counters = Counters()
         self._told: defaultdict[str, Rarely] = defaultdict(lambda: Rarely(clock))  # by what was at fault

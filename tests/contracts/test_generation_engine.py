@@ -242,6 +242,35 @@ async def test_a_request_that_waited_while_weights_changed_is_shown_like_any_oth
         np.testing.assert_array_equal(prefix.versions, rollout.versions[begin])
 
 
+async def test_requests_that_waited_while_weights_changed_begin_on_nothing_that_is_old(subject: Subject) -> None:
+    """Their prompt's keys and values are in the cache of the old version, under which they were asked for."""
+    old, new = subject.engine.policy_version, subject.engine.policy_version + 1
+    await subject.engine.generate(request_of(0, prompt=LONG_PROMPT))
+    running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(16)]
+    await until_sampling(subject, *(_long(index) for index in range(16)))
+    waiting = [request_of(50 + index, prompt=LONG_PROMPT) for index in range(3)]
+    late = [asyncio.create_task(subject.engine.generate(request)) for request in waiting]
+    await asyncio.sleep(0)
+    await subject.update(new)
+    for rollout in await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S):
+        assert set(rollout.versions) == {old, new}
+    for request, rollout in zip(waiting, await asyncio.wait_for(asyncio.gather(*late), PATIENCE_S), strict=True):
+        assert rollout.group_id == request.group_id
+        assert rollout.finish_reason is FinishReason.LENGTH
+        assert_sampled_by(subject, new, rollout)
+
+
+async def test_a_request_that_waited_over_an_update_is_aborted_like_any_other(subject: Subject) -> None:
+    running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(17)]
+    await until_sampling(subject, *(_long(index) for index in range(16)))
+    await subject.update(subject.engine.policy_version + 1)
+    await subject.engine.abort(_long(16).request_id)
+    late = await asyncio.wait_for(running[16], PATIENCE_S)
+    assert late.finish_reason is FinishReason.ABORT
+    assert len(late.token_ids) < MAX_TOKENS
+    await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
+
+
 async def test_what_was_reported_of_a_lost_rollout_is_continued_under_the_same_policy(subject: Subject) -> None:
     """As after a death: all that is left of the first request are its reports."""
     admission = AdmissionConfig(groups_per_step=1, group_size=1)

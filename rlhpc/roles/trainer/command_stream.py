@@ -39,7 +39,7 @@ class CommandStream:
     def __init__(self, channel: BlockingClientChannel, rank: int, num_ranks: int) -> None:
         """`channel`: of this rank.  Collective over all ranks."""
         self._channel, self._rank, self._num_ranks = channel, rank, num_ranks
-        self._codec = Codec(BATCHES.to_client, BATCHES.max_bytes_to_client)
+        self._codec = Codec(*BATCHES.from_server)
         self._group = open_gloo_group(_PATIENCE) if num_ranks > 1 else None
         self._rows: BatchRows | None = None  # the newest
         self._sequence = 0

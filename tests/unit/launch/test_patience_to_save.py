@@ -12,6 +12,7 @@ import pytest
 from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.run_files.run_state import read_progress
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor import worker_job
 from launch.supervisor.controller_job import ControllerJobSupervisor
@@ -62,7 +63,8 @@ def test_a_controller_with_a_long_save_is_not_killed_before_it_can_have_saved(la
     supervisor = ControllerJobSupervisor(plan, job, NoTimeLimit(), log, Signals())
     process = _Process()
     supervisor._processes = SimpleNamespace(controller=process)  # type: ignore[assignment]
-    supervisor._ask_controller(Cause.STOP, "asked")
+    layout.stop_request.touch()
+    supervisor._stop_if_asked(read_progress(layout), may_hand_over=False)
     supervisor._asked_at -= NEEDED_S - 10
     supervisor._end_if_late()
     assert not process.is_killed

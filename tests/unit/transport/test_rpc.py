@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from rlhpc.errors import ChannelClosed, ChannelTimeout, ProtocolError
-from rlhpc.messages import RewardReply, RewardRequest, StopRole
+from rlhpc.messages import RewardReply, RewardRequest, StillWaiting, StopRole
 from rlhpc.topology import REWARDS
 from rlhpc.transport.memory import MemoryClient, MemoryServer
 from rlhpc.transport.rpc import RpcClient
@@ -134,6 +134,48 @@ async def test_a_request_that_was_lost_is_asked_again_though_others_are_answered
             await asyncio.sleep(0.02)
         await lost
         assert rpc.num_retries == 1
+
+
+async def test_a_replica_that_is_busy_with_the_requests_of_others_is_waited_for(services: list[Service]):
+    """Its news come for twice as long as an attempt may take, and five times as long as a silence."""
+
+    async def serve_others_first(service: Service, peer: str, request: RewardRequest) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0.1)
+            await service.server.send(peer, StillWaiting((request.request_id,)))
+        await reply(service, peer, request)
+
+    services[0].answer = serve_others_first
+    async with RpcClient(connected(services), silence_s=0.4) as rpc:
+        waiting = asyncio.create_task(rpc.call(REQUEST, 1.0))
+        await asyncio.sleep(0)
+        while not waiting.done():
+            await asyncio.sleep(0.05)
+            await rpc.call(REQUEST, PATIENCE_S)  # of the other one
+        assert (await waiting).detail == services[0].server.name
+        assert rpc.num_retries == 0
+
+
+async def test_a_replica_that_stops_while_a_request_waits_is_given_up(services: list[Service]):
+    async def stop_soon(service: Service, peer: str, request: RewardRequest) -> None:
+        await service.server.send(peer, StillWaiting((request.request_id,)))
+
+    services[0].answer = stop_soon
+    async with RpcClient(connected(services)) as rpc:
+        answer = await asyncio.wait_for(rpc.call(REQUEST, 0.3), PATIENCE_S)
+        assert (answer.detail, rpc.num_retries) == (services[1].server.name, 1)
+
+
+async def test_a_request_that_a_busy_replica_does_not_have_is_asked_again(services: list[Service]):
+    async def lose_it(service: Service, peer: str, request: RewardRequest) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            await service.server.send(peer, StillWaiting((request.request_id + 1000,)))
+
+    services[0].answer = lose_it
+    async with RpcClient(connected(services)) as rpc:
+        answer = await asyncio.wait_for(rpc.call(REQUEST, 0.3), PATIENCE_S)
+        assert (answer.detail, rpc.num_retries) == (services[1].server.name, 1)
 
 
 async def test_a_late_reply_is_given_to_nobody(services: list[Service]):

@@ -1,0 +1,79 @@
+"""A reward service and its clients: who waits behind the requests of others, and who waits for nothing any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rlhpc.errors import ChannelTimeout
+from rlhpc.messages import RewardRequest
+from rlhpc.rewards.pool import RewardPool
+from rlhpc.roles.reward_service import RewardService
+from rlhpc.topology import REWARDS
+from rlhpc.transport.memory import MemoryServer
+from rlhpc.transport.rpc import RpcClient
+from tests.patience import PATIENCE_S
+
+VERDICT_S, NUM_AHEAD, TIMEOUT_S = 0.1, 30, 1.0
+MODULE = f"""
+import time
+
+def slow(completion, reference):
+    time.sleep({VERDICT_S})
+    return 1.0
+
+def hang(completion, reference):
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "rewards_that_wait.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "rewards_that_wait:"
+
+
+@asynccontextmanager
+async def serving(server: MemoryServer, timeout_s: float) -> AsyncIterator[None]:
+    async with RewardPool(1, timeout_s) as pool:
+        task = asyncio.create_task(RewardService(server, pool, news_s=0.1).serve())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until_waiting(server: MemoryServer, num_requests: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while server.statistics.messages_received < num_requests:  # noqa: ASYNC110 - by polling
+            await asyncio.sleep(0.01)
+
+
+async def test_who_waits_behind_the_requests_of_others_is_not_given_up_while_these_go_on(task: str) -> None:
+    """For three times as long as an attempt may take."""
+    server = MemoryServer(REWARDS)
+    first, second = (RpcClient([server.connect(name)], max_attempts=1) for name in ("generator-0", "generator-1"))
+    async with serving(server, PATIENCE_S), first, second:
+        slow = RewardRequest(0, f"{task}slow", "x", "")
+        ahead = [asyncio.create_task(first.call(slow, PATIENCE_S)) for _ in range(NUM_AHEAD)]
+        await until_waiting(server, NUM_AHEAD)
+        assert (await second.call(slow, TIMEOUT_S)).reward == 1.0
+        assert all(reply.reward == 1.0 for reply in await asyncio.gather(*ahead))
+
+
+async def test_a_service_that_has_stopped_is_given_up_though_it_lives(task: str) -> None:
+    server = MemoryServer(REWARDS)
+    first, second = (RpcClient([server.connect(name)], max_attempts=1) for name in ("generator-0", "generator-1"))
+    async with serving(server, 100 * PATIENCE_S), first, second:
+        ahead = asyncio.create_task(first.call(RewardRequest(0, f"{task}hang", "x", ""), 10 * PATIENCE_S))
+        await until_waiting(server, 1)
+        with pytest.raises(ChannelTimeout):
+            await second.call(RewardRequest(0, f"{task}slow", "x", ""), TIMEOUT_S)
+        ahead.cancel()
+        await asyncio.gather(ahead, return_exceptions=True)
