@@ -148,9 +148,13 @@ class Weights(WeightSync):
 
     def __init__(self, trainer: TrainerLink) -> None:
         super().__init__(
-            MemoryServer(CONTROL), trainer, Membership(), transport="memory", limits=WeightSyncLimits(),
+            MemoryServer(CONTROL),
+            trainer,
+            Membership(),
+            choose=lambda trainer, engines: "memory",
+            limits=WeightSyncLimits(),
             canary=Canary(None, every=0, tolerance=1.0),
-        )  # fmt: skip
+        )
         self._link = trainer
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,7 +117,7 @@ class WeightSync:
         if self.live_version < 0:
             return ""
         try:
-            self._choose({member: self._devices[member] for member in self._membership.candidates} | {name: devices})
+            self._choose(self._trainer_device, self._devices_of(self._membership.candidates) | {name: devices})
         except ConfigError as error:
             return str(error)
         return ""
@@ -293,14 +293,16 @@ class WeightSync:
         if not await self._somebody():
             return None
         members = self._membership.candidates
-        devices = {name: self._devices[name] for name in members}
-        group = self._membership.next_group(self._choose(self._trainer_device, devices))
+        group = self._membership.next_group(self._choose(self._trainer_device, self._devices_of(members)))
         opened = await self._trainer.ask(FormGroup(group), GroupOpened)
         if opened.error:
             raise RoleFailed(f"the trainer cannot open membership epoch {group.epoch}: {opened.error}")
         log.info("epoch %d, by %s: %s", group.epoch, group.transport, ", ".join(group.members))
         await asyncio.gather(*(self._tell(name, JoinGroup(opened.group, self._timeline)) for name in group.members))
         return opened.group
+
+    def _devices_of(self, members: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        return {name: self._devices[name] for name in members}
 
     async def _somebody(self) -> bool:
         """Wait for a generator that can be reached.  False: the run is ending, and there is none."""
