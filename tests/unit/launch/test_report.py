@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ from launch.cli import main
 from launch.plan.report import plan_document
 from launch.reading.advice import advice_for
 from launch.reading.charts import histogram, line_chart, nice_ticks, stacked_chart
-from launch.reading.happenings import Happening, Spell, Story, read_story
+from launch.reading.happenings import Happening, Story, read_story
 from launch.reading.hours import hours_of
 from launch.reading.report_data import read_report
 from launch.reading.report_page import write_report
 from launch.reading.run_figures import read_figures
+from launch.reading.spells import MOST_STRETCHES, Spell
 from launch.reading.timeline_chart import MOST_COLUMNS, rows_of, thinned, timeline_chart
 from launch.run_files.events import EventLog
 from rlhpc.buffer.line_file import LineFile
@@ -321,3 +323,31 @@ def test_ticks_are_round_enclose_the_values_and_are_few(low: float, high: float)
     assert ticks[0] <= low + 1e-9
     assert ticks[-1] >= high - 1e-9 * abs(high)
     assert 2 <= len(ticks) <= 8
+
+
+def test_a_long_timeline_is_told_in_stretches_and_its_hours_are_the_same(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "run", "run.name=long", "generation.num_replicas=2")
+    number, away = 10 * MOST_STRETCHES, range(4500, 4600)
+    ends = [BEGAN_S + 7 * (place + 1) for place in range(number)]
+    work = [{"trainer-0": {"works": place % 4 / 4, "batch": 1 - place % 4 / 4}} for place in range(number)]
+    entries = [TimelineEntry(BEGAN_S, 0, 0, "starting", event="joined", name="trainer-0", text="pid 5 on n1")]
+    for place, (end_s, shares) in enumerate(zip(ends, work, strict=True)):
+        there = {} if place in away else {"generator-0": {"works": 1.0}}
+        phase = "starting" if place < 13 else "training"
+        entries.append(TimelineEntry(end_s, 0, place, phase, 7.0, shares | there))
+    assert LineFile(run.layout.timeline, TimelineEntry).append(entries)
+
+    story = read_story(run.layout)
+    rows = rows_of(story)
+    assert all(len(spells) <= MOST_STRETCHES + 5 for spells in rows.values())
+    assert (story.begin_s, story.end_s) == (BEGAN_S, ends[-1])
+    assert [each.kind for each in story.happenings] == ["joined"]
+    assert sum(each.shares["works"] * (each.end_s - each.begin_s) for each in rows["trainer-0"]) == pytest.approx(
+        sum(7 * each["trainer-0"]["works"] for each in work)
+    )
+    for spells in rows.values():
+        assert spells[0].phase == "starting"
+        assert (spells[0].begin_s, spells[-1].end_s) == (BEGAN_S, ends[-1])
+        assert [each.end_s for each in spells if each.phase == "starting"][-1] == ends[12]
+    seams = [(a.end_s, b.begin_s) for a, b in pairwise(rows["generator-0"]) if b.begin_s - a.end_s > 1]
+    assert seams == [(ends[4499], ends[4599])]
