@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from launch.reading.happenings import Happening, Story, read_story
 from launch.reading.hours import hours_of
 from launch.reading.report_data import read_report
 from launch.reading.report_page import write_report
-from launch.reading.run_figures import read_figures
+from launch.reading.run_figures import read_figures, read_sampled
 from launch.reading.spells import MOST_STRETCHES, Spell
 from launch.reading.timeline_chart import MOST_COLUMNS, rows_of, thinned, timeline_chart
 from launch.run_files.events import EventLog
@@ -312,7 +313,7 @@ def test_long_curves_are_thinned_and_gaps_stay_gaps() -> None:
     assert len(chart) < 15_000
     assert chart.count("<polyline") == 2
     assert "means of stretches" in chart
-    assert "nan" not in chart + histogram("No numbers", np.zeros(0, np.int64), x_label="x") + stacked_chart(
+    assert "nan" not in chart + histogram("No numbers", {}, x_label="x") + stacked_chart(
         "None", np.zeros(0, np.int64), {}
     )
 
@@ -351,3 +352,24 @@ def test_a_long_timeline_is_told_in_stretches_and_its_hours_are_the_same(tmp_pat
         assert [each.end_s for each in spells if each.phase == "starting"][-1] == ends[12]
     seams = [(a.end_s, b.begin_s) for a, b in pairwise(rows["generator-0"]) if b.begin_s - a.end_s > 1]
     assert seams == [(ends[4499], ends[4599])]
+
+
+def test_rollouts_in_segments_are_counted_by_what_a_report_shows(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "run", "run.name=counted", "generation.num_replicas=2")
+    trained = [run.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=step) for step in range(4)]
+    dropped = [run.group("3 + 4 =", [("7", 1.0), ("7", 1.0)])]
+    run.seal(trained[:1] + dropped)
+    run.seal(trained[1:])
+    sampled = read_sampled(run.layout)
+    lengths = Counter(len(member.rollout.token_ids) for each in trained for member in each.group.members)
+    assert sampled.lengths_trained == lengths
+    assert sampled.lengths_dropped == {len(dropped[0].group.members[0].rollout.token_ids): 2}
+    assert sampled.staleness == Counter(
+        each.trained_version - each.group.admitted_version for each in trained for _ in each.group.members
+    )
+    assert (sampled.dropped, sampled.num_groups, sampled.num_rollouts) == ({"no_spread": 1}, 5, 10)
+
+
+def test_a_histogram_counts_stretches_of_values() -> None:
+    chart = histogram("Lengths", {0: 3, 1: 4, 79: 5}, x_label="tokens")
+    assert re.findall(r"<title>([^<]*)</title>", chart)[::39] == ["0 to 1: 7", "78 to 79: 5"]
