@@ -129,7 +129,7 @@ def _lockstep(figures: RunFigures, mean: Reader) -> list[str]:
 def _preemptions(figures: RunFigures, mean: Reader) -> list[str]:
     curve = figures.curves.get("generator/preemptions")
     total = curve.last if curve is not None else 0.0
-    if not total > 0.02 * max(1, len(figures.sampled.lengths)):
+    if not total > 0.02 * max(1, figures.sampled.num_rollouts):
         return []
     return [
         f"Engines have thrown {total:.0f} rollouts out of the KV cache and computed them again: lower "

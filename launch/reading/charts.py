@@ -46,13 +46,14 @@ def line_chart(
     return _svg([*parts, _legend(list(thin))])
 
 
-def histogram(title: str, values: NDArray[np.int64], *, x_label: str, most_bars: int = 40) -> str:
+def histogram(title: str, how_often: Mapping[int, int], *, x_label: str, most_bars: int = 40) -> str:
     """How often each value, or each stretch of values, occurs."""
-    if not len(values):
+    if not how_often:
         return _svg([_title(title), _note("nothing yet")])
+    values = np.array([*how_often])
     low, high = int(values.min()), int(values.max())
     width = max(1, math.ceil((high - low + 1) / most_bars))
-    counts = np.bincount((values - low) // width)
+    counts = np.bincount((values - low) // width, weights=[*how_often.values()]).astype(np.int64)
     ticks = nice_ticks(0, float(counts.max()))
     x, y = (
         Scale(low - 0.5, low + width * len(counts) - 0.5, _LEFT, WIDTH - _RIGHT),

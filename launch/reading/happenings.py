@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.reading.spells import Spell, read_timeline
 from launch.run_files.outcome import Cause
 from rlhpc.buffer.line_file import LineFile
 from rlhpc.metrics.curves import Curve
@@ -78,17 +79,6 @@ class Happening:
         return self.kind in _AS_PLANNED
 
 
-@dataclass(frozen=True, slots=True)
-class Spell:
-    """What a process did in an interval."""
-
-    process: str
-    begin_s: float
-    end_s: float
-    shares: dict[str, float]  # "works", or what it waited for → share of the interval
-    phase: str  # of the run
-
-
 @dataclass(slots=True)
 class Story:
     """All of it."""
@@ -118,7 +108,7 @@ def place_of(process: str) -> tuple[int, int]:
 
 def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType({})) -> Story:
     """What there is.  curves: of the run, whose counters tell of faults, too.  Raises OSError."""
-    entries = LineFile(layout.timeline, TimelineEntry).read()
+    recorded = read_timeline(layout.timeline)
     found = [
         *_of_supervisors(layout),
         *_of_attempts(layout),
@@ -126,22 +116,13 @@ def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType
         *_of_jobs(layout),
         *_of_counters(curves),
     ]
-    found += [_of_controller(each) for each in entries if each.event]
-    story = Story(sorted(found, key=lambda each: each.unix_time_s), _spells(entries))
-    times = [each.unix_time_s for each in found] + [each.unix_time_s for each in entries]
+    found += [_of_controller(each) for each in recorded.events]
+    story = Story(sorted(found, key=lambda each: each.unix_time_s), recorded.spells)
+    times = [each.unix_time_s for each in found] + recorded.times
     times += [spell.begin_s for spell in story.spells]
     if times:
         story.begin_s, story.end_s = min(times), max(times)
     return story
-
-
-def _spells(entries: list[TimelineEntry]) -> list[Spell]:
-    return [
-        Spell(process, entry.unix_time_s - entry.seconds, entry.unix_time_s, dict(shares), entry.phase)
-        for entry in entries
-        if entry.seconds > 0
-        for process, shares in entry.work.items()
-    ]
 
 
 def _of_counters(curves: Mapping[str, Curve]) -> Iterator[Happening]:

@@ -90,7 +90,7 @@ def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
     rows += [
         (
             "rollouts",
-            f"{len(figures.sampled.lengths):,} in segments, {int(figures.sampled.is_trained.sum()):,} trained",
+            f"{figures.sampled.num_rollouts:,} in segments, {figures.sampled.lengths_trained.total():,} trained",
         ),
         ("staleness", f"{last('staleness/mean'):.2f} on average lately; bound {last('staleness/bound'):.0f}"),
         (

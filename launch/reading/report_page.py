@@ -137,8 +137,8 @@ def _named(names: dict[str, str], values: dict[str, np.ndarray]) -> dict[str, np
 def _distributions(figures: RunFigures) -> Iterable[str]:
     sampled = figures.sampled
     yield histogram("Staleness of trained rollouts", sampled.staleness, x_label="versions")
-    yield histogram("Completions, trained", sampled.lengths[sampled.is_trained], x_label="tokens")
-    yield histogram("Completions, dropped", sampled.lengths[~sampled.is_trained], x_label="tokens")
+    yield histogram("Completions, trained", sampled.lengths_trained, x_label="tokens")
+    yield histogram("Completions, dropped", sampled.lengths_dropped, x_label="tokens")
 
 
 def _hours(report: RunReport) -> str:

@@ -6,6 +6,7 @@ Input: a run directory, of a run that goes on as well.  Output: RunFigures.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +32,18 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class Sampled:
-    """What is in segments, a number a rollout."""
+    """What is in segments: how many rollouts of each kind, for a long run has a hundred million."""
 
-    staleness: NDArray[np.int64]  # versions, of trained ones
-    lengths: NDArray[np.int64]  # tokens of completions, of all
-    is_trained: NDArray[np.bool_]  # of all
-    dropped: dict[str, int] = field(default_factory=dict)  # reason → groups
+    staleness: Counter[int] = field(default_factory=Counter)  # versions → trained rollouts
+    lengths_trained: Counter[int] = field(default_factory=Counter)  # tokens of completions → trained rollouts
+    lengths_dropped: Counter[int] = field(default_factory=Counter)  # the same of the others
+    dropped: Counter[str] = field(default_factory=Counter)  # reason → groups
     num_groups: int = 0
+
+    @property
+    def num_rollouts(self) -> int:
+        """Trained or not."""
+        return self.lengths_trained.total() + self.lengths_dropped.total()
 
 
 @dataclass(slots=True)
@@ -97,27 +103,25 @@ def document_of(layout: RunLayout, name: str) -> dict[str, Any]:
 
 def read_sampled(layout: RunLayout) -> Sampled:
     """From segments, single columns without checksums; what cannot be read is left out."""
-    staleness, lengths, trained = list[NDArray[Any]](), list[NDArray[Any]](), list[NDArray[Any]]()
-    dropped, num_groups = dict[str, int](), 0
+    sampled = Sampled()
     for path in sorted(layout.rollouts.glob("segment_*.h5")):
         try:
             columns = read_columns(path, _COLUMNS)
         except SegmentError:
             continue
         sizes = np.diff(columns["groups/rollout_offsets"])
+        lengths = np.diff(columns["rollouts/token_offsets"])
         age = columns["groups/trained_version"] - columns["groups/admitted_version"]
         is_trained = columns["groups/trained_version"] >= 0
-        staleness.append(np.repeat(age[is_trained], sizes[is_trained]))
-        trained.append(np.repeat(is_trained, sizes))
-        lengths.append(np.diff(columns["rollouts/token_offsets"]))
-        num_groups += len(sizes)
-        for reason in columns["groups/drop_reason"]:
-            if reason:
-                dropped[str(reason)] = dropped.get(str(reason), 0) + 1
-    return Sampled(
-        _joined(staleness, np.int64), _joined(lengths, np.int64), _joined(trained, np.bool_), dropped, num_groups
-    )
+        is_of_trained = np.repeat(is_trained, sizes)
+        _count(sampled.staleness, np.repeat(age[is_trained], sizes[is_trained]))
+        _count(sampled.lengths_trained, lengths[is_of_trained])
+        _count(sampled.lengths_dropped, lengths[~is_of_trained])
+        sampled.dropped.update(str(reason) for reason in columns["groups/drop_reason"] if reason)
+        sampled.num_groups += len(sizes)
+    return sampled
 
 
-def _joined(parts: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.zeros(0, kind)
+def _count(how_often: Counter[int], values: NDArray[np.int64]) -> None:
+    for value, number in zip(*(each.tolist() for each in np.unique(values, return_counts=True)), strict=True):
+        how_often[value] += number

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from html import escape
 
 from launch.reading.charts import Scale, nice_ticks
-from launch.reading.happenings import Happening, Spell, Story, place_of
+from launch.reading.happenings import Happening, Story, place_of
+from launch.reading.spells import Spell
 from rlhpc.roles.controller.metrics.timeline import SILENT, WORKS
 
 WIDTH = 1080

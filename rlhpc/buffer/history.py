@@ -8,7 +8,6 @@ counts.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -260,7 +259,7 @@ def _rollouts(directory: Path, position: Position, limits: dict[int, int], histo
     expected = position.num_rollouts + 1
     for path in paths:
         try:
-            content = read_journal(path)
+            content = read_journal(path, is_mapped=True)
         except JournalError as error:
             history.problems.append(str(error))
             continue
@@ -275,7 +274,8 @@ def _rollouts(directory: Path, position: Position, limits: dict[int, int], histo
                     history.problems.append(f"rollouts {expected} to {record.sequence - 1} of the run are missing")
                 expected = record.sequence + 1
                 history.num_rollouts = max(history.num_rollouts, record.sequence)
-                if _newest_version(record) <= history.undone.get(content.layout.attempt, math.inf):
+                undone_above = history.undone.get(content.layout.attempt)
+                if undone_above is None or _newest_version(record) <= undone_above:
                     yield record
 
 

@@ -6,7 +6,9 @@ A damaged row costs that row: all others of its file are read.
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,13 +37,15 @@ class JournalContent:
     is_torn: bool  # whether all damaged rows stand at the end: they were being written when the writer died
 
 
-def read_journal(path: Path) -> JournalContent:
+def read_journal(path: Path, *, is_mapped: bool = False) -> JournalContent:
     """Everything in a file that is whole.  Arrays are views of one block per column.
 
+    is_mapped: for who keeps many files at once.  What was verified is let go, and arrays are views of the mapped file,
+    whose pages are read when they are looked at and are the system's to take back; it may be deleted meanwhile.
     Raises JournalError: the file is not a journal, is cut off before its first column, or cannot be read.
     """
     with _opened(path) as descriptor:
-        return _read(path, descriptor)
+        return _read(path, descriptor, is_mapped=is_mapped)
 
 
 def read_first_sequence(path: Path) -> int:
@@ -81,7 +85,7 @@ def _opened(path: Path) -> Iterator[int]:
         raise JournalError(f"{path} {error}") from error
 
 
-def _read(path: Path, descriptor: int) -> JournalContent:
+def _read(path: Path, descriptor: int, *, is_mapped: bool) -> JournalContent:
     layout = read_layout(os.pread(descriptor, USER_BLOCK_BYTES, 0))
     rollout_rows = _rows(descriptor, layout, "rollouts")
     prompt_rows = _rows(descriptor, layout, "prompts")
@@ -90,8 +94,13 @@ def _read(path: Path, descriptor: int) -> JournalContent:
     columns = [
         _column(descriptor, layout, name, _tokens_end(rollout_rows, layout.room.tokens)) for name in TOKEN_COLUMNS
     ]
-    prompts = [decode_prompt(row.tobytes(), prompt_tokens, text) for row in prompt_rows]
-    decoded = [decode_rollout(row.tobytes(), prompts, columns, text) for row in rollout_rows]
+    file = _mapping(descriptor) if is_mapped else None
+    kept = [
+        read if file is None else _mapped(file, layout, name, len(read))
+        for name, read in zip(("prompt_token_ids", *TOKEN_COLUMNS), (prompt_tokens, *columns), strict=True)
+    ]
+    prompts = [decode_prompt(row.tobytes(), prompt_tokens, text, kept[0]) for row in prompt_rows]
+    decoded = [decode_rollout(row.tobytes(), prompts, columns, text, kept[1:]) for row in rollout_rows]
     records = [record for record in decoded if record is not None]
     last = max((index for index, record in enumerate(decoded) if record is not None), default=-1)
     unread = [index for index, record in enumerate(decoded) if record is None]
@@ -142,3 +151,21 @@ def _column(descriptor: int, layout: JournalLayout, name: str, length: int, firs
         left, offset = left[count:], offset + count
     values.flags.writeable = False
     return values[: length - -(-len(left) // values.itemsize)]
+
+
+def _mapping(descriptor: int) -> NDArray[np.uint8] | None:
+    """The bytes of a file; None where it cannot be mapped, or should not: a mapping keeps a descriptor."""
+    try:
+        lowest_free = os.dup(descriptor)
+        os.close(lowest_free)
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if most != resource.RLIM_INFINITY and lowest_free > most // 2:  # the other half is for connections
+            return None
+        return np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
+    except OSError:  # some file systems have no mappings
+        return None
+
+
+def _mapped(file: NDArray[np.uint8], layout: JournalLayout, name: str, length: int) -> NDArray[Any]:
+    """The first entries of a column."""
+    return file[layout.place(name, 0) : layout.place(name, length)].view(layout.kind(name))

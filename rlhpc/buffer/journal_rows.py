@@ -98,10 +98,13 @@ def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encod
     return _made(Encoded, (row, text, tokens, after))
 
 
-def decode_prompt(row: bytes, token_ids: NDArray[np.int32], text: memoryview) -> tuple[int, Prompt] | None:
+def decode_prompt(
+    row: bytes, token_ids: NDArray[np.int32], text: memoryview, kept: NDArray[np.int32]
+) -> tuple[int, Prompt] | None:
     """(group_id, prompt), or None if the row's checksum does not hold.
 
-    token_ids, text: the whole columns, as far as they were read.  The tokens are a view.
+    token_ids, text: the whole columns, as far as they were read.  kept: token_ids, as the prompt is to keep them: its
+    tokens are a view.
     """
     group_id, prompt_id, token_start, text_start, num_tokens, task_bytes, reference_bytes = _PROMPT.unpack(row[:-4])
     text_end = text_start + task_bytes + reference_bytes
@@ -112,6 +115,7 @@ def decode_prompt(row: bytes, token_ids: NDArray[np.int32], text: memoryview) ->
     mine, words = token_ids[token_start : token_start + num_tokens], bytes(text[text_start:text_end])
     if _CRC.pack(_crc_of(row[:-4], [mine], words)) != row[-4:]:
         return None
+    mine = kept[token_start : token_start + num_tokens]
     return group_id, Prompt(prompt_id, decode_text(words[:task_bytes]), mine, decode_text(words[task_bytes:]))
 
 
@@ -120,10 +124,12 @@ def decode_rollout(
     prompts: Sequence[tuple[int, Prompt] | None],
     columns: Sequence[NDArray[Any]],
     text: memoryview,
+    kept: Sequence[NDArray[Any]],
 ) -> JournalRecord | None:
     """The rollout of a row, or None if its checksum, or that of its prompt, does not hold.
 
-    prompts: of all rows of `prompts`.  columns: the four of TOKEN_COLUMNS, whole, as far as they were read.
+    prompts: of all rows of `prompts`.  columns: the four of TOKEN_COLUMNS, whole, as far as they were read.  kept: the
+    same, as the rollout is to keep them: its arrays are views.
     """
     is_old = len(row) == _ROLLOUT_3.size + _CRC.size
     *places, verdict, finish = (_ROLLOUT_3 if is_old else _ROLLOUT).unpack(row[:-4])
@@ -141,7 +147,9 @@ def decode_rollout(
     found = prompts[prompt_row]
     if found is None or found[0] != group_id or found[1].prompt_id != prompt_id:
         return None
-    token_ids, behaviour_logprobs, versions, loss_mask = mine
+    token_ids, behaviour_logprobs, versions, loss_mask = (
+        column[token_start : token_start + num_tokens] for column in kept
+    )
     rollout = Rollout(
         group_id=group_id,
         sample_index=sample_index,

@@ -10,7 +10,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -31,17 +31,24 @@ class LineFile(Generic[Line]):
 
     def read(self) -> list[Line]:
         """All lines, oldest first; none without a file.  Raises OSError."""
+        return [*self.each()]
+
+    def each(self) -> Iterator[Line]:
+        """The same, one by one."""
         try:
-            lines = self._path.read_bytes().splitlines()
+            file = self._path.open("rb")
         except FileNotFoundError:
-            return []
-        found: list[Line] = []
-        for line in lines:
-            try:
-                found += [self._kind(**json.loads(line))] if line else []
-            except (ValueError, TypeError):
-                log.warning("%s: skipped a malformed line: %r", self._path, line[:80])
-        return found
+            return
+        with file:
+            for line in file:
+                if not line.strip():
+                    continue
+                try:
+                    found = self._kind(**json.loads(line))
+                except (ValueError, TypeError):
+                    log.warning("%s: skipped a malformed line: %r", self._path, line.rstrip(b"\n")[:80])
+                else:
+                    yield found
 
     def append(self, lines: Sequence[Any]) -> bool:
         """Write lines to disk.  False, with a warning: the disk refuses.  Raises OwnershipLost."""

@@ -77,5 +77,5 @@ def read_samples(directory: Path) -> Iterator[EvaluatedSample]:
 
 
 def _length_of_whole_lines(path: Path) -> int:
-    content = path.read_bytes()
-    return content.rfind(b"\n") + 1
+    with path.open("rb") as lines:
+        return sum(len(line) for line in lines if line.endswith(b"\n"))

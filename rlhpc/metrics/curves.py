@@ -7,9 +7,11 @@ left out, as TensorBoard leaves them out.  A file that is being written, or was 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -24,7 +26,10 @@ _LARGEST = 64 << 20  # of a record: more is no length but damage
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric over optimiser steps; equal lengths."""
+    """One metric over optimiser steps; equal lengths.
+
+    Steps and times are read-only: metrics that are always written together share them.
+    """
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -39,15 +44,14 @@ class Curve:
 
 def read_curves(directory: Path) -> dict[str, Curve]:
     """Curves by name; {} where there are no files.  Raises OSError."""
-    points: dict[str, list[tuple[int, float, float]]] = {}
+    written = _Written()
     for path in sorted(directory.glob(EVENT_FILES)):
-        for event, _ in events_in(path.read_bytes()):
-            if event.session_log.status == SessionLog.START:
-                _undo(points, event.step)
-            for value in event.summary.value:
-                if value.WhichOneof("value") == "simple_value":
-                    points.setdefault(value.tag, []).append((event.step, value.simple_value, event.wall_time))
-    return {name: _curve(of_name) for name, of_name in points.items() if of_name}
+        with path.open("rb") as file:
+            for event, _ in events_in(file):
+                if event.session_log.status == SessionLog.START:
+                    written.undo(event.step)
+                written.add(event)
+    return written.curves()
 
 
 def merged(curves: Mapping[str, Curve], names: list[str]) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
@@ -63,28 +67,65 @@ def merged(curves: Mapping[str, Curve], names: list[str]) -> tuple[NDArray[np.in
     return steps, found
 
 
-def events_in(data: bytes) -> Iterator[tuple[Event, int]]:
-    """Whole events, each with the place behind it; ends at what is torn or damaged."""
-    place = 0
-    while place + _HEAD.size <= len(data):
-        length, _ = _HEAD.unpack_from(data, place)
-        start = place + _HEAD.size
-        place = start + length + _CRC_BYTES
-        if length > _LARGEST or place > len(data):
+def events_in(file: BinaryIO) -> Iterator[tuple[Event, int]]:
+    """Whole events from where a file stands, each with the place behind it; ends at what is torn or damaged."""
+    place = file.tell()
+    while len(head := file.read(_HEAD.size)) == _HEAD.size:
+        length, _ = _HEAD.unpack(head)
+        record = file.read(length + _CRC_BYTES) if length <= _LARGEST else b""
+        if len(record) < length + _CRC_BYTES:
             return  # it is being written, or was cut off
+        place += len(head) + len(record)
         try:
-            yield Event.FromString(data[start : start + length]), place
+            event = Event.FromString(record[:length])
         except DecodeError:
             return  # damaged: TensorBoard stops there, too
+        yield event, place
 
 
-def _undo(points: dict[str, list[tuple[int, float, float]]], step: int) -> None:
-    for name, of_name in points.items():
-        points[name] = [point for point in of_name if point[0] < step]
+class _Written:
+    """Points of all metrics as they were written: 8 bytes each, for a long run has ten million."""
 
+    def __init__(self) -> None:
+        self._steps, self._times = array("q"), array("d")  # of all events
+        self._points: dict[str, tuple[array[int], array[float]]] = {}  # metric → events by number, values
 
-def _curve(points: list[tuple[int, float, float]]) -> Curve:
-    newest = {step: (value, at) for step, value, at in points}
-    steps = sorted(newest)
-    values, times = zip(*(newest[step] for step in steps), strict=True)
-    return Curve(np.array(steps, np.int64), np.array(values, np.float64), np.array(times, np.float64))
+    def add(self, event: Event) -> None:
+        number = len(self._steps)
+        self._steps.append(event.step)
+        self._times.append(event.wall_time)
+        for value in event.summary.value:
+            if value.WhichOneof("value") == "simple_value":
+                if (of_metric := self._points.get(value.tag)) is None:
+                    of_metric = self._points[value.tag] = array("I"), array("f")
+                of_metric[0].append(number)
+                of_metric[1].append(value.simple_value)
+
+    def undo(self, step: int) -> None:
+        """Forget the points of this step and later ones."""
+        is_before = np.array(self._steps) < step
+        for name, (events, values) in self._points.items():
+            kept = is_before[np.array(events)]
+            if not kept.all():
+                self._points[name] = (
+                    array("I", np.array(events)[kept].tobytes()),
+                    array("f", np.array(values)[kept].tobytes()),
+                )
+
+    def curves(self) -> dict[str, Curve]:
+        """Of a step that was written twice, the newer point.  Hands the points over."""
+        steps, times = np.array(self._steps), np.array(self._times)
+        shared: dict[bytes, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
+        found: dict[str, Curve] = {}
+        for name in [*self._points]:
+            events, values = map(np.array, self._points.pop(name))
+            if len(events):
+                _, from_behind = np.unique(steps[events[::-1]], return_index=True)
+                newest = len(events) - 1 - from_behind
+                when = events[newest]
+                if (known := shared.get(when.tobytes())) is None:
+                    known = shared[when.tobytes()] = steps[when], times[when]
+                    for each in known:
+                        each.flags.writeable = False
+                found[name] = Curve(known[0], values[newest].astype(np.float64), known[1])
+        return found

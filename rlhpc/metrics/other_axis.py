@@ -41,17 +41,14 @@ class OtherAxis:
             self._copy_from(file)
 
     def _copy_from(self, file: Path) -> None:
-        begin = self._read.get(file, 0)
-        with file.open("rb") as source:
-            source.seek(begin)
-            data = source.read()
         self._copy.mkdir(parents=True, exist_ok=True)
-        with (self._copy / file.name).open("ab") as copy:
+        with file.open("rb") as source, (self._copy / file.name).open("ab") as copy:
+            source.seek(self._read.get(file, 0))
             writer = RecordWriter(copy)
-            for event, end in events_in(data):
+            for event, end in events_in(source):
                 self._move(event)
                 writer.write(event.SerializeToString())
-                self._read[file] = begin + end
+                self._read[file] = end
 
     def _move(self, event: Event) -> None:
         if event.session_log.status == SessionLog.START:  # everything from this step on is void

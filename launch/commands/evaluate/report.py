@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,9 +56,12 @@ class Report:
 
 
 def wanted_samples(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) -> list[EvaluatedSample]:
-    """Those that the settings ask for, each once; an earlier command may have asked for more."""
+    """Those that the settings ask for, each once; an earlier command may have asked for more.
+
+    Without their texts, which are most of them and in no figure.
+    """
     found = {
-        (each.prompt, each.sample): each
+        (each.prompt, each.sample): replace(each, completion="", detail="", parts={})
         for each in samples
         if each.prompt < settings.num_prompts and each.sample < settings.samples_per_prompt
     }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import resource
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollout_samples import ManualClock, assert_same_group, make_group, make_ledger, make_prompt, make_scored
+from rollout_samples import (
+    ManualClock,
+    assert_same_group,
+    assert_same_scored,
+    make_group,
+    make_ledger,
+    make_prompt,
+    make_scored,
+)
 from test_ledger import settings
 from test_rollout_buffer import make_writer
 
@@ -29,6 +40,7 @@ from rlhpc.buffer.history import (
 )
 from rlhpc.buffer.journal_files import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
+from rlhpc.buffer.journal_rows import JournalRecord
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
@@ -545,3 +557,66 @@ def test_a_rollback_that_a_checkpoint_knows_is_over(layout: RunLayout) -> None:
     history = read_history(layout.rollouts, position)
     assert [record.scored.rollout.sample_index for record in history.rollouts] == [1]
     assert (history.dropped, history.undone) == ({}, {})
+
+
+def write_long_rollouts(layout: RunLayout, num_groups: int, length: int) -> None:
+    """Two members each, a journal file for every four groups."""
+    room = Sizes(rollouts=64, prompts=64, prompt_tokens=1 << 10, tokens=8 * length, text_bytes=1 << 14)
+    files = JournalFiles(layout.rollouts, run_name="test", attempt=0, room=room)
+    members = itertools.product(range(num_groups), range(2))
+    files.append(
+        [
+            JournalRecord(n, make_scored(group_id, index, length=length), 0)
+            for n, (group_id, index) in enumerate(members, 1)
+        ]
+    )
+    files.close()
+
+
+def bytes_of(history: History) -> int:
+    rollouts = [record.scored.rollout for record in history.rollouts]
+    return sum(
+        array.nbytes
+        for each in rollouts
+        for array in (each.token_ids, each.behaviour_logprobs, each.versions, each.loss_mask)
+    )
+
+
+def test_a_history_holds_no_arrays_in_memory_until_they_are_looked_at(layout: RunLayout) -> None:
+    write_long_rollouts(layout, num_groups=40, length=4096)
+    read_history(layout.rollouts, START)  # what is imported and made once
+    tracemalloc.start()
+    try:
+        history = read_history(layout.rollouts, START)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    in_all, num_files = bytes_of(history), len(journal_paths(layout.rollouts))
+    assert (in_all, num_files) == (80 * 4096 * 13, 10)
+    assert held < in_all / 20
+    assert peak < 3 * in_all / num_files  # a file at a time
+
+    for path in journal_paths(layout.rollouts):
+        path.unlink()  # as a checkpoint does that no longer needs them
+    for record in history.rollouts:
+        rollout = record.scored.rollout
+        assert_same_scored(record.scored, make_scored(rollout.group_id, rollout.sample_index, length=4096))
+
+
+def test_where_few_files_may_be_open_a_history_leaves_half_of_them(layout: RunLayout) -> None:
+    write_long_rollouts(layout, num_groups=40, length=16)
+    before = mapped_journals()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(next_descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * next_descriptor + 8, hard))
+    try:
+        history = read_history(layout.rollouts, START)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (len(history.rollouts), history.problems) == (80, [])
+    assert 1 <= mapped_journals() - before <= 5  # of ten
+
+
+def mapped_journals() -> int:
+    return sum("/journal_" in line for line in Path("/proc/self/maps").read_text().splitlines())

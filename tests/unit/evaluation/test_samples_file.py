@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,17 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
         file.write(damage + b"\n")
     with pytest.raises(DataError, match=r"samples-0.jsonl:2: not a sample"):
         list(read_samples(tmp_path))
+
+
+def test_a_long_file_is_continued_without_being_held(tmp_path: Path) -> None:
+    long = replace(sample(0, 0), completion="4 " * 50_000)
+    path = write(tmp_path, 0, *(replace(long, sample=number) for number in range(50)))
+    before = path.stat().st_size
+    tracemalloc.start()
+    try:
+        write(tmp_path, 0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size == before
+    assert peak < before / 10

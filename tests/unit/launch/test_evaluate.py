@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,6 +293,23 @@ def test_one_command_at_a_time_and_no_directory_of_somebody_else(model: Path, tm
 def sample(prompt: int, number: int, verdict: str = "correct", finish_reason: str = "stop") -> EvaluatedSample:
     reward, answer = float(verdict == "correct"), {"correct": "4", "wrong": "5"}.get(verdict, "")
     return EvaluatedSample(prompt, number, "test.jsonl:1", "", 10 * prompt, finish_reason, verdict, reward, answer)
+
+
+def test_the_figures_of_many_samples_need_none_of_their_texts_at_once(model: Path) -> None:
+    settings = replace(settings_of(model), num_prompts=100)
+    length = 50_000
+    samples = (
+        replace(sample(prompt, number), completion="x" * (length + number), detail="y" * (length + number))
+        for prompt in range(100)
+        for number in range(2)
+    )
+    tracemalloc.start()
+    try:
+        assert report_of(settings, samples) is not None
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * length  # of 400 texts
 
 
 def test_a_report_needs_all_samples_and_only_those_that_were_asked_for(model: Path) -> None:

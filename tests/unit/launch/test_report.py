@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,12 @@ from launch.cli import main
 from launch.plan.report import plan_document
 from launch.reading.advice import advice_for
 from launch.reading.charts import histogram, line_chart, nice_ticks, stacked_chart
-from launch.reading.happenings import Happening, Spell, Story, read_story
+from launch.reading.happenings import Happening, Story, read_story
 from launch.reading.hours import hours_of
 from launch.reading.report_data import read_report
 from launch.reading.report_page import write_report
-from launch.reading.run_figures import read_figures
+from launch.reading.run_figures import read_figures, read_sampled
+from launch.reading.spells import MOST_STRETCHES, Spell
 from launch.reading.timeline_chart import MOST_COLUMNS, rows_of, thinned, timeline_chart
 from launch.run_files.events import EventLog
 from rlhpc.buffer.line_file import LineFile
@@ -310,7 +313,7 @@ def test_long_curves_are_thinned_and_gaps_stay_gaps() -> None:
     assert len(chart) < 15_000
     assert chart.count("<polyline") == 2
     assert "means of stretches" in chart
-    assert "nan" not in chart + histogram("No numbers", np.zeros(0, np.int64), x_label="x") + stacked_chart(
+    assert "nan" not in chart + histogram("No numbers", {}, x_label="x") + stacked_chart(
         "None", np.zeros(0, np.int64), {}
     )
 
@@ -321,3 +324,52 @@ def test_ticks_are_round_enclose_the_values_and_are_few(low: float, high: float)
     assert ticks[0] <= low + 1e-9
     assert ticks[-1] >= high - 1e-9 * abs(high)
     assert 2 <= len(ticks) <= 8
+
+
+def test_a_long_timeline_is_told_in_stretches_and_its_hours_are_the_same(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "run", "run.name=long", "generation.num_replicas=2")
+    number, away = 10 * MOST_STRETCHES, range(4500, 4600)
+    ends = [BEGAN_S + 7 * (place + 1) for place in range(number)]
+    work = [{"trainer-0": {"works": place % 4 / 4, "batch": 1 - place % 4 / 4}} for place in range(number)]
+    entries = [TimelineEntry(BEGAN_S, 0, 0, "starting", event="joined", name="trainer-0", text="pid 5 on n1")]
+    for place, (end_s, shares) in enumerate(zip(ends, work, strict=True)):
+        there = {} if place in away else {"generator-0": {"works": 1.0}}
+        phase = "starting" if place < 13 else "training"
+        entries.append(TimelineEntry(end_s, 0, place, phase, 7.0, shares | there))
+    assert LineFile(run.layout.timeline, TimelineEntry).append(entries)
+
+    story = read_story(run.layout)
+    rows = rows_of(story)
+    assert all(len(spells) <= MOST_STRETCHES + 5 for spells in rows.values())
+    assert (story.begin_s, story.end_s) == (BEGAN_S, ends[-1])
+    assert [each.kind for each in story.happenings] == ["joined"]
+    assert sum(each.shares["works"] * (each.end_s - each.begin_s) for each in rows["trainer-0"]) == pytest.approx(
+        sum(7 * each["trainer-0"]["works"] for each in work)
+    )
+    for spells in rows.values():
+        assert spells[0].phase == "starting"
+        assert (spells[0].begin_s, spells[-1].end_s) == (BEGAN_S, ends[-1])
+        assert [each.end_s for each in spells if each.phase == "starting"][-1] == ends[12]
+    seams = [(a.end_s, b.begin_s) for a, b in pairwise(rows["generator-0"]) if b.begin_s - a.end_s > 1]
+    assert seams == [(ends[4499], ends[4599])]
+
+
+def test_rollouts_in_segments_are_counted_by_what_a_report_shows(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "run", "run.name=counted", "generation.num_replicas=2")
+    trained = [run.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=step) for step in range(4)]
+    dropped = [run.group("3 + 4 =", [("7", 1.0), ("7", 1.0)])]
+    run.seal(trained[:1] + dropped)
+    run.seal(trained[1:])
+    sampled = read_sampled(run.layout)
+    lengths = Counter(len(member.rollout.token_ids) for each in trained for member in each.group.members)
+    assert sampled.lengths_trained == lengths
+    assert sampled.lengths_dropped == {len(dropped[0].group.members[0].rollout.token_ids): 2}
+    assert sampled.staleness == Counter(
+        each.trained_version - each.group.admitted_version for each in trained for _ in each.group.members
+    )
+    assert (sampled.dropped, sampled.num_groups, sampled.num_rollouts) == ({"no_spread": 1}, 5, 10)
+
+
+def test_a_histogram_counts_stretches_of_values() -> None:
+    chart = histogram("Lengths", {0: 3, 1: 4, 79: 5}, x_label="tokens")
+    assert re.findall(r"<title>([^<]*)</title>", chart)[::39] == ["0 to 1: 7", "78 to 79: 5"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhpc.metrics.curves import merged, read_curves
 from rlhpc.metrics.recorder import Recorder
+from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
 
 
 def _write(directory: Path, steps: range, offset: float, seam: int | None = None, begins_s: float = 1e9) -> None:
@@ -58,3 +60,29 @@ def test_curves_of_different_steps_share_an_axis(tmp_path: Path) -> None:
     assert [*values] == ["reward/mean"]
     assert curves["reward/mean"].last == 2.0
     assert read_curves(tmp_path / "nowhere") == {}
+
+
+def test_of_a_step_that_was_written_twice_the_newer_point_counts(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, seam=None)
+    for step, value in ((0, 0.0), (2, 2.0), (1, 1.0), (2, 2.5)):
+        recorder.step(step, {"reward/mean": value})
+    recorder.close()
+    curve = read_curves(tmp_path)["reward/mean"]
+    assert (curve.steps.tolist(), curve.values.tolist()) == ([0, 1, 2], [0.0, 1.0, 2.5])
+
+
+def test_a_long_run_is_read_with_few_bytes_a_point(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path)
+    for step in range(500):
+        writer.scalars(step, {f"some/metric_{number}": step for number in range(100)})
+    writer.close()
+    read_curves(tmp_path)  # what is imported and made once
+    tracemalloc.start()
+    try:
+        curves = read_curves(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    num_points = sum(len(curve.steps) for curve in curves.values())
+    assert num_points >= 500 * 100
+    assert peak < 32 * num_points
