@@ -267,7 +267,7 @@ class BufferConfig(Section):
     """[buffer]: rollouts on disk."""
 
     segment_groups: Positive = 256
-    """A segment is sealed after this many groups, or a minute, whichever is first."""
+    """A segment is sealed after this many groups, 8.4 million tokens or a minute, whichever is first."""
     partial_interval_tokens: Positive = 256
     """Running rollouts are reported when grown by this many tokens: the most that a death loses of each."""
     partial_interval_s: PositiveFloat = 10.0

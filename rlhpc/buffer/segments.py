@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from rlhpc.buffer.hdf5_columns import Attributes, hdf5_image
@@ -26,6 +27,7 @@ from rlhpc.run_layout import RunLayout
 # which a reader verifies before the HDF5 library, which is not made for hostile bytes, parses any of it.
 USER_BLOCK_BYTES = 512
 USER_BLOCK_MAGIC = b"rlhpc rollouts\n"
+MAX_SEGMENT_TOKENS = 1 << 23  # of completions, 109 MB of arrays: sealing takes twice that, and so does who reads one
 
 
 class SegmentWriter:
@@ -54,6 +56,7 @@ class SegmentWriter:
         self._max_groups, self._max_s = max_groups, max_s
         self._clock, self._wall_clock = clock, wall_clock
         self._pending: list[ResolvedGroup] = []
+        self._num_pending_tokens = 0
         self._pending_since_s = 0.0
         self._num_before_cut = 0  # of those that wait
         self._index_after_cut = first_index
@@ -75,7 +78,8 @@ class SegmentWriter:
         """Enough groups are pending, or one has been for long enough."""
         if not self._pending:
             return False
-        return len(self._pending) >= self._max_groups or self._clock() - self._pending_since_s >= self._max_s
+        is_full = len(self._pending) >= self._max_groups or self._num_pending_tokens >= MAX_SEGMENT_TOKENS
+        return is_full or self._clock() - self._pending_since_s >= self._max_s
 
     def add(self, resolved: ResolvedGroup) -> None:
         """Keep a group for the next segment."""
@@ -83,6 +87,7 @@ class SegmentWriter:
             if not self._pending:
                 self._pending_since_s = self._clock()
             self._pending.append(resolved)
+            self._num_pending_tokens += _num_tokens(resolved)
 
     def cut(self) -> None:
         """From now on no segment mixes groups added before this call with groups added after it."""
@@ -105,7 +110,7 @@ class SegmentWriter:
         return self.seal() if self.is_due else None
 
     def seal(self) -> Path | None:
-        """Write the oldest groups that wait, at most max_groups and none from beyond a cut; return the segment.
+        """Write the oldest groups that wait, of which a segment holds so many, and none from beyond a cut; return it.
 
         None if there are none.  Raises SegmentError when it cannot be written; nothing is left on disk and the groups
         stay pending.  OwnershipLost: another attempt owns the run directory, and the groups are part of an abandoned
@@ -113,7 +118,7 @@ class SegmentWriter:
         """
         with self._sealing:
             with self._counting:
-                groups = self._pending[: min(self._max_groups, self._num_before_cut or self._max_groups)]
+                groups = self._oldest()
             if not groups:
                 return None
             path = self._directory / RunLayout(Path()).segment(self._next_index).name
@@ -126,8 +131,15 @@ class SegmentWriter:
                 write_sealed(path, to_hdf5(groups, attributes), staging=self._staging())
             except SegmentError as error:
                 raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
-            self._count_sealed(len(groups))
+            self._count_sealed(groups)
             return path
+
+    def _oldest(self) -> list[ResolvedGroup]:
+        """At most max_groups, and as many tokens as a segment holds unless the first has more."""
+        groups = self._pending[: min(self._max_groups, self._num_before_cut or self._max_groups)]
+        totals = accumulate(map(_num_tokens, groups))
+        num_groups = sum(total <= MAX_SEGMENT_TOKENS for total in totals)
+        return groups[: max(1, num_groups)]
 
     def _staging(self) -> Path | None:
         if self._fence is None:
@@ -142,14 +154,20 @@ class SegmentWriter:
             paths.append(path)
         return paths
 
-    def _count_sealed(self, num_groups: int) -> None:
+    def _count_sealed(self, groups: Sequence[ResolvedGroup]) -> None:
+        num_groups = len(groups)
         with self._counting:
             self._next_index += 1
             self._pending_since_s = self._clock()
             del self._pending[:num_groups]
+            self._num_pending_tokens -= sum(map(_num_tokens, groups))
             if self._num_before_cut:
                 self._num_before_cut -= num_groups
                 self._index_after_cut = self._next_index
+
+
+def _num_tokens(resolved: ResolvedGroup) -> int:
+    return sum(len(scored.rollout.token_ids) for scored in resolved.group.members)
 
 
 def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, *, compress: bool = True) -> bytes:

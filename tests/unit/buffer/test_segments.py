@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rollout_samples import ManualClock, assert_same_group, make_group, make_scored
 
+from rlhpc.buffer import segments
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.segment_columns import SCHEMA
 from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
@@ -114,6 +115,21 @@ def test_a_segment_is_sealed_when_it_is_full(tmp_path):
     assert writer.tick() == tmp_path / "segment_000000.h5"
     assert (writer.num_pending, writer.next_index, writer.is_due) == (1, 1, False)
     assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0, 1, 2]
+
+
+def test_a_segment_of_long_rollouts_is_full_before_it_has_all_its_groups(tmp_path, monkeypatch):
+    """256 groups of 16 rollouts of 16,384 tokens would be 0.9 GB of arrays, and sealing takes twice that."""
+    groups = [ResolvedGroup(make_group(index, length=100)) for index in range(5)]
+    tokens_a_group = sum(len(scored.rollout.token_ids) for scored in groups[0].group.members)
+    monkeypatch.setattr(segments, "MAX_SEGMENT_TOKENS", 2 * tokens_a_group)
+    writer = make_writer(tmp_path, max_groups=100)
+    for number, resolved in enumerate(groups, 1):
+        writer.add(resolved)
+        assert writer.is_due == (number >= 2)
+    assert [len(read_segment(path)) for path in writer.seal_all()] == [2, 2, 1]
+    monkeypatch.setattr(segments, "MAX_SEGMENT_TOKENS", 1)
+    writer.add(groups[0])
+    assert len(read_segment(writer.seal())) == 1  # a group is never cut
 
 
 def test_a_segment_is_sealed_when_its_oldest_group_has_waited_long_enough(tmp_path):
