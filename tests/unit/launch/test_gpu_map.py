@@ -117,12 +117,20 @@ def test_device_files_are_counted_where_nobody_lists_gpus(tmp_path: Path) -> Non
 # -------------------------------------------------------------------------------------------------------- who gets it
 
 
+def components(config: Config, gpus: VisibleGpus) -> list[dict[str, Any]]:
+    """Of the plan of `rlhpc run` on a machine of 32 cores."""
+    layout, gpu_map = RunLayout(Path("/run")), map_gpus(config, gpus)
+    found: list[dict[str, Any]] = json.loads(local_plan_document(config, layout, gpu_map, 0, 32))["jobs"][0][
+        "components"
+    ]
+    return found
+
+
 def environments(config: Config, gpus: VisibleGpus) -> dict[str, str | None]:
     """What each task of `rlhpc run` sets for its process."""
-    document = json.loads(local_plan_document(config, RunLayout(Path("/run")), map_gpus(config, gpus), max_retries=0))
     return {
         name: component["visible_devices"].get(name, component["environment"].get("CUDA_VISIBLE_DEVICES"))
-        for component in document["jobs"][0]["components"]
+        for component in components(config, gpus)
         for share in component["roles"]
         for name in [f"{share['role']}-{replica}" for replica in range(share["num_processes"])]
     }
@@ -138,6 +146,15 @@ def test_trainer_ranks_come_first_then_the_engines_and_rewards_have_what_is_left
         "generator-0": "5,4",
         "generator-1": "3,2",
     }
+
+
+def test_ranks_that_work_in_host_memory_have_their_share_of_the_cores_if_they_have_gpus() -> None:
+    """Controller, reward service, two ranks and one engine."""
+    config = config_of(trainer={"num_ranks": 2, "ema_decay": 0.9})
+    threads = [component["defaults"]["OMP_NUM_THREADS"] for component in components(config, visible(*"012"))]
+    assert threads == ["1", "6", "1"]
+    for other, here in ((config, VisibleGpus()), (config_of(trainer={"num_ranks": 2}), visible(*"012"))):
+        assert {component["defaults"]["OMP_NUM_THREADS"] for component in components(other, here)} == {"1"}
 
 
 def test_evaluation_has_gpus_of_its_own_before_rewards_have_the_rest() -> None:
