@@ -2,7 +2,8 @@
 
 Input: the caller's CUDA_VISIBLE_DEVICES and the output of `nvidia-smi -L`.  Output: one entry per GPU, in CUDA's order.
 The caller's entries are passed on unchanged, so that they mean the same to the processes of a run: indices, UUIDs,
-prefixes of UUIDs, parts of a GPU (MIG).  Loads no torch and initialises no CUDA.
+parts of a GPU (MIG).  Only the beginning of a GPU's UUID is completed: CUDA understands it, and NVML, which vLLM asks,
+does not.  Loads no torch and initialises no CUDA.
 """
 
 from __future__ import annotations
@@ -49,16 +50,14 @@ def visible_gpus(machine: tuple[Gpu, ...], shown: str | None) -> tuple[str, ...]
     if shown is None:
         return tuple(word for index, gpu in enumerate(machine) for word in (gpu.parts or (str(index),)))
     words: list[str] = []
-    seen: list[str] = []
     for word in (word.strip() for word in shown.split(",")):
         if not _is_here(word, machine):
             break
         gpu = _by_name(word, machine)
         name = gpu.uuid if gpu else word
-        if name in seen:
+        if name in words:
             raise ConfigError(f"{VARIABLE}={shown!r}: {name} is named twice, so that CUDA shows no GPU at all")
-        seen.append(name)
-        words.append(word)
+        words.append(name)
     return tuple(words)
 
 

@@ -60,7 +60,8 @@ def run_locally(
             begun = prepare_run_dir(
                 config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell
             )
-            write_atomically(layout.local_plan, local_plan_document(config, layout, gpus, max_retries).encode())
+            plan = local_plan_document(config, layout, gpus, max_retries, num_cores=len(os.sched_getaffinity(0)))
+            write_atomically(layout.local_plan, plan.encode())
             mint_keys(config, layout)
             for change in begun.changed:
                 watch.tell(f"resumed with {change}")

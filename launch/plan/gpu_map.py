@@ -60,7 +60,6 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
     if not words:
         _refuse_gpu_settings_without_gpu(config, gpus)
         return GpuMap()
-    _refuse_parts_that_cannot_meet(ranks, engines, words)
     if _can_share(config, len(words)):
         _refuse_shared_without_bound(config, gpus)
         words = gpus.words * 2
@@ -81,6 +80,7 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
     )
     left = words[place:]
     evaluation = _of_evaluation(config, left, gpus)
+    _refuse_parts(trainer, workers | evaluation)
     return GpuMap(trainer | workers | evaluation, left[len(evaluation.get(EVALUATION, ())) :], transport)
 
 
@@ -120,12 +120,22 @@ def _refuse_gpu_settings_without_gpu(config: Config, gpus: VisibleGpus) -> None:
     choose_transport(config.weights.transport, CPU, {"generator-0": (CPU,)})
 
 
-def _refuse_parts_that_cannot_meet(ranks: int, engines: list[int], words: tuple[str, ...]) -> None:
-    if any(word.startswith(MIG) for word in words) and (ranks > 1 or any(each > 1 for each in engines)):
+def _refuse_parts(trainer: Mapping[str, tuple[str, ...]], engines: Mapping[str, tuple[str, ...]]) -> None:
+    """Parts of a GPU (MIG) that cannot do what they are to do."""
+    parts = [word for words in trainer.values() for word in words if word.startswith(MIG)]
+    if parts and len(trainer) > 1:
         raise ConfigError(
-            f"trainer.num_ranks={ranks} and generation.tensor_parallel={max(engines, default=1)} on parts of a GPU "
-            f"({words[0]}, …): NCCL does not connect parts; legal: 1 of each, or whole GPUs"
+            f"trainer.num_ranks={len(trainer)} on parts of a GPU ({parts[0]}, …): NCCL does not connect parts; "
+            "legal: 1, or whole GPUs"
         )
+    for name, words in engines.items():
+        # It asks NVML for the index of what CUDA_VISIBLE_DEVICES names, which for a part counts parts, then for the GPU
+        # of this index, of which there may be none (vllm/platforms/cuda.py of 0.32; older versions want a number).
+        if parts := [word for word in words if word.startswith(MIG)]:
+            raise ConfigError(
+                f"{name} on a part of a GPU, {parts[0]}: vLLM looks for a whole GPU with the part's number; legal: "
+                f"whole GPUs for engines, behind those of the trainer in {VARIABLE}"
+            )
 
 
 def _can_share(config: Config, num_gpus: int) -> bool:

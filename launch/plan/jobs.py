@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch.plan.processes import trainer_threads
 from launch.plan.shape import Shape, generation_shape, rewards_shape, trainer_shape
 from launch.plan.site_file import (
     ClusterConfig,
@@ -62,6 +63,7 @@ class Component:
     gres_type: str | None = None
     runs_in_batch_step: bool = False  # no srun: the supervisor starts its processes itself
     hides_gpus: bool = False  # its processes are on CPU, also where the node has GPUs
+    num_threads: int = 1  # of a library in each process
 
     @property
     def num_tasks(self) -> int:
@@ -176,10 +178,7 @@ def _components(config: Config, site: Site) -> tuple[Component, ...]:
     trainer, generator = trainer_shape(config, site.trainer), generation_shape(config, site.generation)
     components = (
         _controller(config, site),
-        replace(
-            _gpu_component("trainer", Share("trainer", trainer.num_tasks), trainer, site.trainer, site.common),
-            hides_gpus=config.trainer.device == "cpu",
-        ),
+        _trainer(config, trainer, site),
         _gpu_component("generation", Share("generator", generator.num_tasks), generator, site.generation, site.common),
     )
     return components if site.rewards is None else (*components, _rewards(config, site.rewards, site.common))
@@ -200,6 +199,12 @@ def _controller(config: Config, site: Site) -> Component:
         allocation=_allocation("controller", site.controller, site.common),
         runs_in_batch_step=True,
     )
+
+
+def _trainer(config: Config, shape: Shape, site: Site) -> Component:
+    ranks = _gpu_component("trainer", Share("trainer", shape.num_tasks), shape, site.trainer, site.common)
+    threads = trainer_threads(config, ranks.cpus_per_task) if ranks.gpus_per_task else 1
+    return replace(ranks, hides_gpus=config.trainer.device == "cpu", num_threads=threads)
 
 
 def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, common: CommonConfig) -> Component:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launch.plan.gpu_map import GpuMap
-from launch.plan.processes import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT, shares_of
+from launch.plan.processes import NO_GPU, ROLE_ENVIRONMENT, process_names, shares_of, thread_defaults, trainer_threads
 from launch.plan.site_file import ClusterConfig
 from launch.run_files.plan_file import LOCAL, SCHEMA, Limits, Share
 from rlhpc.config import Config
@@ -21,14 +21,19 @@ from rlhpc.run_layout import RunLayout
 STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than an hour for one, and somebody looks on
 
 
-def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int) -> str:
-    """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between."""
+def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int, num_cores: int) -> str:
+    """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between; num_cores: of the machine.
+
+    Ranks have their share of the cores where they have use for them.
+    """
     meet_s = ClusterConfig.model_fields["meet_s"].default
     limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, is_attended=True)
     controller, rewards, trainer, generation = shares_of(config)
+    each = num_cores // len(process_names(config))
+    threads = trainer_threads(config, each) if "trainer-0" in gpus.devices else 1
     components = [
         _component("controller", [controller, rewards], gpus),
-        _component("trainer", [trainer], gpus, hides_gpus=config.trainer.device == "cpu"),
+        _component("trainer", [trainer], gpus, hides_gpus=config.trainer.device == "cpu", num_threads=threads),
         _component("generation", [generation], gpus),
     ]
     job = {"name": LOCAL, "array_size": None, "components": components}
@@ -43,7 +48,9 @@ def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_ret
     return json.dumps(document, indent=1) + "\n"
 
 
-def _component(name: str, shares: list[Share], gpus: GpuMap, *, hides_gpus: bool = False) -> dict[str, Any]:
+def _component(
+    name: str, shares: list[Share], gpus: GpuMap, *, hides_gpus: bool = False, num_threads: int = 1
+) -> dict[str, Any]:
     names = [f"{share.role}-{k}" for share in shares for k in range(share.num_processes)]
     return {
         "name": name,
@@ -54,6 +61,6 @@ def _component(name: str, shares: list[Share], gpus: GpuMap, *, hides_gpus: bool
         "sees_own_gpus_alone": False,
         "python": [sys.executable],
         "environment": ROLE_ENVIRONMENT | (NO_GPU if hides_gpus else {}),
-        "defaults": ROLE_DEFAULTS,
+        "defaults": thread_defaults(num_threads),
         "visible_devices": {name: shown for name in names if (shown := gpus.variable(name)) is not None},
     }

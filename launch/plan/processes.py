@@ -23,11 +23,25 @@ ROLE_ENVIRONMENT = {
     "HDF5_USE_FILE_LOCKING": "FALSE",  # one writer per file is our own rule; Lustre and NFS often lack locks
     "PYTHONUNBUFFERED": "1",
 }
-ROLE_DEFAULTS = {"OMP_NUM_THREADS": "1"}  # a library that starts a thread per core of a shared node hurts everybody
-
 
 # A library that sees a GPU takes it, whatever it is told.
 NO_GPU = {VARIABLE: ""}
+
+
+def thread_defaults(num_threads: int = 1) -> dict[str, str]:
+    """Of a process: a library that starts a thread per core of a shared node hurts everybody."""
+    return {"OMP_NUM_THREADS": str(num_threads)}
+
+
+def trainer_threads(config: Config, num_cores: int) -> int:
+    """Of a rank that has a GPU and so many cores: one, unless the GPU waits for work on all weights in host memory.
+
+    Deterministic runs do not ask how many cores there are: sums depend on how many threads add them up.
+    """
+    trainer = config.trainer
+    has_average = trainer.ema_decay != "off" and trainer.ema_memory == "host"
+    works_on_host = trainer.optimizer_offload or has_average
+    return max(1, num_cores) if works_on_host and not config.run.deterministic else 1
 
 
 def shares_of(config: Config) -> tuple[Share, ...]:

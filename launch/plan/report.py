@@ -14,7 +14,7 @@ from typing import Any
 from launch.common.paths import without_dots
 from launch.common.text_table import aligned
 from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
-from launch.plan.processes import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
+from launch.plan.processes import NO_GPU, ROLE_ENVIRONMENT, thread_defaults
 from launch.plan.script import render_scripts
 from launch.plan.site_file import Site
 from launch.plan.site_values import slurm_time
@@ -133,7 +133,7 @@ def _component_document(plan: JobPlan, component: Component) -> dict[str, Any]:
         "time_s": component.allocation.time_s,
         "python": role_command(plan, component),
         "environment": ROLE_ENVIRONMENT | (NO_GPU if component.hides_gpus else {}),
-        "defaults": ROLE_DEFAULTS,
+        "defaults": thread_defaults(component.num_threads),
     }
 
 

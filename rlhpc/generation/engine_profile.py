@@ -13,6 +13,7 @@ from rlhpc.config import Config
 from rlhpc.errors import EngineError
 
 WORKER_EXTENSION = "rlhpc.generation.worker_extension.WeightUpdateExtension"
+SEVERAL_WORKERS = "rlhpc.generation.shielded_executor.ShieldedExecutor"
 CPU_KV_CACHE_BYTES = 256 << 20
 CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
 CPU_BATCHED_TOKENS = 2048  # vLLM's default there
@@ -106,7 +107,7 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
         "enable_log_requests": False,
-        "distributed_executor_backend": "uni" if generation.tensor_parallel == 1 else "mp",
+        "distributed_executor_backend": "uni" if generation.tensor_parallel == 1 else SEVERAL_WORKERS,
     }
     if generation.max_num_batched_tokens is not None:
         args["max_num_batched_tokens"] = generation.max_num_batched_tokens

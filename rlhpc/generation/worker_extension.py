@@ -6,8 +6,6 @@ with rlhpc_, since vLLM refuses an extension whose names collide with the worker
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,9 +15,9 @@ import torch
 
 from rlhpc.errors import GroupFailed
 from rlhpc.generation.preemption_count import PreemptionCount
+from rlhpc.generation.signal_shield import SignalShield
 from rlhpc.generation.weight_link import FAILED, WeightLink
 from rlhpc.generation.weight_reload import reload_weights
-from rlhpc.parent_death import end_with_parent
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.device_id import device_id
 from rlhpc.weights.device_scope import DeviceScope, indexed
@@ -30,7 +28,6 @@ from rlhpc.weights.shadow import HostShadow
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 NO_GROUP = (FAILED, "this worker is in no weight group")
 
 
@@ -50,24 +47,21 @@ class WeightUpdateExtension:
     _rlhpc_scope: DeviceScope | None = None  # this and the next two are made once, at the first join
     _rlhpc_shadow: HostShadow
     _rlhpc_loading: threading.Lock
-    _rlhpc_handlers: dict[signal.Signals, Any] | None = None
+    _rlhpc_shield: SignalShield | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
-        """Ignore the scheduler's signals, which the generator handles; end when the generator ends; start counting.
+        """Follow the generator, which has this pid (signal_shield.py); start counting.
 
-        Slurm signals every process of a step: an engine that reacted would be gone before the generator has handed back
-        its partial rollouts.  Only a direct child dies with its parent: vLLM's executor ends the others itself.
+        Where it has several workers their core obeys, too (shielded_executor.py).
         """
         self._rlhpc_preemptions = PreemptionCount(self.model_runner)
-        if threading.current_thread() is threading.main_thread():
-            self._rlhpc_handlers = {notice: signal.signal(notice, signal.SIG_IGN) for notice in NOTICES}
-        if os.getppid() == parent_pid:
-            end_with_parent()
+        self._rlhpc_shield = SignalShield()
+        self._rlhpc_shield.follow(parent_pid)
 
     def rlhpc_heed_signals(self) -> None:
         """Restore the signals that rlhpc_follow_parent ignores, so that vLLM can end its processes."""
-        for notice, handler in (self._rlhpc_handlers or {}).items():
-            signal.signal(notice, handler)
+        if self._rlhpc_shield is not None:
+            self._rlhpc_shield.heed()
 
     def rlhpc_device_id(self) -> str:
         """Unique name of this worker's GPU; "" on CPU."""

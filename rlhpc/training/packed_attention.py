@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -133,19 +133,38 @@ def packed_attention(
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """[B, heads, L, D] of dense batches."""
-    is_grouped = query.shape[1] != key.shape[1]
-    attend = partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=is_grouped)
     length = query.shape[2]
     if window is None or window >= length:
-        return attend(query, key, value, is_causal=True)
+        return grouped_attention(query, key, value, scale=scaling, is_causal=True)
     blocks = []
     for start in range(0, length, window):
         end, first = min(start + window, length), max(0, start - window + 1)
         behind = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
         keys = slice(first, end)
         mask = (behind >= 0) & (behind < window)
-        blocks.append(attend(query[:, :, start:end], key[:, :, keys], value[:, :, keys], attn_mask=mask))
+        seen = (query[:, :, start:end], key[:, :, keys], value[:, :, keys])
+        blocks.append(grouped_attention(*seen, scale=scaling, attn_mask=mask))
     return torch.cat(blocks, dim=2)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """torch's attention, query [B, heads, L, D], key and value [B, key heads, M, D]; a key head may have several heads.
+
+    For these groups torch 2.13 has one kernel on CUDA in float32, which keeps all scores, [heads, L, M].
+    """
+    is_grouped = query.shape[1] != key.shape[1]
+    if is_grouped and query.is_cuda:
+        return group_by_group(query, key, value, **options)
+    return functional.scaled_dot_product_attention(query, key, value, enable_gqa=is_grouped, **options)
+
+
+def group_by_group(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """The same without torch's groups: each is a row of the batch, whose heads see one key head, not copies of it."""
+    size = query.shape[1] // key.shape[1]  # of a group
+    groups = query.reshape(-1, size, *query.shape[2:])
+    key, value = (tensor.flatten(0, 1).unsqueeze(1).expand(-1, size, -1, -1) for tensor in (key, value))
+    output = functional.scaled_dot_product_attention(groups, key, value, **options)
+    return output.reshape(query.shape)
 
 
 def _padded(

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
 
 from rlhpc.generation.core_thread import CoreThread
 from rlhpc.types import FinishReason, Rollout
-from tests.contracts.engine_subjects import VllmSubject, living_children, request_of
+from tests.contracts.engine_subjects import VllmSubject, living_children, remember_strangers, request_of
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 KV_CACHE_BYTES = 2 << 20  # four requests of the greatest length, or sixteen short ones
 TEMPERATURE = 2.0  # so flat that many tokens are sampled; a power of two, so that dividing by it rounds nothing
 STEPS_OF_BFLOAT16 = 64  # between two whole numbers from 2 to 4; above that it has fewer
+KILLED_GENERATOR = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from tests.contracts.engine_subjects import VllmSubject, living_children
+
+async def main():
+    await VllmSubject.start(Path(sys.argv[1]), family="qwen2", tied=True, tensor_parallel=2)
+    print("processes", *(child.pid for child in living_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
 
 
 class SharpSubject(VllmSubject):
@@ -98,3 +118,47 @@ async def test_what_is_thrown_out_of_a_full_cache_is_counted_and_delivered_all_t
     assert all(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)
     await subject.update(1)
     assert subject.engine.statistics().num_preemptions > before
+
+
+@pytest.mark.long
+async def test_signals_meant_for_the_role_do_not_end_an_engine_of_two_workers(tmp_path: Path) -> None:
+    """Whose core is a process of its own, beside the workers."""
+    remember_strangers()
+    subject = await VllmSubject.start(tmp_path, family="qwen2", tied=True, tensor_parallel=2)
+    request = request_of(1, max_tokens=200)
+    try:
+        running = asyncio.create_task(subject.engine.generate(request))
+        async with asyncio.timeout(PATIENCE_S):
+            while not subject.engine.num_sampled(request.request_id):  # noqa: ASYNC110 - by polling
+                await asyncio.sleep(0.001)
+        processes = living_children()
+        for process in processes:
+            for notice in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+                process.send_signal(notice)
+        rollout = await asyncio.wait_for(running, PATIENCE_S)
+    finally:
+        await subject.engine.close()
+    assert len(processes) == 3
+    assert rollout.finish_reason is FinishReason.LENGTH
+    assert living_children() == []
+
+
+@pytest.mark.long
+@pytest.mark.starts
+def test_an_engine_of_two_workers_ends_with_its_generator(tmp_path: Path) -> None:
+    """Which had no time to end it."""
+    script = tmp_path / "generator.py"  # a file: its main module is imported by processes that are spawned
+    script.write_text(KILLED_GENERATOR)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (said,) = (line for line in done.stdout.splitlines() if line.startswith("processes "))
+    pids = [int(word) for word in said.split()[1:]]
+    assert len(pids) == 3
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, timeout=PATIENCE_S)
+    for process in alive:
+        process.kill()
+    assert not alive

@@ -103,3 +103,41 @@ def test_a_long_row_needs_no_memory_for_a_mask(device):
     torch.cuda.reset_peak_memory_stats()
     attention(query[:, None], key, value, packed_seq_params=row).float().sum().backward()
     assert torch.cuda.max_memory_allocated() - before < tokens * tokens // 2  # of a mask of bytes, causal half
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("lengths", ROWS, ids=lambda lengths: f"{len(lengths)}_segments")
+def test_in_float32_a_row_attends_as_a_dense_mask_would_have_it(lengths, num_ranks, device):
+    borders = np.cumsum((0, *lengths), dtype=np.int32)
+    full = draw(device, 2)
+    wanted = dense_attention(*full, borders)
+    parts, places = [], []
+    for rank in range(num_ranks):
+        plan = RowPlan.of(borders, num_ranks, rank, device)
+        tokens = torch.from_numpy(held_tokens(480, num_ranks, rank)).to(device)
+        if plan.whole is not None:
+            row = PackedRow(plan)
+            attention = PackedCoreAttention(SimpleNamespace(kv_channels=64), SimpleNamespace(cp=None))
+            key, value = (part[:, None] for part in full[1].unbind(1))
+            parts.append(attention(full[0][:, None], key, value, packed_seq_params=row).view(480, HEADS, 64))
+        else:
+            pairs = zip(full[0].index_select(0, tokens).chunk(2), plan.chunks, strict=True)
+            parts += [chunk_attention(query, full[1], chunk, SCALING) for query, chunk in pairs]
+        places.append(tokens)
+    found = torch.cat(parts).index_select(0, torch.cat(places).argsort())
+    slope = torch.randn(wanted.shape, device=device, generator=torch.Generator(device).manual_seed(9))
+    gradients = [torch.autograd.grad(output, full, slope) for output in (found, wanted)]
+    for left, right in zip((found, *gradients[0]), (wanted, *gradients[1]), strict=True):
+        torch.testing.assert_close(left, right, atol=5e-3, rtol=5e-3)  # TF32, where a kernel takes it
+
+
+def test_in_float32_a_long_row_needs_no_memory_for_scores(device):
+    tokens = 16_384
+    query, keys_and_values = draw(device, 2, tokens)
+    row = PackedRow(RowPlan.of(np.array([0, tokens], dtype=np.int32), 1, 0, device))
+    attention = PackedCoreAttention(SimpleNamespace(kv_channels=64), SimpleNamespace(cp=None))
+    key, value = (part[:, None] for part in keys_and_values.unbind(1))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention(query[:, None], key, value, packed_seq_params=row).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * tokens * tokens  # of one head's scores

@@ -19,12 +19,11 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.training.megatron.row_plan import ChunkPlan, RowPlan
-from rlhpc.training.packed_attention import SegmentPlan, packed_attention, varlen_causal
+from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, packed_attention, varlen_causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,4 @@ def _lower_right(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> T
     """The last query attends to all keys, the one before to all but one, and so on; [tokens, heads, D] each."""
     mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(len(key) - len(query))
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    output = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return output[0].transpose(0, 1)
+    return grouped_attention(q, k, v, attn_mask=mask, scale=scaling)[0].transpose(0, 1)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rlhpc.config import Config, with_values
 from rlhpc.errors import EngineError
-from rlhpc.generation.engine_profile import CPU_KV_CACHE_BYTES, WORKER_EXTENSION, engine_profile
+from rlhpc.generation.engine_profile import CPU_KV_CACHE_BYTES, SEVERAL_WORKERS, WORKER_EXTENSION, engine_profile
 
 
 def config_with(**generation: object) -> Config:
@@ -58,7 +58,7 @@ def test_on_cuda_memory_is_taken_by_share_and_graphs_are_captured() -> None:
     assert profile.engine_args["tensor_parallel_size"] == 2
     assert not profile.is_in_process
     assert not engine_profile(config_with(), seed=7, device="cuda").is_in_process
-    assert profile.engine_args["distributed_executor_backend"] == "mp"
+    assert profile.engine_args["distributed_executor_backend"] == SEVERAL_WORKERS
     assert profile.engine_args["enforce_eager"] is False
     assert "kv_cache_memory_bytes" not in profile.engine_args
     assert "OMP_NUM_THREADS" not in profile.environment
@@ -74,7 +74,7 @@ def test_a_kv_cache_of_given_size_is_taken_on_both() -> None:
 def test_several_workers_on_cpu_are_processes() -> None:
     profile = engine_profile(config_with(tensor_parallel=2), seed=0, device="cpu")
     assert not profile.is_in_process
-    assert profile.engine_args["distributed_executor_backend"] == "mp"
+    assert profile.engine_args["distributed_executor_backend"] == SEVERAL_WORKERS
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in profile.environment
 
 

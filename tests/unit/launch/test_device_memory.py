@@ -130,8 +130,8 @@ def test_gpus_of_their_own_are_judged_each_by_its_own_memory() -> None:
 
 def test_a_gpu_of_unknown_memory_is_not_judged_and_that_is_said() -> None:
     config = recipe()
-    found = map_gpus(config, VisibleGpus(("MIG-1",), "MIG-1"))
-    assert "GPU MIG-1" in judge_devices(config, CONFIGS[MODEL], shape_of(), found, {})
+    found = map_gpus(config, VisibleGpus(("GPU-7",), "GPU-7"))
+    assert "GPU GPU-7" in judge_devices(config, CONFIGS[MODEL], shape_of(), found, {})
     apart = map_gpus(config, VisibleGpus(("MIG-1", "GPU-5"), ""))
     assert "not judged" in judge_devices(config, CONFIGS[MODEL], shape_of(), apart, {"GPU-5": 79.0})
     with pytest.raises(ConfigError, match="of GPU GPU-5"):  # what is known is judged all the same

@@ -66,7 +66,7 @@ def visible(*words: str) -> VisibleGpus:
         (TWO_WHOLE, "NoDevFiles", ()),
         (TWO_WHOLE, "0,7,1", ("0",)),  # what comes after a device that is not there, CUDA does not show either
         (TWO_WHOLE, f"{SECOND},{FIRST}", (SECOND, FIRST)),
-        (TWO_WHOLE, "GPU-5e,GPU-5d", ("GPU-5e", "GPU-5d")),
+        (TWO_WHOLE, "GPU-5e,GPU-5d", (SECOND, FIRST)),
         (TWO_WHOLE, "GPU-77", ()),
         (ONE_CUT, None, (PART_0, PART_1, "1")),
         (ONE_CUT, PART_1, (PART_1,)),
@@ -117,12 +117,20 @@ def test_device_files_are_counted_where_nobody_lists_gpus(tmp_path: Path) -> Non
 # -------------------------------------------------------------------------------------------------------- who gets it
 
 
+def components(config: Config, gpus: VisibleGpus) -> list[dict[str, Any]]:
+    """Of the plan of `rlhpc run` on a machine of 32 cores."""
+    layout, gpu_map = RunLayout(Path("/run")), map_gpus(config, gpus)
+    found: list[dict[str, Any]] = json.loads(local_plan_document(config, layout, gpu_map, 0, 32))["jobs"][0][
+        "components"
+    ]
+    return found
+
+
 def environments(config: Config, gpus: VisibleGpus) -> dict[str, str | None]:
     """What each task of `rlhpc run` sets for its process."""
-    document = json.loads(local_plan_document(config, RunLayout(Path("/run")), map_gpus(config, gpus), max_retries=0))
     return {
         name: component["visible_devices"].get(name, component["environment"].get("CUDA_VISIBLE_DEVICES"))
-        for component in document["jobs"][0]["components"]
+        for component in components(config, gpus)
         for share in component["roles"]
         for name in [f"{share['role']}-{replica}" for replica in range(share["num_processes"])]
     }
@@ -138,6 +146,15 @@ def test_trainer_ranks_come_first_then_the_engines_and_rewards_have_what_is_left
         "generator-0": "5,4",
         "generator-1": "3,2",
     }
+
+
+def test_ranks_that_work_in_host_memory_have_their_share_of_the_cores_if_they_have_gpus() -> None:
+    """Controller, reward service, two ranks and one engine."""
+    config = config_of(trainer={"num_ranks": 2, "ema_decay": 0.9})
+    threads = [component["defaults"]["OMP_NUM_THREADS"] for component in components(config, visible(*"012"))]
+    assert threads == ["1", "6", "1"]
+    for other, here in ((config, VisibleGpus()), (config_of(trainer={"num_ranks": 2}), visible(*"012"))):
+        assert {component["defaults"]["OMP_NUM_THREADS"] for component in components(other, here)} == {"1"}
 
 
 def test_evaluation_has_gpus_of_its_own_before_rewards_have_the_rest() -> None:
@@ -158,8 +175,8 @@ def test_evaluation_has_gpus_of_its_own_before_rewards_have_the_rest() -> None:
 
 def test_uuids_and_parts_are_handed_on_as_they_are() -> None:
     assert environments(config_of(), visible(SECOND, FIRST))["generator-0"] == FIRST
-    of_parts = environments(config_of(), visible(PART_0, PART_1))
-    assert (of_parts["trainer-0"], of_parts["generator-0"]) == (PART_0, PART_1)
+    beside = environments(config_of(generation={"tensor_parallel": 2}), visible(PART_0, "1", "2", PART_1))
+    assert (beside["trainer-0"], beside["generator-0"], beside["reward-0"]) == (PART_0, "1,2", PART_1)
 
 
 def test_a_trainer_on_cpu_and_a_scripted_engine_take_no_gpu() -> None:
@@ -212,6 +229,10 @@ def test_gpus_of_their_own_mean_nccl_and_the_plan_says_who_has_which() -> None:
         ({"generation": {"tensor_parallel": 2}}, ("0",), r"fit: .*, which share it, with generation.kv_cache_bytes"),
         ({"generation": {"tensor_parallel": 8}}, ("0", "1"), r"need 9 GPUs, 2 visible .* no smaller layout fits"),
         ({"trainer": {"num_ranks": 2}}, (PART_0, PART_1, "1"), r"on parts of a GPU .*NCCL does not connect parts"),
+        ({}, (PART_0, PART_1), rf"generator-0 on a part of a GPU, {PART_1}: .* legal: whole GPUs for engines, behind"),
+        ({}, ("0", OLD_PART), rf"generator-0 on a part of a GPU, {OLD_PART}"),
+        ({"generation": {"kv_cache_bytes": 9}}, (PART_0,), rf"generator-0 on a part of a GPU, {PART_0}"),
+        ({"evaluation": [{"path": "a.jsonl"}]}, ("0", "1", PART_0), "evaluation on a part of a GPU"),
         ({"generation": {"kv_cache_bytes": 9}, "weights": {"transport": "nccl"}}, ("0",), r"both on GPU 0, .*ipc"),
         ({"weights": {"transport": "ipc"}}, ("0", "1"), r"trainer-0 on GPU 0, generator-0 on GPU 1"),
         ({"weights": {"transport": "nccl"}}, (), r"weights\.transport='nccl', and generator-0 is on CPU"),

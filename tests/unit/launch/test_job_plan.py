@@ -242,6 +242,25 @@ def test_the_plan_file_has_the_limits_of_the_site_and_the_environment_of_the_rol
     assert controller["defaults"] == {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.parametrize(
+    ("words", "threads"),
+    [
+        (["trainer.optimizer_offload=true", "trainer.backend=deepspeed"], "6"),
+        (["trainer.ema_decay=0.99"], "6"),
+        ([], "1"),
+        (["trainer.ema_decay=0.99", "trainer.ema_memory=device"], "1"),
+        (["trainer.ema_decay=0.99", "trainer.device=cpu"], "1"),
+        (["trainer.ema_decay=0.99", "run.deterministic=true"], "1"),
+    ],
+    ids=str,
+)
+def test_ranks_whose_gpu_waits_for_work_in_host_memory_use_all_their_cores(words: list[str], threads: str) -> None:
+    document = json.loads(plan_document(plan_of(*words, trainer={"cpus_per_gpu": 6})))
+    defaults = {each["name"]: each["defaults"] for each in document["jobs"][0]["components"]}
+    assert defaults["trainer"] == {"OMP_NUM_THREADS": threads}
+    assert defaults["controller"] == defaults["generation"] == {"OMP_NUM_THREADS": "1"}
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_the_supervisor_reads_the_plan_of_every_shipped_pair(pair: Pair, tmp_path: Path) -> None:
     plan = plan_jobs(pair.config, pair.site, RunLayout(pair.config.run_directory))

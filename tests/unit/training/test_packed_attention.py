@@ -5,9 +5,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Module, functional
+from torch.overrides import TorchFunctionMode
 
-from rlhpc.training.packed_attention import MIN_FILL, SHORT_TOKENS, SegmentPlan, packed_attention
+from rlhpc.training.packed_attention import (
+    MIN_FILL,
+    SHORT_TOKENS,
+    SegmentPlan,
+    group_by_group,
+    grouped_attention,
+    packed_attention,
+)
 
 CPU = torch.device("cpu")
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
@@ -111,3 +120,43 @@ def test_a_window_hides_what_lies_further_back_and_nothing_else(lengths, window)
 def test_a_call_without_borders_fails_instead_of_attending_across_samples():
     with pytest.raises(TypeError, match="segments"):
         packed_attention(Module(), *draw(4), None)
+
+
+class Calls(TorchFunctionMode):
+    """Notes what torch's attention is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is functional.scaled_dot_product_attention:
+            self.calls.append((*args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def test_on_cuda_in_float32_torch_is_asked_for_no_groups_and_gets_no_copies_of_keys():
+    """Its kernel for groups keeps all scores there.  Fake tensors have a device and shapes, and no numbers."""
+    with FakeTensorMode(), Calls() as noted:
+        q, k, v = (torch.empty(1, heads, 30, SIZE, device="cuda") for heads in (6, 2, 2))
+        found, _ = packed_attention(None, q, k, v, None, segments=plan([30]))
+    assert found.shape == (1, 30, 6, SIZE)
+    ((query, key, value, options),) = noted.calls
+    assert not options.get("enable_gqa")
+    assert query.shape[:2] == key.shape[:2] == value.shape[:2]
+    assert key.stride(1) == value.stride(1) == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_groups_attend_as_torchs_do(num_rows):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(num_rows, 17, heads, SIZE) for heads in (6, 2, 2)]
+    q, k, v = (torch.randn(shape, generator=generator).transpose(1, 2).requires_grad_() for shape in shapes)
+    mask = torch.ones(17, 17, dtype=torch.bool).tril(2)
+    for options in ({"is_causal": True}, {"attn_mask": mask, "scale": 0.2}):
+        expected, found = grouped_attention(q, k, v, **options), group_by_group(q, k, v, **options)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        factors = torch.randn(expected.shape, generator=generator)
+        wanted = torch.autograd.grad((expected * factors).sum(), (q, k, v))
+        for gradient, want in zip(torch.autograd.grad((found * factors).sum(), (q, k, v)), wanted, strict=True):
+            torch.testing.assert_close(gradient, want, atol=5e-6, rtol=0)
