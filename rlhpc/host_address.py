@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from rlhpc.errors import ConfigError
 
@@ -26,8 +26,33 @@ def host_address(environment: Mapping[str, str] = os.environ) -> str:
     127.0.1.1, which no other host reaches.  Sends nothing.  127.0.0.1 if there is no network at all.
     Raises ConfigError if none of the named interfaces has an address here.
     """
+    if first := first_interface(environment):
+        return interface_addresses()[first]
+    return _address_of_name() or _address_of_default_route() or "127.0.0.1"
+
+
+def first_interface(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The first interface named in RLHPC_INTERFACE that this host has; None: none is named.  Raises ConfigError."""
     names = environment.get(VARIABLE, "").strip()
-    return _address_of_first(names) if names else _address_of_name() or _address_of_default_route() or "127.0.0.1"
+    if not names:
+        return None
+    present = interface_addresses()
+    for name in (word.strip() for word in names.split(",")):
+        if name in present:
+            return name
+    here = ", ".join(f"{name} ({address})" for name, address in present.items()) or "none"
+    raise ConfigError(
+        f"{VARIABLE}={names!r}: no such interface with an IPv4 address on {socket.gethostname()}; there are: {here}"
+    )
+
+
+def tell_gloo(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let gloo use the interface that host_address() is of, unless it is told another.  Raises ConfigError.
+
+    It wants every interface that it is told to be there, where NCCL and we take the first that is.
+    """
+    if interface := first_interface(environment):
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def interface_addresses() -> dict[str, str]:
@@ -40,17 +65,6 @@ def interface_addresses() -> dict[str, str]:
 def interface_of(address: str) -> str | None:
     """The name of the interface that has this address; None: this host has no such address."""
     return next((name for name, its in interface_addresses().items() if its == address), None)
-
-
-def _address_of_first(names: str) -> str:
-    present = interface_addresses()
-    for name in (word.strip() for word in names.split(",")):
-        if name in present:
-            return present[name]
-    here = ", ".join(f"{name} ({address})" for name, address in present.items()) or "none"
-    raise ConfigError(
-        f"{VARIABLE}={names!r}: no such interface with an IPv4 address on {socket.gethostname()}; there are: {here}"
-    )
 
 
 def _address_of_name() -> str | None:

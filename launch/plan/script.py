@@ -141,7 +141,7 @@ def _exports(prologue: PrologueConfig) -> Iterator[str]:
         yield f"export PYTHONPATH={shlex.quote(str(prologue.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     if prologue.nccl_interface is not None:
         name = shlex.quote(prologue.nccl_interface)
-        yield f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name} RLHPC_INTERFACE={name}"
+        yield f"export NCCL_SOCKET_IFNAME={name} RLHPC_INTERFACE={name}"
     for key, value in prologue.environment.items():
         yield f"export {key}={_in_double_quotes(value)}"
 

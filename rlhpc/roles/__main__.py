@@ -6,6 +6,7 @@ import sys
 
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.host_address import tell_gloo
 from rlhpc.loading import loading_libraries
 from rlhpc.roles.common.lifecycle import parse_role, run_role
 
@@ -14,6 +15,7 @@ def main() -> int:
     """Read who we are, load that role alone, run it."""
     try:
         context = parse_role(sys.argv[1:])
+        tell_gloo()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG

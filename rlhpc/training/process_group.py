@@ -7,6 +7,7 @@ Guarantees: when open_process_group returns, every rank is connected to every ot
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -106,15 +107,18 @@ def close_process_group() -> None:
 def device_of(wish: str, rank: int) -> torch.device:
     """Return the device of a rank and make it torch's current one; setting: "cpu", "cuda" or "auto".
 
-    Raises ConfigError if a GPU is wanted and none is visible.
+    Raises ConfigError if a GPU is wanted, or was given to this process, and torch sees none.
     """
-    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+    shown, has_cuda = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.is_available()
+    was_given_one = bool(shown and torch.version.cuda)
+    if wish == "cpu" or (wish == "auto" and not has_cuda and not was_given_one):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not has_cuda:
+        # "auto", too: this rank would train on the CPU, beside others that wait for it on their GPUs.
         raise ConfigError(
-            f"trainer.device='cuda': torch {torch.__version__} sees no GPU here (CUDA_VISIBLE_DEVICES={shown!r}); "
-            "legal here: 'cpu', 'auto'"
+            f"trainer.device={wish!r}: torch {torch.__version__} sees no GPU on {socket.gethostname()} "
+            f"(CUDA_VISIBLE_DEVICES={shown!r}): none is there, one has failed, or the driver is too old; "
+            "`nvidia-smi` tells; legal here: 'cpu'"
         )
     # A launcher that shows each rank one GPU gives device 0; one that shows all of a node gives one to each rank.
     device = torch.device("cuda", rank % torch.cuda.device_count())

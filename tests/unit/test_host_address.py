@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch.distributed as dist
 
 from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ConfigError
-from rlhpc.host_address import host_address, interface_addresses, interface_of
+from rlhpc.host_address import host_address, interface_addresses, interface_of, tell_gloo
 from rlhpc.topology import CONTROL
 from rlhpc.transport.sockets import bind, make_socket
 
@@ -36,6 +37,23 @@ def test_a_named_interface_gives_its_own_address() -> None:
 def test_of_several_named_interfaces_the_first_that_exists_is_taken() -> None:
     assert host_address({"RLHPC_INTERFACE": "ib77, lo"}) == "127.0.0.1"
     assert host_address({"RLHPC_INTERFACE": "lo,ib77"}) == "127.0.0.1"
+
+
+def test_gloo_is_told_the_one_interface_that_is_here() -> None:
+    """It makes a device of every name that it is told, and fails for the first that a node lacks."""
+    for told, gloo in (("ib77,lo", "lo"), ("lo,ib77", "lo")):
+        environment = {"RLHPC_INTERFACE": told}
+        tell_gloo(environment)
+        assert environment["GLOO_SOCKET_IFNAME"] == gloo
+        assert dist.ProcessGroupGloo.create_device(interface=environment["GLOO_SOCKET_IFNAME"])
+    with pytest.raises(RuntimeError, match="ib77"):
+        dist.ProcessGroupGloo.create_device(interface="ib77")
+    chosen = {"RLHPC_INTERFACE": "lo", "GLOO_SOCKET_IFNAME": "eth9"}
+    tell_gloo(chosen)
+    assert chosen["GLOO_SOCKET_IFNAME"] == "eth9"
+    nothing: dict[str, str] = {}
+    tell_gloo(nothing)
+    assert not nothing
 
 
 @pytest.mark.parametrize("value", ["ib77", "ib77,^lo", ",", "an-interface-with-a-name-too-long-for-any-kernel"])

@@ -201,7 +201,8 @@ def test_the_supervisor_takes_the_place_of_the_shell_with_what_the_prologue_set(
     assert environment["CACHE"] == "/tmp/me-7"
     assert environment["TEXT"] == 'a "b" `c` $(d) \\ $5'
     assert environment["PYTHONPATH"] == "/shared/code"
-    assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] == "ib0,ib1"
+    assert environment["NCCL_SOCKET_IFNAME"] == environment["RLHPC_INTERFACE"] == "ib0,ib1"
+    assert "GLOO_SOCKET_IFNAME" not in environment  # gloo wants all of them to be there: a role names the first that is
     assert (environment["HF_HUB_OFFLINE"], environment["HDF5_USE_FILE_LOCKING"]) == ("1", "FALSE")
     assert environment["SLURM_EXPORT_ENV"] == "ALL"
     assert "SLURM_MEM_PER_CPU" not in environment

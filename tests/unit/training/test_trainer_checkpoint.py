@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhpc.errors import CheckpointError, DamagedCheckpoint
+from rlhpc.training.checkpoint import trainer_state
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
 from rlhpc.training.checkpoint.trainer_state import STATE_FILE, open_checkpoint, read_checkpoint, write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
@@ -113,6 +114,30 @@ def test_a_missing_a_short_and_a_changed_file_are_named(tmp_path, name):
     path.unlink()
     with pytest.raises(CheckpointError, match=name):
         read_checkpoint(tmp_path, SPECS)
+
+
+def test_readers_beside_each_other_verify_every_file_once(tmp_path, monkeypatch):
+    """One alone would read a checkpoint of 72B for half an hour, and the others give it up meanwhile."""
+    write(tmp_path)
+    verified: list[list[str]] = []
+    check = trainer_state.check_file
+
+    def note(path, record, *, verify_content):
+        if verify_content:
+            verified[-1].append(path.name)
+        check(path, record, verify_content=verify_content)
+
+    monkeypatch.setattr(trainer_state, "check_file", note)
+    for rank in range(3):
+        verified.append([])
+        read_checkpoint(tmp_path, SPECS, share=(rank, 3))
+    names = [name for ours in verified for name in ours]
+    assert sorted(names) == sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert max(map(len, verified)) - min(map(len, verified)) <= 1
+    (tmp_path / verified[2][0]).write_bytes(b"short")
+    for rank in range(3):  # sizes are looked at by all
+        with pytest.raises(CheckpointError, match=verified[2][0]):
+            read_checkpoint(tmp_path, SPECS, share=(rank, 3))
 
 
 def test_every_byte_of_the_manifest_counts(tmp_path):
