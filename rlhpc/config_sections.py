@@ -229,7 +229,7 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """"auto": on CUDA nccl with separate GPUs, ipc if trainer and engines share one; on CPU ipc on one host, gloo
-    between hosts."""
+    between hosts.  Not nccl with `run.deterministic`, whose two ends set NCCL differently."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
     """Tensors travel in buckets of about this size; extra memory on the trainer is two buckets."""
     staging: Literal["auto", "shadow", "paused"] = "auto"

@@ -84,8 +84,8 @@ class StatefulBackend(TrainerBackend):
         # All bytes once: by one rank alone they would take longer than the others wait (72B at 0.5 GB/s: half an hour).
         share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         read = partial(read_checkpoint, directory, self.tensor_specs(), share=share)
-        checkpoint = on_all_ranks(read, directory, self._device)
-        on_all_ranks(partial(self._take, checkpoint), directory, self._device)
+        checkpoint = on_all_ranks(read)
+        on_all_ranks(partial(self._take, checkpoint))
         self._continue_from(checkpoint.num_steps_applied, checkpoint.rng)
 
     def _take(self, checkpoint: TrainerCheckpoint) -> None:

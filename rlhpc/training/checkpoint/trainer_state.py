@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.crc import crc32
@@ -27,7 +27,6 @@ from rlhpc.files import write_atomically
 from rlhpc.training.checkpoint.file_record import FileRecord, check_file, of_each_file
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import TensorSpec
 
@@ -163,21 +162,24 @@ def open_checkpoint(directory: Path) -> TrainerCheckpoint:
     return TrainerCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"], specs, shards, records)
 
 
-def on_all_ranks(read: Callable[[], Found], directory: Path, device: torch.device) -> Found:
+def on_all_ranks(read: Callable[[], Found]) -> Found:
     """Return what `read` does, or raise CheckpointError on every rank if it does on any.  A collective.
 
-    A rank that raised alone would leave the others waiting for it in their next collective.
+    A rank that raised alone would leave the others waiting for it in their next collective.  All tell what the first
+    has found: who reads a log reads that of rank 0.
     """
     error: CheckpointError | None = None
     try:
         found = read()
     except CheckpointError as failure:
         error = failure
-    everyone_succeeded = all_ranks_agree(error is None, device)
+    if dist.is_initialized():
+        told: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(told, "" if error is None else str(error))
+        if problems := list(filter(None, told)):
+            raise CheckpointError(problems[0]) from error
     if error is not None:
         raise error
-    if not everyone_succeeded:
-        raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; see its log")
     return found
 
 
