@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.checks.audit.before_resume import look_before_going_on
+from launch.checks.memory.host_verdict import judge_host
 from launch.checks.memory.verdict import judge_memory
 from launch.checks.preflight import Findings, preflight
 from launch.checks.site.slurm_check import refuse_unfit
@@ -73,7 +74,7 @@ def submit_run(
     written.  Raises SlurmError: sbatch failed; no job is left in the queue, or the message names those that may be.
     """
     options, run = dependency(after), prepare(config, site_file)
-    check(run)
+    check(run, tell)
     submit_checked(run, options, resume=resume, fresh=fresh, tell=tell, resume_from=resume_from)
     layout = run.layout
     tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
@@ -89,12 +90,12 @@ def prepare(config: Config, site_file: Path) -> Submission:
     return Submission(config, site_file, site, plan_jobs(config, site, layout))
 
 
-def check(run: Submission) -> None:
+def check(run: Submission, tell: Tell) -> None:
     """Check model, data, memory, and the cluster's limits.  Raises ConfigError; SlurmError: Slurm does not answer."""
     run_here = roles_run_here(run.site.prologue)
     findings = preflight(run.config, roles_run_here=run_here)
     preview_evaluations(run.config, roles_run_here=run_here)
-    refuse_small_gpus(run.config, findings, run.site, run.site_file)
+    refuse_small_memory(run.config, findings, run.site, run.site_file, tell)
     refuse_unfit_for_slurm(run.plan)
     if run.config.evaluation:
         refuse_unfit_for_slurm(EvaluationJob.following(run.config, run.site).jobs)
@@ -191,11 +192,16 @@ def roles_run_here(prologue: PrologueConfig) -> bool:
     return prologue.venv is None or prologue.venv.resolve() == Path(sys.prefix).resolve()
 
 
-def refuse_small_gpus(config: Config, findings: Findings, site: Site, site_file: Path) -> None:
-    """As `rlhpc check --site`, if the site file describes its GPUs.  Raises ConfigError."""
+def refuse_small_memory(config: Config, findings: Findings, site: Site, site_file: Path, tell: Tell) -> None:
+    """As `rlhpc check --site`; GPUs if the site file describes them, and host memory.  Raises ConfigError."""
+    if findings.shape is None or config.trainer.device == "cpu":
+        return
     known = all(section.gpu is not None or section.gpu_memory_gib is not None for section in _gpu_sections(site))
-    if findings.shape is not None and known and config.trainer.device != "cpu":
+    if known:
         judge_memory(config, findings.model, findings.shape, site, site_file)
+    said = judge_host(config, findings.shape, site, site_file)
+    for line in said if site.trainer.memory_gib_per_gpu is None else ():  # the site's default may not suffice
+        tell(line)
 
 
 def _gpu_sections(site: Site) -> tuple[GpuConfig, ...]:

@@ -14,6 +14,8 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
     With a critic all of this but the reference twice; it is taken to be of the policy's size.
 Activations and the head: activations.py.
+Host memory while a model is loaded: DeepSpeed has all Ψ on every rank in float32 and then in model.dtype too, before
+anything is cut; the reference has them in float32.  Megatron reads slices.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class RankMemory:
     export: int  # buffers of the rank that sends new weights
     optimizer_scratch: int  # DeepSpeed's second copy of gradients
     is_on_gpu: bool
+    host_loading: int  # the whole model, before it is cut; gone before a checkpoint is written
     host_optimizer: int  # what offload moves to host memory
     host_snapshot: int  # weights, moments and average, while a checkpoint is written
     host_reference: int  # the reference's copy, where it lies there
@@ -81,7 +84,12 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """Host memory of the process beyond what every process takes."""
+        """Host memory at its fullest moment, beyond what every process takes: loading, or training."""
+        return max(self.host_loading, self.host_training)
+
+    @property
+    def host_training(self) -> int:
+        """While it trains and saves."""
         return self.host_optimizer + self.host_snapshot + self.host_reference + self.host_average
 
 
@@ -94,6 +102,7 @@ class _ModelState:
     optimizer: int
     num_owned: int  # parameters whose optimiser state this rank steps and saves
     buckets: int = 0
+    host_loading: int = 0
     host_optimizer: int = 0
     scratch: int = 0
 
@@ -133,6 +142,7 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
         export=_export_bytes(config, shape) if stage == 0 else 0,
         optimizer_scratch=state.scratch,
         is_on_gpu=config.trainer.device != "cpu",
+        host_loading=state.host_loading + (num_models - 1) * state.host_optimizer,  # a critic is loaded after it
         host_optimizer=num_models * state.host_optimizer,
         host_snapshot=num_models * 12 * state.num_owned + average,
         host_reference=reference if is_far else 0,
@@ -161,14 +171,19 @@ def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameter
 
 
 def _export_bytes(config: Config, shape: ModelShape) -> int:
-    """Two buckets that take turns and the largest tensor, on the rank that sends."""
-    buckets = bucket_sizes(config, shape)
-    largest = ELEMENT_BYTES[config.model.dtype] * shape.largest_tensor
+    """Two buckets that take turns and the largest tensor, on the rank that sends; where it comes in parts, they too."""
+    trainer, buckets = config.trainer, bucket_sizes(config, shape)
+    is_joined = trainer.tensor_parallel > 1 or (trainer.backend == "deepspeed" and trainer.zero_stage == 3)
+    largest = ELEMENT_BYTES[config.model.dtype] * shape.largest_tensor * (2 if is_joined else 1)
     return max(buckets[0::2], default=0) + max(buckets[1::2], default=0) + largest
 
 
 def _megatron(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:
-    """Offload moves the step to the host; the float32 master stays on the GPU too, as in megatron-core 0.16.1."""
+    """Offload moves the step to the host; the float32 master stays on the GPU too, as in megatron-core 0.16.1.
+
+    Masters and gradients are pinned there one by one, in blocks of torch's that are powers of two.  How Megatron fuses
+    and cuts tensors is not known here, so that each is counted twice, the bound; for Qwen2.5-7B it is 1.9 times.
+    """
     trainer, b = config.trainer, ELEMENT_BYTES[config.model.dtype]
     owned = held.total
     if trainer.distributed_optimizer:
@@ -182,7 +197,7 @@ def _megatron(config: Config, layout: ParallelLayout, held: RankParameters) -> _
         gradients=4 * held.total,
         optimizer=(master + moments) * owned,
         num_owned=owned,
-        host_optimizer=16 * owned if trainer.optimizer_offload else 0,  # master, gradient, moments
+        host_optimizer=24 * owned if trainer.optimizer_offload else 0,  # twice master and gradient; moments
     )
 
 
@@ -194,6 +209,8 @@ def _deepspeed(config: Config, layout: ParallelLayout, held: RankParameters) -> 
     gradients = 4 * (share if stage >= 2 else psi)
     gradients_on_host = gradients if stage >= 2 and trainer.optimizer_offload else 0  # they follow their optimiser
     state_on_host = 12 * share if trainer.optimizer_offload else 0
+    on_host = state_on_host + gradients_on_host + parameters_on_host
+    beside_masters = 0 if b == 4 else max(b * psi, on_host)  # what is cast goes before what stays there comes
     bucket = min(psi, _ZERO_BUCKET)
     gathered = b * (min(psi, _ZERO_LIVE) if stage == 3 else bucket)
     return _ModelState(
@@ -202,7 +219,8 @@ def _deepspeed(config: Config, layout: ParallelLayout, held: RankParameters) -> 
         optimizer=12 * share - state_on_host,
         num_owned=share,
         buckets=gathered + (b + 4) * bucket,  # gradients are reduced in float32
-        host_optimizer=state_on_host + gradients_on_host + parameters_on_host,
+        host_loading=4 * psi + beside_masters,
+        host_optimizer=on_host,
         scratch=4 * share if stage < 3 and not trainer.optimizer_offload else 0,  # gradients once more, flat
     )
 
@@ -215,6 +233,7 @@ def _reference(config: Config, layout: ParallelLayout, held: RankParameters) -> 
         gradients=4 * held.total,
         optimizer=12 * held.total,
         num_owned=held.total,
+        host_loading=0 if config.trainer.device == "cpu" else 4 * held.total,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from launch.checks.memory.device_verdict import AN_ESTIMATE, judge_devices
 from launch.checks.memory.engine import EngineMemory, plan_engine
 from launch.checks.memory.engine_verdict import refuse_engine
+from launch.checks.memory.host_verdict import judge_host
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, fullest, plan_memory
 from launch.checks.memory.trainer_verdict import refuse_trainer
@@ -37,6 +38,7 @@ _ROWS = (
     ("export", "in an export: buckets"),
     ("allowance", "CUDA, NCCL, fragments"),
     ("peak", "fullest moment"),
+    ("host_loading", "host, while loading: whole model"),
     ("host_optimizer", "host: offload"),
     ("host_snapshot", "host: checkpoint"),
     ("host_reference", "host: reference"),
@@ -52,7 +54,7 @@ def memory_report(
     gpus: GpuMap = NOBODY,
     memory_gib: Mapping[str, float] = NOTHING_KNOWN,
 ) -> str:
-    """What `rlhpc check` says of memory.  Raises ConfigError: no legal site file, or GPUs that are too small.
+    """What `rlhpc check` says of memory.  Raises ConfigError: no legal site file, GPUs or host memory too small.
 
     gpus, memory_gib: who gets which GPU of this machine, and how large each is; they count where no site is given.
     """
@@ -66,7 +68,8 @@ def memory_report(
         return f"{table}\nfits        not judged: no --site SITE.toml"
     if config.trainer.device == "cpu":
         return f"{table}\nfits        not judged: trainer.device='cpu'"
-    return f"{table}\n{judge_memory(config, model, shape, site, site_file)}"
+    fits = judge_memory(config, model, shape, site, site_file)
+    return "\n".join([table, fits, *judge_host(config, shape, site, site_file)])
 
 
 def describe_memory(plan: tuple[RankMemory, ...]) -> str:

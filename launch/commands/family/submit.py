@@ -78,7 +78,7 @@ def submit_family(members: Sequence[Member], site_file: Path, how: How, tell: Te
     wanted = [run for run in runs if not run.left_alone]
     for run in wanted:
         refuse_run_dir_for_jobs(run.submission.config, run.submission.layout, resume=run.resume, fresh=how.fresh)
-    _check_each_kind(wanted)
+    _check_each_kind(wanted, tell)
     for run in runs:
         if run.left_alone:
             tell(f"left alone  {run.member.name}: {run.left_alone}")
@@ -97,7 +97,7 @@ def _refuse_chain(submission: Submission, chain: bool) -> None:
         )
 
 
-def _check_each_kind(runs: Sequence[_Run]) -> None:
+def _check_each_kind(runs: Sequence[_Run], tell: Tell) -> None:
     """Runs that differ in name and seed alone have the same model, data, sizes and jobs: one of them is checked."""
     checked: set[str] = set()
     for run in runs:
@@ -106,7 +106,7 @@ def _check_each_kind(runs: Sequence[_Run]) -> None:
         kind = config.model_copy(update={"run": nameless}).model_dump_json()
         if kind not in checked:
             checked.add(kind)
-            check(run.submission)
+            check(run.submission, tell)
 
 
 def _where_they_stand(runs: Sequence[_Run]) -> list[_Run]:

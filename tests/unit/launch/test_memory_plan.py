@@ -167,7 +167,8 @@ def test_offload_moves_bytes_from_the_gpu_to_the_host() -> None:
     assert there.host_optimizer == here.parameters + here.gradients + here.optimizer
     (near,), (far,) = (plan_of("Qwen2.5-7B", num_ranks=8, optimizer_offload=offload) for offload in (False, True))
     assert far.optimizer * 3 == near.optimizer  # the float32 master stays
-    assert far.host_optimizer > near.optimizer > near.host_optimizer == 0
+    assert far.host_optimizer == 2 * near.optimizer, "master and gradient twice, pinned in powers of two, and moments"
+    assert near.host_optimizer == 0
 
 
 def test_the_reference_shares_nothing() -> None:
@@ -199,8 +200,8 @@ def test_a_frozen_reference_is_one_copy_more_of_the_parameters_where_it_was_aske
     (plain,) = plan_memory(config, shape)
     copy = {"bfloat16": 2, "float32": 4}[dtype] * -(-NUM_PARAMETERS["Qwen2.5-7B"] // divisor)
     (near,), (far,) = (plan_memory(with_reference(config, memory), shape) for memory in ("device", "host"))
-    assert (near.resident - plain.resident, near.host) == (copy, plain.host)
-    assert (far.host - plain.host, far.resident) == (copy, plain.resident)
+    assert (near.resident - plain.resident, near.host_training) == (copy, plain.host_training)
+    assert (far.host_training - plain.host_training, far.resident) == (copy, plain.resident)
     assert near.peak - plain.peak == pytest.approx(1.05 * copy, abs=2)
     assert far.peak == plain.peak
 
@@ -231,8 +232,8 @@ def test_an_average_of_weights_is_four_bytes_for_what_a_rank_keeps_and_once_more
     (far,) = plan_of("Qwen2.5-7B", backend, ema_decay=0.99, **keys)
     (near,) = plan_of("Qwen2.5-7B", backend, ema_decay=0.99, ema_memory="device", **keys)
     average = 4 * -(-NUM_PARAMETERS["Qwen2.5-7B"] // divisor)
-    assert (far.resident - plain.resident, far.host - plain.host) == (0, 2 * average)
-    assert (near.resident - plain.resident, near.host - plain.host) == (average, average)
+    assert (far.resident - plain.resident, far.host_training - plain.host_training) == (0, 2 * average)
+    assert (near.resident - plain.resident, near.host_training - plain.host_training) == (average, average)
     assert "average of weights" in describe_memory((near,))
 
 
@@ -243,7 +244,8 @@ def test_a_critic_is_a_second_model_with_its_own_optimiser_and_no_second_row(key
         plan_memory(each, shape) for each in (config, with_values(config, {"algorithm.advantage": "gae"}))
     )
     assert both.resident == 2 * alone.resident
-    assert both.host == 2 * alone.host
+    assert both.host_training == 2 * alone.host_training
+    assert both.host_loading == alone.host_loading + alone.host_optimizer, "loaded beside what is offloaded"
     assert both.moment == alone.moment
 
 

@@ -14,7 +14,7 @@ from launch.checks.preflight import Findings
 from launch.cli import main
 from launch.commands.resume import resume_run
 from launch.commands.scale import Addition, scale_run
-from launch.commands.submit import dependency, refuse_small_gpus, roles_run_here, write_plan
+from launch.commands.submit import dependency, refuse_small_memory, roles_run_here, write_plan
 from launch.plan.report import plan_document, plan_report, shared_layout
 from launch.plan.site_file import PrologueConfig
 from launch.run_directory.begin_attempt import begin_attempt
@@ -249,11 +249,16 @@ def test_gpus_that_are_too_small_are_refused_where_they_are_known(tmp_path: Path
     big = {"model_type": "qwen2", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
            "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064}  # fmt: skip
     findings = Findings(big, None, ModelShape.of(big), 4096, None)  # type: ignore[arg-type]  # no prompt is looked at
-    config = config_of("trainer.device=cuda", "generation.engine=scripted")
+    config, said = config_of("trainer.device=cuda", "generation.engine=scripted"), list[str]()
     with pytest.raises(ConfigError, match=r"GiB more than the 79\.1 GiB of trainer\.gpu='h100'"):
-        refuse_small_gpus(config, findings, site_of(), tmp_path / "site.toml")
+        refuse_small_memory(config, findings, site_of(), tmp_path / "site.toml", print)
     unknown = site_of(trainer={"gpu": None}, generation={"gpu": None})
-    refuse_small_gpus(config, findings, unknown, tmp_path / "site.toml")
+    refuse_small_memory(config, findings, unknown, tmp_path / "site.toml", said.append)
+    (line,) = said
+    assert line.startswith("warning     trainer.memory_gib_per_gpu is not in ")
+    small = site_of(trainer={"gpu": None, "memory_gib_per_gpu": 64}, generation={"gpu": None})
+    with pytest.raises(ConfigError, match=r"trainer\.memory_gib_per_gpu=64 in .*site\.toml: a rank of stage 0 needs "):
+        refuse_small_memory(config, findings, small, tmp_path / "site.toml", said.append)
 
 
 # ---------------------------------------------------------------------------------------------- from a directory alone
