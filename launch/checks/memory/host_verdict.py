@@ -17,13 +17,13 @@ from rlhpc.errors import ConfigError
 # Guess: Python, torch and other libraries, the host's part of CUDA, buffers of NCCL and gloo, rows and weights on their
 # way.  Imports alone took 0.4 GiB of it with torch for CPU; nothing was measured with CUDA.
 PROCESS_ALLOWANCE = 8 * GIB
-_FEW = 4 * GIB  # of a plan: then most of what is needed is the guess, for which nothing is refused
+_FEW = 4 * GIB  # of a plan: then most of what is needed is the guess
 
 
 def judge_host(config: Config, shape: ModelShape, site: Site, source: Path) -> list[str]:
     """A line, or none where little is needed and nothing said.
 
-    Raises ConfigError: trainer.memory_gib_per_gpu is too little for the rank that needs most.
+    Raises ConfigError: trainer.memory_gib_per_gpu is too little for the rank that needs most, without the guess.
     """
     rank = max(plan_memory(config, shape), key=lambda each: each.host)
     need = (rank.host + PROCESS_ALLOWANCE) / GIB
@@ -39,10 +39,13 @@ def judge_host(config: Config, shape: ModelShape, site: Site, source: Path) -> l
     if given == 0:
         return [f"host        trainer.memory_gib_per_gpu=0, all of a node: {words}"]
     spare = given - need
-    if spare < 0 and rank.host > min(_FEW, given * GIB):
+    if given * GIB < rank.host:
         raise ConfigError(
             f"trainer.memory_gib_per_gpu={given} in {source}: {words}, {-spare:.1f} GiB more; "
             f"would fit: memory_gib_per_gpu={least}"
         )
-    judged = f"{spare:.1f} GiB to spare (an estimate)" if spare >= 0 else f"not judged: {words}"
-    return [f"host        {given} GiB of trainer.memory_gib_per_gpu: {judged}"]
+    if spare >= 0:
+        return [f"host        {given} GiB of trainer.memory_gib_per_gpu: {spare:.1f} GiB to spare (an estimate)"]
+    if rank.host <= _FEW:
+        return [f"host        {given} GiB of trainer.memory_gib_per_gpu: not judged: {words}"]
+    return [f"warning     trainer.memory_gib_per_gpu={given} in {source}: {words}; would fit: {least}"]

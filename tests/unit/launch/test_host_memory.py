@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,15 @@ def test_a_small_model_is_not_refused_for_a_guess() -> None:
     )
     with pytest.raises(ConfigError, match="would fit: memory_gib_per_gpu=11"):
         said(1, "Qwen2.5-0.5B", "deepspeed", num_ranks=8)
+
+
+def test_a_large_model_is_warned_of_for_the_guess_and_refused_for_what_is_counted() -> None:
+    need = 6 * LARGE / GIB
+    (warning,) = said(math.ceil(need), num_ranks=8, zero_stage=3)
+    assert warning.startswith("warning     trainer.memory_gib_per_gpu=")
+    assert warning.endswith("; would fit: 192")
+    with pytest.raises(ConfigError, match="would fit: memory_gib_per_gpu=192"):
+        said(math.floor(need), num_ranks=8, zero_stage=3)
 
 
 def test_check_refuses_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
