@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from launch.checks.finding import Finding
-from launch.checks.nodes import probe
+from launch.checks.nodes import broadcast_probe, probe
 from launch.checks.nodes.probe_jobs import Reports, probe_component, probe_script
 from launch.checks.nodes.verdicts import judge as judge_reports
 from launch.checks.site import login_checks
@@ -199,6 +199,23 @@ def test_what_runs_on_nodes_is_python_3_9_and_needs_nothing_installed(name: str)
     names |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
     needed = {"torch"} if name == "broadcast_probe.py" else set()  # it is run only where there is one
     assert {each.split(".")[0] for each in names} <= sys.stdlib_module_names | needed
+
+
+def test_ranks_of_the_measured_broadcast_are_on_other_hosts_to_nccl_unless_the_user_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    hosts = set()
+    for job in ("12", "13"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        broadcast_probe.name_host()
+        hosts.add(os.environ["NCCL_HOSTID"])
+    assert len(hosts) == 2
+    for given, seen in (("mine", "mine"), ("", None)):
+        monkeypatch.setenv("NCCL_HOSTID", given)
+        broadcast_probe.name_host()
+        assert os.environ.get("NCCL_HOSTID") == seen
 
 
 def test_a_probe_whose_directory_is_gone_ends(tmp_path: Path) -> None:
