@@ -237,10 +237,10 @@ class _Task:
 
 
 def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:
-    """Show a task only its own GPUs.  Raises TaskError if there are too few."""
+    """Show a task its own of the GPUs that its component has on the node.  Raises TaskError if there are too few."""
     for variable in _FOREIGN:
         environment.pop(variable, None)
-    if not is_step or part.gpus_per_task == 0 or part.sees_own_gpus_alone:
+    if not is_step or part.gpus_per_task == 0:
         return
     shown = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     first = int(environment["SLURM_LOCALID"]) * part.gpus_per_task

@@ -26,7 +26,6 @@ def plan_with(
         "runs_in_batch_step": False,
         "srun": [],
         "gpus_per_task": 0,
-        "sees_own_gpus_alone": False,
         "python": [str(role_program)],
         "environment": {},
         "defaults": {},
@@ -130,3 +129,9 @@ def test_who_names_hosts_to_nccl_is_heeded_and_a_local_run_names_none(
     assert seen_by_role(tmp_path / "named", {"NCCL_HOSTID": "mine"})["NCCL_HOSTID"] == "mine"
     assert "NCCL_HOSTID" not in seen_by_role(tmp_path / "left-to-nccl", {"NCCL_HOSTID": ""})
     assert "NCCL_HOSTID" not in seen_by_role(tmp_path / "local", {}, placement=LOCAL)
+
+
+@pytest.mark.starts
+def test_a_task_takes_its_own_gpus_of_all_that_its_component_has_on_the_node(tmp_path: Path) -> None:
+    job = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert seen_by_role(tmp_path / "task", job, gpus_per_task=2)["CUDA_VISIBLE_DEVICES"] == "6,7"
