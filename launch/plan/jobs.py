@@ -274,13 +274,13 @@ def _cluster_of(site: Site) -> ClusterConfig:
 
 
 def _refuse_one_machine(config: Config) -> None:
-    """Components have nodes of their own, so nothing may count on a common machine."""
+    """Components may lie on different nodes, and on one each sees its own GPUs: nothing may need a common machine."""
     if config.transport.kind == "ipc":
         raise ConfigError("transport.kind='ipc' reaches one machine only, and a job has several; legal: 'auto', 'tcp'")
     if config.weights.transport == "ipc":
         raise ConfigError(
-            "weights.transport='ipc' needs trainer and generators on the same GPUs, and a job has them on different "
-            "nodes; legal: 'auto', 'gloo', 'nccl', 'disk'"
+            "weights.transport='ipc' needs trainer and generators on the same GPUs, and a job gives each its own; "
+            "legal: 'auto', 'gloo', 'nccl', 'disk'"
         )
 
 

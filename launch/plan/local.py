@@ -58,7 +58,6 @@ def _component(
         "roles": [asdict(share) for share in shares],
         "gpus_per_task": 0,
         "srun": [],
-        "sees_own_gpus_alone": False,
         "python": [sys.executable],
         "environment": ROLE_ENVIRONMENT | (NO_GPU if hides_gpus else {}),
         "defaults": thread_defaults(num_threads),

@@ -129,7 +129,6 @@ def _component_document(plan: JobPlan, component: Component) -> dict[str, Any]:
         "cpus_per_task": component.cpus_per_task,
         "gpus_per_task": component.gpus_per_task,
         "srun": srun_sizes(component),
-        "sees_own_gpus_alone": component.gpus_per_task > 0 and component.gpu_request == "gpus-per-task",
         "time_s": component.allocation.time_s,
         "python": role_command(plan, component),
         "environment": ROLE_ENVIRONMENT | (NO_GPU if component.hides_gpus else {}),
@@ -140,15 +139,14 @@ def _component_document(plan: JobPlan, component: Component) -> dict[str, Any]:
 def srun_sizes(component: Component) -> list[str]:
     """Sizes that every srun of the component says, whatever Slurm has put into the environment; none in a batch step.
 
-    Under --gpus-per-task the number stands here too, without the type: with it, or when srun takes it from the
-    environment, tasks of Slurm 22.05 see no GPU at all.
+    No GPUs: a step then has all of the component's on a node, and every task sees them.  --gpus-per-task would bind
+    each task to its own, and NCCL between confined tasks (ConstrainDevices) fails; with --gpu-bind=none beside it,
+    tasks of Slurm 22.05 see no GPU at all.
     """
     if component.runs_in_batch_step:
         return []
     sizes = [f"--nodes={component.nodes}", f"--ntasks={component.num_tasks}"]
-    sizes += [f"--ntasks-per-node={component.tasks_per_node}", f"--cpus-per-task={component.cpus_per_task}"]
-    by_task = component.gpus_per_task and component.gpu_request == "gpus-per-task"
-    return [*sizes, f"--gpus-per-task={component.gpus_per_task}"] if by_task else sizes
+    return [*sizes, f"--ntasks-per-node={component.tasks_per_node}", f"--cpus-per-task={component.cpus_per_task}"]
 
 
 def role_command(plan: JobPlan, component: Component) -> list[str]:

@@ -20,6 +20,8 @@ _OPENING = """\
 trap '' USR2  # until the supervisor listens
 # What Slurm sets for component 0 would hold for the srun of every other one; the supervisor says all sizes itself.
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
+# Tasks that are bound to a GPU each cannot reach each other's.
+unset SLURM_GPUS_PER_TASK SLURM_TRES_BIND SLURM_GPU_BIND
 # Steps get what is set below, also where the site submits with --export=NONE.
 export SLURM_EXPORT_ENV=ALL
 failed() { echo "rlhpc: prologue: '$*' failed on $(uname -n)" >&2; exit 2; }

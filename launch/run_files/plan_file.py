@@ -39,7 +39,6 @@ class Part:
     runs_in_batch_step: bool
     srun: tuple[str, ...]  # size options
     gpus_per_task: int
-    sees_own_gpus_alone: bool
     python: tuple[str, ...]  # words before `-m rlhpc.roles`
     environment: dict[str, str]  # set for its processes
     defaults: dict[str, str]  # set unless already set
@@ -125,7 +124,6 @@ def _part(document: dict[str, Any]) -> Part:
         runs_in_batch_step=document["runs_in_batch_step"],
         srun=tuple(document["srun"]),
         gpus_per_task=document["gpus_per_task"],
-        sees_own_gpus_alone=document["sees_own_gpus_alone"],
         python=tuple(document["python"]),
         environment=dict(document["environment"]),
         defaults=dict(document["defaults"]),

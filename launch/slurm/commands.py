@@ -30,12 +30,13 @@ _INPUTS = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANC
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 # Of srun's input variables, those that Slurm itself sets in a batch step are kept: they identify job, components and
 # nodes.  The following are set by users, by a site's module, or by Slurm with the sizes of component 0, and would
-# change a step's size, time limit, output, directory, and whether it waits for other steps.
+# change a step's size, time limit, output, directory, whether it waits for other steps, and which GPUs a task sees.
 _NOT_FOR_STEPS = frozenset(
     f"SLURM_{name}"
     for name in (
         "NTASKS", "NPROCS", "NTASKS_PER_NODE", "CPUS_PER_TASK", "MEM_PER_CPU", "MEM_PER_NODE", "MEM_PER_GPU",
-        "TRES_PER_TASK", "NNODES", "JOB_NUM_NODES", "DISTRIBUTION", "THREADS_PER_CORE", "ARBITRARY_NODE_LIST",
+        "GPUS_PER_TASK", "TRES_PER_TASK", "TRES_BIND", "GPU_BIND",
+        "NNODES", "JOB_NUM_NODES", "DISTRIBUTION", "THREADS_PER_CORE", "ARBITRARY_NODE_LIST",
         "TIMELIMIT", "STDINMODE", "STDOUTMODE", "STDERRMODE", "LABELIO", "UNBUFFEREDIO", "OPEN_MODE", "WORKING_DIR",
         "REMOTE_CWD", "IMMEDIATE", "EXIT_IMMEDIATE", "EXIT_ERROR", "EXCLUSIVE", "EXACT", "OVERLAP", "WHOLE", "WAIT",
         "KILL_BAD_EXIT", "NO_KILL", "DISABLE_STATUS", "TEST_EXEC", "BCAST", "PARTITION", "QOS", "ACCOUNT", "CLUSTERS",
@@ -43,11 +44,10 @@ _NOT_FOR_STEPS = frozenset(
         "TASK_EPILOG", "PROLOG", "EPILOG", "THREADS", "USE_MIN_NODES", "WAIT4SWITCH", "REQ_SWITCH", "MULTI", "QUIET",
     )
 )  # fmt: skip
-# GPUs of component 0, which Slurm sets in the batch step too.  A step of the same component keeps them, since
-# --gpus-per-task reaches srun so; srun would apply them to every other component.
+# GPUs of component 0, which Slurm sets in the batch step too.  A step of the same component keeps them; srun would
+# apply them to every other component.
 _OF_COMPONENT_0 = frozenset(
-    f"SLURM_{name}"
-    for name in ("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES", "CPUS_PER_GPU", "NTASKS_PER_GPU", "CPU_BIND")
+    f"SLURM_{name}" for name in ("GPUS", "GPUS_PER_NODE", "GRES", "CPUS_PER_GPU", "NTASKS_PER_GPU", "CPU_BIND")
 )
 
 

@@ -139,6 +139,7 @@ class _Task:
         if not self._plan.is_local:  # on a machine of one's own, caches in the home directory are worth keeping
             for variable, name in _CACHES.items():
                 environment.setdefault(variable, str(base / "cache" / name))
+            _name_host(environment, self._job.job_id, self._part.name)
         try:
             with self._log.open("ab") as log:
                 role = subprocess.Popen(
@@ -225,7 +226,7 @@ class _Task:
             status=status,
             last_words=words,
             starts=self._starts,
-            host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            host=_node(os.environ),
             job=self._job.name,
             is_final=is_final,
         )
@@ -236,10 +237,10 @@ class _Task:
 
 
 def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:
-    """Show a task only its own GPUs.  Raises TaskError if there are too few."""
+    """Show a task its own of the GPUs that its component has on the node.  Raises TaskError if there are too few."""
     for variable in _FOREIGN:
         environment.pop(variable, None)
-    if not is_step or part.gpus_per_task == 0 or part.sees_own_gpus_alone:
+    if not is_step or part.gpus_per_task == 0:
         return
     shown = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     first = int(environment["SLURM_LOCALID"]) * part.gpus_per_task
@@ -251,6 +252,21 @@ def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None
             f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES')!r}"
         )
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+
+
+def _name_host(environment: dict[str, str], job_id: int, component: str) -> None:
+    """To NCCL, processes of this component on this node are a host of their own, unless NCCL_HOSTID is set.
+
+    Where Slurm confines jobs to their GPUs (ConstrainDevices), NCCL would try direct access to a GPU of another job or
+    component on the node, and fail.  Over the network it reaches all.  Empty: as NCCL itself tells hosts apart.
+    """
+    # The component too: all of a heterogeneous job have the SLURM_JOB_ID of its leader.
+    if not environment.setdefault("NCCL_HOSTID", f"{_node(environment)}.{job_id}.{component}"):
+        del environment["NCCL_HOSTID"]  # as a name, it would make one host of all nodes
+
+
+def _node(environment: Mapping[str, str]) -> str:
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:

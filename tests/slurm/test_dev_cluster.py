@@ -14,6 +14,8 @@ from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.processes import Process, process, wait_gone
 from launch.dev_cluster.shape import default_shape
+from launch.plan.report import srun_sizes
+from launch.plan.script import component_directives, render_command
 from rlhpc.errors import RoleFailed
 from tests.slurm.cluster_kit import (
     MakeCluster,
@@ -26,6 +28,7 @@ from tests.slurm.cluster_kit import (
     wait_state,
     wait_until,
 )
+from tests.unit.launch.site_kit import component_of, plan_of
 
 pytestmark = pytest.mark.long
 
@@ -54,6 +57,22 @@ def test_srun_starts_a_task_on_every_node_of_a_partition(slurm: DevCluster) -> N
     said = slurm.run("srun", "--partition=train", "--nodes=2", "--gpus-per-node=4", "sh", "-c",
                      "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES ${ROCR_VISIBLE_DEVICES-none}")  # fmt: skip
     assert sorted(said.splitlines()) == ["t0 0,1,2,3 none", "t1 0,1,2,3 none"]
+
+
+@pytest.mark.parametrize("kind", [None, "fake"])
+def test_a_task_sees_all_gpus_of_its_step_though_they_were_asked_for_by_task(
+    slurm: DevCluster, tmp_path: Path, kind: str | None
+) -> None:
+    keys = {"gpu_request": "gpus-per-task", "gres_type": kind, "partition": "train", "memory_gib_per_gpu": 1}
+    plan = plan_of("trainer.num_ranks=6", trainer={**keys, "gpus_per_node": 4, "nodes": 2})
+    trainer = component_of(plan, "trainer")
+    words = ["srun", *srun_sizes(trainer), "sh", "-c", "echo $SLURMD_NODENAME $SLURM_LOCALID $CUDA_VISIBLE_DEVICES"]
+    output = tmp_path / "output"
+    script = tmp_path / "script"
+    script.write_text(render_command(plan, [f"--output={output}", *component_directives(trainer)], words))
+    job = int(slurm.run("sbatch", "--parsable", str(script)))
+    assert wait_state(slurm, job, "COMPLETED") == "COMPLETED"
+    assert sorted(output.read_text().splitlines()) == [f"t{node} {k} 0,1,2" for node in range(2) for k in range(3)]
 
 
 def test_one_heterogeneous_job_spans_three_partitions(slurm: DevCluster) -> None:

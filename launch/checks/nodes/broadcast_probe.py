@@ -3,12 +3,14 @@
 Runs as a plain file on both nodes:
     python broadcast_probe.py STORE_FILE ADDRESS RANK BACKEND
 ADDRESS is rank 0's.  Prints {"gbit_per_s": …, "backend": …} as its last line.  Rank 0 writes the port of its store into
-STORE_FILE, which lies on the shared filesystem.
+STORE_FILE, which lies on the shared filesystem.  As in a run, to NCCL every job is a host of its own.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sys
 import time
 from datetime import timedelta
@@ -23,6 +25,7 @@ ROUNDS = 3
 def main(arguments: list[str]) -> int:
     """Meet the other rank, send ROUNDS buffers, tell the best."""
     file, host, rank, backend = Path(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
+    name_host()
     import torch  # this file runs on a node, where there is one
     import torch.distributed
 
@@ -44,6 +47,13 @@ def main(arguments: list[str]) -> int:
     distributed.destroy_process_group()
     print(json.dumps({"gbit_per_s": 8e-9 * NUM_BYTES[backend] / best_s, "backend": backend}))
     return 0
+
+
+def name_host() -> None:
+    """As launch/supervisor/role_task.py does it for roles: a probe is a job of one component."""
+    node, job = os.environ.get("SLURMD_NODENAME") or platform.node(), os.environ.get("SLURM_JOB_ID", "")
+    if not os.environ.setdefault("NCCL_HOSTID", f"{node}.{job}"):
+        del os.environ["NCCL_HOSTID"]
 
 
 def _store(distributed: Any, file: Path, host: str, rank: int) -> Any:

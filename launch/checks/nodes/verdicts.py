@@ -119,8 +119,7 @@ def _needed(component: str, config: Config | None) -> list[str]:
 
 def _gpus(key: str, ready: dict[str, Any], component: Component) -> Iterator[Finding]:
     place, names = f"{key}: GPUs", ready["gpus"]
-    by_task = component.gpu_request == "gpus-per-task"
-    wanted = component.gpus_per_task if by_task else component.gpus_per_node
+    wanted = component.gpus_per_node
     visible = [word for word in (ready["visible"] or "").split(",") if word]
     if len(visible) != wanted:
         text = f"CUDA_VISIBLE_DEVICES={ready['visible']!r}, and {wanted} GPUs were requested"

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from launch.checks.finding import Finding
-from launch.checks.nodes import probe
+from launch.checks.nodes import broadcast_probe, probe
 from launch.checks.nodes.probe_jobs import Reports, probe_component, probe_script
 from launch.checks.nodes.verdicts import judge as judge_reports
 from launch.checks.site import login_checks
 from launch.checks.site.space import Forecast, Room, check_space, forecast, judge, parse_lfs, parse_quota
 from launch.commands.doctor.command import plan_of as made_up_plan
 from launch.commands.doctor.table import exit_status, render
+from launch.plan.jobs import JobPlan
 from launch.plan.site_file import PrologueConfig, load_site
 from launch.slurm.cluster_facts import parse_gpus
 from launch.supervisor import role_task
@@ -201,6 +202,19 @@ def test_what_runs_on_nodes_is_python_3_9_and_needs_nothing_installed(name: str)
     assert {each.split(".")[0] for each in names} <= sys.stdlib_module_names | needed
 
 
+def test_ranks_of_the_measured_broadcast_are_on_other_hosts_to_nccl_unless_the_user_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    for given, seen in ((None, "n1.12"), ("mine", "mine"), ("", None)):
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        if given is not None:
+            monkeypatch.setenv("NCCL_HOSTID", given)
+        broadcast_probe.name_host()
+        assert os.environ.get("NCCL_HOSTID") == seen
+
+
 def test_a_probe_whose_directory_is_gone_ends(tmp_path: Path) -> None:
     assert probe.wait_for(tmp_path / "none" / "peers.json", time.monotonic() + 30) is None
 
@@ -256,14 +270,15 @@ NODE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def wrong(result: dict[str, Any] | None = None, **changes: Any) -> list[str]:
+def wrong(result: dict[str, Any] | None = None, plan: JobPlan | None = None, **changes: Any) -> list[str]:
     reports = Reports("k", {"trainer": {**NODE, **changes}}, {"trainer": result or {}})
-    plan, config = plan_of(), config_of()
-    return [f"{f.verdict} {f.key}: {f.text}" for f in judge_reports(reports, plan, config, 300) if f.verdict != "pass"]
+    found = judge_reports(reports, plan or plan_of(), config_of(), 300)
+    return [f"{f.verdict} {f.key}: {f.text}" for f in found if f.verdict != "pass"]
 
 
 def test_a_good_node_passes_everything() -> None:
     assert not wrong()
+    assert not wrong(plan=plan_of(trainer={"gpu_request": "gpus-per-task"}))
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_the_plan_file_has_what_the_supervisor_starts() -> None:
     sizes = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_task", "time_s")
     assert [trainer[key] for key in sizes] == [2, 8, 4, 1, 3600]
     assert trainer["srun"] == ["--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=4"]
-    assert (controller["srun"], trainer["sees_own_gpus_alone"]) == ([], False)
+    assert controller["srun"] == []
     inside = ["--bind", "/shared,/home/me/rlhpc,/data", "/shared/a.sif", "python3"]
     assert trainer["python"] == ["apptainer", "exec", "--nv", *inside]
     assert controller["python"] == ["apptainer", "exec", *inside]
@@ -301,12 +301,12 @@ def test_the_partition_of_the_command_line_wins_for_added_generators() -> None:
     assert component_of(plan, "generation").allocation.time_s == 3600
 
 
-def test_srun_says_gpus_per_task_itself_and_without_the_type() -> None:
+def test_no_step_binds_its_tasks_to_gpus_however_these_were_asked_for() -> None:
     keys = {"gpu_request": "gpus-per-task", "gres_type": "h100"}
     plan = plan_of("generation.num_replicas=2", "generation.tensor_parallel=4", generation=keys)
     generation = json.loads(plan_document(plan))["jobs"][0]["components"][2]
-    assert generation["srun"][-1] == "--gpus-per-task=4"
-    assert generation["sees_own_gpus_alone"]
+    assert generation["gpus_per_task"] == 4
+    assert generation["srun"] == ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--cpus-per-task=16"]
 
 
 def test_the_command_prints_the_plan_and_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

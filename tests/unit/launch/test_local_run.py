@@ -83,8 +83,7 @@ class Lab:
 
     def _plan(self, shares: list[dict[str, Any]]) -> dict[str, Any]:
         component = {"name": "all", "runs_in_batch_step": True, "roles": shares, "gpus_per_task": 0, "srun": []}
-        component |= {"sees_own_gpus_alone": False, "environment": {}, "defaults": {}}
-        component |= {"python": [sys.executable, str(self._role)]}
+        component |= {"environment": {}, "defaults": {}, "python": [sys.executable, str(self._role)]}
         limits = {"meet_s": 60, "stall_s": 60, "max_retries": 2, "is_attended": True}
         job = {"name": LOCAL, "array_size": None, "components": [component]}
         plan = {"schema": SCHEMA, "run_directory": str(self.layout.root), "placement": LOCAL, "jobs": [job]}

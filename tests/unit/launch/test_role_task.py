@@ -7,31 +7,34 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.run_files.exit_records import read_records
-from launch.run_files.plan_file import SCHEMA
+from launch.run_files.plan_file import LOCAL, SCHEMA
 from rlhpc.run_layout import RunLayout
 
 
-def plan_with(role_program: Path, layout: RunLayout) -> Path:
+def plan_with(
+    role_program: Path, layout: RunLayout, component: str = "trainer", placement: str = "jobs", **other: object
+) -> Path:
     """A job of one trainer rank, whose Python is this program."""
     trainer = {
-        "name": "trainer",
+        "name": component,
         "roles": [{"role": "trainer", "num_processes": 1, "first_replica": 0}],
         "runs_in_batch_step": False,
         "srun": [],
         "gpus_per_task": 0,
-        "sees_own_gpus_alone": False,
         "python": [str(role_program)],
         "environment": {},
         "defaults": {},
+        **other,
     }
     document = {
         "schema": SCHEMA,
         "run_directory": str(layout.root),
-        "placement": "jobs",
+        "placement": placement,
         "continuation": "requeue",
         "limits": {"meet_s": 10, "stall_s": 10, "max_retries": 1},
         "jobs": [{"name": "trainer", "array_size": None, "components": [trainer]}],
@@ -82,3 +85,53 @@ def test_what_ends_while_it_stands_by_writes_nothing_into_an_attempt_that_may_be
     assert subprocess.run(command, env={**os.environ, **job}, check=False).returncode == 3
     assert bool(read_records(layout, "trainer", 3)) == is_written
     assert "--stand-by 12 0" in layout.log("trainer", 0, 3).read_text()
+
+
+def seen_by_role(directory: Path, job: dict[str, str], component: str = "trainer", **plan: Any) -> dict[str, str]:
+    """The environment of the role of a task that Slurm has given these variables."""
+    layout, role = RunLayout(directory / "run"), directory / "role"
+    directory.mkdir()
+    role.write_text("#!/bin/sh\nexec env\n")
+    role.chmod(0o700)
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan"]
+    command += [str(plan_with(role, layout, component, **plan)), "--job", "trainer", "--part", component]
+    command += ["--role", "trainer", "--attempt", "3", *(["--index", "0"] if plan.get("placement") == LOCAL else [])]
+    first = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n1"}
+    subprocess.run(command, env={**os.environ, "TMPDIR": str(directory), **first, **job}, check=True)
+    lines = layout.log("trainer", int(job.get("SLURM_PROCID", "0")), 3).read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+@pytest.mark.starts
+def test_processes_of_a_component_on_a_node_are_one_host_to_nccl_and_all_others_are_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+
+    def host(name: str, component: str = "trainer", **job: str) -> str:
+        return seen_by_role(tmp_path / name, job, component)["NCCL_HOSTID"]
+
+    one = host("one")
+    assert host("other-task", SLURM_PROCID="1", SLURM_LOCALID="1") == one
+    others = {
+        host("other-node", SLURMD_NODENAME="n2"),
+        host("other-job", SLURM_JOB_ID="13"),
+        host("other-component", "generation"),  # of a heterogeneous job: its SLURM_JOB_ID is the leader's
+    }
+    assert len(others - {one}) == 3
+
+
+@pytest.mark.starts
+def test_who_names_hosts_to_nccl_is_heeded_and_a_local_run_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    assert seen_by_role(tmp_path / "named", {"NCCL_HOSTID": "mine"})["NCCL_HOSTID"] == "mine"
+    assert "NCCL_HOSTID" not in seen_by_role(tmp_path / "left-to-nccl", {"NCCL_HOSTID": ""})
+    assert "NCCL_HOSTID" not in seen_by_role(tmp_path / "local", {}, placement=LOCAL)
+
+
+@pytest.mark.starts
+def test_a_task_takes_its_own_gpus_of_all_that_its_component_has_on_the_node(tmp_path: Path) -> None:
+    job = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert seen_by_role(tmp_path / "task", job, gpus_per_task=2)["CUDA_VISIBLE_DEVICES"] == "6,7"

@@ -64,12 +64,21 @@ def test_a_step_keeps_its_job_and_loses_what_would_make_it_another_step() -> Non
 
 
 def test_a_step_in_another_component_than_the_batch_step_does_not_take_over_its_gpus() -> None:
-    sizes = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES", "CPUS_PER_GPU", "NTASKS_PER_GPU", "CPU_BIND")
+    sizes = ("GPUS", "GPUS_PER_NODE", "GRES", "CPUS_PER_GPU", "NTASKS_PER_GPU", "CPU_BIND")
     of_component_0 = {f"SLURM_{name}": "1" for name in sizes}
     given = {**OF_THE_JOB, **of_component_0, "SLURM_MEM_PER_NODE": "1024"}
     plain = {**OF_THE_JOB, "SLURM_EXPORT_ENV": "ALL"}
     assert srun_environment(given) == {**plain, **of_component_0}
     assert srun_environment(given, any_component=True) == plain
+
+
+def test_a_step_does_not_bind_its_tasks_to_gpus_because_the_job_asked_for_them_by_task() -> None:
+    set_by_slurm = {  # 22.05 the first, 24.11 the others
+        "SLURM_GPUS_PER_TASK": "h100:1",
+        "SLURM_TRES_PER_TASK": "cpu=1,gres/gpu:h100=1",
+        "SLURM_TRES_BIND": "gres/gpu:per_task:1",
+    }
+    assert srun_environment({**OF_THE_JOB, **set_by_slurm}) == {**OF_THE_JOB, "SLURM_EXPORT_ENV": "ALL"}
 
 
 @pytest.mark.usefixtures("shell")
