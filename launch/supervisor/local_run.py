@@ -139,7 +139,7 @@ def supervise_locally(
         return 0
     if supervisor.controller_status not in (None, 128 + signal.SIGKILL):  # which is how it ends if it took too long
         tell(supervisor.controller_summary)
-    return Cause.INTERRUPTED.status
+    return 0 if outcome.cause is Cause.COMPLETE else Cause.INTERRUPTED.status  # nothing is missing
 
 
 def private_temporary_directory() -> Path:

@@ -212,6 +212,11 @@ def test_children_that_a_process_leaves_behind_end_with_it(
     assert_gone({int(child.read_text())})
 
 
+def test_a_run_that_is_complete_has_not_been_interrupted(lab: Lab) -> None:
+    """Its trainer may leave first, and the supervisor's interrupt find a controller that has written all."""
+    assert lab.run(controller_0=COMPLETE + "\nsys.exit(130)", trainer_0=PATIENT) == 0
+
+
 def test_a_controller_that_ends_by_the_supervisors_interrupt_has_failed(lab: Lab) -> None:
     """Its trainer has left without a word: Ctrl-C was not pressed, and the exit status must not say so."""
     assert lab.run(controller_0=PATIENT, trainer_0="") == 1
