@@ -23,26 +23,28 @@ def by_either_name(counts: dict[str, int] | None) -> dict[str, int] | None:
 
 @dataclass(slots=True)
 class InFlight:
-    """A request that vLLM has."""
+    """A request that vLLM has, or is about to be given."""
 
     request: RolloutRequest
     record: VersionRecord
+    is_submitted: bool = False
     has_output: bool = False
     is_aborted: bool = False  # by who asked for it
     begins_anew: bool = False  # aborted by us, to be given to vLLM again
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def begin_anew(self, policy_version: int) -> None:
-        """It has no token yet: all it will have are of this version."""
-        self.record, self.begins_anew = VersionRecord(policy_version), True
+    def submit(self, policy_version: int) -> None:
+        """It is given to vLLM now, while this version is live."""
+        self.record, self.is_submitted = VersionRecord(policy_version), True
 
     def must_run_again(self, finish_reason: str | None) -> bool:
         """True if this is the end of a request that begins anew; asked once.
 
         One that vLLM has sampled whole before it heard of our abort is as good.
         """
-        begins_anew, self.begins_anew = self.begins_anew, False
-        return begins_anew and not self.is_aborted and finish_reason == "abort"
+        is_ours = self.begins_anew and not self.is_aborted and finish_reason == "abort"
+        self.begins_anew, self.is_submitted = False, self.is_submitted and not is_ours
+        return is_ours
 
     def versions(self, spans: Any, num_tokens: int) -> Int32:
         """Version of every token, int32 [num_tokens].  spans: vLLM's own record; None: it keeps none.

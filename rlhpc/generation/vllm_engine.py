@@ -258,10 +258,12 @@ class VllmEngine(GenerationEngine):
         if request.prefix is not None:
             tokens += request.prefix.token_ids.tolist()
         params = self._sampling_params(request)
-        output = await self._output_of(request_id, tokens, params)
-        while flight.must_run_again(output.outputs[0].finish_reason):
+        while True:
+            await self._weights.adopted.wait()  # asked for while weights are loaded, it would be given the old salt
+            flight.submit(self._policy_version)
             output = await self._output_of(request_id, tokens, params)
-        return output
+            if not flight.must_run_again(output.outputs[0].finish_reason):
+                return output
 
     async def _output_of(self, request_id: str, tokens: list[int], params: Any, *, priority: int = 0) -> Any:
         # A new request must not combine new weights with the KV cache of older ones.  The count, not the version: after
@@ -315,12 +317,11 @@ class VllmEngine(GenerationEngine):
         counts, waiting = by_either_name(counts), []
         for key, flight in self._in_flight.items():
             num_tokens = None if counts is None else counts.get(key)
-            if num_tokens is None and flight.has_output and self._counts_all:
-                continue  # it had ended when the weights were loaded
+            if not flight.is_submitted or (num_tokens is None and flight.has_output and self._counts_all):
+                continue  # it is submitted from now on, or had ended when the weights were loaded
             if not (flight.has_output or (has_begun(self._llm, key) if num_tokens is None else num_tokens)):
-                flight.begin_anew(policy_version)
+                flight.begins_anew = True  # unless it ends whole before it hears of that
                 waiting.append(key)
-                continue
             if num_tokens is None and counts is not None and not self._has_spans:
                 num_tokens = 0  # paused and drained: a request that the worker does not know has not begun
             flight.record.weights_changed(policy_version, num_tokens)

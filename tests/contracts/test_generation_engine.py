@@ -260,6 +260,21 @@ async def test_requests_that_waited_while_weights_changed_begin_on_nothing_that_
         assert_sampled_by(subject, new, rollout)
 
 
+async def test_requests_that_are_asked_for_during_an_update_begin_on_nothing_that_is_old(subject: Subject) -> None:
+    new = subject.engine.policy_version + 1
+    await subject.engine.generate(request_of(0, prompt=LONG_PROMPT))
+    updating, late = asyncio.create_task(subject.update(new)), list[asyncio.Task[Rollout]]()
+    while not updating.done():
+        if len(late) < 40:
+            late.append(asyncio.create_task(subject.engine.generate(request_of(50 + len(late), prompt=LONG_PROMPT))))
+        await asyncio.sleep(0.002)
+    await updating
+    for rollout in await asyncio.wait_for(asyncio.gather(*late), PATIENCE_S):
+        assert_well_formed(rollout)
+        if set(rollout.versions) == {new}:
+            assert_sampled_by(subject, new, rollout)
+
+
 async def test_a_request_that_waited_over_an_update_is_aborted_like_any_other(subject: Subject) -> None:
     running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(17)]
     await until_sampling(subject, *(_long(index) for index in range(16)))
