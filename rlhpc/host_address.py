@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 
 from rlhpc.errors import ConfigError
 
@@ -47,12 +48,13 @@ def first_interface(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def tell_gloo(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let gloo use the interface that host_address() is of, unless it is told another.  Raises ConfigError.
+    """Let gloo use the interface that host_address() is of, if it is here, unless it is told another.
 
     It wants every interface that it is told to be there, where NCCL and we take the first that is.
     """
-    if interface := first_interface(environment):
-        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    with suppress(ConfigError):  # of host_address(), where a run needs one
+        if interface := first_interface(environment):
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def interface_addresses() -> dict[str, str]:

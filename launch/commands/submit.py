@@ -199,9 +199,9 @@ def refuse_small_memory(config: Config, findings: Findings, site: Site, site_fil
     known = all(section.gpu is not None or section.gpu_memory_gib is not None for section in _gpu_sections(site))
     if known:
         judge_memory(config, findings.model, findings.shape, site, site_file)
-    said = judge_host(config, findings.shape, site, site_file)
-    for line in said if site.trainer.memory_gib_per_gpu is None else ():  # the site's default may not suffice
-        tell(line)
+    for line in judge_host(config, findings.shape, site, site_file):
+        if line.startswith("warning"):
+            tell(line)
 
 
 def _gpu_sections(site: Site) -> tuple[GpuConfig, ...]:

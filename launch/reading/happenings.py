@@ -1,7 +1,7 @@
 """What happened to a run and when, from all who keep records: supervisors, controllers, launchers, the guard.
 
 Input: jobs/*.events.jsonl, timeline.jsonl, attempts.jsonl, guard.jsonl, jobs/*.json of a run directory.
-Output: Happening, oldest first, and Spell: what each process did in each interval.  Lines that cannot be read are
+Output: Happening, oldest first, and what each process did when (spells.py).  Lines that cannot be read are
 passed over: this is for looking.
 """
 

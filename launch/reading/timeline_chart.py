@@ -146,7 +146,7 @@ def _phases(story: Story, x: Scale, height: float) -> str:
     stretches: list[tuple[str, float, float]] = []
     for begin_s, end_s, phase in sorted({(spell.begin_s, spell.end_s, spell.phase) for spell in story.spells}):
         if stretches and stretches[-1][0] == phase and begin_s - stretches[-1][2] < 1.0:
-            stretches[-1] = (phase, stretches[-1][1], end_s)
+            stretches[-1] = (phase, stretches[-1][1], max(end_s, stretches[-1][2]))  # some were there for a part
         else:
             stretches.append((phase, begin_s, end_s))
     parts = []

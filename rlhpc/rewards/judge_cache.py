@@ -36,9 +36,12 @@ class JudgeCache:
         self._directory = directory
         self._own = directory / f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.jsonl"
         self._files: dict[str, _File] = {}  # by name
+        self._unwritten: dict[str, str] = {}  # replies by digest, of which no disk would take a line
 
     def get(self, digest: str) -> str | None:
         """The reply to a request, also one that another worker has got meanwhile."""
+        if digest in self._unwritten:
+            return self._unwritten[digest]
         reply = self._find(digest)
         if reply is None:
             self._refresh()
@@ -46,13 +49,14 @@ class JudgeCache:
         return reply
 
     def keep(self, digest: str, reply: str) -> None:
-        """Write a reply down if that is possible."""
+        """Write a reply down, or remember it if that is not possible."""
         line = json.dumps({"digest": digest, "reply": reply}).encode() + b"\n"
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             with self._own.open("ab", buffering=0) as file:
                 file.write(line)
         except OSError as error:
+            self._unwritten[digest] = reply
             log.warning("%s: a judge's reply cannot be kept: %s", self._own, error.strerror)
 
     def _find(self, digest: str) -> str | None:

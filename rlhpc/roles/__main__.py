@@ -15,10 +15,10 @@ def main() -> int:
     """Read who we are, load that role alone, run it."""
     try:
         context = parse_role(sys.argv[1:])
-        tell_gloo()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
+    tell_gloo()
     # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
     with loading_libraries():
         match context.role:

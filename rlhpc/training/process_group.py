@@ -22,7 +22,7 @@ from rlhpc.host_address import interface_of
 from rlhpc.training.rendezvous import connect_ranks
 from rlhpc.training.step_vote import all_ranks_agree
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for rank 0 to read or write a checkpoint
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for others to read or write a checkpoint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the values of model.dtype
 RENDEZVOUS, MEET_TIMEOUT_S, LOOPBACK = "rendezvous://", 120.0, "127.0.0.1"
 
@@ -110,7 +110,8 @@ def device_of(wish: str, rank: int) -> torch.device:
     Raises ConfigError if a GPU is wanted, or was given to this process, and torch sees none.
     """
     shown, has_cuda = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.is_available()
-    was_given_one = bool(shown and torch.version.cuda)
+    # Words such as "-1" and "NoDevFiles" hide GPUs.
+    was_given_one = bool(torch.version.cuda) and (shown[:1].isdigit() or shown.startswith(("GPU-", "MIG-")))
     if wish == "cpu" or (wish == "auto" and not has_cuda and not was_given_one):
         return torch.device("cpu")
     if not has_cuda:

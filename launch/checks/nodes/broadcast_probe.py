@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -26,6 +27,7 @@ def main(arguments: list[str]) -> int:
     """Meet the other rank, send ROUNDS buffers, tell the best."""
     file, host, rank, backend = Path(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
     name_host()
+    tell_gloo()
     import torch  # this file runs on a node, where there is one
     import torch.distributed
 
@@ -54,6 +56,14 @@ def name_host() -> None:
     node, job = os.environ.get("SLURMD_NODENAME") or platform.node(), os.environ.get("SLURM_JOB_ID", "")
     if not os.environ.setdefault("NCCL_HOSTID", f"{node}.{job}"):
         del os.environ["NCCL_HOSTID"]
+
+
+def tell_gloo() -> None:
+    """As rlhpc/host_address.py does it for roles: the first interface of RLHPC_INTERFACE that is here."""
+    here = {name for _, name in socket.if_nameindex()}
+    named = [name.strip() for name in os.environ.get("RLHPC_INTERFACE", "").split(",")]
+    for name in (name for name in named if name in here):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _store(distributed: Any, file: Path, host: str, rank: int) -> Any:

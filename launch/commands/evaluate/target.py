@@ -55,7 +55,7 @@ class Target:
         try:
             export_hf(self.checkpoint, self.model, place, is_average=self.is_average)
         except DamagedCheckpoint as error:
-            raise CheckpointError(f"{error}; --step N evaluates another checkpoint of the run") from error
+            raise CheckpointError(f"{error}; `rlhpc evaluate RUN_DIR DATA --step N` takes another") from error
         return place
 
 

@@ -215,6 +215,14 @@ def test_ranks_of_the_measured_broadcast_are_on_other_hosts_to_nccl_unless_the_u
         assert os.environ.get("NCCL_HOSTID") == seen
 
 
+def test_gloo_of_a_probe_is_told_the_interface_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, told in (("ib77, lo", "lo"), ("ib77", None), ("", None)):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        monkeypatch.setenv("RLHPC_INTERFACE", named)
+        broadcast_probe.tell_gloo()
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == told
+
+
 def test_a_probe_whose_directory_is_gone_ends(tmp_path: Path) -> None:
     assert probe.wait_for(tmp_path / "none" / "peers.json", time.monotonic() + 30) is None
 

@@ -245,6 +245,15 @@ def test_packages_are_looked_for_only_where_the_roles_run(tmp_path: Path) -> Non
     assert roles_run_here(PrologueConfig(conda=tmp_path, conda_environment=str(here)))
 
 
+def is_refused(config: Config, findings: Findings, place: Path, given: int) -> bool:
+    site = site_of(trainer={"gpu": None, "memory_gib_per_gpu": given}, generation={"gpu": None})
+    try:
+        refuse_small_memory(config, findings, site, place / "site.toml", lambda line: None)
+    except ConfigError:
+        return True
+    return False
+
+
 def test_gpus_that_are_too_small_are_refused_where_they_are_known(tmp_path: Path) -> None:
     big = {"model_type": "qwen2", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
            "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064}  # fmt: skip
@@ -256,6 +265,13 @@ def test_gpus_that_are_too_small_are_refused_where_they_are_known(tmp_path: Path
     refuse_small_memory(config, findings, unknown, tmp_path / "site.toml", said.append)
     (line,) = said
     assert line.startswith("warning     trainer.memory_gib_per_gpu is not in ")
+    said.clear()
+    needed = min(  # the first that is not refused leaves nothing for the process itself
+        given for given in range(64, 4096) if not is_refused(config, findings, tmp_path, given)
+    )
+    scarce = site_of(trainer={"gpu": None, "memory_gib_per_gpu": needed}, generation={"gpu": None})
+    refuse_small_memory(config, findings, scarce, tmp_path / "site.toml", said.append)
+    assert said[0].startswith(f"warning     trainer.memory_gib_per_gpu={needed} in ")
     small = site_of(trainer={"gpu": None, "memory_gib_per_gpu": 64}, generation={"gpu": None})
     with pytest.raises(ConfigError, match=r"trainer\.memory_gib_per_gpu=64 in .*site\.toml: a rank of stage 0 needs "):
         refuse_small_memory(config, findings, small, tmp_path / "site.toml", said.append)

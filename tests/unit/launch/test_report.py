@@ -153,6 +153,15 @@ def test_of_many_processes_a_row_shows_the_mean_and_the_unlucky_have_their_own()
     assert len(timeline_chart(story, [])) < 10_000
 
 
+def test_a_process_that_was_there_for_a_part_does_not_end_the_phase() -> None:
+    always = [Spell("trainer-0", begin_s, begin_s + 100.0, {"works": 1.0}, "training") for begin_s in (0.0, 100.0)]
+    page = [
+        re.findall(r'<rect x="[\d.]+" y="20" width="[\d.]+"', timeline_chart(Story([], spells, 0.0, 200.0), []))
+        for spells in (always, [*always, Spell("generator-0", 150.0, 160.0, {"works": 1.0}, "training")])
+    ]
+    assert page[0] == page[1] != []
+
+
 def test_a_long_timeline_is_drawn_by_means_that_keep_every_second() -> None:
     spells = [Spell("trainer-0", 5.0 * i, 5.0 * i + 5, {"works": i % 3 / 2}, "training") for i in range(3000)]
     thin = thinned(spells)

@@ -273,6 +273,9 @@ def test_a_cache_that_cannot_be_written_costs_no_judgement(tmp_path):
     with judging("Grade: 5") as server:
         settings = settings_of(server)
         assert LlmJudge(settings, Endpoint(settings), JudgeCache(tmp_path / "file"))("4", "4").reward == 0.5
+    cache = JudgeCache(tmp_path / "file")
+    cache.keep("a" * 64, "Grade: 5")
+    assert cache.get("a" * 64) == "Grade: 5"  # paid for once by this worker
 
 
 def test_a_template_is_filled_with_the_record_and_what_it_lacks_is_found_before(tmp_path):

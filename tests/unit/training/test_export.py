@@ -163,7 +163,7 @@ def test_damaged_weights_are_refused_by_name_and_nothing_is_left_of_what_was_wri
     with pytest.raises(DamagedCheckpoint, match=why):
         export_run(layout, tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match=why + "--step N evaluates another checkpoint of the run"):
+    with pytest.raises(CheckpointError, match=why + "`rlhpc evaluate RUN_DIR DATA --step N` takes another"):
         find_target(layout.root, None).weights(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     told = export_run(layout, tmp_path / "out", None)

@@ -30,5 +30,6 @@ def test_a_rank_whose_gpu_does_not_work_does_not_train_on_the_cpu(monkeypatch: p
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"trainer\.device='auto': .* sees no GPU on .*legal here: 'cpu'"):
         device_of("auto", 0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert device_of("auto", 0) == torch.device("cpu")
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert device_of("auto", 0) == torch.device("cpu")
