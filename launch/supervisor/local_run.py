@@ -135,11 +135,11 @@ def supervise_locally(
         tell(outcome.text)
         status = outcome.status or outcome.cause.status
         return Cause.FAILED.status if status == Cause.INTERRUPTED.status else status  # nobody has pressed Ctrl-C
-    if supervisor.controller_status == 0:
+    if outcome.cause is Cause.COMPLETE or supervisor.controller_status == 0:
         return 0
     if supervisor.controller_status not in (None, 128 + signal.SIGKILL):  # which is how it ends if it took too long
         tell(supervisor.controller_summary)
-    return 0 if outcome.cause is Cause.COMPLETE else Cause.INTERRUPTED.status  # nothing is missing
+    return Cause.INTERRUPTED.status
 
 
 def private_temporary_directory() -> Path:

@@ -40,6 +40,7 @@ MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
 LOG_TAIL_BYTES = 20_000
 _SIGNALS: list[int] = []  # that this process has received
+_ENDS = (signal.SIGTERM, signal.SIGINT)
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.  Not so
 # numba: a few files beside our source, without which every controller would compile for ten seconds of a core.
@@ -152,6 +153,8 @@ class _Task:
                     preexec_fn=partial(_before_the_role, os.getpid()),  # this process has one thread
                 )
                 self._starts += 1
+                for number in [each for each in _SIGNALS if each in _ENDS]:
+                    role.send_signal(number)  # it came before there was a role to hear it
                 status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
                 role.returncode = status  # for Popen, which has not seen it end
             end_children()

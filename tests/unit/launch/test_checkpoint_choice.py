@@ -349,7 +349,7 @@ def test_an_attempt_of_a_job_goes_on_from_the_newest_sound_one_and_says_so(layou
 
 
 def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_sound(layout: RunLayout) -> None:
-    controller = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, (sys.executable,), {}, {})
+    controller = Part("controller", (Share("controller", 1, 0),), True, (), 0, (sys.executable,), {}, {})
     limits = Limits(meet_s=10, stall_s=10, max_retries=1)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (controller,), limits, "requeue", ())
     job, said = ThisJob.of({"SLURM_JOB_ID": "12"}), []

@@ -38,6 +38,7 @@ exec((root / (name + ".py")).read_text())
 PATIENT = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(60)"
 COMPLETE = "(root / 'summary.json').write_text('{}')"
+LEAVES = "import time\nwhile not (root / 'summary.json').exists(): time.sleep(0.02)"  # when the run is complete
 TRAINS = (
     "import json, time; (root / 'status.json').write_text(json.dumps("
     "dict(phase='training', step=3, roles=[dict(name='generator-0')], unix_time_s=time.time())));"
@@ -96,7 +97,7 @@ def lab(tmp_path: Path) -> Lab:
 
 
 def test_a_controller_that_ends_well_ends_the_run_well(lab: Lab) -> None:
-    assert lab.run(controller_0=COMPLETE, trainer_0="", generator_0="", reward_0="") == 0
+    assert lab.run(controller_0=COMPLETE, trainer_0=LEAVES, generator_0=LEAVES, reward_0=LEAVES) == 0
     assert lab.told == []
 
 
@@ -215,6 +216,7 @@ def test_children_that_a_process_leaves_behind_end_with_it(
 def test_a_run_that_is_complete_has_not_been_interrupted(lab: Lab) -> None:
     """Its trainer may leave first, and the supervisor's interrupt find a controller that has written all."""
     assert lab.run(controller_0=COMPLETE + "\nsys.exit(130)", trainer_0=PATIENT) == 0
+    assert lab.told == []
 
 
 def test_a_controller_that_ends_by_the_supervisors_interrupt_has_failed(lab: Lab) -> None:

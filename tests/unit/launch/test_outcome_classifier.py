@@ -27,7 +27,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 def classifier(layout: RunLayout) -> OutcomeClassifier:
     def part(name: str, role: str, count: int) -> Part:
-        return Part(name, (Share(role, count, 0),), role == "controller", (), 0, False, ("python3",), {}, {})
+        return Part(name, (Share(role, count, 0),), role == "controller", (), 0, ("python3",), {}, {})
 
     parts = (part("controller", "controller", 1), part("trainer", "trainer", 2))
     limits = Limits(meet_s=10, stall_s=10, max_retries=1)

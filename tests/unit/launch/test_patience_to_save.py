@@ -52,7 +52,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 
 def plan_of(layout: RunLayout, role: str) -> JobPart:
-    part = Part(role, (Share(role, 1),), False, (), 0, False, ("python",), {}, {})
+    part = Part(role, (Share(role, 1),), False, (), 0, ("python",), {}, {})
     limits = Limits(meet_s=60, stall_s=60, max_retries=2)
     return JobPart(layout, layout.job_plan, "jobs", role, False, (part,), limits, "requeue", ())
 

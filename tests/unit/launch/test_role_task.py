@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from launch.run_files.exit_records import read_records
 from launch.run_files.plan_file import LOCAL, SCHEMA
 from rlhpc.run_layout import RunLayout
+from tests.patience import PATIENCE_S
 
 
 def plan_with(
@@ -85,6 +87,31 @@ def test_what_ends_while_it_stands_by_writes_nothing_into_an_attempt_that_may_be
     assert subprocess.run(command, env={**os.environ, **job}, check=False).returncode == 3
     assert bool(read_records(layout, "trainer", 3)) == is_written
     assert "--stand-by 12 0" in layout.log("trainer", 0, 3).read_text()
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_before_the_role_is_started_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
+    """The task ignores it, since the role hears it too; and there was none yet."""
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    role.write_text("#!/bin/sh\nexec sleep 600\n")
+    role.chmod(0o700)
+    plan = plan_with(role, layout)
+    content = plan.read_text()
+    plan.unlink()
+    os.mkfifo(plan)  # the task waits for it
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan)]
+    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    task = subprocess.Popen(command, env={**os.environ, **job}, start_new_session=True)
+    try:
+        with plan.open("w") as pipe:  # from here on the task has its handlers, and reads
+            os.killpg(task.pid, number)
+            pipe.write(content)
+        assert task.wait(PATIENCE_S) == 128 + number
+    finally:
+        task.kill()
+        task.wait()
 
 
 def seen_by_role(directory: Path, job: dict[str, str], component: str = "trainer", **plan: Any) -> dict[str, str]:

@@ -196,7 +196,7 @@ def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nkill -9 $$\n")
     program.chmod(0o755)
-    part = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, (str(program),), {}, {})
+    part = Part("controller", (Share("controller", 1, 0),), True, (), 0, (str(program),), {}, {})
     layout = RunLayout(tmp_path)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
     with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}, without output"):

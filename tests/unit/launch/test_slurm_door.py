@@ -111,7 +111,7 @@ def test_a_part_of_a_run_is_started_in_such_an_environment(tmp_path: Path, monke
     program.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    part = Part("trainer", (Share("trainer", 1, 0),), False, ("--nodes=1",), 0, False, (sys.executable,), {}, {})
+    part = Part("trainer", (Share("trainer", 1, 0),), False, ("--nodes=1",), 0, (sys.executable,), {}, {})
     layout = RunLayout(tmp_path)
     plan = JobPart(layout, layout.job_plan, "jobs", "trainer", False, (part,), Limits(1, 1, 1), "requeue", ())
     step = start_part(plan, part, None, Attempt(0, None, 12, 0), 0)

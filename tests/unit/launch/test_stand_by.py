@@ -97,7 +97,7 @@ class Two:
         self.clock = 1000.0
         limits = Limits(meet_s=1800, stall_s=3600, max_retries=2)
         share, python = Share("controller", 1), (str(self._program("python", "exec sleep 600")),)
-        part = Part("controller", (share,), True, (), 0, False, python, {}, {})
+        part = Part("controller", (share,), True, (), 0, python, {}, {})
         self.plan = JobPart(
             self.layout,
             self.layout.job_plan,

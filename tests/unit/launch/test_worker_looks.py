@@ -41,7 +41,7 @@ def write_status(layout: RunLayout) -> None:
 
 
 def running(layout: RunLayout, role: str, meet_s: float = MEET_S) -> WorkerJobSupervisor:
-    part = Part(role, (Share(role, 1),), False, (), 0, False, ("python",), {}, {})
+    part = Part(role, (Share(role, 1),), False, (), 0, ("python",), {}, {})
     limits = Limits(meet_s=meet_s, stall_s=60, max_retries=2)
     plan = JobPart(layout, layout.job_plan, "jobs", role, False, (part,), limits, "requeue", ())
     log = EventLog(layout.job_events("8"), 0)
