@@ -205,7 +205,7 @@ def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path:
 
 def test_an_attempt_that_is_no_longer_wanted_is_not_waited_for(tmp_path: Path) -> None:
     endless = (sys.executable, "-c", "import time; time.sleep(600)")
-    part = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, endless, {}, {})
+    part = Part("controller", (Share("controller", 1, 0),), True, (), 0, endless, {}, {})
     layout = RunLayout(tmp_path)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
     starter = AttemptStarter(plan, ThisJob.of({"SLURM_JOB_ID": "12"}), lambda *_: None, Signals(), None)
