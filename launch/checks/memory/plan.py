@@ -31,9 +31,7 @@ from rlhpc.types import TensorSpec
 from rlhpc.weights.buckets import plan_buckets
 
 GIB = 1 << 30
-# Guess: CUDA context, cuBLAS workspaces and NCCL's buffers, which grow with the groups; and 4 bytes a token of a
-# replica's batch for each of recomputed, reference's and critic's figures: 67 MB for 16.8 million tokens.
-FIXED_ALLOWANCE = 2 * GIB
+FIXED_ALLOWANCE = 2 * GIB  # guess: CUDA context, cuBLAS workspaces and NCCL's buffers; grows with the groups
 FRAGMENTATION = 0.05  # guess: of everything else
 _ZERO_BUCKET = 64 << 20  # numbers; BUCKET_ELEMENTS of training/deepspeed/engine.py, which needs DeepSpeed to be read
 _ZERO_LIVE = 1_000_000_000  # numbers; DeepSpeed's default of stage3_max_live_parameters

@@ -67,8 +67,11 @@ class Schedule:
         self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback, *, forward_only: bool
     ) -> None:
         rows = self._filled_up(work)
+        local_rows = [
+            LocalRow.of(row.microbatch, row.wanted, self._layout, self._context_rank, self._device) for row in rows
+        ]
         step = partial(self._step, request, partial(self._loss_of, work, request.has_entropy_gradient, loss_callback))
-        iterators = [self._local_rows(rows) for _ in self._chunks]
+        iterators = [iter(enumerate(local_rows)) for _ in self._chunks]
         is_interleaved = self._layout.chunks > 1
         get_forward_backward_func()(
             forward_step_func=step,
@@ -79,11 +82,6 @@ class Schedule:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-    def _local_rows(self, work: Sequence[Work]) -> Iterator[tuple[int, LocalRow]]:
-        """Each is cut and copied when its turn comes, while the device is busy with those before it."""
-        for index, row in enumerate(work):
-            yield index, LocalRow.of(row.microbatch, row.wanted, self._layout, self._context_rank, self._device)
 
     def _filled_up(self, work: Sequence[Work]) -> list[Work]:
         """Interleaved stages want a multiple of their number; rows of one token without loss fill up the rest."""

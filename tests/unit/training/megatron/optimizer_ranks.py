@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.training.megatron.local_row import LocalRow
 from rlhpc.training.megatron.model import HeadRequest, build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
 from rlhpc.training.megatron.optimizer import MegatronAdamW, OptimizerSettings, wrap_chunks
@@ -50,7 +48,6 @@ class Seen:
     starts_from_zeros: bool  # moments, before the first step
     mains_are_published: bool  # after the last step every kept range equals the parameter, rounded
     steps: list[float]  # after setting them to 7 and one step
-    most_rows: int  # of this rank that were cut and copied, and not yet let go, when a loss was computed
 
 
 def watch(rank: int, world_size: int, cases: list[Case], rows: list[PackedMicrobatch]) -> list[Seen]:
@@ -81,15 +78,9 @@ def _watch_case(rank: int, world_size: int, case: Case, rows: list[PackedMicroba
     mine = [Work(row, row.loss_mask) for row in rows[parallel_state.get_data_parallel_rank() :: layout.data]]
     names = {id(parameter): name for chunk in chunks for name, parameter in chunk.named_parameters()}
 
-    num_rows = [0]
-
-    def loss(index: int, row: Tensor, entropy: Tensor) -> Tensor:
-        num_rows.append(sum(isinstance(each, LocalRow) for each in gc.get_objects()))
-        return row.sum()
-
     def accumulate() -> float:
         optimizer.zero_gradients()
-        schedule.forward_backward(mine, REQUEST, loss)
+        schedule.forward_backward(mine, REQUEST, lambda index, row, entropy: row.sum())
         return optimizer.gradient_norm()
 
     def copied() -> dict[str, Tensor]:
@@ -119,7 +110,6 @@ def _watch_case(rank: int, world_size: int, case: Case, rows: list[PackedMicroba
             for shard in optimizer.shards
         ),
         steps=[float(shard.state["step"]) for shard in optimizer.shards],
-        most_rows=max(num_rows),
     )
     close_groups()
     return seen

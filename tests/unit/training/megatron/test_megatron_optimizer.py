@@ -99,12 +99,6 @@ def test_moments_exist_from_the_start(seen, layout):
     assert all(rank.starts_from_zeros for rank in seen[layout])
 
 
-@pytest.mark.parametrize("layout", ["tp2", "sp", "ep2"])
-def test_no_row_is_cut_and_copied_long_before_its_turn(seen, layout):
-    """A rank of the first two has four rows, one of the last has two."""
-    assert max(rank.most_rows for rank in seen[layout]) <= 1
-
-
 @pytest.mark.parametrize("layout", ["dp2", "dp2-overlapped", "bfloat16"])
 def test_replicas_share_the_state_out_without_gap_or_overlap(seen, layout):
     held = sorted(place for rank in seen[layout] for place in rank.ranges)
