@@ -33,6 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.starts
 def test_what_the_tutorial_shows_of_check_and_of_data_is_what_they_print(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

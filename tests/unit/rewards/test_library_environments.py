@@ -139,6 +139,7 @@ async def test_an_environment_that_fails_is_a_verifier_error(pool, library):
         assert "the board fell off the table" in failed.detail
 
 
+@pytest.mark.starts
 async def test_a_pool_whose_environment_is_not_there_says_which(library):
     here = {VARIABLE: json.dumps({"settings": EnvironmentConfig(id="no-such-game").model_dump(), "names": [library]})}
     with pytest.raises(RoleFailed, match=r"environment\.id='no-such-game', tried on"):

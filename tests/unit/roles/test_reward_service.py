@@ -55,6 +55,7 @@ async def until_waiting(server: MemoryServer, num_requests: int) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.starts
 async def test_who_waits_behind_the_requests_of_others_is_not_given_up_while_these_go_on(task: str) -> None:
     """For three times as long as an attempt may take."""
     server = MemoryServer(REWARDS)
@@ -67,6 +68,7 @@ async def test_who_waits_behind_the_requests_of_others_is_not_given_up_while_the
         assert all(reply.reward == 1.0 for reply in await asyncio.gather(*ahead))
 
 
+@pytest.mark.starts
 async def test_a_service_that_has_stopped_is_given_up_though_it_lives(task: str) -> None:
     server = MemoryServer(REWARDS)
     first, second = (RpcClient([server.connect(name)], max_attempts=1) for name in ("generator-0", "generator-1"))

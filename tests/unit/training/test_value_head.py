@@ -21,6 +21,7 @@ from rlhpc.training.value_head import VALUE_HEAD
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
 
+pytestmark = pytest.mark.starts  # DeepSpeed tries what a compiler can do
 ROW = pack_row(draw_samples((20, 37, 8, 33)))
 STEP: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.0, "max_grad_norm": 1.0}
 
