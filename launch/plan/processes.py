@@ -34,7 +34,7 @@ def thread_defaults(num_threads: int = 1) -> dict[str, str]:
 
 
 def trainer_threads(config: Config, num_cores: int) -> int:
-    """Of a rank that has a GPU and so many cores: one, unless the GPU waits for work on all weights in host memory.
+    """Of a rank that has a GPU and num_cores cores: one, unless the GPU waits for work on all weights in host memory.
 
     Deterministic runs do not ask how many cores there are: sums depend on how many threads add them up.
     """

@@ -110,7 +110,7 @@ class SegmentWriter:
         return self.seal() if self.is_due else None
 
     def seal(self) -> Path | None:
-        """Write the oldest groups that wait, of which a segment holds so many, and none from beyond a cut; return it.
+        """Write the oldest groups that wait, as many as fit and none from beyond a cut; return the segment.
 
         None if there are none.  Raises SegmentError when it cannot be written; nothing is left on disk and the groups
         stay pending.  OwnershipLost: another attempt owns the run directory, and the groups are part of an abandoned

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("rlhpc.weights")
 c10d: Any = dist  # group classes come from C++ and have no stubs
 
 LOOK_S = 0.1  # between two looks after the others
@@ -73,7 +73,7 @@ def connect(
         except (RuntimeError, ValueError, OSError, GroupFailed) as error:
             failures.append(error)
         finally:
-            # An abort finds no communicator that is still being made, and what is launched on it waits for ever.
+            # An abort finds no communicator that is still being made, and what is launched on it never ends.
             if is_given_up.is_set():
                 abort(group)
 
