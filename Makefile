@@ -58,8 +58,8 @@ test: setup  ## the tests: every promise, on real parts; shared out by tests/con
 test-all: setup  ## what `make test` leaves out: exhaustive matrices, long scenarios
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 4 -m long $(PYTEST_ARGS)
 
-quick: setup  ## tests of units that start no process
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 -m "not long and not starts" $(PYTEST_ARGS) tests/unit tests/architecture
+quick: setup  ## tests of units that start no process and wait for nothing
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 3 -m "not long and not starts and not waits" $(PYTEST_ARGS) tests/unit tests/architecture
 
 mutations: setup  ## plant known bugs, one at a time, and show which test finds each; about 20 minutes
 	$(BIN)/python -m bench.mutations --jobs 2

@@ -61,7 +61,7 @@ DOORS = {
     "cloudpickle": set(),
 }
 
-# What each stage eats and makes: `grep -rn "from rlhpc.types import" rlhpc` prints the data path.
+# What each stage takes and returns: `grep -rn "from rlhpc.types import" rlhpc` prints the data path.
 _DATA = {"Prompt"}
 _ROLLOUT = {"Rollout", "FinishReason"}
 _SCORED = {"ScoredRollout", "Verdict"}
@@ -141,7 +141,7 @@ def test_a_library_is_imported_only_behind_its_door(library: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_names_only_what_it_eats_and_makes(stage: str) -> None:
+def test_a_stage_names_only_what_it_takes_and_returns(stage: str) -> None:
     named: set[str] = set()
     for path in (ROOT / "rlhpc" / stage).rglob("*.py"):
         for node in ast.walk(_tree(path)):

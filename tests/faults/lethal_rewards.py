@@ -18,7 +18,7 @@ RUN_DIRECTORY = "RLHPC_TEST_LETHAL_RUN"  # environment variable: whose generator
 
 
 def parity_unless_lethal(completion: str, reference: str) -> RewardOutcome:
-    """As parity; but for the lethal prompt no verdict is of use to anybody."""
+    """As parity; but for the lethal prompt no verdict is useful to anybody."""
     if reference == LETHAL:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

@@ -10,6 +10,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,15 @@ def fault_of(command: str) -> str | None:
     return "not known here, and its block does not begin with `# needs …`"
 
 
+@cache
+def parser() -> argparse.ArgumentParser:
+    return command_parser()
+
+
 def fault_of_arguments(arguments: list[str]) -> str | None:
     """Of rlhpc's, read by the very parser of the command line; nothing is executed."""
     try:
-        _, rest = command_parser().parse_known_args(arguments)
+        _, rest = parser().parse_known_args(arguments)
     except SystemExit as end:  # argparse: --help, or a fault that it has printed
         return None if end.code == 0 else "the parser of rlhpc refuses it"
     if strange := [word for word in rest if word.startswith("-")]:
@@ -158,8 +164,9 @@ def test_options_of_commands_in_prose_and_tables_exist(page: Path) -> None:
             assert command in NOT_COMMANDS or not re.fullmatch(r"[a-z]+", command), f"{span}: no such command"
 
 
+@cache
 def subparsers() -> dict[str, argparse.ArgumentParser]:
-    (action,) = (action for action in command_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (action,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(action.choices)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -215,10 +216,15 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
 def test_files_and_tests_that_a_page_names_exist(page: Path) -> None:
     if str(page.relative_to(ROOT)) in PAGES_ON_OTHERS:
         return
-    known_tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    known_tests = text_of_tests()
     words = re.findall(r"`([^`\s]+)`", prose(page))
     missing = [word for word in words if not _exists(word, known_tests) and not (page.parent / word).exists()]
     assert not missing
+
+
+@cache
+def text_of_tests() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
 
 
 def _exists(word: str, known_tests: str) -> bool:

@@ -30,7 +30,7 @@ class EngineMemory:
     """Bytes on one GPU of a replica."""
 
     weights: int
-    kv_cache: int  # given, or the least that is of use
+    kv_cache: int  # given, or the smallest useful size
     staging: int  # while a version arrives
     allowance: int
 

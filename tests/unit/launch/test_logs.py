@@ -37,6 +37,12 @@ def layout(tmp_path: Path) -> RunLayout:
     return layout
 
 
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a second."""
+    monkeypatch.setattr("launch.commands.logs.LOOK_S", 0.05)
+
+
 def write(layout: RunLayout, role: str, replica: int, attempt: int, text: str) -> Path:
     path = layout.log(role, replica, attempt)
     path.parent.mkdir(exist_ok=True)
@@ -109,17 +115,18 @@ def test_a_run_without_logs_and_a_directory_that_is_no_run_are_refused(layout: R
         show_logs(empty, None, follow=False)
 
 
+@pytest.mark.usefixtures("looks_often")
 def test_following_takes_up_new_lines_attempts_and_replicas_and_ends_with_the_run(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     register_launcher(layout)  # this process: the run lives
 
     def go_on() -> None:
-        time.sleep(1.3)
+        time.sleep(0.3)
         write(layout, "trainer", 0, 1, "third of trainer\nhalf a ")
         write(layout, "trainer", 0, 2, "of the next attempt\n")
         write(layout, "generator", 7, 1, "a new replica\n")
-        time.sleep(1.3)
+        time.sleep(0.3)
         write(layout, "trainer", 0, 1, "line\nno end")
         layout.summary.write_text("{}")
 
@@ -134,6 +141,7 @@ def test_following_takes_up_new_lines_attempts_and_replicas_and_ends_with_the_ru
     assert lines.count("trainer-0|old") == 0
 
 
+@pytest.mark.usefixtures("looks_often")
 def test_following_a_run_that_is_over_ends_at_once(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     assert show_logs(layout, "trainer", follow=True) == 0  # no launcher lives
@@ -141,6 +149,7 @@ def test_following_a_run_that_is_over_ends_at_once(layout: RunLayout, capsys: py
     assert "second of trainer" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("looks_often")
 def test_a_log_that_is_begun_anew_is_read_from_its_beginning(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,9 +157,9 @@ def test_a_log_that_is_begun_anew_is_read_from_its_beginning(
     path = write(layout, "trainer", 1, 1, "much more than will stand there afterwards\n" * 5)
 
     def go_on() -> None:
-        time.sleep(1.2)
+        time.sleep(0.3)
         path.write_text("anew\n")
-        time.sleep(1.2)
+        time.sleep(0.3)
         layout.summary.write_text("{}")
 
     writer = threading.Thread(target=go_on)

@@ -144,6 +144,7 @@ async def test_what_is_not_done_when_stop_is_set_is_cancelled() -> None:
     assert await unless_stopped(asyncio.Event(), asyncio.ensure_future(asyncio.sleep(0, "done"))) == "done"
 
 
+@pytest.mark.waits
 async def test_a_stop_has_no_limit_until_an_interrupt_sets_one() -> None:
     stop = StopRequest()
     work = asyncio.create_task(asyncio.sleep(60.0))

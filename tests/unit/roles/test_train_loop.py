@@ -361,6 +361,7 @@ async def test_a_generator_that_dies_while_it_loads_is_left_out_and_the_run_goes
         assert len(ring.records) == 4
 
 
+@pytest.mark.waits
 async def test_a_generator_that_stays_silent_is_waited_for_no_longer_than_the_limit(tmp_path: Path) -> None:
     async with small_ring(small_config(), tmp_path, WeightSyncLimits(5.0, ack_timeout_s=1.0)) as ring:
         await ring.add_generator("generator-0")

@@ -77,6 +77,7 @@ def until_told(file: Path) -> Place:
     return Place(**json.loads(file.read_bytes()))
 
 
+@pytest.mark.waits
 def test_rank_0_names_the_ranks_that_are_missing(file: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         waiting = threads.submit(attend, file, 0, 4, 3.0)
@@ -87,6 +88,7 @@ def test_rank_0_names_the_ranks_that_are_missing(file: Path) -> None:
     assert not file.exists()
 
 
+@pytest.mark.waits
 def test_another_rank_names_those_that_are_missing_too(file: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(attend, file, 0, 3, 4.0)
@@ -121,6 +123,7 @@ def test_an_address_that_a_dead_rank_0_left_behind_is_read_again(file: Path) -> 
         assert misled.result(PATIENCE_S).num_keys() == store.num_keys()
 
 
+@pytest.mark.waits
 def test_a_rank_in_another_starts_room_leaves_it_for_the_new_one(tmp_path: Path, file: Path) -> None:
     """Somebody else's store answers at the stale address: its port was given away again."""
     elsewhere = tmp_path / "elsewhere" / "file"

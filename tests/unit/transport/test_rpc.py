@@ -136,6 +136,7 @@ async def test_a_request_that_was_lost_is_asked_again_though_others_are_answered
         assert rpc.num_retries == 1
 
 
+@pytest.mark.waits
 async def test_a_replica_that_is_busy_with_the_requests_of_others_is_waited_for(services: list[Service]):
     """Its news come for twice as long as an attempt may take, and five times as long as a silence."""
 

@@ -19,6 +19,7 @@ EPOCH = WeightGroup(1, "gloo", "", ("generator-0", "generator-1"), (1, 1))
 LATE_S = 5.0
 
 
+@pytest.mark.waits
 def test_a_member_that_waits_in_an_epoch_of_a_dead_trainer_is_no_member_of_the_next_one(tmp_path: Path) -> None:
     """With one path for both it would be taken for the member of its rank, and connected to."""
     dead = GroupPublisher("gloo", tmp_path, LATE_S, device=CPU)
