@@ -25,7 +25,9 @@ def test_a_gpu_that_is_wanted_and_not_seen_is_a_fault_of_the_settings(monkeypatc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_rank_whose_gpu_does_not_work_does_not_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others would wait for it on theirs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a machine with a GPU, too
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert device_of("auto", 0) == torch.device("cpu")  # a torch for CPU, and what somebody's shell has set
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"trainer\.device='auto': .* sees no GPU on .*legal here: 'cpu'"):
