@@ -139,6 +139,8 @@ def _prologue(prologue: PrologueConfig) -> Iterator[str]:
 
 
 def _exports(prologue: PrologueConfig) -> Iterator[str]:
+    if prologue.image is not None:
+        yield "export PYTHONNOUSERSITE=1  # else packages of ~/.local win over the image's"
     if prologue.code is not None:
         yield f"export PYTHONPATH={shlex.quote(str(prologue.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     if prologue.nccl_interface is not None:

@@ -198,7 +198,7 @@ class PrologueConfig(Section):
     image: LoosePath | None = None
     """Apptainer image in which the roles run; the supervisor of the job runs outside."""
     binds: Several[Bind] = ()
-    """More directories for the image, in Apptainer's syntax; the shared directory is always there."""
+    """More directories for the image; the shared directory and that of temporary files are always there."""
     code: LoosePath | None = None
     """Checkout whose packages go on PYTHONPATH; none: they are installed in venv or conda.  An image needs it."""
     python: Word = "python3"

@@ -208,6 +208,17 @@ def test_the_supervisor_takes_the_place_of_the_shell_with_what_the_prologue_set(
     assert "SLURM_MEM_PER_CPU" not in environment
 
 
+@pytest.mark.starts
+def test_packages_of_the_home_directory_do_not_win_over_those_of_an_image(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"image": "/shared/a.sif", "code": "/shared/code", "python": witness(tmp_path)}
+    for more, expected in (({}, "1"), ({"environment": {"PYTHONNOUSERSITE": ""}}, "")):
+        plan = plan_of(prologue={**keys, **more})
+        told = run_script(render_script(plan, plan.jobs[0]), tmp_path).stdout.partition("\n--\n")[2]
+        assert f"PYTHONNOUSERSITE={expected}" in told.splitlines()
+    plan = plan_of(prologue={"python": witness(tmp_path)})
+    assert "PYTHONNOUSERSITE" not in run_script(render_script(plan, plan.jobs[0]), tmp_path).stdout
+
+
 @pytest.mark.parametrize(
     ("keys", "culprit"),
     [
