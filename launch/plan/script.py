@@ -69,14 +69,24 @@ def component_directives(component: Component) -> Iterator[str]:
     yield f"--ntasks={component.num_tasks}"
     yield f"--ntasks-per-node={component.tasks_per_node}"
     yield f"--cpus-per-task={component.cpus_per_task}"
-    if component.gpus_per_task:
-        yield _gpu_request(component)
+    yield from _generic_resources(component)
     if component.memory_gib_per_task is not None:
         whole = component.memory_gib_per_task * component.tasks_per_node
         yield f"--mem={whole}G" if whole else "--mem=0"
     if allocation.exclusive:
         yield "--exclusive"
     yield from allocation.extra
+
+
+def _generic_resources(component: Component) -> Iterator[str]:
+    """GPUs in the form of the site, and what the site file asks for beside them; sbatch heeds the last --gres alone."""
+    request, more = _gpu_request(component) if component.gpus_per_task else "", component.allocation.gres
+    if more is None:
+        yield from filter(None, [request])
+    elif request.startswith("--gres="):
+        yield f"{request},{more}"
+    else:
+        yield from filter(None, [request, f"--gres={more}"])
 
 
 def _gpu_request(component: Component) -> str:

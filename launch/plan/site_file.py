@@ -115,6 +115,9 @@ class CommonConfig(Section):
     """Features that nodes must have, in Slurm's syntax: "ib&nvme"."""
     reservation: Word | None = None
     """Reservation to run in."""
+    gres: Word | None = None
+    """More generic resources than the plan's GPUs, in Slurm's syntax: "lscratch:200"; of a component that uses no GPU
+    also "gpu:1", for partitions that take no job without one."""
     exclusive: bool = False
     """Whole nodes for this component alone."""
     extra: Several[Directive] = ()

@@ -33,7 +33,7 @@ OWN_DIRECTIVES = {
     "exclusive": "exclusive",
     "nodes": "nodes",
     "N": "nodes",
-    "gres": "gpus_per_node, gres_type and gpu_request",
+    "gres": "gres, or for GPUs gpus_per_node, gres_type and gpu_request",
     "gpus": "gpus_per_node and gpu_request",
     "G": "gpus_per_node and gpu_request",
     "gpus-per-node": "gpus_per_node and gpu_request",

@@ -70,6 +70,28 @@ def test_gpus_are_asked_for_in_the_form_of_the_site(form: GpuRequest, kind: str 
     assert asked == [written]
 
 
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        ("gres", ["--gres=gpu:2,lscratch:200"]),
+        ("gpus-per-node", ["--gpus-per-node=2", "--gres=lscratch:200"]),
+        ("gpus-per-task", ["--gpus-per-task=1", "--gres=lscratch:200"]),
+    ],
+)
+def test_other_generic_resources_are_asked_for_beside_gpus(form: GpuRequest, written: list[str]) -> None:
+    plan = plan_of(common={"gres": "lscratch:200"}, trainer={"gpu_request": form})
+    words = list(component_directives(component_of(plan, "trainer")))
+    assert [word for word in words if word.startswith(("--gpu", "--gres"))] == written
+    assert "--gres=lscratch:200" in component_directives(component_of(plan, "controller"))
+
+
+def test_a_controller_may_ask_for_a_gpu_where_no_partition_takes_a_job_without_one() -> None:
+    plan = plan_of(controller={"gres": "gpu:1"}, rewards={"gres": "gpu:a100:1"})
+    assert "--gres=gpu:1" in component_directives(component_of(plan, "controller"))
+    assert "--gres=gpu:a100:1" in component_directives(component_of(plan, "rewards"))
+    assert component_of(plan, "controller").gpus_per_task == 0
+
+
 def test_a_component_without_gpus_asks_for_none() -> None:
     (script,) = render_scripts(plan_of("trainer.device=cpu", "generation.engine=scripted")).values()
     assert "gpu:" not in script
