@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import pwd
 import shutil
 import signal
 import socket
@@ -282,8 +281,7 @@ def _node(environment: Mapping[str, str]) -> str:
 
 def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:
     """The job's directory for temporary files and caches on this node, mode 0700."""
-    user = pwd.getpwuid(os.getuid()).pw_name
-    name = f"rlhpc-{user}-{job_id}"
+    name = f"rlhpc-{os.getuid()}-{job_id}"  # not the user's name, which a node may not know
     for parent in (environment.get("SLURM_TMPDIR"), environment.get("TMPDIR"), "/tmp"):
         base = Path(parent) / name if parent else None
         if base is not None and len(str(base)) <= LONGEST_TEMPORARY_PATH - 12 and os.access(str(parent), os.W_OK):

@@ -191,3 +191,17 @@ def test_a_role_in_an_image_sees_the_directory_of_its_temporary_files_and_caches
         assert seen["CALLED"].startswith("exec --nv --bind /shared /a.sif")
     finally:
         shutil.rmtree(below)
+
+
+@pytest.mark.starts
+def test_a_node_need_not_know_its_users_by_name(tmp_path: Path) -> None:
+    """As where its directory service does not answer."""
+    tells = "import os, pwd; pwd.getpwuid(os.getuid())"
+    looks = f"import launch.supervisor.role_task as t; print(t._base_directory(7, {{'TMPDIR': {str(tmp_path)!r}}}))"
+    as_stranger = ["unshare", "--user", "--map-user=54321", sys.executable, "-c"]
+    stranger = subprocess.run([*as_stranger, tells], capture_output=True, text=True, check=False)
+    if "KeyError" not in stranger.stderr:
+        pytest.skip(f"nobody can be a stranger here: {stranger.stderr}")
+    base = subprocess.run([*as_stranger, looks], capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(base).name == "rlhpc-54321-7"
+    Path(base).rmdir()
