@@ -22,6 +22,8 @@ trap '' USR2  # until the supervisor listens
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 # Tasks that are bound to a GPU each cannot reach each other's.
 unset SLURM_GPUS_PER_TASK SLURM_TRES_BIND SLURM_GPU_BIND
+# Commands of Slurm on a node are for the node's own cluster.
+unset RLHPC_SLURM_CLUSTER
 # Steps get what is set below, also where the site submits with --export=NONE.
 export SLURM_EXPORT_ENV=ALL
 failed() { echo "rlhpc: prologue: '$*' failed on $(uname -n)" >&2; exit 2; }

@@ -178,6 +178,7 @@ def run_script(script: str, directory: Path) -> subprocess.CompletedProcess[str]
     path = directory / "job.sbatch"
     path.write_text(script)
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "16", "USER": "me"}
+    environment["RLHPC_SLURM_CLUSTER"] = "gpu"
     return subprocess.run(["bash", path], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
 
 
@@ -227,7 +228,7 @@ def test_the_supervisor_takes_the_place_of_the_shell_with_what_the_prologue_set(
     assert "GLOO_SOCKET_IFNAME" not in environment  # gloo wants all of them to be there: a role names the first that is
     assert (environment["HF_HUB_OFFLINE"], environment["HDF5_USE_FILE_LOCKING"]) == ("1", "FALSE")
     assert environment["SLURM_EXPORT_ENV"] == "ALL"
-    assert "SLURM_MEM_PER_CPU" not in environment
+    assert not {"SLURM_MEM_PER_CPU", "RLHPC_SLURM_CLUSTER"} & environment.keys()
 
 
 @pytest.mark.starts
