@@ -43,6 +43,7 @@ class Allocation:
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
+    gres: str | None = None  # beside the plan's GPUs
     exclusive: bool = False
     extra: tuple[str, ...] = ()
 
@@ -209,6 +210,12 @@ def _trainer(config: Config, shape: Shape, site: Site) -> Component:
 
 def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, common: CommonConfig) -> Component:
     each, memory = max(shape.gpus_per_task, 1), section.memory_gib_per_gpu
+    allocation = _allocation(name, section, common)
+    if shape.gpus_per_task and allocation.gres is not None and re.search(r"(?:^|,)gpu(?:$|[:,=])", allocation.gres):
+        raise ConfigError(
+            f"{name}.gres={allocation.gres!r}: GPUs of this component are asked for by gpus_per_node, gres_type and "
+            "gpu_request; legal: other resources, or gres in [controller] and [rewards] alone"
+        )
     return Component(
         name=name,
         roles=(share,),
@@ -217,7 +224,7 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
         cpus_per_task=each * (section.cpus_per_gpu or CPUS_PER_GPU),
         gpus_per_task=shape.gpus_per_task,
         memory_gib_per_task=None if memory is None else each * memory,
-        allocation=_allocation(name, section, common),
+        allocation=allocation,
         gpu_request=section.gpu_request,
         gres_type=section.gres_type,
     )

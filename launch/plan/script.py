@@ -22,6 +22,8 @@ trap '' USR2  # until the supervisor listens
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 # Tasks that are bound to a GPU each cannot reach each other's.
 unset SLURM_GPUS_PER_TASK SLURM_TRES_BIND SLURM_GPU_BIND
+# Commands of Slurm on a node are for the node's own cluster.
+unset RLHPC_SLURM_CLUSTER
 # Steps get what is set below, also where the site submits with --export=NONE.
 export SLURM_EXPORT_ENV=ALL
 failed() { echo "rlhpc: prologue: '$*' failed on $(uname -n)" >&2; exit 2; }
@@ -69,14 +71,24 @@ def component_directives(component: Component) -> Iterator[str]:
     yield f"--ntasks={component.num_tasks}"
     yield f"--ntasks-per-node={component.tasks_per_node}"
     yield f"--cpus-per-task={component.cpus_per_task}"
-    if component.gpus_per_task:
-        yield _gpu_request(component)
+    yield from _generic_resources(component)
     if component.memory_gib_per_task is not None:
         whole = component.memory_gib_per_task * component.tasks_per_node
         yield f"--mem={whole}G" if whole else "--mem=0"
     if allocation.exclusive:
         yield "--exclusive"
     yield from allocation.extra
+
+
+def _generic_resources(component: Component) -> Iterator[str]:
+    """GPUs in the form of the site, and what the site file asks for beside them; sbatch heeds the last --gres alone."""
+    request, more = _gpu_request(component) if component.gpus_per_task else "", component.allocation.gres
+    if more is None:
+        yield from filter(None, [request])
+    elif request.startswith("--gres="):
+        yield f"{request},{more}"
+    else:
+        yield from filter(None, [request, f"--gres={more}"])
 
 
 def _gpu_request(component: Component) -> str:
@@ -139,6 +151,8 @@ def _prologue(prologue: PrologueConfig) -> Iterator[str]:
 
 
 def _exports(prologue: PrologueConfig) -> Iterator[str]:
+    if prologue.image is not None:
+        yield "export PYTHONNOUSERSITE=1  # else packages of ~/.local win over the image's"
     if prologue.code is not None:
         yield f"export PYTHONPATH={shlex.quote(str(prologue.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     if prologue.nccl_interface is not None:

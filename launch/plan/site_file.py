@@ -115,6 +115,9 @@ class CommonConfig(Section):
     """Features that nodes must have, in Slurm's syntax: "ib&nvme"."""
     reservation: Word | None = None
     """Reservation to run in."""
+    gres: Word | None = None
+    """More generic resources than the plan's GPUs, in Slurm's syntax: "lscratch:200"; of a component that uses no GPU
+    also "gpu:1", for partitions that take no job without one."""
     exclusive: bool = False
     """Whole nodes for this component alone."""
     extra: Several[Directive] = ()
@@ -198,7 +201,7 @@ class PrologueConfig(Section):
     image: LoosePath | None = None
     """Apptainer image in which the roles run; the supervisor of the job runs outside."""
     binds: Several[Bind] = ()
-    """More directories for the image, in Apptainer's syntax; the shared directory is always there."""
+    """More directories for the image; the shared directory and that of temporary files are always there."""
     code: LoosePath | None = None
     """Checkout whose packages go on PYTHONPATH; none: they are installed in venv or conda.  An image needs it."""
     python: Word = "python3"

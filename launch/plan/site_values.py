@@ -33,7 +33,7 @@ OWN_DIRECTIVES = {
     "exclusive": "exclusive",
     "nodes": "nodes",
     "N": "nodes",
-    "gres": "gpus_per_node, gres_type and gpu_request",
+    "gres": "gres, or for GPUs gpus_per_node, gres_type and gpu_request",
     "gpus": "gpus_per_node and gpu_request",
     "G": "gpus_per_node and gpu_request",
     "gpus-per-node": "gpus_per_node and gpu_request",
@@ -46,13 +46,16 @@ OWN_DIRECTIVES = {
     "mail-user": "cluster.mail",
     "mail-type": "cluster.mail_events",
     "signal": "cluster.warn_s",
+    "clusters": "RLHPC_SLURM_CLUSTER=NAME in the environment of every command",
+    "cluster": "RLHPC_SLURM_CLUSTER=NAME in the environment of every command",
+    "M": "RLHPC_SLURM_CLUSTER=NAME in the environment of every command",
 }
 # Directives that would take the plan apart; no key says them.
 FOREIGN_DIRECTIVES = {
     "ntasks", "n", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "tres-per-task",
     "array", "a", "output", "o", "error", "e", "open-mode", "job-name", "J", "requeue", "no-requeue", "dependency", "d",
     "chdir", "D", "no-kill", "k", "wrap", "hold", "H", "mem-per-cpu", "mem-per-gpu", "export", "export-file", "wait",
-    "W", "test-only", "clusters", "cluster", "M", "parsable", "hetjob", "het-group", "uid", "gid", "quiet", "Q", "help",
+    "W", "test-only", "parsable", "hetjob", "het-group", "uid", "gid", "quiet", "Q", "help",
     "h", "usage", "u", "version", "V",
 }  # fmt: skip
 _NO_VALUE = "HkOsQvWhuV"  # short options that others may follow in one word

@@ -28,6 +28,7 @@ _INPUTS = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANC
            "PMI")  # fmt: skip
 # How the cluster is found, and how a command authenticates.
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+CLUSTER = "RLHPC_SLURM_CLUSTER"  # for what Slurm calls --clusters, in the shell of a user; job scripts unset it
 # Of srun's input variables, those that Slurm itself sets in a batch step are kept: they identify job, components and
 # nodes.  The following are set by users, by a site's module, or by Slurm with the sizes of component 0, and would
 # change a step's size, time limit, output, directory, whether it waits for other steps, and which GPUs a task sees.
@@ -94,6 +95,8 @@ def ask(
     """The same, with stderr in addition to the output."""
     deadline = Deadline(patience_s)
     clean = clean_environment(environment)
+    if words[0] == "sacct" and CLUSTER in clean:  # which alone does not heed SLURM_CLUSTERS
+        words = (words[0], f"--clusters={clean[CLUSTER]}", *words[1:])
     if words[0] != "sbatch":  # whose environment becomes the job's
         clean.update(SLURM_TIME_FORMAT="standard", LC_ALL="C")
     while True:
@@ -114,10 +117,12 @@ def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     """An environment, by default this process's, without variables that would change Slurm's commands.
 
     Otherwise a job submitted from inside another would inherit its sizes, and its srun the other's components; with
-    SQUEUE_PARTITION in a shell, squeue would not show jobs on other partitions.
+    SQUEUE_PARTITION in a shell, squeue would not show jobs on other partitions.  RLHPC_SLURM_CLUSTER names the cluster
+    where one login node serves several: nobody has that in the environment by accident.
     """
     known = os.environ if environment is None else environment
-    return {key: value for key, value in known.items() if key in _KEPT or not key.startswith(_INPUTS)}
+    clean = {key: value for key, value in known.items() if key in _KEPT or not key.startswith(_INPUTS)}
+    return clean | {"SLURM_CLUSTERS": clean[CLUSTER]} if clean.get(CLUSTER) else clean
 
 
 def srun_environment(environment: Mapping[str, str] | None = None, *, any_component: bool = False) -> dict[str, str]:

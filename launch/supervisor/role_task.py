@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import pwd
 import shutil
 import signal
 import socket
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -144,7 +143,7 @@ class _Task:
         try:
             with self._log.open("ab") as log:
                 role = subprocess.Popen(
-                    self._command(),
+                    self._command(base),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -159,7 +158,7 @@ class _Task:
                 role.returncode = status  # for Popen, which has not seen it end
             end_children()
         except OSError as error:
-            raise TaskError(f"{self._command()[0]}: {error}") from error
+            raise TaskError(f"{self._part.python[0]}: {error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             self._leave(base)
@@ -190,9 +189,10 @@ class _Task:
         base = Path(tempfile.gettempdir()) if self._plan.is_local else _base_directory(self._job.job_id)
         return base, Path(tempfile.mkdtemp(prefix=f"{self._options.role[:1]}{self._replica}-", dir=base))
 
-    def _command(self) -> list[str]:
+    def _command(self, base: Path) -> list[str]:
         options, plan = self._options, self._plan
-        words = [*self._part.python, "-m", "rlhpc.roles", options.role, "--run-dir", str(plan.layout.root)]
+        words = [*_bound(self._part.python, base), "-m", "rlhpc.roles", options.role]
+        words += ["--run-dir", str(plan.layout.root)]
         words += ["--replica", str(self._replica), "--attempt", str(options.attempt)]
         if options.role == "trainer":
             words += ["--num-ranks", str(self._share.num_processes)]
@@ -257,6 +257,13 @@ def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
 
 
+def _bound(python: Sequence[str], base: Path) -> list[str]:
+    """The interpreter; in an image it sees the job's directory on this node, where TMPDIR and caches lie."""
+    if python[0] != "apptainer" or Path("/tmp") in base.parents:  # which every image sees
+        return [*python]
+    return [*python[:2], "--bind", str(base), *python[2:]]
+
+
 def _name_host(environment: dict[str, str], job_id: int, component: str) -> None:
     """To NCCL, processes of this component on this node are a host of their own, unless NCCL_HOSTID is set.
 
@@ -274,8 +281,7 @@ def _node(environment: Mapping[str, str]) -> str:
 
 def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:
     """The job's directory for temporary files and caches on this node, mode 0700."""
-    user = pwd.getpwuid(os.getuid()).pw_name
-    name = f"rlhpc-{user}-{job_id}"
+    name = f"rlhpc-{os.getuid()}-{job_id}"  # not the user's name, which a node may not know
     for parent in (environment.get("SLURM_TMPDIR"), environment.get("TMPDIR"), "/tmp"):
         base = Path(parent) / name if parent else None
         if base is not None and len(str(base)) <= LONGEST_TEMPORARY_PATH - 12 and os.access(str(parent), os.W_OK):

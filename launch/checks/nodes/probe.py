@@ -60,8 +60,8 @@ def main(arguments: list[str]) -> int:
 
 def facts(directory: Path) -> dict[str, Any]:
     """Of node, interpreter, libraries, GPUs, room and limits."""
-    temporary = os.environ.get("TMPDIR") or "/tmp"
-    limits = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
+    temporary = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as a task chooses (role_task.py)
+    limits = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in ("nofile", "memlock", "as", "cpu")}
     cards = gpus()
     return {
         "node": os.environ.get("SLURMD_NODENAME") or platform.node(),
@@ -78,8 +78,8 @@ def facts(directory: Path) -> dict[str, Any]:
         **compiler(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "interface": os.environ.get("RLHPC_INTERFACE") or os.environ.get("NCCL_SOCKET_IFNAME") or "",
-        "tmp": {"path": temporary, "free_bytes": free_bytes(temporary)},
-        "shm_bytes": free_bytes("/dev/shm"),
+        "tmp": disk(temporary),
+        "shm_bytes": disk("/dev/shm")["free_bytes"],
         "limits": {key: resource.getrlimit(number)[0] for key, number in limits.items()},
         "known_sha256": digest(directory / "known.bin"),
         "has_rlhpc": importlib.util.find_spec("rlhpc") is not None and importlib.util.find_spec("launch") is not None,
@@ -156,13 +156,14 @@ def compiler() -> dict[str, Any]:
     return {"compiler": found, "has_python_headers": headers.is_file()}
 
 
-def free_bytes(path: str) -> int | None:
-    """Room for a user in a directory; None: there is none."""
+def disk(path: str) -> dict[str, Any]:
+    """Room for a user in a directory, None if there is none, and whether no program or library in it can be loaded."""
     try:
         status = os.statvfs(path)
     except OSError:
-        return None
-    return status.f_bavail * status.f_frsize
+        return {"path": path, "free_bytes": None, "is_noexec": False}
+    is_noexec = bool(status.f_flag & os.ST_NOEXEC)
+    return {"path": path, "free_bytes": status.f_bavail * status.f_frsize, "is_noexec": is_noexec}
 
 
 def digest(path: Path) -> str:

@@ -139,19 +139,28 @@ def _gpus(key: str, ready: dict[str, Any], component: Component) -> Iterator[Fin
 
 
 def _room(key: str, ready: dict[str, Any], component: Component) -> Iterator[Finding]:
-    tmp, shm, limits = ready["tmp"], ready["shm_bytes"], ready["limits"]
-    low = [f"{tmp['path']} {_gib(tmp['free_bytes'])}"] if (tmp["free_bytes"] or 0) < LEAST_TMP else []
-    low += [f"/dev/shm {_gib(shm)}"] if (shm or 0) < LEAST_SHM else []
-    text = f"{tmp['path']} {_gib(tmp['free_bytes'])} free, /dev/shm {_gib(shm)}"
-    remedy = "TMPDIR on a larger disk in [prologue.environment]; caches and sockets go there" if low else ""
-    yield Finding(f"{key}: local room", "", "warn" if low else "pass", text, remedy)
-    files, locked = limits["nofile"], limits["memlock"]
-    is_locked = component.gpus_per_task > 0 and locked != -1
-    few = files != -1 and files < LEAST_FILES
+    tmp, shm = ready["tmp"], ready["shm_bytes"]
+    is_low = (tmp["free_bytes"] or 0) < LEAST_TMP or (shm or 0) < LEAST_SHM
+    noexec = ", which is mounted noexec: compiled kernels in it cannot be loaded" if tmp["is_noexec"] else ""
+    text = f"{tmp['path']} {_gib(tmp['free_bytes'])} free{noexec}, /dev/shm {_gib(shm)}"
+    remedy = "TMPDIR on a larger disk in [prologue.environment]; caches and sockets go there" if is_low else ""
+    remedy = "TMPDIR on another disk in [prologue.environment]" if noexec else remedy
+    yield Finding(f"{key}: local room", "", "warn" if remedy else "pass", text, remedy)
+    yield _limits(f"{key}: limits", ready["limits"], component)
+
+
+def _limits(key: str, limits: dict[str, int], component: Component) -> Finding:
+    """Slurm gives a job those of the submitting shell, unless the site says otherwise (PropagateResourceLimits)."""
+    files, locked, remedy = limits["nofile"], limits["memlock"], ""
     text = f"open files {_limit(files)}, locked memory {_limit(locked)}"
-    remedy = 'prologue.commands = ["ulimit -n 65536"]' if few else ""
-    remedy = remedy or ("RDMA needs unlimited locked memory: the site sets it for slurmd" if is_locked else "")
-    yield Finding(f"{key}: limits", "", "warn" if remedy else "pass", text, remedy)
+    if component.gpus_per_task > 0 and locked != -1:
+        remedy = "RDMA needs unlimited locked memory: the site sets it for slurmd"
+    if files != -1 and files < LEAST_FILES:
+        remedy = 'prologue.commands = ["ulimit -n 65536"]'
+    for name, what in (("as", "address space {} bytes: CUDA wants all"), ("cpu", "{} s of a core, then killed")):
+        if limits[name] != -1:
+            text, remedy = f"{text}, {what.format(limits[name])}", 'common.extra = ["--propagate=NONE"], or `ulimit`'
+    return Finding(key, "", "warn" if remedy else "pass", text, remedy)
 
 
 def _gib(num_bytes: int | None) -> str:

@@ -160,7 +160,7 @@ def test_two_probes_on_one_machine_tell_their_node_and_reach_each_other(tmp_path
     content = os.urandom(1000)
     (tmp_path / "known.bin").write_bytes(content)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    command = [sys.executable, probe.__file__, str(tmp_path)]
+    command = ["bash", "-c", 'ulimit -t 3600; exec "$@"', "-", sys.executable, probe.__file__, str(tmp_path)]
     started = [subprocess.Popen([*command, name], env=environment) for name in ("trainer", "generation")]
     try:
         ready = _answer_until(tmp_path, "ready", 2)
@@ -175,6 +175,7 @@ def test_two_probes_on_one_machine_tell_their_node_and_reach_each_other(tmp_path
         assert ready[name]["known_sha256"] == hashlib.sha256(content).hexdigest()
         assert abs(ready[name]["skew_s"]) <= ready[name]["round_trip_s"] < 5
         assert results[name]["reach"][peer]["ms"] > 0
+        assert (ready[name]["limits"]["cpu"], ready[name]["limits"]["as"]) == (3600, -1)
     assert results["trainer"]["stream"]["generation"]["gbit_per_s"] > 0
 
 
@@ -189,6 +190,37 @@ def _answer_until(directory: Path, kind: str, number: int) -> dict[str, Any]:
                 probe.write(answer, {"time": time.time()})
         time.sleep(0.01)
     return {path.name.split(".")[0]: json.loads(path.read_bytes()) for path in found}
+
+
+@pytest.mark.starts
+def test_a_disk_from_which_nothing_can_be_loaded_is_known(tmp_path: Path) -> None:
+    looks = f"import json; from launch.checks.nodes import probe; print(json.dumps(probe.disk({str(tmp_path)!r})))"
+    mounts = f'mount -t tmpfs -o noexec none "{tmp_path}" && exec "$@"'
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "bash",
+        "-c",
+        mounts,
+        "-",
+        sys.executable,
+        "-c",
+        looks,
+    ]
+    seen = subprocess.run(command, capture_output=True, text=True, check=False)
+    if seen.returncode:
+        pytest.skip(f"nothing can be mounted here: {seen.stderr}")
+    assert json.loads(seen.stdout)["is_noexec"]
+    assert not probe.disk(str(tmp_path))["is_noexec"]
+    assert probe.disk(str(tmp_path / "none"))["free_bytes"] is None
+
+
+def test_the_probe_looks_where_a_task_puts_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
+    assert probe.facts(tmp_path)["tmp"]["path"] == str(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["probe.py", "broadcast_probe.py"])
@@ -268,11 +300,13 @@ def test_every_site_file_of_ours_makes_a_plan_without_a_run_file(name: str) -> N
 
 # ------------------------------------------------------------------------------------------------------------ verdicts
 
+NO_LIMITS = dict.fromkeys(("nofile", "memlock", "as", "cpu"), -1)
 NODE: dict[str, Any] = {
     "name": "trainer", "node": "h0", "python": "3.11.7", "executable": "/v/python", "torch_cuda": "12.8",
     "versions": {"rlhpc": "0.1.0", "torch": "2.13.0", "megatron-core": "0.16.1"}, "driver": "570.1", "has_rlhpc": True,
-    "gpus": ["NVIDIA H100"] * 2, "visible": "0,1", "tmp": {"path": "/tmp", "free_bytes": 99 * GIB},
-    "shm_bytes": 99 * GIB, "limits": {"nofile": -1, "memlock": -1}, "known_sha256": "k", "round_trip_s": 0.02,
+    "gpus": ["NVIDIA H100"] * 2, "visible": "0,1", "shm_bytes": 99 * GIB,
+    "tmp": {"path": "/tmp", "free_bytes": 99 * GIB, "is_noexec": False}, "limits": NO_LIMITS,
+    "known_sha256": "k", "round_trip_s": 0.02,
     "skew_s": 0.001, "address": "10.0.0.1", "compute_capabilities": ["9.0"] * 2, "cuda_library": "",
     "vllm_compatibility": "", "compiler": "/usr/bin/gcc", "has_python_headers": True,
 }  # fmt: skip
@@ -303,9 +337,21 @@ def test_a_good_node_passes_everything() -> None:
         ({"gpus": None}, "warn trainer: GPUs: 2 given, but no nvidia-smi"),
         ({"gpus": []}, "fail trainer: GPUs: nvidia-smi fails"),
         ({"torch_cuda": ""}, "fail trainer: GPUs: NVIDIA H100, but torch is built without CUDA"),
-        ({"tmp": {"path": "/tmp", "free_bytes": GIB}}, "warn trainer: local room: /tmp 1 GiB free"),
-        ({"limits": {"nofile": 1024, "memlock": -1}}, "warn trainer: limits: open files 1024"),
-        ({"limits": {"nofile": -1, "memlock": 65536}}, "warn trainer: limits: open files unlimited, locked"),
+        ({"tmp": {"path": "/tmp", "free_bytes": GIB, "is_noexec": False}}, "warn trainer: local room: /tmp 1 GiB free"),
+        (
+            {"tmp": {"path": "/tmp", "free_bytes": 99 * GIB, "is_noexec": True}},
+            "warn trainer: local room: /tmp 99 GiB free, which is mounted noexec",
+        ),
+        ({"limits": NO_LIMITS | {"nofile": 1024}}, "warn trainer: limits: open files 1024"),
+        ({"limits": NO_LIMITS | {"memlock": 65536}}, "warn trainer: limits: open files unlimited, locked"),
+        (
+            {"limits": NO_LIMITS | {"cpu": 3600}},
+            "warn trainer: limits: open files unlimited, locked memory unlimited, 3600 s of a core, then killed",
+        ),
+        (
+            {"limits": NO_LIMITS | {"as": 1 << 36}},
+            "warn trainer: limits: open files unlimited, locked memory unlimited, address space 68719476736 bytes",
+        ),
         ({"address_error": "no ib0"}, "fail trainer: interface: no address on h0: no ib0"),
     ],
 )  # fmt: skip

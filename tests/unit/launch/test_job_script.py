@@ -70,6 +70,28 @@ def test_gpus_are_asked_for_in_the_form_of_the_site(form: GpuRequest, kind: str 
     assert asked == [written]
 
 
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        ("gres", ["--gres=gpu:2,lscratch:200"]),
+        ("gpus-per-node", ["--gpus-per-node=2", "--gres=lscratch:200"]),
+        ("gpus-per-task", ["--gpus-per-task=1", "--gres=lscratch:200"]),
+    ],
+)
+def test_other_generic_resources_are_asked_for_beside_gpus(form: GpuRequest, written: list[str]) -> None:
+    plan = plan_of(common={"gres": "lscratch:200"}, trainer={"gpu_request": form})
+    words = list(component_directives(component_of(plan, "trainer")))
+    assert [word for word in words if word.startswith(("--gpu", "--gres"))] == written
+    assert "--gres=lscratch:200" in component_directives(component_of(plan, "controller"))
+
+
+def test_a_controller_may_ask_for_a_gpu_where_no_partition_takes_a_job_without_one() -> None:
+    plan = plan_of(controller={"gres": "gpu:1"}, rewards={"gres": "gpu:a100:1"})
+    assert "--gres=gpu:1" in component_directives(component_of(plan, "controller"))
+    assert "--gres=gpu:a100:1" in component_directives(component_of(plan, "rewards"))
+    assert component_of(plan, "controller").gpus_per_task == 0
+
+
 def test_a_component_without_gpus_asks_for_none() -> None:
     (script,) = render_scripts(plan_of("trainer.device=cpu", "generation.engine=scripted")).values()
     assert "gpu:" not in script
@@ -156,6 +178,7 @@ def run_script(script: str, directory: Path) -> subprocess.CompletedProcess[str]
     path = directory / "job.sbatch"
     path.write_text(script)
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "16", "USER": "me"}
+    environment["RLHPC_SLURM_CLUSTER"] = "gpu"
     return subprocess.run(["bash", path], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
 
 
@@ -205,7 +228,18 @@ def test_the_supervisor_takes_the_place_of_the_shell_with_what_the_prologue_set(
     assert "GLOO_SOCKET_IFNAME" not in environment  # gloo wants all of them to be there: a role names the first that is
     assert (environment["HF_HUB_OFFLINE"], environment["HDF5_USE_FILE_LOCKING"]) == ("1", "FALSE")
     assert environment["SLURM_EXPORT_ENV"] == "ALL"
-    assert "SLURM_MEM_PER_CPU" not in environment
+    assert not {"SLURM_MEM_PER_CPU", "RLHPC_SLURM_CLUSTER"} & environment.keys()
+
+
+@pytest.mark.starts
+def test_packages_of_the_home_directory_do_not_win_over_those_of_an_image(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"image": "/shared/a.sif", "code": "/shared/code", "python": witness(tmp_path)}
+    for more, expected in (({}, "1"), ({"environment": {"PYTHONNOUSERSITE": ""}}, "")):
+        plan = plan_of(prologue={**keys, **more})
+        told = run_script(render_script(plan, plan.jobs[0]), tmp_path).stdout.partition("\n--\n")[2]
+        assert f"PYTHONNOUSERSITE={expected}" in told.splitlines()
+    plan = plan_of(prologue={"python": witness(tmp_path)})
+    assert "PYTHONNOUSERSITE" not in run_script(render_script(plan, plan.jobs[0]), tmp_path).stdout
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,44 @@ def test_who_names_hosts_to_nccl_is_heeded_and_a_local_run_names_none(
 def test_a_task_takes_its_own_gpus_of_all_that_its_component_has_on_the_node(tmp_path: Path) -> None:
     job = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert seen_by_role(tmp_path / "task", job, gpus_per_task=2)["CUDA_VISIBLE_DEVICES"] == "6,7"
+
+
+@pytest.mark.starts
+def test_a_role_in_an_image_sees_the_directory_of_its_temporary_files_and_caches(tmp_path: Path) -> None:
+    """Of a site whose TMPDIR is not below /tmp: apptainer shows an image /tmp, and nothing else of a node's disks."""
+    scratch = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    apptainer = tmp_path / "bin" / "apptainer"
+    apptainer.parent.mkdir()
+    apptainer.write_text('#!/bin/sh\nprintf "%s\\n" "CALLED=$*"\nexec env\n')
+    apptainer.chmod(0o700)
+    search = {"PATH": f"{apptainer.parent}:{os.environ['PATH']}"}
+    image = {"python": ["apptainer", "exec", "--nv", "--bind", "/shared", "/a.sif", "python3"]}
+    try:
+        seen = seen_by_role(tmp_path / "there", {"TMPDIR": str(scratch), **search}, **image)
+        base = Path(seen["TMPDIR"]).parent
+        assert base.parent == scratch
+        assert Path(seen["TRITON_CACHE_DIR"]).is_relative_to(base)
+        words = f"CALLED=exec --bind {base} --nv --bind /shared /a.sif python3 -m rlhpc.roles trainer"
+        assert f"CALLED={seen['CALLED']}".startswith(words)
+    finally:
+        shutil.rmtree(scratch)
+    below = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        seen = seen_by_role(tmp_path / "tmp", {"TMPDIR": str(below), **search}, **image)
+        assert seen["CALLED"].startswith("exec --nv --bind /shared /a.sif")
+    finally:
+        shutil.rmtree(below)
+
+
+@pytest.mark.starts
+def test_a_node_need_not_know_its_users_by_name(tmp_path: Path) -> None:
+    """As where its directory service does not answer."""
+    tells = "import os, pwd; pwd.getpwuid(os.getuid())"
+    looks = f"import launch.supervisor.role_task as t; print(t._base_directory(7, {{'TMPDIR': {str(tmp_path)!r}}}))"
+    as_stranger = ["unshare", "--user", "--map-user=54321", sys.executable, "-c"]
+    stranger = subprocess.run([*as_stranger, tells], capture_output=True, text=True, check=False)
+    if "KeyError" not in stranger.stderr:
+        pytest.skip(f"nobody can be a stranger here: {stranger.stderr}")
+    base = subprocess.run([*as_stranger, looks], capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(base).name == "rlhpc-54321-7"
+    Path(base).rmdir()

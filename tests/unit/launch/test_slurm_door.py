@@ -53,6 +53,21 @@ def test_an_environment_that_is_handed_in_is_made_clean_too() -> None:
     assert clean_environment(given) == {"PATH": os.environ["PATH"], "SLURM_CONF": "here"}
 
 
+@pytest.mark.parametrize("command", ["sbatch", "squeue", "sacct"])
+def test_one_of_several_clusters_that_a_login_node_serves_is_named_by_a_variable_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    program = tmp_path / command
+    program.write_text('#!/bin/sh\necho "$SLURM_CLUSTERS $*"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
+    assert slurm(command, "-x") == " -x\n"
+    monkeypatch.setenv("RLHPC_SLURM_CLUSTER", "gpu")
+    assert slurm(command, "-x") == ("gpu --clusters=gpu -x\n" if command == "sacct" else "gpu -x\n")
+    assert slurm(command, "-x", environment=clean_environment()) == slurm(command, "-x")
+
+
 @pytest.mark.usefixtures("shell")
 def test_a_step_keeps_its_job_and_loses_what_would_make_it_another_step() -> None:
     seen = srun_environment()

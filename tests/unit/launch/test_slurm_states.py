@@ -168,3 +168,7 @@ def test_only_what_never_starts_by_itself_is_stuck() -> None:
     stuck = ("JobHeldUser", "DependencyNeverSatisfied", "job requeued in held state", "launch failed requeued held")
     assert all(is_stuck(reason) for reason in stuck)
     assert not any(is_stuck(reason) for reason in ("Resources", "Dependency", "BeginTime", "QOSGrpGRES", "None", ""))
+    beyond = ("QOSMaxGRESPerJob", "QOSMaxWallDurationPerJobLimit", "AssocMaxNodePerJobLimit", "QOSMaxCpuPerNode")
+    assert all(is_stuck(reason) for reason in (*beyond, "QOSMinGRES"))
+    waits = ("QOSMaxGRESPerUser", "QOSMaxJobsPerUserLimit", "AssocGrpGRESMinutes", "AssocMaxJobsLimit")
+    assert not any(is_stuck(reason) for reason in waits)

@@ -56,6 +56,13 @@ async def once(record: dict[str, Any]) -> float:
     return float(sum(map(ord, messages[-1]["content"] or "")) % 2)
 
 
+def past_proxies(record: dict[str, Any]) -> dict[str, Any]:
+    """One turn; reports which hosts are asked without a proxy."""
+    say([{"role": "user", "content": record["question"]}])
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"]
+    return {"reward": 0.5, "detail": os.environ["no_proxy"]}
+
+
 def with_openai(record: dict[str, Any]) -> float:
     """OpenAI's own client, as it is installed: it finds the endpoint in its environment."""
     from openai import OpenAI

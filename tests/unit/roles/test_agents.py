@@ -143,6 +143,22 @@ async def test_an_unmodified_client_of_openai_samples(model: Path) -> None:
     assert scored.reward == len("What is 6 times 7?") % 2
 
 
+@pytest.mark.parametrize(
+    ("known", "direct"),
+    [("", "127.0.0.1"), ("*", "*"), ("localhost,.example.org", "localhost,.example.org,127.0.0.1")],
+)
+async def test_a_proxy_of_the_site_does_not_come_between_an_agent_and_its_endpoint(
+    model: Path, monkeypatch: pytest.MonkeyPatch, known: str, direct: str
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # the port "discard": nobody listens
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", known)
+    async with AgentsHost.running(config_with(model, function("past_proxies"))) as host:
+        scored = await host.one()
+    assert (scored.reward, scored.detail) == (0.5, direct)
+
+
 async def test_text_completions_are_recorded_as_they_were_sampled_and_read(model: Path) -> None:
     if importlib.util.find_spec("openai") is None:
         pytest.skip("openai is not installed (extra 'dev')")

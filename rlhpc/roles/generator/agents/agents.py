@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from rlhpc.config import Config
 from rlhpc.config_data import AGENT
@@ -63,7 +65,11 @@ class Agents:
         self._placed.add(session.name)
         endpoint = await self._open()
         access = endpoint.admit(session)
-        variables = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.key}
+        variables = {
+            "OPENAI_BASE_URL": access.base_url,
+            "OPENAI_API_KEY": access.key,
+            **_without_proxy(access.base_url),
+        }
         await self._processes.start(session.name, record, variables, partial(_ended, session))
 
     def _finish(self, session: AgentSession) -> None:
@@ -103,6 +109,13 @@ class Agents:
                 self._templates.pop(next(iter(self._templates)))
             self._templates[key] = DialogueTemplate(self._tokenizer, tools)
         return self._templates[key]
+
+
+def _without_proxy(url: str) -> dict[str, str]:
+    """Variables by which a client goes to this address itself, where a site's http_proxy would send it elsewhere."""
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = known if known.strip() == "*" else ",".join(filter(None, (known, urlsplit(url).hostname)))
+    return {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
 def _ended(session: AgentSession, ended: Ended) -> None:
