@@ -154,7 +154,13 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
         module.set_attn_implementation(PACKED_ATTENTION)
         borders = np.cumsum((0, *TRIAL_LENGTHS), dtype=np.int32)
         positions = torch.cat([torch.arange(length, device=device) for length in TRIAL_LENGTHS])
-        hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
+        try:
+            hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
+        except TypeError as error:  # the plan of the row is an argument that they do not know, or do not hand on
+            raise ConfigError(
+                f"model.path={path}: the layers of {type(module).__name__} do not hand the borders of packed samples "
+                f"on to their attention: {error}"
+            ) from error
     found, _ = chunked_logprobs(hidden, model.head_weight, row, temperature=1.0, chunk_tokens=len(row))
     difference = (found - torch.cat(expected).gather(1, row[:, None])[:, 0]).abs().max().item()
     if not difference <= TRIAL_TOLERANCE:

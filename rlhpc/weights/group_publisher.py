@@ -28,7 +28,7 @@ from rlhpc.weights.flat_tensors import exhaust, fill_block
 from rlhpc.weights.group_deltas import send_deltas
 from rlhpc.weights.group_votes import Votes
 from rlhpc.weights.host_image import NOTHING, HostImage
-from rlhpc.weights.out_of_memory import room_for
+from rlhpc.weights.out_of_memory import give_back_unused, room_for
 from rlhpc.weights.process_group import SideGroup, open_store
 
 
@@ -69,6 +69,8 @@ class GroupPublisher(WeightPublisher):
         """Wait for the receivers; see WeightPublisher."""
         if self._opened is None:
             raise GroupFailed("no rendezvous is open")
+        if self._backend == "nccl":
+            give_back_unused(self._device)  # NCCL's buffers are not of torch's memory
         self._group = SideGroup(
             self._backend,
             self._store,

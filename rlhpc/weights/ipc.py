@@ -36,7 +36,7 @@ from rlhpc.weights.buckets import Bucket, buckets_of
 from rlhpc.weights.checksum import RunningChecksum
 from rlhpc.weights.flat_tensors import exhaust, filled_spans, num_spans
 from rlhpc.weights.lines import Line, Lost, short_path
-from rlhpc.weights.out_of_memory import room_for
+from rlhpc.weights.out_of_memory import give_back_unused, room_for
 from rlhpc.weights.rendezvous_file import file_of
 from rlhpc.weights.shared_block import discard_block, make_block, open_block
 
@@ -116,6 +116,7 @@ class IpcPublisher(WeightPublisher):
         buckets = buckets_of(manifest)
         largest = max((bucket.num_bytes for bucket in buckets), default=0)
         span_bytes = min(largest, SPAN_BYTES) if self._device.type == "cpu" else largest
+        give_back_unused(self._device)  # the engine on this GPU loads and scores now, or starts again
         try:
             self._make_blocks(span_bytes, manifest)
             handles = [handle for _, handle in self._shared]

@@ -234,6 +234,19 @@ def test_the_controllers_table_says_who_waits_for_what_and_who_wakes_whom() -> N
         assert named == _callers(folder, wakes), f"who calls {wakes}()"
 
 
+def test_tests_import_what_lies_in_another_folder_of_tests_by_its_whole_name() -> None:
+    """A folder is on the path once one of its tests is collected: a bare name is found, or not, as others are run."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    folders = {path.stem: path.parent for path in files}
+    strange = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in _imported(path) & folders.keys()
+        if folders[name] != path.parent
+    }
+    assert strange == set()
+
+
 def test_no_two_files_of_tests_have_one_name() -> None:
     """pytest imports them by their names alone, and collects only the first: whoever runs one of them sees nothing."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]

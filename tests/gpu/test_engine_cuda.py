@@ -10,8 +10,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from weight_receiver_process import fingerprint
-from weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.types import WeightGroup
@@ -19,6 +17,8 @@ from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.checksum import NUM_LANES, checksum64
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import VllmSubject, request_of
+from tests.contracts.weight_receiver_process import fingerprint
+from tests.contracts.weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TIMEOUT_S = 30.0

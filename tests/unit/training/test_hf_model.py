@@ -15,6 +15,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    StableLmConfig,
 )
 
 from rlhpc.errors import ConfigError
@@ -109,6 +110,12 @@ def test_attention_that_changes_its_scores_is_refused(tmp_path):
     config = Gemma2Config(**SMALL, attn_logit_softcapping=0.5, final_logit_softcapping=None, query_pre_attn_scalar=1)
     with pytest.raises(ConfigError, match=r"Gemma2.*changes attention scores \(a soft cap"):
         load_causal_lm(save_other(tmp_path, config), device=CPU)
+
+
+def test_layers_that_lose_the_borders_of_samples_are_refused(tmp_path):
+    sizes = {key: size for key, size in SMALL.items() if key != "head_dim"}
+    with pytest.raises(ConfigError, match=r"model\.path=.*StableLm.*borders of packed samples.*segments"):
+        load_causal_lm(save_other(tmp_path, StableLmConfig(**sizes)), device=CPU)
 
 
 def test_layers_of_another_kind_are_refused(tmp_path):

@@ -71,3 +71,18 @@ def test_a_block_that_a_loader_holds_a_tensor_of_stays_alive(no_collector: None)
     assert alive.alive
     del held
     assert not alive.alive
+
+
+def test_an_engine_on_the_trainers_gpu_finds_what_the_trainers_allocator_does_not_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+    for device, wanted in (("cpu", []), ("cuda:0", [1, 1])):
+        publisher = make_publisher(WeightsConfig(transport="ipc"), directory=tmp_path, device=device)
+        publisher.open(WeightGroup(1, "ipc", "", (), ()))
+        publisher.form()
+        for version in range(2):
+            publisher.publish(make_manifest(version, 1, (), 64), iter(()))
+        publisher.dissolve()
+        assert given_back == wanted

@@ -15,6 +15,8 @@ import torch
 from torch import distributed
 
 from rlhpc.errors import GroupFailed
+from rlhpc.types import WeightGroup
+from rlhpc.weights.group_publisher import GroupPublisher
 from rlhpc.weights.lifeline import Lifeline
 from rlhpc.weights.nccl_group import WITHOUT_WATCHDOG
 from rlhpc.weights.process_group import SideGroup
@@ -157,6 +159,19 @@ def test_a_rendezvous_ends_when_a_receiver_dies_in_it(
 
 def test_tensors_of_a_collective_live_on_the_ranks_own_gpu(tmp_path: Path, nccl: type[FakeNccl]) -> None:
     assert side_group(tmp_path).device == GPU
+
+
+def test_nccl_finds_the_memory_that_the_trainers_allocator_does_not_use(
+    tmp_path: Path, nccl: type[FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups_before: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: groups_before.append(len(nccl.made)))
+    publisher = GroupPublisher("nccl", tmp_path, 60.0, device=GPU)
+    for epoch in range(2):
+        publisher.open(WeightGroup(epoch, "nccl", "", ("generator-0",), (1,)))
+        publisher.form()
+    publisher.dissolve()
+    assert groups_before == [0, 1]
 
 
 def test_a_group_that_is_closed_is_aborted_once(tmp_path: Path, nccl: type[FakeNccl]) -> None:
