@@ -20,23 +20,24 @@ class EnvironmentConfig(Section):
     """[environment]: dialogues of several turns, for datasets that have data.environment."""
 
     max_turns: Positive = 8
-    """Turns of the policy; the last one ends the dialogue."""
+    """Maximum turns of the policy; the last one ends the dialogue."""
     max_turn_tokens: Positive | None = None
-    """Tokens of one turn; none: what is left of max_completion_tokens, which what the environment says counts in."""
+    """Maximum tokens of one turn; none: what is left of max_completion_tokens, which also counts the environment's
+    tokens."""
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ()
     """Tools of the environment "tools", described to the model by its chat template."""
     call_form: Literal["hermes", "llama3"] = "hermes"
     """How the model writes a call: "hermes", as Qwen: <tool_call>{json}</tool_call>; "llama3": the turn is the call."""
     max_result_characters: Positive = 2000
-    """A longer result of a tool is cut."""
+    """Longer tool results are cut."""
     id: str = ""
-    """Of the environments "gymnasium" and "verifiers": which one, by the name that these libraries know."""
+    """For "gymnasium" and "verifiers": the environment's name in that library."""
     arguments: dict[str, bool | int | float | str] = Field(default={})
-    """What it is made with: {max_guesses = 8}."""
+    """Arguments of its constructor: {max_guesses = 8}."""
     corpus: LoosePath | None = None
     """Documents of "search": a .jsonl file of {"text": …}, or of {"title": …, "text": …}."""
     num_documents: Positive = 3
-    """Found by one search."""
+    """Documents returned by one search."""
 
 
 def libraries_have_their_id(config: Config) -> None:
