@@ -63,7 +63,7 @@ def stages_ascend(config: Config) -> None:
     """Each bound lets more prompts in than the one before."""
     stages = config.curriculum.stages
     if any(after <= before for before, after in pairwise(stages)):
-        raise ValueError(f"curriculum.stages={list(stages)} do not ascend; each stage lets harder prompts in")
+        raise ValueError(f"curriculum.stages={list(stages)} must ascend; each stage adds harder prompts")
 
 
 def no_prompt_is_solved_and_hopeless(config: Config) -> None:

@@ -154,7 +154,7 @@ def prompts_are_made_in_one_way(config: Config) -> None:
         if dataset.prompt_field and dataset.prompt_template != default:
             raise ValueError(
                 f"{where}={dataset.prompt_field!r} with prompt_template={dataset.prompt_template!r}: the prompt is the "
-                "field as it is; legal: one of them"
+                "field, unchanged; legal: one of them"
             )
         if dataset.system_prompt and not (dataset.prompt_field or dataset.use_chat_template):
             where = _where(config, place, "system_prompt")

@@ -65,11 +65,11 @@ def environment_has_its_keys(config: Config) -> None:
         where = f"data.{place}." if len(config.data) > 1 else "data."
         if dataset.environment and not dataset.use_chat_template:
             raise ValueError(
-                f"{where}environment={dataset.environment!r} with use_chat_template=false: turns are told apart by the "
-                "model's chat template; legal: use_chat_template=true"
+                f"{where}environment={dataset.environment!r} with use_chat_template=false: the model's chat "
+                "template separates turns; legal: use_chat_template=true"
             )
         if OWN_REWARD in dataset.all_tasks and not dataset.environment:
-            raise ValueError(f"{where}task={OWN_REWARD!r} needs {where}environment, whose rewards these are")
+            raise ValueError(f"{where}task={OWN_REWARD!r} needs {where}environment, which gives the reward")
         if dataset.environment == "tools" and OWN_REWARD in dataset.all_tasks:
             raise ValueError(
                 f'{where}environment="tools" with {where}task={OWN_REWARD!r}: tools judge nothing; legal: a task that '

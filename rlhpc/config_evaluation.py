@@ -85,8 +85,8 @@ def evaluations_are_like_a_dataset(config: Config) -> None:
         like = evaluation.dataset
         if like not in titles if like else len(titles) > 1 and evaluation.path not in paths:
             raise ValueError(
-                f"{_key(config, place, 'dataset')}={like!r}: whose template, reward function and limits "
-                f"has {str(evaluation.path)!r}? legal: {', '.join(map(repr, titles))}"
+                f"{_key(config, place, 'dataset')}={like!r}: names no dataset whose template, reward function "
+                f"and limits {str(evaluation.path)!r} can use; legal: {', '.join(map(repr, titles))}"
             )
 
 
@@ -113,8 +113,8 @@ def best_is_a_figure(config: Config) -> None:
             )
         if evaluation.stop_after is not None and not best:
             raise ValueError(
-                f"{_key(config, place, 'stop_after')}={evaluation.stop_after}: no better in what? legal: beside "
-                "keep_best"
+                f"{_key(config, place, 'stop_after')}={evaluation.stop_after}: needs keep_best, the metric "
+                "that has to improve"
             )
         if evaluation.temperature == 0 and evaluation.samples > 1:
             raise ValueError(

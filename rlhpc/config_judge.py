@@ -99,7 +99,7 @@ def judge_can_be_asked(config: Config) -> None:
         if TASK in config.parts_of(task) and judge.timeout_s >= limit_s:
             raise ValueError(
                 f"judge.timeout_s={judge.timeout_s:g} is not below the {limit_s:g} s that {task!r} has "
-                "(rewards.timeout_s, rewards.task_timeout_s): its worker would be killed before it gives up"
+                "(rewards.timeout_s, rewards.task_timeout_s): its worker would be killed before the judge times out"
             )
     _turns_come_in_time(config)
 

@@ -81,7 +81,7 @@ def _parts_are_named(name: str, composite: CompositeConfig) -> None:
     for key, parts in (("weights", composite.weights), ("fields", composite.fields), ("correct", [composite.correct])):
         if strange := [part for part in parts if part not in composite.tasks]:
             legal = ", ".join(composite.tasks)
-            raise ValueError(f"composite.{name}.{key} names {strange[0]!r}, which is no part of it; legal: {legal}")
+            raise ValueError(f"composite.{name}.{key} names {strange[0]!r}, not one of its parts; legal: {legal}")
 
 
 def composites_are_made_of_tasks(config: Config) -> None:
