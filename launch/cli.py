@@ -231,6 +231,8 @@ def _layout(options: argparse.Namespace) -> RunLayout:
     usual = RunLayout(Path("runs") / options.run_dir)
     if not layout.is_run and usual.is_run:
         raise RunDirectoryError(f"{options.run_dir}: not a run directory (did you mean {usual.root}?)")
+    if not layout.root.exists():
+        raise RunDirectoryError(f"{options.run_dir}: no such directory; `rlhpc list` shows your runs")
     return layout
 
 

@@ -20,17 +20,17 @@ class AgentConfig(Section):
     """[agent]: who speaks to the policy in datasets with data.environment = "agent"."""
 
     function: str = ""
-    """package.module:function of your own, def or async def, called with the record, each time in a process of its
-    own, and what it returns is the reward; or `command`."""
+    """Your own package.module:function, def or async def, called with the record, each time in a new process; its
+    return value is the reward. Or `command`."""
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Instead: a program and its arguments, started for every rollout.  The record is its standard input, as JSON; the
     last line that it prints is the reward."""
     turn_timeout_s: PositiveFloat = 120.0
-    """An agent that has no request in hand for longer is killed: to start, between two turns, until it reports."""
+    """An agent without a pending request for longer is killed: while it starts, between two turns, until it reports."""
     max_sessions: Positive = 256
-    """Agents at once, beside each generator; further ones wait."""
+    """Maximum concurrent agents of each generator; further ones wait."""
     max_request_bytes: Positive = 4 << 20
-    """A longer request is refused."""
+    """Longer requests are refused."""
 
 
 def agent_has_its_keys(config: Config) -> None:

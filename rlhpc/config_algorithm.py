@@ -31,56 +31,59 @@ class AlgorithmConfig(Section):
     "reinforce_pp_baseline", "gae" from a critic (docs/algorithms.md has the formulas), or package.module:function of
     your own."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """advantage = "gae": γ, what a reward counts a token earlier."""
+    """advantage = "gae": γ, the discount of a reward per token."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """advantage = "gae": λ; 1 trusts rewards alone, 0 the critic's value of the next token."""
+    """advantage = "gae": λ; 1 uses rewards alone, 0 bootstraps from the critic's value of the next token."""
     pass_k: Annotated[int, Field(gt=1)] = 4
     """k of advantage = "pass_at_k"."""
     advantage_normalization: Literal["off", "batch", "task"] = "off"
-    """Then to mean 0 and standard deviation 1 over the loss tokens of the batch, or of each task in it."""
+    """Normalise advantages to mean 0 and standard deviation 1 over the loss tokens of the batch, or of each task in
+    it."""
     loss: Annotated[str, AfterValidator(_one_of(LOSSES))] = "ppo"
-    """What is maximised: "ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo" (docs/algorithms.md has the formulas), or
-    package.module:name of your own."""
+    """Objective to maximise: "ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo" (docs/algorithms.md has the formulas),
+    or package.module:name of your own."""
     aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
-    """What counts alike in the loss: tokens, completions, tokens by a constant (Dr. GRPO), prompts."""
+    """What has equal weight in the loss: tokens, completions, tokens over a constant (Dr. GRPO), prompts."""
     minibatches: Positive = 1
-    """Optimiser steps on one batch, each on its part of the samples; the policy version rises once a batch."""
+    """Optimiser steps per pass over a batch, each on its part of the samples; the policy version rises once per
+    batch."""
     epochs: Positive = 1
-    """Times that each minibatch is gone through."""
+    """Passes over each batch."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Lower bound of the clipped ratio is 1 − clip_low; 1: there is none."""
+    """The lower bound of the clipped ratio is 1 − clip_low; 1: no bound."""
     clip_high: PositiveFloat = 0.28
-    """Upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO)."""
+    """The upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO)."""
     dual_clip: Annotated[float, Field(gt=1)] | Literal["off"] = "off"
-    """loss = "ppo": bound of the ratio where the advantage is negative, so that no token is pushed without end."""
+    """loss = "ppo": bound of the ratio where the advantage is negative, so that no token's loss is unbounded."""
     sapo_tau_positive: PositiveFloat = 1.0
     """loss = "sapo": steepness of the gate where the advantage is positive."""
     sapo_tau_negative: PositiveFloat = 1.05
-    """loss = "sapo": and where it is not."""
+    """loss = "sapo": steepness of the gate elsewhere."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
-    """The weight π_proximal / π_behaviour is that of a token, of its whole sequence, or that one's mean per token."""
+    """The weight π_proximal / π_behaviour is per token, per sequence, or the sequence's geometric mean per token."""
     importance_cap: PositiveFloat | Literal["off"] = 2.0
-    """Truncated importance sampling: cap of the weight; "off": no such weight."""
+    """Truncated importance sampling: maximum weight; "off": no importance weight."""
     mask_below: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """A token whose weight is below this before it is capped counts nothing (IcePop); 0: all count."""
+    """Tokens whose weight is below this, before the cap, are masked (IcePop); 0: none."""
     mask_above: Annotated[float, Field(gt=1)] | Literal["off"] = "off"
-    """And one whose weight is above this."""
+    """Tokens whose weight is above this, before the cap, are masked (IcePop)."""
     veto_below: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """A sequence with a token that has become less likely by this factor counts nothing; sensible is 1e-4, 0: never."""
+    """A sequence is masked if any of its tokens has become less likely by this factor; typical is 1e-4, 0: never."""
     max_token_age: NonNegative | Literal["off"] = "off"
-    """A token that was sampled more versions ago counts nothing; admission.max_staleness bounds whole rollouts."""
+    """Tokens sampled more than this many versions ago are masked; admission.max_staleness bounds whole rollouts."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Of a term that pulls the policy towards a reference, the model at model.path; 0: none."""
+    """Coefficient of the KL term towards a reference policy, the model at model.path; 0: none."""
     reference_every: NonNegative = 0
-    """The policy becomes the reference whenever this many batches more have changed it; 0: the reference is frozen."""
+    """Policy versions after which the reference is replaced by the current policy; 0: the reference is frozen."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where that term is: in the loss, or in the rewards of tokens, which advantage = "gae" knows."""
+    """Where the KL term goes: into the loss, or into token rewards, which needs advantage = "gae"."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """That term of a token (docs/algorithms.md has the formulas).  "k1" is for rewards: its gradient pulls nowhere."""
+    """KL estimator per token (docs/algorithms.md has the formulas). "k1" is for rewards: its gradient in a loss is zero
+    in expectation."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Of a bonus in the loss for the mean entropy over loss tokens; 0: none."""
+    """Coefficient of a bonus in the loss for the mean entropy over loss tokens; 0: none."""
     scale_rate_by_age: bool = False
-    """The learning rate of a batch is divided by the mean age of its loss tokens, in versions, if that is above 1."""
+    """Divide the learning rate of a batch by the mean age of its loss tokens, in versions, if that is above 1."""
     proximal: Literal["current", "recompute", "loglinear", "behaviour"] = "current"
     """Where the clipped ratio starts.  Decoupled PPO: the trainer's log-probabilities at the start of the batch, which
     with one optimiser step a batch are the current ones ("current"), or those of a separate forward pass
@@ -100,30 +103,32 @@ class CriticConfig(Section):
     """[critic]: the model that values tokens, where algorithm.advantage is "gae"."""
 
     path: LoosePath | None = None
-    """HF checkpoint that it begins as, with a new head; none: model.path."""
+    """HF checkpoint that it is initialised from, with a new head; none: model.path."""
     learning_rate: PositiveFloat = 1e-5
-    """Of its optimiser; what else the optimiser has stands in [trainer]."""
+    """Learning rate of the critic; it shares the other optimiser settings of [trainer]."""
     follows_schedule: bool = False
-    """Whether it warms up and falls by the share by which trainer.learning_rate does; False: it is constant."""
+    """Apply the warm-up and decay of trainer.learning_rate to it; False: constant."""
     head_start_steps: NonNegative = 0
-    """So many steps at the beginning only the critic learns."""
+    """Initial steps in which only the critic is trained."""
     value_clip: PositiveFloat | Literal["off"] = "off"
-    """A value that has moved by more than this since the start of the batch is pushed no further."""
+    """Clip range of values around those at the start of the batch."""
 
 
 class ShapingConfig(Section):
     """[shaping]: what a reward becomes before advantages are computed from it."""
 
     part_weights: dict[str, float] = Field(default={})
-    """The reward is the sum of the reward function's parts by these weights, as { answer = 1.0, format = 0.2 }; every
-    verdict has to name each of them.  Default: the function's own reward."""
+    """The reward is the weighted sum of the reward function's parts, as { answer = 1.0, format = 0.2 }; every verdict
+    must have each of them. Default: the function's own reward."""
     overlong_tokens: NonNegative = 0
-    """The last so many tokens before generation.max_completion_tokens cost more and more (DAPO); 0: none does."""
+    """Length of the interval before generation.max_completion_tokens in which a penalty grows linearly (DAPO); 0: no
+    penalty."""
     overlong_penalty: PositiveFloat = 1.0
-    """What the longest completion costs then."""
+    """Penalty of a completion of maximum length."""
     length_weight: float = 0.0
-    """Reward for a completion of generation.max_completion_tokens, in proportion for others; below 0: a penalty."""
+    """Reward of a completion of generation.max_completion_tokens, proportional for shorter ones; below 0: a penalty."""
     truncated: Literal["scored", "masked"] = "scored"
-    """A completion that was cut off: as any other, or not learnt from; its reward still counts for its group."""
+    """A completion that was cut off is treated as any other, or masked out of the loss; its reward counts for its group
+    either way."""
     variance: Literal["reward", "shaped"] = "reward"
-    """Rewards by which active sampling judges whether a group teaches anything: before lengths count, or after."""
+    """Rewards by which active sampling decides whether a group has zero variance: before lengths count, or after."""

@@ -19,33 +19,33 @@ class CurriculumConfig(Section):
     """[curriculum]: which prompts are left out when their turn comes, by what the run remembers of them."""
 
     solved_rest_epochs: NonNegative = 0
-    """A solved prompt is left out in so many epochs, and then asked again; 0: never left out."""
+    """Epochs for which a solved prompt is skipped before it is sampled again; 0: never skipped."""
     solved_at: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Solved is a prompt whose pass rate is at least this."""
+    """A prompt is solved if its pass rate is at least this."""
     hopeless_rest_epochs: NonNegative = 0
-    """A hopeless prompt is left out in so many epochs, and then asked again; 0: never left out."""
+    """Epochs for which a hopeless prompt is skipped before it is sampled again; 0: never skipped."""
     hopeless_at: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Hopeless is a prompt whose pass rate is at most this."""
+    """A prompt is hopeless if its pass rate is at most this."""
     target_pass_rate: Annotated[float, Field(gt=0, lt=1)] | Literal["off"] = "off"
-    """Prompts are asked the less often the farther their pass rate is from this; one never asked is always asked."""
+    """Prompts are sampled less often the farther their pass rate is from this; new prompts always are."""
     min_chance: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Chance, when its turn comes, of a prompt whose pass rate is as far from target_pass_rate as can be."""
+    """Probability that a prompt with the pass rate farthest from target_pass_rate is sampled when its turn comes."""
     newest_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Weight of a prompt's newest group in its pass rate; the groups before it have the rest."""
+    """Weight of a prompt's newest group in its pass rate; the groups before it share the rest."""
     max_group_size: Positive | Literal["off"] = "off"
-    """Most rollouts of one prompt: a hard one, by its pass rate, gets more than admission.group_size; a prompt that was
-    never asked gets admission.group_size."""
+    """Maximum rollouts of one prompt: a hard one, by its pass rate, gets more than admission.group_size; a new prompt
+    gets admission.group_size."""
     pass_chance: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """So many that one of them passes with this chance; only with max_group_size."""
+    """Enough rollouts that at least one passes with this probability; only with max_group_size."""
     stages: Ascending = ()
-    """Bounds of difficulty, ascending: at first only prompts up to the first bound are asked, then those up to the
-    second too, …, at last all.  Default: no stages."""
+    """Ascending bounds of difficulty: at first only prompts up to the first bound are sampled, then those up to the
+    second too, …, finally all. Default: no stages."""
     difficulty_field: str = "difficulty"
     """Field of the record that holds its difficulty, a number."""
     stage_pass_rate: Annotated[float, Field(gt=0, le=1)] = 0.7
     """The next stage begins when the mean pass rate of the newest stage_groups groups of a stage has reached this."""
     stage_groups: Positive = 64
-    """How many groups that takes at least."""
+    """Minimum number of groups for that."""
 
     @property
     def leaves_out(self) -> bool:
@@ -63,7 +63,7 @@ def stages_ascend(config: Config) -> None:
     """Each bound lets more prompts in than the one before."""
     stages = config.curriculum.stages
     if any(after <= before for before, after in pairwise(stages)):
-        raise ValueError(f"curriculum.stages={list(stages)} do not ascend; each stage lets harder prompts in")
+        raise ValueError(f"curriculum.stages={list(stages)} must ascend; each stage adds harder prompts")
 
 
 def no_prompt_is_solved_and_hopeless(config: Config) -> None:

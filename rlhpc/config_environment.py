@@ -20,23 +20,24 @@ class EnvironmentConfig(Section):
     """[environment]: dialogues of several turns, for datasets that have data.environment."""
 
     max_turns: Positive = 8
-    """Turns of the policy; the last one ends the dialogue."""
+    """Maximum turns of the policy; the last one ends the dialogue."""
     max_turn_tokens: Positive | None = None
-    """Tokens of one turn; none: what is left of max_completion_tokens, which what the environment says counts in."""
+    """Maximum tokens of one turn; none: what is left of max_completion_tokens, which also counts the environment's
+    tokens."""
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ()
     """Tools of the environment "tools", described to the model by its chat template."""
     call_form: Literal["hermes", "llama3"] = "hermes"
     """How the model writes a call: "hermes", as Qwen: <tool_call>{json}</tool_call>; "llama3": the turn is the call."""
     max_result_characters: Positive = 2000
-    """A longer result of a tool is cut."""
+    """Longer tool results are cut."""
     id: str = ""
-    """Of the environments "gymnasium" and "verifiers": which one, by the name that these libraries know."""
+    """For "gymnasium" and "verifiers": the environment's name in that library."""
     arguments: dict[str, bool | int | float | str] = Field(default={})
-    """What it is made with: {max_guesses = 8}."""
+    """Arguments of its constructor: {max_guesses = 8}."""
     corpus: LoosePath | None = None
     """Documents of "search": a .jsonl file of {"text": …}, or of {"title": …, "text": …}."""
     num_documents: Positive = 3
-    """Found by one search."""
+    """Documents returned by one search."""
 
 
 def libraries_have_their_id(config: Config) -> None:
@@ -64,11 +65,11 @@ def environment_has_its_keys(config: Config) -> None:
         where = f"data.{place}." if len(config.data) > 1 else "data."
         if dataset.environment and not dataset.use_chat_template:
             raise ValueError(
-                f"{where}environment={dataset.environment!r} with use_chat_template=false: turns are told apart by the "
-                "model's chat template; legal: use_chat_template=true"
+                f"{where}environment={dataset.environment!r} with use_chat_template=false: the model's chat "
+                "template separates turns; legal: use_chat_template=true"
             )
         if OWN_REWARD in dataset.all_tasks and not dataset.environment:
-            raise ValueError(f"{where}task={OWN_REWARD!r} needs {where}environment, whose rewards these are")
+            raise ValueError(f"{where}task={OWN_REWARD!r} needs {where}environment, which gives the reward")
         if dataset.environment == "tools" and OWN_REWARD in dataset.all_tasks:
             raise ValueError(
                 f'{where}environment="tools" with {where}task={OWN_REWARD!r}: tools judge nothing; legal: a task that '

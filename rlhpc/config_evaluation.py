@@ -21,33 +21,33 @@ class EvaluationConfig(Section):
     split: str = ""
     """As data.split: "validation" or "test" of a directory."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$")] = ""
-    """In curves and names of directories; default: that of its file or directory, without suffix."""
+    """Name in curves and directories; default: that of its file or directory, without suffix."""
     dataset: str = ""
-    """Dataset of the run whose template, reward function and limits are taken; default: the only one, or the one with
+    """Dataset of the run whose template, reward function and limits are used; default: the only one, or the one with
     this path."""
     task: str = ""
-    """Another reward function than that dataset's."""
+    """Reward function, if other than that dataset's."""
     max_prompt_tokens: Positive | None = None
     """A longer prompt is refused before the run starts; none: as in training."""
     max_completion_tokens: Positive | None = None
-    """Sampling stops here; none: where it stops in training.  It may go on for longer than there."""
+    """Sampling stops after this many tokens; none: as in training. May be longer than in training."""
     every_steps: Positive | None = None
-    """Least steps between two evaluations, a multiple of checkpoint.every_steps; none: each checkpoint, as far as there
-    is time.  The last step is always evaluated."""
+    """Minimum steps between two evaluations, a multiple of checkpoint.every_steps; none: every checkpoint, as far as
+    time permits. The last step is always evaluated."""
     samples: Positive = 1
-    """Of each prompt."""
+    """Samples per prompt."""
     prompts: Positive | None = None
-    """That many, drawn at random, the same ones each time; none: all."""
+    """Number of prompts, drawn at random, the same ones each time; none: all."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """Of sampling; 0: the most likely token each time."""
+    """Sampling temperature; 0: greedy."""
     ema: bool = False
-    """Of the moving average of the weights (trainer.ema_decay) instead of the weights."""
+    """Evaluate the moving average of the weights (trainer.ema_decay) instead of the weights."""
     num_replicas: Positive = 1
-    """Engines, each with generation.tensor_parallel GPUs beside those of the run."""
+    """Engines, each with generation.tensor_parallel GPUs in addition to those of the run."""
     keep_best: str = ""
-    """Figure, such as "pass@1", whose best model is kept as an HF checkpoint; default: none is."""
+    """Metric, such as "pass@1", whose best model is kept as an HF checkpoint; default: none is."""
     stop_after: Positive | None = None
-    """Stop the run after so many evaluations in a row without a better figure; needs keep_best."""
+    """Stop the run after this many consecutive evaluations without improvement; needs keep_best."""
 
     @property
     def title(self) -> str:
@@ -85,8 +85,8 @@ def evaluations_are_like_a_dataset(config: Config) -> None:
         like = evaluation.dataset
         if like not in titles if like else len(titles) > 1 and evaluation.path not in paths:
             raise ValueError(
-                f"{_key(config, place, 'dataset')}={like!r}: whose template, reward function and limits "
-                f"has {str(evaluation.path)!r}? legal: {', '.join(map(repr, titles))}"
+                f"{_key(config, place, 'dataset')}={like!r}: names no dataset whose template, reward function "
+                f"and limits {str(evaluation.path)!r} can use; legal: {', '.join(map(repr, titles))}"
             )
 
 
@@ -113,8 +113,8 @@ def best_is_a_figure(config: Config) -> None:
             )
         if evaluation.stop_after is not None and not best:
             raise ValueError(
-                f"{_key(config, place, 'stop_after')}={evaluation.stop_after}: no better in what? legal: beside "
-                "keep_best"
+                f"{_key(config, place, 'stop_after')}={evaluation.stop_after}: needs keep_best, the metric "
+                "that has to improve"
             )
         if evaluation.temperature == 0 and evaluation.samples > 1:
             raise ValueError(

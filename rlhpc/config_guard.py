@@ -13,27 +13,29 @@ class GuardConfig(Section):
     """[guard]: what follows when the figures of optimiser steps leave their bounds."""
 
     action: Literal["off", "warn", "tighten", "skip", "rollback", "stop"] = "warn"
-    """The strongest action that is permitted.  Each includes those before it: "warn"; "tighten": admit with half of
+    """The strongest permitted action. Each includes those before it: "warn"; "tighten": admit with half of
     max_staleness, unless run.deterministic; "skip": all ranks skip steps that are out of bounds; "rollback": go back to
     the checkpoint before the first of these steps and drop its batch; "stop": end the run."""
     patience_steps: Positive = 3
-    """Steps out of bounds before the next action is taken, one after the other as long as fewer than calm_steps lie
-    between."""
+    """Out-of-bounds steps before the next stronger action is taken, as long as fewer than calm_steps lie between
+    them."""
     calm_steps: Positive = 20
-    """Consecutive steps within bounds that end an alarm: admission is as before, and the next action is a warning."""
+    """Consecutive steps within bounds that end an alarm: admission returns to normal, and the next action is a
+    warning."""
     max_mismatch_kl: PositiveFloat = 0.1
     """Bound of policy/mismatch_kl, nats: KL divergence of the sampler from the proximal policy."""
     min_ess: Share = 0.3
-    """Bound of policy/ess, the effective sample size of the importance weights as a share."""
+    """Bound of policy/ess, the effective sample size of the importance weights as a fraction."""
     min_entropy: Annotated[float, Field(ge=0)] = 0.001
-    """Bound of trainer/entropy, nats: below it the policy samples one answer only."""
+    """Bound of trainer/entropy, nats: below it the policy always samples the same answer."""
     max_entropy: PositiveFloat = 5.0
-    """Bound of trainer/entropy, nats: above it the policy samples noise, of 150 tokens alike at every place."""
+    """Bound of trainer/entropy, nats: above it the policy samples noise, as if 150 tokens were equally likely
+    everywhere."""
     grad_norm_deviations: PositiveFloat = 8.0
     """Bound of trainer/grad_norm: standard deviations of its logarithm over the last 50 steps, robustly estimated and
     at least 0.2, above their median; with 8 that is 5 times the median or more."""
     max_rollbacks: Positive = 2
-    """Of the whole run; after them, a step that would go back is skipped instead."""
+    """Maximum of the whole run; after that, a step that would be rolled back is skipped instead."""
 
     @model_validator(mode="after")
     def _entropy_has_a_range(self) -> Self:

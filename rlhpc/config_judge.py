@@ -24,14 +24,15 @@ class JudgeConfig(Section):
     """[judge]: an OpenAI-compatible endpoint, what it is asked, and how its grade is read."""
 
     endpoint: str = ""
-    """Such as "http://node7:8000/v1"; asked is POST endpoint/chat/completions.  Required by the task llm_judge."""
+    """Base URL such as "http://node7:8000/v1"; requests go to POST endpoint/chat/completions. Required by the task
+    llm_judge."""
     model: str = ""
-    """Its name there.  Required."""
+    """Name of the model at the endpoint. Required."""
     system: str = ""
     """System message; default: none."""
     template: str = TEMPLATE
-    """User message, filled with completion and reference, or with the fields of the record where
-    data.reference_field = "*"; a brace of its own is written twice."""
+    """User message, filled with completion and reference, or with the fields of the record if data.reference_field =
+    "*"; a literal brace is doubled."""
     template_file: str = ""
     """A file with the template instead."""
     grade_pattern: str = r"(?i)\bgrade:[\s*]*(-?\d+(?:\.\d+)?)"
@@ -39,29 +40,31 @@ class JudgeConfig(Section):
     grade_key: str = ""
     """Instead: the reply is a JSON object, or ends with one, and this key of it is the grade."""
     worst: float = 0.0
-    """Grade of reward 0; a grade outside of worst and best is none."""
+    """Grade that gives reward 0; a grade outside worst to best is no grade."""
     best: float = 10.0
-    """Grade of reward 1; grades between have their share."""
+    """Grade that gives reward 1; grades in between are interpolated."""
     correct_from: float = 7.0
-    """Grade from which on a completion counts as correct."""
+    """Minimum grade of a completion that counts as correct."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """Of the judge's sampling."""
+    """Sampling temperature of the judge."""
     max_tokens: Positive = 512
-    """Of its reply."""
+    """Maximum tokens of its reply."""
     timeout_s: PositiveFloat = 8.0
-    """All attempts for a completion together.  Less than rewards.timeout_s, or task_timeout_s of the task."""
+    """Limit for all attempts on one completion. Less than rewards.timeout_s, or task_timeout_s of the task."""
     attempts: Positive = 4
-    """Requests for a completion before its verifier has failed: endpoint down, 429, 5xx, or no grade in the reply."""
+    """Requests for one completion before its verifier has failed: endpoint down, 429, 5xx, or no grade in the reply."""
     backoff_s: PositiveFloat = 0.5
-    """Wait before the second attempt, doubled before each further one; Retry-After of the endpoint counts instead."""
+    """Wait before the second attempt, doubled before each further one; Retry-After from the endpoint takes
+    precedence."""
     requests_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Of all workers of all services together, at most; 0: no limit.  Each worker has two turns in timeout_s."""
+    """Maximum rate of all workers of all services together; 0: no limit. Each worker has two turns in timeout_s."""
     key_variable: str = ""
-    """Environment variable of the reward service that holds the endpoint's key; default: no key is sent."""
+    """Environment variable of the reward service that holds the endpoint's API key; default: no key is sent."""
     key_file: str = ""
-    """Instead: a file that holds it, readable by its owner only.  Keys do not stand in run files."""
+    """Instead: a file that holds it, readable only by its owner. Never put keys in run files."""
     cache: bool = True
-    """Keep replies in the run directory, by model, messages and sampling; the same completion is not asked twice."""
+    """Cache replies in the run directory, by model, messages and sampling settings, so that the same completion is
+    judged once."""
 
     @model_validator(mode="after")
     def _grades_can_be_read(self) -> Self:
@@ -96,7 +99,7 @@ def judge_can_be_asked(config: Config) -> None:
         if TASK in config.parts_of(task) and judge.timeout_s >= limit_s:
             raise ValueError(
                 f"judge.timeout_s={judge.timeout_s:g} is not below the {limit_s:g} s that {task!r} has "
-                "(rewards.timeout_s, rewards.task_timeout_s): its worker would be killed before it gives up"
+                "(rewards.timeout_s, rewards.task_timeout_s): its worker would be killed before the judge times out"
             )
     _turns_come_in_time(config)
 

@@ -22,28 +22,28 @@ class SandboxConfig(Section):
     """[sandbox]: how tasks run the code of a completion."""
 
     require: Literal["strong", "basic", "none"] = "strong"
-    """A node that isolates programs less than this is refused: "strong" is namespaces and seccomp, "basic" Landlock and
-    seccomp, "none" limits only."""
+    """Weakest isolation accepted on a node: "strong" is namespaces and seccomp, "basic" Landlock and seccomp, "none"
+    limits only."""
     languages: Annotated[tuple[Language, ...], Field(strict=False, min_length=1)] = ("python",)
-    """Of programs that code_stdin runs; the mark of the fenced block tells which, a block in another one is wrong.
-    "cpp" needs a compiler on nodes of reward services, and require = "strong"."""
+    """Languages that code_stdin runs; the tag of the fenced block says which, a block in any other is wrong. "cpp"
+    needs a compiler on nodes of reward services, and require = "strong"."""
     python: str = ""
-    """Interpreter of programs, 3.9 or later; default: the run's own, with its packages."""
+    """Interpreter that runs programs, 3.9 or later; default: the run's own, with its packages."""
     cpp_compiler: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Compiler of C++ and its options, ["g++-12", "-O2", "-std=c++20"]; default: g++, else clang++, with -O2
+    """C++ compiler and its options, ["g++-12", "-O2", "-std=c++20"]; default: g++, else clang++, with -O2
     -std=c++17."""
     compile_s: PositiveFloat = 15.0
-    """Processor time of the compiler, twice as much on the clock, beside wall_s; more is a wrong answer."""
+    """CPU time of the compiler; its wall time, up to twice that, comes on top of wall_s; more is a wrong answer."""
     compile_memory_bytes: Positive = 2 << 30
     """Address space of the compiler."""
     cpu_s: PositiveFloat = 4.0
-    """Processor time of one test; more is a wrong answer."""
+    """CPU time of one test; more is a wrong answer."""
     wall_s: PositiveFloat = 8.0
-    """All tests of a completion together, on the clock; more is a wrong answer.  Less than rewards.timeout_s."""
+    """Wall time of all tests of a completion together; more is a wrong answer. Less than rewards.timeout_s."""
     memory_bytes: Positive = 1 << 30
     """Address space of a program."""
     readable_paths: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """More directories that programs may read, beside the system's and the interpreter's."""
+    """Further directories that programs may read, besides the system's and the interpreter's."""
 
     @property
     def compiles(self) -> bool:

@@ -40,17 +40,17 @@ class RunConfig(Section):
     """[run]: identity and length."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the run; also of its directory unless `directory` says otherwise."""
+    """Name of the run, and of its directory unless `directory` is set."""
     directory: LoosePath | None = None
     """Run directory; default runs/NAME, relative to the current directory."""
     num_steps: Positive
-    """Total optimiser steps, those before a resume included."""
+    """Total optimiser steps, including those before a resume."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    """Seeds prompt order, sampling and random initial weights."""
+    """Seed of prompt order, sampling and random initial weights."""
     deterministic: bool = False
     """The same run again, or interrupted and resumed, has the same batches, losses and parameters, bit for bit: weights
     change only while nothing is being sampled, samples are drawn by (seed, group, sample), kernels are deterministic
-    (docs/training.md says where that holds, and what it costs)."""
+    (docs/training.md says where that holds and what it costs)."""
 
 
 class ModelConfig(Section):
@@ -59,7 +59,7 @@ class ModelConfig(Section):
     path: LoosePath
     """HF checkpoint directory: config.json, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the forward pass in trainer and engine; master weights and log-probabilities are float32."""
+    """Dtype of the forward pass in trainer and engine; master weights and log-probabilities are float32."""
 
 
 class GenerationConfig(Section):
@@ -74,14 +74,14 @@ class GenerationConfig(Section):
     max_prompt_tokens: Positive
     """A longer prompt in the dataset is refused before the run starts."""
     max_completion_tokens: Positive
-    """Sampling stops here."""
+    """Sampling stops after this many tokens."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits, in the engine and in the trainer."""
     endpoint: Literal["local", "network"] = "local"
-    """From where agents reach the generators' OpenAI-compatible endpoint, with a key: from the same node, or from
-    others too, without encryption.  Without data.environment = "agent" there is none."""
+    """Who can reach the generators' OpenAI-compatible endpoint for agents, with a key: programs on the same node, or on
+    others too, unencrypted. It exists only with data.environment = "agent"."""
     max_num_seqs: Positive = 256
-    """Upper bound of sequences decoded at once by one replica."""
+    """Upper bound of sequences decoded concurrently by one replica."""
     max_num_batched_tokens: Positive | None = None
     """Tokens of one engine step, prompts and decoding together; None: 8192 on CUDA, vLLM's default on CPU.  With seeded
     samples on CPU, where prompts are not split, at least the longest sequence and max_num_seqs more."""
@@ -89,7 +89,7 @@ class GenerationConfig(Section):
     """KV cache on each GPU of a replica; None: what gpu_memory_utilization leaves
     (on CPU: 256 MiB).  Required where trainer and engine share a GPU: neither can measure what the other will take."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory for the engine; without effect where kv_cache_bytes is given."""
+    """Share of a GPU's memory for the engine; ignored if kv_cache_bytes is set."""
     enforce_eager: bool = False
     """No CUDA graphs: starts faster, decodes slower.  Always true on CPU."""
     recompute_kv: bool = False
@@ -97,9 +97,9 @@ class GenerationConfig(Section):
     prefix_caching: bool = True
     """Share the KV cache of equal prompts; salted by policy version."""
     seeded_samples: bool = False
-    """Draw a sample that was lost with its generator exactly as before, so that losses do not bias rollouts to be
-    shorter (docs/algorithms.md).  False: rollouts continue from the prefixes that generators report, which is nearly as
-    good."""
+    """Redraw a sample that was lost with its generator exactly as before, so that losses do not bias rollouts towards
+    short ones (docs/algorithms.md). False: rollouts continue from the prefixes that generators report, which is nearly
+    as good."""
 
 
 NO_WINDOW = 1 << 30  # groups: a batch may pass whom it will, as far as the bound on staleness lets it
@@ -115,17 +115,19 @@ class AdmissionConfig(Section):
     max_staleness: NonNegative = 1
     """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
     window_groups: Positive | None = None
-    """A batch takes groups less than this many admissions past the oldest one waiting (W); 1: strict order; default: as
-    many as the bound allows, but 1 with oversample or run.deterministic."""
+    """A batch takes only groups that were admitted fewer than this many groups after the oldest one waiting (W); 1:
+    strict order; default: as many as the bound allows, but 1 with oversample or run.deterministic."""
     oversample: Share = 0.0
-    """Share of groups_per_step that a batch may pass unfinished; they are dropped: trained is what is shorter."""
+    """Stragglers that a batch may leave behind, as a share of groups_per_step; they are dropped, so shorter rollouts
+    are trained."""
     lease_deadline_s: PositiveFloat = 600.0
-    """A generator without deliveries or progress for this long loses the lease; the rest is granted to another."""
+    """A generator that delivers nothing and makes no progress for this long loses the lease, which is granted to
+    another."""
     max_attempts: Positive = 5
-    """Leases lost by one member before its group is dropped; also groups of a prompt in a row that no verifier could
-    judge before it is sampled no more."""
+    """Leases that one member may lose before its group is dropped; also consecutive groups of a prompt that no verifier
+    could judge before it is no longer sampled."""
     active_sampling: bool = True
-    """Zero-variance groups are replaced at once, so that batches are full; False trains on them."""
+    """Replace zero-variance groups at once, so that batches are full; False trains on them."""
     max_groups_without_spread: Positive = 1000
     """Stop with advice after this many consecutive zero-variance groups, instead of wasting the allocation."""
 
@@ -154,13 +156,13 @@ class TrainerConfig(Section):
     """[trainer]: backend, layout, optimiser."""
 
     backend: Literal["megatron", "deepspeed", "reference"] = "megatron"
-    """Which implementation of the trainer contract."""
+    """Implementation of the trainer."""
     num_ranks: Positive = 1
-    """Processes; on CUDA one GPU each."""
+    """Trainer processes; on CUDA one GPU each."""
     tensor_parallel: Positive = 1
     """Megatron: ranks over which every matrix is sharded."""
     sequence_parallel: bool = False
-    """Megatron: norms and residuals are sharded over tensor-parallel ranks too, each with a part of the row."""
+    """Megatron: shard norms and residuals over tensor-parallel ranks too, each with a part of the row."""
     pipeline_parallel: Positive = 1
     """Megatron: stages over which the layers are distributed."""
     chunks_per_stage: Positive = 1
@@ -170,9 +172,9 @@ class TrainerConfig(Section):
     expert_parallel: Positive = 1
     """Megatron: ranks over which the experts of a mixture are distributed."""
     distributed_optimizer: bool = True
-    """Megatron: shard the optimiser's state over data-parallel ranks."""
+    """Megatron: shard optimiser state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Megatron: sum gradients over ranks while backward goes on."""
+    """Megatron: overlap gradient reduction with backward."""
     transformer_engine: bool = False
     """Megatron: attention by TransformerEngine, which must be installed."""
     zero_stage: Literal[1, 2, 3] = 2
@@ -182,33 +184,35 @@ class TrainerConfig(Section):
     parameter_offload: bool = False
     """DeepSpeed stage 3: keep parameters in host memory."""
     reference_memory: Literal["host", "device"] = "host"
-    """Where the reference of algorithm.kl_coefficient lies; from the host it crosses PCIe for every batch."""
+    """Where the reference of algorithm.kl_coefficient is kept; from the host it crosses PCIe for every batch."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | Literal["off"] = "off"
-    """Decay per version of a moving average of the float32 weights, which checkpoints hold, to export and evaluate."""
+    """Decay per version of an exponential moving average of the float32 weights, kept in checkpoints, to export and
+    evaluate."""
     ema_memory: Literal["host", "device"] = "host"
-    """Where it lies; 4 bytes for each parameter whose optimiser a rank keeps."""
+    """Where the average is kept; 4 bytes for each parameter whose optimiser state a rank holds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": cuda if there is a device."""
     token_budget: Positive
     """Tokens of one packed micro-batch, never exceeded; at least max_prompt_tokens + max_completion_tokens."""
     recompute_activations: Literal["none", "selective", "full"] = "none"
-    """Trade time for memory: attention alone (Megatron) or whole layers."""
+    """Trade time for memory: recompute attention only (Megatron), or whole layers."""
     learning_rate: PositiveFloat = 1e-6
-    """After warm-up."""
+    """Peak learning rate, after warm-up."""
     warmup_steps: NonNegative = 0
-    """Linear from 0."""
+    """Steps of linear warm-up from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to min_learning_rate at the last step, or over what one of the next three keys says."""
+    """After warm-up: constant, or decay to min_learning_rate at the last step, or over the span of one of the next
+    three keys."""
     decay_steps: Positive | None = None
-    """linear, cosine: steps of the run after which min_learning_rate is reached; none: run.num_steps."""
+    """linear, cosine: step at which min_learning_rate is reached; none: run.num_steps."""
     decay_tokens: Positive | None = None
     """Instead: trained tokens of the run, prompts included, as tokens/trained_total counts them."""
     decay_hours: PositiveFloat | None = None
     """Instead: hours in which the run trains, over all attempts."""
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Where linear and cosine end."""
+    """Final learning rate of linear and cosine."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's, on matrices only."""
+    """AdamW weight decay, on matrices only."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -216,7 +220,7 @@ class TrainerConfig(Section):
     adam_eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     max_grad_norm: PositiveFloat = 1.0
-    """Clip the global norm to this; [guard] may skip steps where it spikes."""
+    """Clip the global gradient norm to this; [guard] may skip steps where it spikes."""
 
     @property
     def data_parallel(self) -> int:
@@ -237,30 +241,31 @@ class WeightsConfig(Section):
     nowhere, sampling pauses while buckets are loaded as they arrive.  "auto": shadow on CPU and if host memory has
     room, else paused."""
     delta: Literal["auto", "off"] = "auto"
-    """"auto": over gloo and disk only what has changed in 16-bit weights is sent, exactly, where engines keep versions
-    in host memory; the trainer keeps one, too.  All else, and what changes much, is sent whole.  "off": everything."""
+    """"auto": over gloo and disk, send only the 16-bit weights that changed (lossless), if engines keep versions in
+    host memory; the trainer keeps one too. Everything else, and versions that change much, is sent in full. "off":
+    always everything."""
     full_every: Positive = 100
-    """With deltas: one version in so many is sent whole, besides the first of every epoch that a generator joins."""
+    """With deltas: one version in this many is sent in full, also the first of every epoch that a generator joins."""
     timeout_s: PositiveFloat = 120.0
-    """A broadcast that takes longer is aborted and the epoch dissolved."""
+    """A broadcast that takes longer is aborted, and its membership epoch is dissolved."""
     canary_every: NonNegative = 20
-    """Versions after which every generator has to give a fixed row of tokens the log-probabilities that the trainer
-    gives it; always at the start and after it has joined or failed.  0: only then."""
+    """Versions between canary checks, in which every generator must reproduce the trainer's log-probabilities of a
+    fixed row of tokens; always done at the start and after a generator has joined or failed. 0: only then."""
     max_canary_logratio: PositiveFloat | Literal["off"] | None = None
-    """Mean absolute log-ratio of engine and trainer over that row, nats, above which a generator is quarantined and
-    gets the weights again.  Unset: 0.01 in float32, 0.25 in bfloat16; "off": no generator is asked."""
+    """Mean absolute log-ratio of engine and trainer over that row, in nats, above which a generator is quarantined and
+    gets the weights again. Unset: 0.01 in float32, 0.25 in bfloat16; "off": no checks."""
 
 
 class CheckpointConfig(Section):
     """[checkpoint]: what a resume starts from."""
 
     every_steps: Positive = 50
-    """Also at the end of the run and on a graceful stop."""
+    """Steps between checkpoints; one is also written at the end of the run and on a graceful stop."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """Complete ones kept; older ones are deleted after a newer one is complete."""
+    """Complete checkpoints to keep; older ones are deleted after a newer one is complete."""
     trainer_format: Literal["hf", "megatron"] = "hf"
     """hf: HF names, streamed to one writer, read by every backend; megatron: every rank writes its own shards while
-    training waits, for models whose stream to one writer takes too long; continues in any Megatron layout only."""
+    training waits, for models whose stream to one writer takes too long; resumes only in Megatron, in any layout."""
 
 
 class BufferConfig(Section):
@@ -269,7 +274,7 @@ class BufferConfig(Section):
     segment_groups: Positive = 256
     """A segment is sealed after this many groups, 8.4 million tokens or a minute, whichever is first."""
     partial_interval_tokens: Positive = 256
-    """Running rollouts are reported when grown by this many tokens: the most that a death loses of each."""
+    """Running rollouts are reported each time they grow by this many tokens: the most of each that a death loses."""
     partial_interval_s: PositiveFloat = 10.0
     """Or when they have grown at all for this long; at most a quarter of admission.lease_deadline_s."""
 
@@ -280,9 +285,9 @@ class TransportConfig(Section):
     kind: Literal["auto", "ipc", "tcp"] = "auto"
     """ipc within one machine; tcp between machines; "auto": ipc for `rlhpc run`, tcp for Slurm jobs."""
     curve: bool = True
-    """Encrypt and admit only this run's keys.  False leaves the sockets open to every user of the node."""
+    """Encrypt, and admit only this run's keys. False leaves the sockets open to every user of the node."""
     dead_after_s: PositiveFloat = 15.0
-    """A role that is silent for this long is treated as dead; each sends a heartbeat every second, or more often."""
+    """A role without a heartbeat for this long is treated as dead; each sends one every second, or more often."""
 
     @property
     def heartbeat_s(self) -> float:

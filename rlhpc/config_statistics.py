@@ -33,8 +33,8 @@ def sets_differ(config: Config) -> None:
     algorithm, size = config.algorithm, config.admission.group_size
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= size:
         raise ValueError(
-            f"algorithm.pass_k={algorithm.pass_k} with admission.group_size={size}: all sets of k are one, so every "
-            f"advantage is zero; legal: 2 to {size - 1}, or a larger group"
+            f"algorithm.pass_k={algorithm.pass_k} with admission.group_size={size}: there is only one set of k, so "
+            f"every advantage is zero; legal: 2 to {size - 1}, or a larger group"
         )
 
 
@@ -55,7 +55,7 @@ def sequence_ratios_have_own_bounds(config: Config) -> None:
     if algorithm.loss == "gspo" and is_bounded and not {"clip_low", "clip_high"} <= algorithm.model_fields_set:
         raise ValueError(
             f"algorithm.loss='gspo' with algorithm.clip_low={algorithm.clip_low:g}, algorithm.clip_high="
-            f"{algorithm.clip_high:g}, which are bounds for ratios of tokens: say both, the paper has 3e-4 and 4e-4"
+            f"{algorithm.clip_high:g}, which are bounds for per-token ratios: set both; the paper uses 3e-4 and 4e-4"
         )
 
 
@@ -75,8 +75,8 @@ def ratio_starts_at_the_batch(config: Config) -> None:
     if algorithm.num_optimiser_steps > 1 and algorithm.proximal == "current":
         raise ValueError(
             f"algorithm.proximal='current' with algorithm.minibatches={algorithm.minibatches} and algorithm.epochs="
-            f"{algorithm.epochs}: the ratio would be 1 in every optimiser step, and nothing would bound how far they "
-            "go together; legal: 'recompute', 'loglinear' or 'behaviour'"
+            f"{algorithm.epochs}: the ratio would be 1 in every optimiser step, and nothing would limit how far "
+            "they move the policy together; legal: 'recompute', 'loglinear' or 'behaviour'"
         )
 
 

@@ -18,22 +18,22 @@ class RewardsConfig(Section):
     """[rewards]: the reward service."""
 
     num_replicas: Positive = 1
-    """Service processes."""
+    """Reward services, one process each."""
     workers_per_replica: Positive = 1
     """Worker processes of each service; one that hangs is killed."""
     batch_size: Positive = 64
-    """Completions that a batched function of your own is given at most; timeout_s holds for all of them together."""
+    """Maximum completions passed at once to your own batched function; timeout_s is for all of them together."""
     timeout_s: PositiveFloat = 10.0
     """A verifier that takes longer is killed and its verdict is verifier_error."""
     task_timeout_s: dict[str, float] = Field(default={})
-    """Another limit for single tasks, as { code_stdin = 20.0 }."""
+    """Other limits for single tasks, as { code_stdin = 20.0 }."""
     memory_bytes: NonNegative = 0
     """Address space of a worker; a verifier that needs more is a verifier_error, and its worker is replaced.
     0: no limit."""
     task_memory_bytes: dict[str, int] = Field(default={})
-    """Another limit while single tasks judge."""
+    """Other memory limits for single tasks."""
     max_attempts: Positive = 2
-    """Tries of one completion before its group is dropped."""
+    """Attempts to score one completion before its group is dropped."""
     max_error_share: Share = 0.2
     """The run stops when more than this share of the last 200 verdicts are verifier errors."""
 
@@ -51,7 +51,8 @@ class InstructionsConfig(Section):
     """[instructions]: what the task instruction_following rewards."""
 
     accuracy: Literal["strict", "loose"] = "strict"
-    """What counts as followed: the completion as it is, or also without its first line, its last line or asterisks."""
+    """What counts as followed: the completion as it is ("strict"), or also without its first line, its last line or
+    asterisks ("loose")."""
     reward: Literal["all", "fraction"] = "all"
     """1.0 when all instructions of a prompt are followed, or their fraction."""
 
@@ -64,7 +65,7 @@ class CompositeConfig(Section):
     weights: dict[str, float] = Field(default={})
     """The reward is the sum of the parts' rewards by these weights; a part that is not named here has weight 1."""
     correct: str
-    """The part that says whether a completion is correct."""
+    """The part that decides whether a completion is correct."""
     fields: dict[str, str] = Field(default={})
     """Fields of the record that hold a part's reference; a part that is not named gets the whole record.  Needs
     data.reference_field = "*".  Default: all parts have the record's reference."""
@@ -80,7 +81,7 @@ def _parts_are_named(name: str, composite: CompositeConfig) -> None:
     for key, parts in (("weights", composite.weights), ("fields", composite.fields), ("correct", [composite.correct])):
         if strange := [part for part in parts if part not in composite.tasks]:
             legal = ", ".join(composite.tasks)
-            raise ValueError(f"composite.{name}.{key} names {strange[0]!r}, which is no part of it; legal: {legal}")
+            raise ValueError(f"composite.{name}.{key} names {strange[0]!r}, not one of its parts; legal: {legal}")
 
 
 def composites_are_made_of_tasks(config: Config) -> None:

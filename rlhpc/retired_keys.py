@@ -62,7 +62,7 @@ def without_retired_keys(document: Mapping[str, Any]) -> tuple[dict[str, Any], l
         value = table[key]
         left[section] = {other: table[other] for other in table if other != key}
         if value != retired.value or isinstance(value, bool):  # True == 1
-            faults.append(f"{name}={value!r}: there is no such key any more: {retired.reason}; legal: leave it out")
+            faults.append(f"{name}={value!r}: this key was removed: {retired.reason}; legal: leave it out")
         if not left[section] and section not in Config.model_fields:
             del left[section]
     return left, faults

@@ -1,1 +1,1 @@
-"""What can be found wrong before a run starts, or in what it has written.  Changes nothing of a run."""
+"""Checks before a run starts, and of the files that it has written.  They change nothing of a run."""

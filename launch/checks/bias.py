@@ -1,4 +1,4 @@
-"""What settings do to the statistics of a run without being wrong: said by `rlhpc check`, with what was measured.
+"""Settings that are legal but bias the statistics of a run: `rlhpc check` says so, with measured effects.
 
 Input: Config.  Output: lines for people.  docs/algorithms.md has the tables; a test compares.
 """

@@ -74,7 +74,7 @@ def _refuse_incomplete(directory: Path, value: str) -> None:
     if not directory.is_dir():
         why = "a file" if directory.is_file() else "no such directory"
         raise ConfigError(
-            f"{value}: {why}; legal: an HF checkpoint directory (one of a hub is downloaded first: hf download NAME "
+            f"{value}: {why}; legal: an HF checkpoint directory (download one from the hub first: hf download NAME "
             "--local-dir DIRECTORY)"
         )
     missing = [name for name in _NEEDED if not (directory / name).exists()]
@@ -140,13 +140,13 @@ def refuse_untrainable(model: Mapping[str, Any], place: Path) -> None:
         raise ConfigError(f'{place}: no architectures, by which engines know the model; legal: ["…ForCausalLM"]')
     if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         raise ConfigError(
-            f"{place}: architectures={list(architectures)}, of model_type={family!r}: no causal language model; "
+            f"{place}: architectures={list(architectures)}, of model_type={family!r}: not a causal language model; "
             "legal: one that ends in ForCausalLM"
         )
     known = _families_of_transformers()
     if known and family not in known:
         raise ConfigError(
-            f"{place}: model_type={family!r} is no causal language model of the transformers installed here; legal: "
+            f"{place}: model_type={family!r} is not a causal language model of the transformers installed here; legal: "
             "one of its model types, or a newer transformers"
         )
     for name, harmless in _NOT_COMPUTED.items():

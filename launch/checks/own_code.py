@@ -1,4 +1,4 @@
-"""Try the code of the user's own that a run file names, in processes of its own, before a run needs it.
+"""Try the user's own code that a run file names, in separate processes, before a run needs it.
 
     data.task          judges the first record: the reference as an answer, and one that says nothing; both together
                        where the function is batched

@@ -1,6 +1,6 @@
-"""Check what can be known to be wrong before any process is started.
+"""Find every error that can be found before any process is started.
 
-Input: Config.  Output: what was found out; raises ConfigError that names the key.
+Input: Config.  Output: a summary of model and data; raises ConfigError that names the key.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelS
         least = least_cache_bytes(config, shape)
         if generation.kv_cache_bytes < least:
             raise ConfigError(
-                f"generation.kv_cache_bytes={generation.kv_cache_bytes} holds no sequence of max_prompt_tokens + "
-                f"max_completion_tokens; legal: {least} or more"
+                f"generation.kv_cache_bytes={generation.kv_cache_bytes} cannot hold one sequence of max_prompt_tokens "
+                f"+ max_completion_tokens; legal: {least} or more"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a resume would have to do again: the steps after the checkpoint that it goes on from.
+"""The work that a resume would repeat: the steps after the checkpoint that it starts from.
 
 rollouts/events_NNNNNN.jsonl ─▶ a row of `rlhpc check RUN_DIR`
 """

@@ -1,4 +1,4 @@
-"""What `rlhpc check RUN_DIR` says of one thing that it has looked at."""
+"""The rows of `rlhpc check RUN_DIR`: the result for one item."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def takes_waiting(parser: argparse.ArgumentParser) -> None:
 def takes_resume(parser: argparse.ArgumentParser) -> None:
     """A run that was submitted, and what is to be other than before."""
     takes_run_directory(parser)
-    again = "another site file, other settings; default: those of the last submit"
+    again = "new site file, new settings; default: those of the last submit"
     parser.add_argument("words", nargs="*", default=[], metavar="SITE.toml|key=value", help=again)
     takes_resume_point(parser)
     takes_waiting(parser)
@@ -66,7 +66,7 @@ def takes_scale(parser: argparse.ArgumentParser) -> None:
     text = "site file; default: that of the last submit"
     parser.add_argument("words", nargs="*", default=[], metavar="SITE.toml", help=text)
     parser.add_argument("--generators", required=True, metavar="+N|-N", help="add N, or remove the N added last")
-    parser.add_argument("--partition", metavar="P", help="instead of the site file's; it may be preemptible")
+    parser.add_argument("--partition", metavar="P", help="partition instead of the site file's; may be preemptible")
     parser.add_argument("--time", metavar="T", help="time limit, instead of the site file's")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
 
@@ -77,7 +77,7 @@ def takes_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
-    text = "of the weights that are written; default: what the model at model.path has"
+    text = "dtype of the written weights; default: that of the model at model.path"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
 
 
@@ -92,22 +92,22 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint of the run; default: the newest sound one")
     text = "the moving average of the run's weights (trainer.ema_decay) instead of its weights"
     parser.add_argument("--ema", action="store_true", default=None, help=text)
-    parser.add_argument("--samples", type=number, metavar="K", help="of each prompt (default 1)")
-    parser.add_argument("--prompts", type=number, metavar="N", help="that many, drawn at random; default: all")
+    parser.add_argument("--samples", type=number, metavar="K", help="samples per prompt (default 1)")
+    parser.add_argument("--prompts", type=number, metavar="N", help="number of prompts, drawn at random; default: all")
     text = "of sampling; 0: the most likely token each time (default 1)"
     parser.add_argument("--temperature", type=float, metavar="T", help=text)
     text = "where samples and figures go; default: evaluations/ in the run directory, or here"
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help=text)
-    parser.add_argument("--fresh", action="store_true", help="delete samples that are there, and start over")
+    parser.add_argument("--fresh", action="store_true", help="delete existing samples, and start over")
     parser.add_argument("--json", action="store_true", help="JSON output for programs")
-    text = "evaluate each newest checkpoint of a run, until it is over; with curves for TensorBoard"
+    text = "evaluate each new checkpoint of a run until it ends; with curves for TensorBoard"
     parser.add_argument("--follow", action="store_true", help=text)
-    parser.add_argument("--every", type=number, metavar="N", help="least steps between two evaluations (--follow)")
-    text = "keep the model with the best one, such as pass@1, as an HF checkpoint (--follow)"
+    parser.add_argument("--every", type=number, metavar="N", help="minimum steps between two evaluations (--follow)")
+    text = "keep the model with the best FIGURE, such as pass@1, as an HF checkpoint (--follow)"
     parser.add_argument("--keep-best", metavar="FIGURE", help=text)
-    text = "stop the run after N evaluations without a better one (--follow --keep-best)"
+    text = "stop the run after N evaluations without improvement (--follow --keep-best)"
     parser.add_argument("--stop-after", type=number, metavar="N", help=text)
-    text = "without a sign of life of the run, before it is given up (--follow; default 3600)"
+    text = "stop after S seconds without a sign of life of the run (--follow; default 3600)"
     parser.add_argument("--patience-s", type=float, default=3600.0, metavar="S", help=text)
     text = "site file: submit it as a Slurm job, with the GPUs of [generation] on one node"
     parser.add_argument("--site", type=Path, metavar="SITE.toml", help=text)
@@ -117,7 +117,9 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
 def takes_records(parser: argparse.ArgumentParser) -> None:
     """A task, a file of completions, and how to judge them."""
     parser.add_argument("task", metavar="TASK", help="as data.task of a run file; also package.module:function")
-    text = "completions and references, an object a line; default: standard input; settings of rewards and sandbox"
+    text = (
+        "completions and references, one JSON object per line (default: standard input); settings of rewards, sandbox"
+    )
     parser.add_argument("words", nargs="*", default=[], metavar="FILE.jsonl|key=value", help=text)
     text = "take settings from this run file"
     parser.add_argument("--run", type=Path, metavar="RUN.toml", help=text)
@@ -130,21 +132,21 @@ def takes_records(parser: argparse.ArgumentParser) -> None:
 
 def takes_data(parser: argparse.ArgumentParser) -> None:
     """What to do with which dataset."""
-    text = "head: show the first records, or their prompts; stats: figures; convert: write OUT"
+    text = "head: show the first records, or their prompts; stats: statistics; convert: write OUT"
     parser.add_argument("action", choices=("head", "stats", "convert"), metavar="head|stats|convert", help=text)
-    text = "a dataset, as data.path; or a run file, whose datasets and model are taken"
+    text = "a dataset, as data.path; or a run file, to use its datasets and model"
     parser.add_argument("data", type=Path, metavar="FILE|RUN.toml", help=text)
     text = "convert: OUT, a .jsonl or .parquet file, or a directory for --validation; settings of data and generation"
     parser.add_argument("words", nargs="*", default=[], metavar="OUT|key=value", help=text)
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint directory, to show prompts and count tokens"
     )
-    parser.add_argument("-n", "--records", type=number, metavar="N", help="head: that many (default 3)")
-    bounds = parser.add_argument_group("which records are written", "lengths are of prompts, as a model sees them")
+    parser.add_argument("-n", "--records", type=number, metavar="N", help="head: number of records (default 3)")
+    bounds = parser.add_argument_group("filters for convert", "lengths are those of prompts, as a model sees them")
     for bound in ("--min-tokens", "--max-tokens", "--min-characters", "--max-characters"):
         bounds.add_argument(bound, type=number, metavar="N")
-    bounds.add_argument("--distinct", action="store_true", help="of records with the same prompt the first only")
-    text = "share from 0 to 1 that goes to OUT/validation, the others to OUT/train; by content, not by order"
+    bounds.add_argument("--distinct", action="store_true", help="keep only the first of records with the same prompt")
+    text = "fraction that goes to OUT/validation, the rest to OUT/train; chosen by content, not by order"
     bounds.add_argument("--validation", type=float, metavar="SHARE", help=text)
 
 
@@ -159,8 +161,8 @@ def takes_site_file(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_overrides(parser: argparse.ArgumentParser) -> None:
-    """Keys of the run file with other values.  A default, or argparse names them as required."""
-    text = "set a key of the run file, e.g. trainer.learning_rate=2e-6"
+    """Overrides of keys of the run file.  With a default, or argparse would list them as required."""
+    text = "override a key of the run file, e.g. trainer.learning_rate=2e-6"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
 
 
@@ -186,7 +188,7 @@ def takes_report(parser: argparse.ArgumentParser) -> None:
 def takes_metrics(parser: argparse.ArgumentParser) -> None:
     """A run, which of its metrics, and where they go."""
     takes_run_directory(parser)
-    text = "only metrics of this name, or that match, such as 'reward/*'; may be repeated"
+    text = "only this metric, or those that match a pattern such as 'reward/*'; may be repeated"
     parser.add_argument("--tag", action="append", default=[], metavar="PATTERN", help=text)
     where = parser.add_mutually_exclusive_group()
     text = "write a file, .csv or .parquet; default: print CSV"
@@ -204,23 +206,24 @@ def takes_charts(parser: argparse.ArgumentParser) -> None:
     text = "steps (default), tokens trained, or seconds of the run"
     parser.add_argument("--axis", choices=("steps", "tokens", "seconds"), default="steps", help=text)
     parser.add_argument("--port", type=number, metavar="N", help="default: 6006, or one that is free; 0: any")
-    parser.add_argument("--bind-all", action="store_true", help="for browsers on other machines, and whoever is there")
+    parser.add_argument("--bind-all", action="store_true", help="listen on all interfaces, for other machines")
 
 
 def takes_rollouts(parser: argparse.ArgumentParser) -> None:
     """A run, and which of its rollouts."""
     takes_run_directory(parser)
-    parser.add_argument("--step", metavar="N|A-B", help="trained in this step, or in these")
-    parser.add_argument("--task", metavar="T", help="of this reward function")
+    parser.add_argument("--step", metavar="N|A-B", help="trained in step N, or in steps A to B")
+    parser.add_argument("--task", metavar="T", help="scored by this reward function")
     parser.add_argument("--verdict", metavar="V", help="correct, wrong or verifier_error")
-    parser.add_argument("--min-reward", type=float, metavar="R", help="with this reward or more")
-    parser.add_argument("--max-reward", type=float, metavar="R", help="with this reward or less")
-    text = "this regular expression is in prompt, completion, reference or the verifier's line"
+    parser.add_argument("--min-reward", type=float, metavar="R", help="minimum reward")
+    parser.add_argument("--max-reward", type=float, metavar="R", help="maximum reward")
+    text = "Python regular expression, searched in prompt, completion, reference and the verifier's detail"
     parser.add_argument("--grep", metavar="REGEX", help=text)
-    parser.add_argument("--sample", type=number, metavar="N", help="so many of these at random, always the same ones")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="has the tokenizer; default: model.path")
+    parser.add_argument("--sample", type=number, metavar="N", help="N of these at random, the same ones each time")
+    text = "checkpoint directory with the tokenizer; default: model.path"
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help=text)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="a JSON line each, for programs")
+    how.add_argument("--json", action="store_true", help="one JSON object per line, for programs")
     how.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
 
 
@@ -285,7 +288,7 @@ def _spelt(options: argparse.Namespace) -> str:
 
 
 def hint_for(words: Sequence[str]) -> str:
-    """For whoever writes keys of the run file as options."""
+    """A hint for keys of the run file that were written as options."""
     option = next((word for word in words if word.startswith("--") and "." in word), "")
     if not option:
         return ""

@@ -71,7 +71,7 @@ def _refuse_place(directory: Path) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "you may not write there" if there.is_dir() else "it is not a directory"
         raise ConfigError(
-            f"run.directory={str(directory)!r} cannot be made in {there}: {why}; legal: a directory of yours"
+            f"run.directory={str(directory)!r} cannot be created in {there}: {why}; legal: a directory of yours"
         )
 
 

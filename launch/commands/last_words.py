@@ -1,4 +1,4 @@
-"""What a run came to, said at its end: figures, what was saved, and the next command.
+"""The summary printed at the end of a run: figures, what was saved, and the next command.
 
 Input: a run directory whose processes have ended.  Output: lines.
 """

@@ -1,4 +1,4 @@
-"""The commands of `rlhpc`, each with what it takes and a line of help.  Imports nothing heavy.
+"""The commands of `rlhpc`, each with its arguments and a line of help.  Imports nothing heavy.
 
 Output: a parser whose result has the command's name as `command`.
 """
@@ -60,15 +60,15 @@ def _takes_plan(parser: argparse.ArgumentParser) -> None:
     takes_run_file(parser)
     takes_site_file(parser)
     takes_overrides(parser)
-    text = "instead of jobs and scripts: speed, idle times, staleness and cost, for this split and others"
+    text = "instead of jobs and scripts, predict speed, idle times, staleness and cost of this split and others"
     parser.add_argument("--predict", action="store_true", help=text)
     text = "take rates and lengths from this run (--predict)"
     parser.add_argument("--from", dest="from_run", type=Path, metavar="RUN_DIR", help=text)
-    text = "of a completion; default: 0.4 of generation.max_completion_tokens (--predict)"
+    text = "mean tokens of a completion; default: 0.4 of generation.max_completion_tokens (--predict)"
     parser.add_argument("--mean-tokens", type=float, metavar="N", help=text)
-    text = "fixed, geometric or lognormal:SIGMA; default: lognormal:0.8 (--predict)"
+    text = "length distribution: fixed, geometric or lognormal:SIGMA; default: lognormal:0.8 (--predict)"
     parser.add_argument("--length-law", metavar="LAW", help=text)
-    text = "of groups whose rewards are all equal; default: 0.2 (--predict)"
+    text = "share of zero-variance groups; default: 0.2 (--predict)"
     parser.add_argument("--dropped-share", type=float, metavar="X", help=text)
     parser.add_argument("--json", action="store_true", help="JSON output for programs (--predict)")
 
@@ -85,11 +85,11 @@ def _takes_stop(parser: argparse.ArgumentParser) -> None:
 
 
 def _takes_kind_of_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("run", "site"), help="of which files")
+    parser.add_argument("kind", choices=("run", "site"), help="kind of file")
 
 
 def _takes_shell(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell is to read it")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to print it for")
 
 
 def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +124,7 @@ def _takes_recipe(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", dest="action")
     text = "Copy a recipe into a directory."
     copy = actions.add_parser("copy", help=text, description=text)
-    copy.add_argument("name", metavar="NAME", help="one that `rlhpc recipes` shows")
+    copy.add_argument("name", metavar="NAME", help="a recipe listed by `rlhpc recipes`")
     copy.add_argument(
         "directory", type=Path, nargs="?", default=Path(), metavar="DIRECTORY", help="default: the current one"
     )
@@ -143,26 +143,27 @@ def _takes_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _takes_doctor(parser: argparse.ArgumentParser) -> None:
-    """A site, and how thoroughly it is looked at."""
+    """A site, and how thoroughly to check it."""
     takes_site_file(parser)
     which = "the run to check for, with overrides; default: a minimal one"
     parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
     parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
-    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
+    text = "time limit for the test jobs, in seconds (default 300)"
+    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help=text)
     parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
 
 
 def _takes_evaluations(parser: argparse.ArgumentParser) -> None:
     """Directories of two evaluations."""
     parser.add_argument("first", type=Path, metavar="FIRST", help="directory of an evaluation")
-    parser.add_argument("second", type=Path, metavar="SECOND", help="another one, on the same data")
+    parser.add_argument("second", type=Path, metavar="SECOND", help="another evaluation, on the same data")
     parser.add_argument("--json", action="store_true", help="JSON output for programs")
 
 
 _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...] = (
     ("run", takes_local_run, "Start a run as processes on this machine and watch it."),
-    ("check", _takes_check, "Validate a run file, its model and its data; or verify all that a run has written."),
-    ("audit", _takes_audit, "Prove from a run's files that every prompt is in exactly one place."),
+    ("check", _takes_check, "Validate a run file, its model and its data; or verify the files of a run."),
+    ("audit", _takes_audit, "Prove from a run's files that no prompt was lost or trained twice."),
     ("plan", _takes_plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing."),
     ("submit", takes_submission, "Check a run, and submit its Slurm jobs."),
     ("resume", takes_resume, "Submit the jobs of a run again, to continue from its last checkpoint."),
@@ -171,19 +172,19 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("stop", _takes_stop, "Finish the step, save, and end every process and job of a run."),
     ("scale", takes_scale, "Add generators to a submitted run, or remove added ones."),
     ("logs", takes_logs, "Show the logs of a run's processes."),
-    ("report", takes_report, "Say what a run did: who waited for whom, faults, GPU-hours, advice."),
-    ("rollouts", takes_rollouts, "Read what a run has sampled: prompts, completions, rewards."),
+    ("report", takes_report, "Summarise a run: busy and idle times, faults, GPU-hours, advice."),
+    ("rollouts", takes_rollouts, "Show rollouts of a run: prompts, completions, rewards."),
     ("metrics", takes_metrics, "Print or write a run's metrics as a table, or as files of W&B or MLflow."),
     ("tensorboard", takes_charts, "Show runs in TensorBoard under their names, over steps, tokens or seconds."),
-    ("doctor", _takes_doctor, "Look for what would prevent runs on a site, and print remedies."),
-    ("data", takes_data, "Show a dataset's prompts, or its figures, or write it in another form."),
-    ("reward", takes_records, "Judge completions in a JSONL file by a reward function."),
+    ("doctor", _takes_doctor, "Check a cluster for problems that would stop runs, and print remedies."),
+    ("data", takes_data, "Show a dataset's prompts or statistics, or convert it to another format."),
+    ("reward", takes_records, "Score the completions in a JSONL file with a reward function."),
     ("export", takes_export, "Write the trained model as an HF checkpoint."),
-    ("evaluate", takes_evaluation, "Sample a dataset with a model; print pass@k, with intervals."),
-    ("compare", _takes_evaluations, "Say whether one of two evaluated models is better, and how surely."),
-    ("demo", _takes_demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU."),
+    ("evaluate", takes_evaluation, "Sample a dataset with a model; print pass@k with confidence intervals."),
+    ("compare", _takes_evaluations, "Compare two evaluated models: which is better, with a confidence interval."),
+    ("demo", _takes_demo, "Warm-start a tiny model and train it on arithmetic with RL, in minutes, on CPU."),
     ("schema", _takes_kind_of_file, "Print the JSON schema of run or site files, for editors."),
-    ("completion", _takes_shell, "Print a script that completes commands, options and paths in a shell."),
-    ("recipes", _takes_recipe, "List run files that reproduce published runs; copy one."),
+    ("completion", _takes_shell, "Print a shell completion script for commands, options and paths."),
+    ("recipes", _takes_recipe, "List run files for published runs, or copy one."),
     ("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),
 )

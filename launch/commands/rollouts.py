@@ -1,6 +1,6 @@
-"""`rlhpc rollouts RUN_DIR`: what a run has sampled, to read; or as one page, or as JSON lines.
+"""`rlhpc rollouts RUN_DIR`: transcripts of sampled rollouts, as text, as one HTML page, or as JSON lines.
 
-Input: a run directory, of a run that goes on, was killed, or was copied from elsewhere.  Output: transcripts.
+Input: the directory of a run that is running, was killed, or was copied from elsewhere.  Output: transcripts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
-        raise ConfigError(f"--grep {text!r} is no regular expression of Python: {error}") from error
+        raise ConfigError(f"--grep {text!r} is not a Python regular expression: {error}") from error
 
 
 def _chosen(rollouts: Iterator[SeenRollout], number: int | None) -> Iterator[SeenRollout]:

@@ -1,8 +1,7 @@
 """`rlhpc tensorboard [DIR …]`: TensorBoard of these runs, under their names, over steps, tokens or seconds.
 
 Input: run directories, or directories that hold some.  Output: TensorBoard, until Ctrl-C, of a temporary directory
-that has links to event files, or copies of them over another axis.  Runs that begin meanwhile follow, and what they all
-write.
+that has links to event files, or copies of them over another axis.  New runs and new points appear while it serves.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     starting | waits for trainer-0, generator-0 | 31 s
     step 120/2000 | 3 h 05 min left | reward 0.412 | staleness 1.2 | …
 
-Input: status.json.  Output: printed lines.  Groups that are dropped because their rewards cannot be computed, or
-because they kill whoever samples them, are told when that happens, and again whenever their number has doubled.
+Input: status.json.  Output: printed lines.  Groups dropped because their rewards cannot be computed, or because they
+kill generators, are reported when that happens, and again whenever their number has doubled.
 """
 
 from __future__ import annotations

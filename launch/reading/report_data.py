@@ -68,7 +68,7 @@ def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
             f"  {hours:8.3g}  {use}" for use, hours in sorted(report.hours.by_use.items(), key=lambda each: -each[1])
         ]
     lines += ["", "Recommendations"]
-    return lines + [f"  {said}" for said in report.advice or ["none: nobody idles, and no figure is out of bounds"]]
+    return lines + [f"  {said}" for said in report.advice or ["none: no process idles, and no metric is out of bounds"]]
 
 
 def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:

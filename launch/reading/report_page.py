@@ -73,7 +73,7 @@ def _tiles(rows: Sequence[tuple[str, str]]) -> str:
 
 def _advice(said: Sequence[str]) -> str:
     if not said:
-        return '<p class="note">None: nobody idles, and no figure is out of bounds.</p>'
+        return '<p class="note">None: no process idles, and no metric is out of bounds.</p>'
     items = (re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(each)) for each in said)
     return f"<ul>{''.join(f'<li>{each}</li>' for each in items)}</ul>"
 

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: what share each sequence has in it.
+"""Loss aggregation: how token losses become one number, as a factor for each sequence.
 
 Input: samples of a batch.  Output: a factor for each, on all of its loss tokens.  The sum over tokens is divided by N,
 the loss tokens of the batch (contracts.PolicyLoss), so that factors of 1 are a mean over tokens.  With n_i loss tokens

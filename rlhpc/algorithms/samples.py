@@ -1,4 +1,4 @@
-"""The groups of a batch into training samples: advantages, and the share of each sample in the loss.
+"""Turn the groups of a batch into training samples: advantages, and the weight of each sample in the loss.
 
 Input: RolloutGroup.  Output: TrainingSample.  Entry t of every array describes token t of prompt and completion
 together (types.py); no shift happens here or later.  Loads without torch.

@@ -1,4 +1,4 @@
-"""What the reward of a rollout becomes before advantages are computed from it.
+"""Reward shaping: the reward of a rollout as advantages are computed from it.
 
     r' = Σ weight · part                                    by part_weights; without any, the function's own reward
        − overlong_penalty · clip((|y| − (M − C)) / C, 0, 1)   C = overlong_tokens, M = max_completion_tokens

@@ -1,4 +1,4 @@
-"""Rewards of single tokens: what a completion has earned with each of them, and what was still to come before it.
+"""Token-level rewards: the reward earned with each token of a completion, and the return from it on.
 
 A reward function may say which part of the reward of a completion was earned earlier than at its end (RewardOutcome);
 what is left of the reward stands on the last loss token, so that the sum is the reward whatever [shaping] makes of it.

@@ -1,4 +1,4 @@
-"""Which stragglers a batch need not wait for, where more is sampled than trained (admission.oversample).
+"""Over-sampling: which stragglers a batch need not wait for (admission.oversample).
 
 Input: GroupRecord, oldest first.  Output: ids of groups to drop.  Pure.  A batch of P groups is there as soon as P of
 the oldest P + E are finished: those that stand before the last of these P and are not finished are cut.  What is

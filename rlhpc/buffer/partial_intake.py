@@ -1,4 +1,4 @@
-"""Put together what generators report of running rollouts, piece by piece, for whoever continues them.
+"""Assemble the pieces of running rollouts that generators report into prefixes, from which others can continue.
 
     PartialRollout ─▶ prefix of a member, in the ledger ─▶ the lease that is granted after a death
 

@@ -1,4 +1,4 @@
-"""What became of a group: the unit of the record on disk.
+"""A resolved group, trained or dropped: the unit of segments on disk.
 
 Input: RolloutGroup.  A group is resolved once: consumed by an optimiser step, or dropped for a named reason.
 """

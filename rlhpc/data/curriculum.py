@@ -1,6 +1,6 @@
-"""The prompts of a dataset, less those that teach little now: the seeded order, and who is left out of it.
+"""Curriculum: the prompts of a dataset in their seeded order, without those that teach little at present.
 
-    order ──▶ stage ──▶ rest ──▶ chance ──▶ Prompt          who fails one of them waits for a later epoch
+    order ──▶ stage ──▶ rest ──▶ chance ──▶ Prompt          a prompt that fails one of them waits for a later epoch
                 └────────┴────────┴── pass rates, of finished groups of versions before the live one
 
 Input: SeededPrompts, pass rates of finished groups.  Output: Prompt.  Numbers of prompts stay those of the order, so

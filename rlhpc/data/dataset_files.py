@@ -51,7 +51,7 @@ def dataset_files(path: Path, split: str = "") -> list[Path]:
         parent = next(p for p in path.absolute().parents if p.is_dir())
         raise DataError(f"data.path={path} does not exist; {_whats_in(parent)}{_meant(path, parent)}")
     if not form_of(path):
-        raise DataError(f"data.path={path}: legal are a file of {_forms()}, or a directory of them")
+        raise DataError(f"data.path={path}: legal: a file of {_forms()}, or a directory of them")
     if split not in ("", ALL):
         raise DataError(f"data.split={split!r}: data.path={path} is one file; legal: leave it out, or a directory")
     return [path]

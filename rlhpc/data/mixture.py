@@ -1,8 +1,8 @@
 """Several datasets as one source of prompts, each in its own order, by their weights.
 
-Who is next: smooth weighted round robin, as in nginx.  Everyone gains its weight, the first of those who have most is
-taken and pays the sum of all weights; so that every dataset has its share in every stretch of prompts, to within one.
-Prompt n of dataset d of D has the number n·D + d: whose it is can be read off it, and it grows with n.
+The next dataset: smooth weighted round robin, as in nginx.  Each gains its weight; the first of those with the highest
+total is chosen and pays the sum of all weights.  So every dataset has its share of any run of prompts, to within one.
+Prompt n of dataset d of D has the number n·D + d: it identifies the dataset, and grows with n.
 """
 
 from __future__ import annotations

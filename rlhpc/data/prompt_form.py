@@ -175,12 +175,12 @@ def _pieces(template: str) -> tuple[tuple[str, str], ...]:
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:
-        raise ConfigError(f"data.prompt_template={template!r}: {error}; a brace of its own is written twice") from error
+        raise ConfigError(f"data.prompt_template={template!r}: {error}; a literal brace is doubled") from error
     for _, name, style, conversion in parts:
         if name is not None and (not _is_name(name) or style or conversion):
             raise ConfigError(
                 f"data.prompt_template={template!r}: {{{name}}} is not the plain name of a field; "
-                "a brace of its own is written twice"
+                "a literal brace is doubled"
             )
     if not any(name for _, name, _, _ in parts):
         raise ConfigError(f"data.prompt_template={template!r} names no field: every prompt would be the same")

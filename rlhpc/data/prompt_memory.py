@@ -1,7 +1,7 @@
-"""What a run remembers of every prompt: its pass rate, and when it was asked last.
+"""Per-prompt statistics of a run: pass rate, and when the prompt was last sampled.
 
 Input: finished groups, in any order.  Output: arrays over the records of the dataset.  The rate is an exponential
-average over the groups of a prompt, for the policy that is trained passes ever more of them.
+average over the groups of a prompt, because a policy in training passes more and more of them.
 """
 
 from __future__ import annotations

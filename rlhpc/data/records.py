@@ -116,7 +116,7 @@ def read_records(path: Path, split: str = "") -> list[Record]:
         Record(fields, f"{file}:{number}") for file in dataset_files(path, split) for fields, number in read_rows(file)
     ]
     if not records:
-        raise DataError(f"data.path={path} holds no record")
+        raise DataError(f"data.path={path} has no records")
     return records
 
 

@@ -1,6 +1,6 @@
 """Measure for how long an engine had work, and how much of it at once.
 
-Pure: time is asked from the clock that is passed in.
+Pure: the clock is passed in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine remembers of a request that vLLM has.
+"""The engine's record of a request that is running in vLLM.
 
 Input: the request, what becomes of it, and the number of tokens it had when weights changed.  Output: the version of
 every token.

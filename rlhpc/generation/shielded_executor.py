@@ -1,6 +1,6 @@
-"""vLLM's executor of several workers, in a core process that follows the generator as they do.
+"""vLLM's multi-worker executor, in a core process whose lifetime is tied to the generator, like its workers.
 
-Where an engine has one worker, that is in the core's process, and the worker extension does for both.
+An engine with one worker has it in the core's process, where the worker extension serves both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a process of an engine owes the generator that it belongs to: not to end before it, nor to outlive it.
+"""Tie the lifetime of an engine process to its generator: it ends neither before it nor after it.
 
-Slurm signals every process of a step: an engine that reacted would be gone before the generator has handed back its
+Slurm signals every process of a job step: an engine that reacted would be gone before the generator has handed back its
 partial rollouts.
 """
 

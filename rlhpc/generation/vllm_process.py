@@ -1,6 +1,6 @@
 """Start and end vLLM with every process that belongs to it.
 
-Input: an EngineProfile.  Output: an AsyncLLM, or the CoreThread that stands for it, and the list of its processes.
+Input: an EngineProfile.  Output: an AsyncLLM, or the CoreThread used in its place, and the list of its processes.
 Nothing survives stop_processes().
 """
 

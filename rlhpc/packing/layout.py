@@ -1,4 +1,4 @@
-"""Pack samples into the work of one optimiser step: make a plan, and lay them end to end as it says.
+"""Pack the samples of one minibatch into rows for each rank: plan them (planner.py), then lay them end to end.
 
 Input: TrainingSample.  Output: PackedMinibatch.  A pure function of its arguments: no clock, no randomness, no state,
 so that the same samples in the same order give the same batch after a restart.  No token is dropped, doubled or padded.

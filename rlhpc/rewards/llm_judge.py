@@ -87,10 +87,10 @@ def template_of(settings: JudgeConfig) -> str:
     try:
         parts = [part for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise ValueError(f"{key}: {error}; a brace of its own is written twice") from error
+        raise ValueError(f"{key}: {error}; a literal brace is doubled") from error
     for _, name, style, conversion in parts:
         if not str(name).isidentifier() or style or conversion:
-            raise ValueError(f"{key}: {{{name}}} is not the plain name of a field; a brace of its own is written twice")
+            raise ValueError(f"{key}: {{{name}}} is not the plain name of a field; a literal brace is doubled")
     if COMPLETION not in [name for _, name, _, _ in parts]:
         raise ValueError(f"{key} does not name {{{COMPLETION}}}: the judge would not see what it judges")
     return template

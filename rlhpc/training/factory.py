@@ -1,4 +1,4 @@
-"""Which backend a run file asks for."""
+"""Create the trainer backend that the run file names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frozen copy of a model's parameters, which changes places with them for as long as it is asked.
+"""A frozen copy of a model's parameters (the reference), swapped with them while it computes.
 
 Input: this rank's tensors, as its backend keeps them.  Output: the same tensors, holding the copy's numbers meanwhile.
 Guarantees: beside model and copy there is one more tensor, of the largest one's size; it is allocated before anything

@@ -1,4 +1,4 @@
-"""Metrics of a step: sums over tokens, added up over micro-batches and ranks in float64."""
+"""Metrics of a step as sums over tokens, accumulated over micro-batches and ranks in float64."""
 
 from __future__ import annotations
 

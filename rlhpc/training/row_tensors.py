@@ -1,4 +1,4 @@
-"""What every backend needs of a packed micro-batch: tensors, the tokens that can be predicted, its loss.
+"""Shared by all backends: a packed micro-batch as tensors, its predictable tokens, and its loss.
 
 Input: PackedMicrobatch.  Output: tensors on a device.  T: tokens of the row.
 """

@@ -1,4 +1,4 @@
-"""One question to all ranks: can this step be applied?"""
+"""A vote of all ranks on whether a step can be applied: if one rank's loss or norm is not finite, all skip it."""
 
 from __future__ import annotations
 

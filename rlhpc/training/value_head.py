@@ -1,4 +1,4 @@
-"""A head with one output in the place of a language model's: what makes a critic of it.
+"""The critic's value head: one output in place of the language model's head.
 
 Input: hidden states and the head's weight.  Output: a value per token, in the place of its log-probability.  Its weight
 begins as zeros, so that a critic that has learnt nothing says 0 everywhere; its name is that of HF's heads for

@@ -58,7 +58,7 @@ def test_a_generator_with_damaged_weights_is_quarantined_healed_and_counted(
         run.assert_nothing_is_left()
     assert not order.exists()
     assert said("quarantined") == 1
-    assert (said("holds other weights than others") > 0) == (replicas > 1)
+    assert (said("has other weights than others") > 0) == (replicas > 1)
     assert last_scalar(layout, "weights/canary_failed_total") == 1
     assert last_scalar(layout, "weights/canary_logratio") < 0.001  # the last of them was a good one
     assert last_scalar(layout, "weights/members") == replicas

@@ -60,7 +60,7 @@ def test_dialogues_outlive_the_deaths_of_their_generator_and_of_their_environmen
     members = [each for resolved in read_rollouts_directory(layout.rollouts) for each in resolved.group.members]
     assert max(int((~each.rollout.loss_mask).sum()) for each in members) > 0
     said = "".join(log.read_text(encoding="utf-8") for log in layout.logs.rglob("*.log"))
-    assert "does not say again" not in said
+    assert "did not repeat its observations" not in said
 
 
 def _generators(status: dict) -> list[dict]:

@@ -156,4 +156,4 @@ def test_a_damaged_journal_costs_what_it_held_and_the_run_goes_on(lab: Lab) -> N
         story = run.story()
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
     assert "journal_000000.h5: rows" in story
-    assert "what it held is sampled again" in story
+    assert "its rollouts are sampled again" in story

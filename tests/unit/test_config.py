@@ -249,7 +249,7 @@ def test_a_mark_at_the_head_of_a_file_is_no_fault(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["curriculum.stages=[1.0, 1.0]"], r"curriculum.stages=\[1.0, 1.0\] do not ascend"),
+        (["curriculum.stages=[1.0, 1.0]"], r"curriculum.stages=\[1.0, 1.0\] must ascend"),
         (
             ["curriculum.solved_at=0.5", "curriculum.hopeless_at=0.5", "curriculum.solved_rest_epochs=1"],
             "curriculum.hopeless_at=0.5 is not below curriculum.solved_at=0.5",
@@ -423,11 +423,11 @@ def test_evaluations_have_names_figures_and_somebody_s_reward(run_file: Path, tm
     ("words", "said"),
     [
         (["evaluation.1.name=held-out"], "evaluation.0 and evaluation.1 are both called 'held-out'"),
-        (["evaluation.1.dataset=hard"], "evaluation.1.dataset='hard': whose template, reward function and limits has"),
+        (["evaluation.1.dataset=hard"], "evaluation.1.dataset='hard': names no dataset whose template"),
         (["evaluation.0.every_steps=30"], "evaluation.0.every_steps=30: a checkpoint comes every 50 steps"),
         (["evaluation.0.max_completion_tokens=0"], "evaluation.0.max_completion_tokens=0: legal: above 0"),
         (["evaluation.0.keep_best=pass@8"], "'pass@8' with samples=6; legal: 'pass@1', 'pass@2', 'pass@4', 'pass@6'"),
-        (["evaluation.1.stop_after=2"], "evaluation.1.stop_after=2: no better in what? legal: beside keep_best"),
+        (["evaluation.1.stop_after=2"], "evaluation.1.stop_after=2: needs keep_best, the metric that has to improve"),
         (["evaluation.0.temperature=0"], "samples=6: all samples of a prompt would be the same"),
         (["evaluation.0.temperature=3"], "evaluation.0.temperature=3: legal: 2.0 or less"),
         (["evaluation.0.sample=3"], "evaluation.0.sample=3: unknown key; legal: path, split, name"),
@@ -444,7 +444,7 @@ def test_of_several_datasets_an_evaluation_names_the_one_that_it_is_like(mixed_f
     table = '[evaluation]\npath = "{}"\n'
     mixed_file.write_text(f"{mixed_file.read_text()}{table.format('data/math.jsonl')}")
     assert load_config(mixed_file).evaluation[0].title == "math"
-    with pytest.raises(ConfigError, match=r"evaluation.dataset='': whose .* legal: 'math', 'sums'"):
+    with pytest.raises(ConfigError, match=r"evaluation.dataset='': names no dataset whose .* legal: 'math', 'sums'"):
         load_config(mixed_file, ["evaluation.path=other.jsonl"])
     assert load_config(mixed_file, ["evaluation.path=other.jsonl", "evaluation.dataset=sums"]).evaluation
 
@@ -563,7 +563,7 @@ def test_a_quoted_key_with_a_dot_is_refused_as_any_other(run_file: Path) -> None
         (["algorithm.kl_coefficient=0.01", "algorithm.kl_estimator=k1"],
          r"kl_estimator='k1' with algorithm\.kl_coefficient=0\.01.* on average zero; legal: 'k2' or 'k3'",
          ["algorithm.kl_estimator=k2"]),
-        (["algorithm.loss=gspo", "algorithm.proximal=behaviour"], r"clip_low=0\.2.*bounds for ratios of tokens",
+        (["algorithm.loss=gspo", "algorithm.proximal=behaviour"], r"clip_low=0\.2.*bounds for per-token ratios",
          ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"]),
     ],
 )  # fmt: skip

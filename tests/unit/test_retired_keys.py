@@ -78,7 +78,7 @@ def test_a_run_file_that_wants_something_else_is_told_what_holds_and_what_to_do(
     with pytest.raises(ConfigError) as error:
         load_config(run_file, [f"{name}={value}"])
     (line,) = str(error.value).splitlines()
-    assert line.startswith(f"{run_file}: {name}={value!r}: there is no such key any more: ")
+    assert line.startswith(f"{run_file}: {name}={value!r}: this key was removed: ")
     assert RETIRED[name].reason in line
     assert line.endswith("; legal: leave it out")
 

@@ -3,10 +3,10 @@
     attempts ─▶ events ─▶ journal ─▶ checkpoints ─▶ segments ─▶ events again ─▶ attempts again
 
 Writes follow each other in a run: rollouts, then the event that speaks of them; segments, then the checkpoint that
-counts on them, then the end of the journal's files that it makes superfluous.  Whoever reads in this order finds all
-that was promised when it looked: what an event speaks of is in the journal that is read after it, or in the checkpoint
-and the segments that are read still later.  What segments are ahead of the first look, the second look at the events
-knows.  A resume moves files; when one began meanwhile, everything is read again.
+counts on them, then the end of the journal's files that it makes superfluous.  Reading in this order finds everything
+that had been written at that moment: what an event speaks of is in the journal that is read after it, or in the
+checkpoint and the segments that are read still later.  What segments are ahead of the first look, the second look at
+the events knows.  A resume moves files; when one began meanwhile, everything is read again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts that kill whoever samples them: those that were dropped for it, and those under suspicion now.
+"""Prompts that kill generators: those dropped for it, and those under suspicion now.
 
 Input: Evidence, strikes.jsonl.  Nothing here is a violation.
 """

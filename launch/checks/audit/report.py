@@ -1,6 +1,6 @@
-"""What an audit says: one check after the other, what each has looked at, and who breaks it.
+"""The result of an audit: for each check, what was examined and what violates it.
 
-Nothing here knows a file.  Offences are counted in full and kept up to a limit, so that a ruined run fits the memory.
+Knows no files.  Violations are counted in full but kept up to a limit, so that a ruined run fits into memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Check:
     is_seen: bool = True  # False: it was not looked at
 
     def accuse(self, offence: Offence) -> None:
-        """Report somebody."""
+        """Report a violation."""
         self.num_offences += 1
         if len(self.offences) < MOST_KEPT:
             self.offences.append(offence)

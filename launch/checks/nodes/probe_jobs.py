@@ -195,7 +195,7 @@ def _attend(talk: _Round) -> None:
         elif absent:
             log = talk.directory / f"{probe.component.name}.log"
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
-            said = last_error(lines) or "no word in its log"
+            said = last_error(lines) or "nothing in its log"
             talk.reports.failed[probe.component.name] = f"job {probe.job_id} {probe.state}: {said}"
 
 

@@ -75,7 +75,7 @@ def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Sou
     else:
         config = _settings(data, words)
         if model is None and words and not _only_says_where(words):
-            raise ConfigError(f"{words[0]!r} says how prompts are made; --model DIR is needed to show them")
+            raise ConfigError(f"{words[0]!r} sets the prompt; showing prompts needs --model DIR")
         tokenizer = PromptTokenizer(model.absolute()) if model is not None else None
     limit = config.generation.max_prompt_tokens
     has_dialogues = any(each.environment for each in config.data)

@@ -92,7 +92,7 @@ def comparison_of(first: Path, second: Path) -> Comparison:
 def _settings(directory: Path) -> EvaluationSettings:
     settings = read_settings(directory)
     if settings is None:
-        raise ConfigError(f"{directory}: no evaluation is there (no {NAME}); `rlhpc evaluate` says where it puts one")
+        raise ConfigError(f"{directory}: not an evaluation (no {NAME}); `rlhpc evaluate` prints where it writes one")
     return settings
 
 
@@ -112,8 +112,8 @@ def _judged(directory: Path, settings: EvaluationSettings) -> dict[str, list[Jud
     wanted = wanted_samples(settings, read_samples(directory))
     if len(wanted) < settings.num_samples:  # those that are there first are short ones
         raise ConfigError(
-            f"{directory}: {len(wanted)} of {settings.num_samples} samples are there; the `rlhpc evaluate` that began "
-            "it draws the others"
+            f"{directory}: {len(wanted)} of {settings.num_samples} samples are there; repeat its `rlhpc evaluate` "
+            "command to draw the others"
         )
     for each in wanted:
         if each.verdict != Verdict.VERIFIER_ERROR.value:

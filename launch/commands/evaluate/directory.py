@@ -33,11 +33,11 @@ def evaluation_directory(
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     names = {path.name for path in directory.iterdir()}
     if names - {LOCK} and NAME not in names:
-        raise RunDirectoryError(f"{directory}: holds something, and no evaluation; --out names another directory")
+        raise RunDirectoryError(f"{directory}: not empty, and not an evaluation; choose another directory with --out")
     try:
         lock = lock_directory(RunLayout(directory))
     except LockHeld:
-        raise RunDirectoryError(f"{directory}: another `rlhpc evaluate` is at work there") from None
+        raise RunDirectoryError(f"{directory}: another `rlhpc evaluate` is running there") from None
     try:
         before = read_settings(directory)
         if before is not None and not is_fresh:

@@ -65,7 +65,7 @@ def refuse_how(options: argparse.Namespace) -> None:
     of_following = {"--every": options.every, "--keep-best": options.keep_best, "--stop-after": options.stop_after}
     for option, value in of_following.items():
         if value is not None:
-            raise ConfigError(f"{option} {value}: how a run is followed; use it with --follow")
+            raise ConfigError(f"{option} {value}: legal with --follow only")
 
 
 def run_of(options: argparse.Namespace) -> RunLayout:

@@ -1,7 +1,7 @@
 """The Slurm job that evaluates a run while it trains: submitted beside the run's own, and once only.
 
 Input: settings of a run, a site file.  Output: a job that waits for the run's first one; its id in
-evaluations/job.json.  It is none of the run's jobs: nobody waits for it, and the run ends without it.
+evaluations/job.json.  It is not one of the run's jobs: nothing waits for it, and the run ends without it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def requests_of(options: argparse.Namespace, target: Target) -> list[Request]:
 def tables_of(options: argparse.Namespace, settings: Config | None) -> list[Request]:
     """Those of the run's file.  Raises ConfigError: there is none, or an option says what its keys say."""
     if settings is None or not settings.evaluation:
-        raise ConfigError(f"{options.model}: on which DATA? Only a run has a run file, with [[evaluation]] in it")
+        raise ConfigError(f"{options.model}: DATA is missing; only a run has default datasets, in [[evaluation]]")
     for key in _OF_TABLES:
         if (value := getattr(options, key)) is not None:
             option = f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -94,7 +94,7 @@ def _of_command(options: argparse.Namespace) -> Request:
     if temperature == 0 and samples > 1:
         raise ConfigError(f"--temperature 0 with --samples {samples}: all samples of a prompt would be the same")
     if options.stop_after is not None and options.keep_best is None:
-        raise ConfigError(f"--stop-after {options.stop_after}: no better in what? Use it with --keep-best FIGURE")
+        raise ConfigError(f"--stop-after {options.stop_after}: needs --keep-best FIGURE, which has to improve")
     is_average = bool(options.ema)
     return Request(
         name=f"{options.data.stem}-ema" if is_average else options.data.stem,

@@ -114,4 +114,4 @@ def _complete_checkpoint(layout: RunLayout, step: int | None) -> Path:
         problems.append(f"{state.path.name}: {state.problem}")
     there = ", ".join(str(at) for at, _ in known.steps()) or "none"
     what = "no sound checkpoint" if step is None else f"no sound checkpoint of step {step}"
-    raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}; steps there are: {there}", *problems]))
+    raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}; available steps: {there}", *problems]))

@@ -85,7 +85,7 @@ def _seed_axis(text: str, first: int) -> _Axis:
         raise ConfigError(f"--seeds {text!r}: legal: how many (3), or the seeds themselves (7,8,9; one alone: 7,)")
     listed = range(first, first + int(text)) if text.isdecimal() else sorted({int(word) for word in words})
     if not text.isdecimal() and len(listed) < len(words):
-        raise ConfigError(f"--seeds {text!r}: a seed stands there twice")
+        raise ConfigError(f"--seeds {text!r}: a seed is listed twice")
     return _Axis("run.seed", tuple(map(str, listed)), "seed")
 
 

@@ -1,4 +1,4 @@
-"""Rewards held against those of the same group: GRPO, with and without its standard deviation, and RLOO.
+"""Advantages relative to the rewards of the same group: GRPO, with and without its standard deviation, and RLOO.
 
 Differs from GRPO (arXiv:2402.03300, §4.1.2): (1) the standard deviation divides by G, not G − 1, so that advantages
 of a group have mean square 1 whatever G is; the paper does not say which, and code that takes torch.std gets values

@@ -1,4 +1,4 @@
-"""Whether the rewards of a group tell its members apart.  Loads without torch."""
+"""Zero-variance groups: whether the rewards of a group differ at all.  Loads without torch."""
 
 from __future__ import annotations
 

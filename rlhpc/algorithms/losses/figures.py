@@ -1,4 +1,4 @@
-"""What a loss says of itself: sums over loss tokens, and the same for tokens of one age.
+"""Metrics of a policy loss: sums over loss tokens, and the same by age of the tokens.
 
 Input: log-probabilities, weights, objective.  Output: scalars under names that the metrics of a run know.
 

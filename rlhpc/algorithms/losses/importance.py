@@ -1,4 +1,4 @@
-"""How much a token counts, by how far the policy that sampled it was from the anchor.
+"""Importance weights: how much a token counts, given the ratio of anchor to behaviour policy.
 
     w = min(π_anchor / π_behaviour, cap)    of a token, of its whole sequence, or that one's geometric mean per token
     w = 0                                   where the ratio is outside [low, high], where any token of the sequence is

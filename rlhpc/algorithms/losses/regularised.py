@@ -1,4 +1,4 @@
-"""What is added to a loss, whichever it is: a pull towards a frozen reference, and a bonus for entropy.
+"""Terms added to any policy loss: KL divergence from a reference policy, and an entropy bonus.
 
     L + Σ_t a_t · (β · k(x_t) − η · H_t)        x = log π_reference − log π_current of the sampled token
 

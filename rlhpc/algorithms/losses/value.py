@@ -1,4 +1,4 @@
-"""What a critic learns by: the squared error of its values, clipped around those at the start of the batch.
+"""The critic's loss: the squared error of its values, clipped around those at the start of the batch.
 
     L = ½ · Σ_t a_t · max((V_t − R_t)², (V_t^clip − R_t)²)      V^clip = V_old + clip(V − V_old, −c, c)
 

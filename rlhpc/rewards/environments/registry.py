@@ -33,7 +33,7 @@ def resolve_environment(name: str) -> type[Environment]:
     """Import it.  Raises ConfigError, also if it is not a subclass of Environment that can be made."""
     found: object = load(KEY, _import_path(name), repr(name))
     if not isinstance(found, type) or not issubclass(found, Environment):
-        raise ConfigError(f"{KEY}={name!r} is no subclass of rlhpc.environment.Environment")
+        raise ConfigError(f"{KEY}={name!r} is not a subclass of rlhpc.environment.Environment")
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(f"{KEY}={name!r} lacks {', '.join(missing)}")
     return found

@@ -249,7 +249,7 @@ class Dialogue:
         left = self._left_of_prefix()
         if left is not None and not np.array_equal(left.token_ids[: len(ids)], ids[: len(left.token_ids)]):
             log.warning(
-                "sample %s: its environment does not say again what it said before; %d tokens are given up",
+                "sample %s: its environment did not repeat its observations; %d tokens are dropped",
                 self._request.request_id,
                 len(left.token_ids),
             )

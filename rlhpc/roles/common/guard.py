@@ -1,4 +1,4 @@
-"""Ends this process when it is orphaned: its parent is gone, or another attempt owns the run.
+"""Orphan guard: ends this process when its parent is gone, or another attempt owns the run.
 
 Input: the parent's pid and the fence.  A thread checks every LOOK_S and, if either holds, ends the process, whatever
 library call the other threads are in.  Signals and the checks before each write come first (lifecycle.py,

@@ -1,6 +1,6 @@
-"""A turn of a dialogue as a question to its environment, and the answer of a pool of workers to it.
+"""Environment steps as calls: send a turn of a dialogue to its environment in a worker pool, get its observation.
 
-Generators ask over the network, evaluations a pool of their own; both ask the same.
+Generators call over the network, evaluations call a pool of their own, with the same messages.
 """
 
 from __future__ import annotations

@@ -42,5 +42,5 @@ class AwakeClock:
         now_s = self._clock()
         elapsed_s = now_s - self._looked_at_s
         if elapsed_s > 2 * self._longest_s:
-            log.warning("this process was paused for %.1f s: that time is not counted as silence of others", elapsed_s)
+            log.warning("this process was paused for %.1f s: this does not count as silence of others", elapsed_s)
         self._counted_s, self._looked_at_s = self(), now_s

@@ -3,9 +3,9 @@
     groups finished ──▶ samples, rows, in a thread ──▶ BatchRows to every rank ──▶ … batch taken ──▶ TrainBatch
 
 Input: RolloutGroup.  Output: MadeBatch.  What is made ahead is a guess: which groups a step trains is decided when its
-batch is taken, by the ledger, and their staleness is checked then.  Where that is another batch, its rows are made and
-sent anew under another number, and nobody trains the others.  Rows are a pure function of groups and step, so that a
-batch made ahead, made late or made again after a restart is the same.
+batch is taken, by the ledger, and their staleness is checked then.  If the ledger decides otherwise, rows are made and
+sent again under a new number, and the old ones are never trained.  Rows are a pure function of groups and step, so that
+a batch made ahead, made late or made again after a restart is the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tell generators which groups nobody wants any more; with admission.oversample, decide which those are.
+"""Tell generators to cancel groups that are no longer needed; with admission.oversample, decide which those are.
 
-Input: groups of the buffer.  Output: CancelGroup.  What could not be told is sampled in vain: nothing breaks.
+Input: groups of the buffer.  Output: CancelGroup.  If a message is lost, its sampling is wasted: nothing breaks.
 """
 
 from __future__ import annotations

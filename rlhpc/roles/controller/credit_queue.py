@@ -1,4 +1,4 @@
-"""Who can take most: generators by how many samples more they are willing to hold.
+"""Generators ordered by credit: how many more samples each is willing to hold.
 
 Input: names whose credit may have changed.  Output: the generator with most credit, of equals the first by name, so
 that who is granted what is the same in every run.  Pure.  A change and a question cost O(log n) of n generators.

@@ -2,7 +2,7 @@
 
     Delivery ─▶ buffer, journal ─▶ commit, in a thread ─▶ Delivered       one commit for all that came meanwhile
 
-A disk that refuses is told, and tried again with growing pauses (disk_patience.py): nothing is acknowledged meanwhile,
+A failed write is reported and retried with growing pauses (disk_patience.py): meanwhile nothing is acknowledged,
 and no weights are published.
 """
 

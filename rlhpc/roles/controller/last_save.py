@@ -1,4 +1,4 @@
-"""A run that has failed lets a checkpoint in progress become complete, as long as its writer is alive."""
+"""After a failure, wait until the checkpoint in progress is complete, as long as its writer is alive."""
 
 from __future__ import annotations
 

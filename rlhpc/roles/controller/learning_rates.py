@@ -1,4 +1,4 @@
-"""The learning rates of every batch, and how far the run is: what a schedule falls over.
+"""The learning rates of every batch, and the progress of the run by which schedules decay.
 
 Input: batches in the order in which they are trained, and what was recorded of those that are repeated.  Output: the
 same batches with their rates, which the trainer applies.

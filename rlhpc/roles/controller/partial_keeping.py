@@ -3,7 +3,7 @@
     LeaseProgress ─▶ prefixes in the ledger ─▶ partials_*.bin, in a thread      one write for all that came meanwhile
                   └─▶ ShowWhole, to a generator whose beginning is not known here
 
-Nobody waits for these files: no weights, no acknowledgement.  What a disk refuses is given up with one warning, and
+Nothing waits for these files, neither weights nor acknowledgements.  A failed write is dropped with one warning, and
 after a pause a file is begun with all that is known then.
 """
 
@@ -112,7 +112,7 @@ class PartialKeeping:
                 await asyncio.to_thread(self._files.append, pieces)
         except JournalError as error:
             if not self._has_refused:
-                log.warning("%s; a restart may sample again what runs now, and nothing else is lost", error)
+                log.warning("%s; after a restart, running rollouts may be sampled again; nothing else is lost", error)
             self._has_refused = True
             self._work.set()
         else:
@@ -121,4 +121,4 @@ class PartialKeeping:
     def _complain(self, name: str, why: str) -> None:
         if name not in self._complained:
             self._complained.add(name)
-            log.warning("%s: what it reports of running rollouts is refused, and not told again: %s", name, why)
+            log.warning("%s: its reports of running rollouts are refused (logged once): %s", name, why)

@@ -1,6 +1,6 @@
 """Registry of the run's processes, as the controller last heard of them.
 
-Input: Hello and Heartbeat.  Output: who is registered, and who has fallen silent.  Time is passed in.
+Input: Hello and Heartbeat.  Output: which processes are registered, and which have gone silent.  Time is passed in.
 """
 
 from __future__ import annotations

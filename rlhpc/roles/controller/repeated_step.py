@@ -1,4 +1,4 @@
-"""Hold a step that was trained again against what was recorded of it the first time."""
+"""Compare a step that was trained again with what was recorded of it the first time."""
 
 from __future__ import annotations
 

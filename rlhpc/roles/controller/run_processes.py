@@ -1,6 +1,6 @@
-"""Admit the processes of a run, and part with those that are gone.
+"""Admit the processes of a run, and remove those that died or left.
 
-Input: Hello and Heartbeat.  Output: who is registered, which generators weights go to, which leases are free again.
+Input: Hello and Heartbeat.  Output: registered processes, generators to send weights to, leases freed by deaths.
 A death is noticed by silence, or by the Hello of a successor.  The run survives the loss of generators, not of other
 roles.  The prompts that a lost generator sampled each lose a lease, which is recorded on disk before anything else
 (rlhpc/buffer/lost_leases.py).

@@ -1,4 +1,4 @@
-"""The controller's part of a checkpoint: ledger, prompt cursor, the run's counters, and what a resume undoes.
+"""The controller's part of a checkpoint: ledger, prompt cursor, counters of the run; and what a resume undoes.
 
 What was in flight is granted again after a resume, under the same group ids; what was finished and not used is in the
 checkpoint; segments sealed later are set aside, since their steps are repeated.

@@ -111,7 +111,7 @@ def _restore(
     except (JournalError, OSError) as error:
         raise CheckpointError(f"the journal of rollouts cannot be read: {error}") from error
     for problem in history.problems:
-        log.warning("%s: what it held is sampled again", problem)
+        log.warning("%s: its rollouts are sampled again", problem)
     # Without a checkpoint, rollouts of late policies would be trained on by an early one if the early ones are gone.
     goes_on = saved is not None or not history.lacks_beginning
     first_group = buffer.counts()["admitted"]
@@ -142,7 +142,7 @@ def _restore_partials(context: RoleContext, first_attempt: int, version: int, bu
     except OSError as error:
         raise CheckpointError(f"the partial rollouts cannot be read: {error}") from error
     for problem in problems:
-        log.warning("%s: what it held is sampled again", problem)
+        log.warning("%s: its rollouts are sampled again", problem)
     restored = PartialIntake(buffer, context.config.generation.max_completion_tokens).restore(partials, version)
     if restored:
         log.info("%d rollouts go on from %d tokens", len(restored), sum(each.end for each in restored))

@@ -1,4 +1,4 @@
-"""What one step was: the link between the train loop, which makes it, and the recorder, which writes its metrics."""
+"""The record of one step, which the train loop fills and the metrics recorder writes."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
     full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
                                        └──▶ live ───▶ release   slots come free: new prompts start on the new weights
 
-Input: RolloutGroup.  Output: PackedBatch.  Slots are released only after the weights are live: releasing them earlier
-would let a prompt start on the old policy and break the staleness bound (docs/design.md, "Staleness").
+Input: RolloutGroup.  Output: TrainBatch; its rows go to the ranks ahead of it (batch_maker.py).  Slots are released
+only after the weights are live: releasing them earlier would let a prompt start on the old policy and break the
+staleness bound (docs/design.md, "Staleness").
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class TrainLoop:
         """False: in lockstep, while the weights before these still have to sample; the journal has it all."""
         if self._lockstep is None or self.step >= last or self._lockstep.is_settled(self.step):
             return True
-        log.info("no checkpoint: steps after the last one are trained again when the run goes on, from the journal")
+        log.info("no checkpoint: a resume trains the steps after the last one again, from the journal")
         return False
 
     async def _save(self, checkpoints: Checkpoints) -> None:

@@ -138,7 +138,7 @@ class WeightSync:
             self._changed.notify_all()
 
     async def acknowledge(self, name: str, ack: WeightsLive) -> None:
-        """A generator samples with this version, or reports why not; then it tries again in the next epoch."""
+        """A generator samples with this version, or reports why not; then it retries in the next epoch."""
         canaries: dict[str, TakeCanary] = {}
         async with self._changed:
             self.last_acks[name] = ack
@@ -157,7 +157,7 @@ class WeightSync:
         suspects = self._canary.differ(differing(self.last_acks, ack.epoch, ack.policy_version))
         for suspect in suspects:
             held = self.last_acks[suspect].held
-            log.warning("%s holds other weights than others under version %d: %s", suspect, ack.policy_version, held)
+            log.warning("%s has other weights than others at version %d: %s", suspect, ack.policy_version, held)
         self.num_checksums_differed += len(suspects)
         asked = ((each, self._canary.acknowledged(each, ack.policy_version)) for each in sorted({name, *suspects}))
         return {each: canary for each, canary in asked if canary is not None}
@@ -167,7 +167,7 @@ class WeightSync:
         await self._follow(self._canary.answered(name, answer))
 
     async def _follow(self, verdicts: list[CanaryVerdict]) -> None:
-        """Say what canaries have shown, and quarantine whoever has failed."""
+        """Report canary results, and quarantine generators that failed."""
         async with self._changed:
             self._changed.notify_all()
         for verdict in verdicts:
@@ -260,7 +260,7 @@ class WeightSync:
         """
         if not await self._until(lambda: self._is_settled(version), self._limits.ack_timeout_s):
             for name in sorted(self._membership.waiting_for(version)):
-                log.warning("%s did not acknowledge version %d: it tries again in the next epoch", name, version)
+                log.warning("%s did not acknowledge version %d: it retries in the next epoch", name, version)
                 self._membership.failed(name, self.epoch)
         if not self._trusted_members(version):
             return False

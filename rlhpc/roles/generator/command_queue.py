@@ -1,9 +1,9 @@
 """The controller's commands to a generator, without those for weight groups that a newer one has replaced.
 
 Input: a channel to the controller.  Output: JoinGroup, ReceiveWeights, Reregister, StopRole, in their order.
-Guarantees: a generator that was busy while groups were formed and dissolved joins the newest one next.  To join a group
-that the trainer has left costs a whole time-out, in which the trainer forms and dissolves the next one: whoever tried
-them all would never catch up.  The controller is told of every group that is passed over.
+Guarantees: a generator that was busy while groups were formed and dissolved joins the newest one next.  Joining a group
+that the trainer has left costs a full time-out, in which the trainer forms and dissolves the next one: a generator that
+tried them all would never catch up.  It reports every skipped group to the controller.
 """
 
 from __future__ import annotations

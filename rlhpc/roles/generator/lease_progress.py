@@ -2,8 +2,9 @@
 
 Input: an engine, and the requests in flight.  Output: LeaseProgress, one for all rollouts that have news, whose leases
 it renews.
-Guarantee: a rollout is reported before it has grown by more than so many tokens, or for longer than so many seconds,
-since it was reported last; only what is new travels.  Whoever lacks the beginning asks for it (`show_whole`).
+Guarantee: a rollout is reported before it has grown by more than partial_interval_tokens, or for longer than
+partial_interval_s, since its last report; only new tokens are sent.  A controller that lacks the beginning asks for it
+(`show_whole`).
 
 A rollout that is started again is likely to be shorter than the one that was lost, since long rollouts are lost more
 often: the policy would learn from rollouts that are shorter than its own (docs/algorithms.md).

@@ -1,7 +1,7 @@
 """Keep delivered rollouts until the controller has them on disk; a controller that died before gets them again.
 
 Input: ScoredRollout.  Output: Delivery, in order, again after a silence and to the next controller.
-Guarantee: a rollout is forgotten only when a controller has acknowledged it, or with this process.
+Guarantee: a rollout is deleted only when a controller has acknowledged it, or lost when this process dies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a generator samples, from lease to delivery; it outlives the sessions with controllers.
+"""The generator's sampling tasks, from lease to delivery; they outlive the sessions with controllers.
 
     Lease ─▶ engine ─▶ verdict ─▶ outbox
 
@@ -101,7 +101,7 @@ class Sampling:
         """Weights of this timeline are coming."""
         if timeline != self.timeline:
             if self._tasks:
-                log.info("%d rollouts are given up: the run goes on from before their weights", len(self._tasks))
+                log.info("%d rollouts are dropped: the run resumes from before their weights", len(self._tasks))
             await self.give_up()
         self.timeline = timeline
 

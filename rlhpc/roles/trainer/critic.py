@@ -1,4 +1,4 @@
-"""PPO's critic: it turns the rewards of a batch into advantages, and learns the returns.
+"""PPO's critic: computes the advantages of a batch from its rewards, and is trained on the returns.
 
     batch with rewards ─▶ values ─▶ advantages, returns ─▶ batch with advantages, for the policy
                              └─────────────┴──▶ one optimiser step of the critic for each of the policy's

@@ -1,7 +1,7 @@
 """Which signals end a trainer, and which do not.
 
-It stays: Slurm's signals reach every process of a step, and only the controller knows which step to finish and what to
-save.  A trainer whose parent is gone leaves.
+It ignores Slurm's signals, which reach every process of a job step, because only the controller knows which step to
+finish and what to save.  A trainer whose parent has died exits.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def open_policy(context: RoleContext) -> TrainerBackend:
         if saved.is_dir():
             config = config.model_copy(update={"model": config.model.model_copy(update={"path": saved})})
         else:
-            log.info("the checkpoint has no reference: it is the model at model.path until it is renewed")
+            log.info("the checkpoint has no reference: the model at model.path is used until it is renewed")
     return open_backend(config, _ranks(context))
 
 

@@ -1,8 +1,9 @@
 """The trainer: one process per rank, executing the controller's commands in order.
 
-Input: PackedBatch.  Output: StepReport; on command it also forms weight groups, publishes weights and saves.  It
-decides nothing itself: the controller chooses the batch, and when to publish and save.  A checkpoint is written in the
-background: only its completion is reported out of order.
+Input: PackedBatch, which command_stream.py joins from a TrainBatch and this rank's rows.  Output: StepReport; on
+command it also forms weight groups, publishes weights and saves.  It decides nothing itself: the controller chooses the
+batch, and when to publish and save.  A checkpoint is written in the background: only its completion is reported out of
+order.
 """
 
 from __future__ import annotations

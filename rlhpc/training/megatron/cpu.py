@@ -1,7 +1,7 @@
 """Let Megatron-Core run on a machine without CUDA: every assumption it makes about a GPU is replaced for the CPU.
 
 The only file that patches another package, and only attributes of megatron.core's own modules: torch is unchanged for
-everybody else, but for the moment in which Megatron is loaded.  Does nothing where there is CUDA.
+all other code, except while Megatron is being imported.  Does nothing where there is CUDA.
 
 Megatron 0.16.1 names the GPU in three ways, and each has one remedy:
     torch.cuda.x() and device="cuda"   the modules below see TorchOnCpu under the name `torch`

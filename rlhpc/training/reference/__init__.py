@@ -1,1 +1,1 @@
-"""The trainer backend in plain PyTorch, by which the others are judged."""
+"""The trainer backend in plain PyTorch, against which the others are tested."""

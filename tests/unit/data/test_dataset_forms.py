@@ -118,7 +118,7 @@ def test_arrow_in_the_form_of_files_is_read_too(tmp_path: Path) -> None:
         ("a.jsonl.zst", as_lines(ROWS), r"a\.jsonl\.zst cannot be read"),
         ("a.arrow", b"ARROW not really", r"a\.arrow is not a readable Arrow file"),
         ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), r"a\.parquet\.gz is not a readable Parquet file"),
-        ("a.xlsx", b"", r"legal are a file of \.jsonl, .* or \.arrow \(plain, \.gz or \.zst\), or a directory"),
+        ("a.xlsx", b"", r"legal: a file of \.jsonl, .* or \.arrow \(plain, \.gz or \.zst\), or a directory"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_line(tmp_path: Path, name: str, content: bytes, why: str) -> None:

@@ -69,7 +69,7 @@ def test_a_missing_path_says_what_exists_instead(tmp_path):
 
 def test_an_empty_dataset_is_refused(tmp_path):
     (tmp_path / "train.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="holds no record"):
+    with pytest.raises(DataError, match="has no records"):
         read_records(tmp_path / "train.jsonl")
 
 

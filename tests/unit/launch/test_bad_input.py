@@ -211,7 +211,7 @@ def test_an_unknown_key_is_answered_with_the_legal_ones(bench: Bench) -> None:
 def test_a_table_that_is_gone_is_answered_key_by_key(bench: Bench) -> None:
     bench.settings["metrics"] = {"num_samples": 5, "samples_every_steps": 10}
     (line,) = bench.refusal()
-    assert "metrics.num_samples=5: there is no such key any more: two completions and the histograms" in line
+    assert "metrics.num_samples=5: this key was removed: two completions and the histograms" in line
     bench.settings["metrics"] = {"histogram": True}
     (line,) = bench.refusal()
     assert "metrics={'histogram': True}: unknown key; legal: run, model, data" in line
@@ -244,8 +244,8 @@ def test_a_sample_longer_than_the_models_context_is_refused(bench: Bench) -> Non
         (['{"prompt": "1+1=", "answer": "2"}', '{"prompt": "1+2="}'], [":2", "no field 'answer'"]),
         (['{"prompt": "1+1=", "answer": null}'], [":1", "'answer' is null"]),
         (['{"prompt": "", "answer": "2"}'], [":1", "the prompt has 0 tokens"]),
-        ([], ["holds no record"]),
-        (["", "  "], ["holds no record"]),
+        ([], ["has no records"]),
+        (["", "  "], ["has no records"]),
     ],
 )
 def test_a_malformed_record_is_named_by_file_and_line(bench: Bench, lines: list[str], words: list[str]) -> None:

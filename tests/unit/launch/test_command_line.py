@@ -161,6 +161,8 @@ def test_a_run_that_lies_in_runs_is_what_may_be_meant(
     prepare_run_dir(config, RunLayout(tmp_path / "runs/first"), resume=False, fresh=False)
     assert main(["status", "first"]) == EXIT_CONFIG
     assert "first: not a run directory (did you mean runs/first?)" in capsys.readouterr().err
+    assert main(["status", "runs/other"]) == EXIT_CONFIG
+    assert "runs/other: no such directory; `rlhpc list` shows your runs" in capsys.readouterr().err
     assert main(["export", "runs/first", "out", "--step", "7"]) == EXIT_CONFIG
     assert "--step 7: " in (said := capsys.readouterr().err)
     assert "has no such checkpoint; legal: none is there" in said
@@ -245,6 +247,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
 ) -> None:
     seen: list[object] = []
     monkeypatch.setattr("launch.commands.logs.show_logs", lambda layout, role, follow: seen.append((role, follow)) or 0)
+    layout.root.mkdir(parents=True)
     root = str(layout.root)
     for words in (["-f", "trainer"], ["trainer", "-f"], ["-f"], []):
         assert main(["logs", root, *words]) == 0
@@ -311,9 +314,13 @@ def test_what_the_system_refuses_is_a_line_and_no_traceback(
 def test_a_directory_that_is_no_run_is_refused(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for directory in (tmp_path, tmp_path / "nowhere"):
+    nowhere = tmp_path / "nowhere"
+    for directory, said in (
+        (tmp_path, "not a run directory"),
+        (nowhere, "no such directory; `rlhpc list` shows your runs"),
+    ):
         assert main([command, str(directory)]) == EXIT_CONFIG
-        assert capsys.readouterr().err == f"rlhpc: {directory}: not a run directory\n"
+        assert capsys.readouterr().err == f"rlhpc: {directory}: {said}\n"
 
 
 def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, layout: RunLayout) -> None:
@@ -404,7 +411,7 @@ def test_export_of_what_has_no_checkpoint_is_refused(
     assert main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_CONFIG
     assert "no complete checkpoint" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == EXIT_CONFIG
-    assert "not a run directory" in capsys.readouterr().err
+    assert "nowhere: no such directory" in capsys.readouterr().err
 
 
 def test_status_of_a_run_without_controller_says_how_far_it_got(

@@ -166,9 +166,9 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(model: Path) -> None:
     layout = a_run(model, 4, 12)
     (layout.checkpoint(12) / "trainer" / "weights").write_bytes(b"xy")
     assert find_target(layout.root, None).checkpoint == layout.checkpoint(4)
-    with pytest.raises(CheckpointError, match=r"no sound checkpoint of step 12; steps there are: 4, 12\nstep_000012: "):
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint of step 12; available steps: 4, 12\nstep_000012: "):
         find_target(layout.root, 12)
-    with pytest.raises(CheckpointError, match=r"no sound checkpoint of step 7; steps there are: 4, 12$"):
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint of step 7; available steps: 4, 12$"):
         find_target(layout.root, 7)
 
 
@@ -278,11 +278,11 @@ def test_one_command_at_a_time_and_no_directory_of_somebody_else(model: Path, tm
     settings = settings_of(model)
     with (
         evaluation_directory(tmp_path / "e", settings, is_fresh=False, tell=print),
-        pytest.raises(RunDirectoryError, match="another `rlhpc evaluate` is at work there"),
+        pytest.raises(RunDirectoryError, match="another `rlhpc evaluate` is running there"),
     ):
         open_directory(tmp_path / "e", settings)
     for is_fresh in (False, True):
-        with pytest.raises(RunDirectoryError, match="holds something, and no evaluation"):
+        with pytest.raises(RunDirectoryError, match="not empty, and not an evaluation"):
             open_directory(model, settings, is_fresh=is_fresh)
     assert not (model / ".lock").exists()
 
@@ -396,7 +396,7 @@ def test_a_run_file_says_what_the_words_of_a_command_would(model: Path) -> None:
             ["d.jsonl", "--follow", "--site", "s.toml"],
             "a job that follows a run evaluates what its [[evaluation]] says",
         ),
-        (["--keep-best", "reward"], "--keep-best reward: how a run is followed; use it with --follow"),
+        (["--keep-best", "reward"], "--keep-best reward: legal with --follow only"),
     ],
 )
 def test_words_that_contradict_the_run_file_are_refused(
@@ -410,7 +410,7 @@ def test_words_that_contradict_the_run_file_are_refused(
 def test_only_a_run_says_what_it_is_evaluated_on(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for place in (model, a_run(model, 4).root):
         assert main(["evaluate", str(place)]) == EXIT_CONFIG
-        assert f"{place}: on which DATA?" in capsys.readouterr().err
+        assert f"{place}: DATA is missing" in capsys.readouterr().err
 
 
 def test_what_an_evaluation_would_fail_by_is_told_before_the_run(model: Path) -> None:
@@ -578,7 +578,7 @@ def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(mod
             assert not course.evaluate(4, curves, said.append, said.append)  # type: ignore[arg-type]
     assert course.is_waiting
     (line,) = said
-    assert "another `rlhpc evaluate` is at work there; tried again until it is done" in line
+    assert "another `rlhpc evaluate` is running there; tried again until it is done" in line
     other = plan_evaluation(find_target(layout.root, 4), replace(request, temperature=0.0))
     other.settings.write(evaluation.directory)
     before = (evaluation.directory / NAME).read_bytes()
@@ -681,7 +681,7 @@ def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: 
     two = evaluated(tmp_path / "two", settings_of(model, *parts, "composite.both.weights.a=2"), [[True]])
     with pytest.raises(ConfigError, match=r"composite.both: .*'weights': {}, .* and .*'weights': {'a': 2.0}"):
         comparison_of(one, two)
-    with pytest.raises(ConfigError, match="no evaluation is there"):
+    with pytest.raises(ConfigError, match="not an evaluation"):
         comparison_of(first, model)
     begun = evaluated(tmp_path / "c", settings_of(model), [[True]])
     (begun / "samples-0.jsonl").write_text("")

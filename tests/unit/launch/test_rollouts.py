@@ -198,7 +198,7 @@ def test_a_run_is_read_on_a_machine_without_its_model(tmp_path: Path, capsys: py
         (["--step", "9-5"], "--step 9-5; legal:"),
         (["--step", "x"], "--step x; legal:"),
         (["--verdict", "right"], "--verdict right; legal: correct, wrong, verifier_error"),
-        (["--grep", "("], "--grep '(' is no regular expression"),
+        (["--grep", "("], "--grep '(' is not a Python regular expression"),
         (["--min-reward", "1", "--max-reward", "0"], "--min-reward 1 is above --max-reward 0"),
         (["--tokenizer", "/nowhere"], "/nowhere"),
     ],

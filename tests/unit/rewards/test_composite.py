@@ -122,10 +122,10 @@ def test_a_run_knows_the_tasks_behind_its_composites():
         ({"data": {"path": "d", "task": "graded"}}, r"data\.reference_field='answer' with composite\.graded\.fields"),
         ({"data": {"path": "d", "task": "regex"}}, r"composite\.graded has no effect"),
         ({"composite": {"graded": {"tasks": {}, "correct": "a"}}}, "has no part"),
-        ({"composite": {"graded": {"tasks": {"a": "regex"}, "correct": "b"}}}, "names 'b', which is no part of it"),
+        ({"composite": {"graded": {"tasks": {"a": "regex"}, "correct": "b"}}}, "names 'b', not one of its parts"),
         (
             {"composite": {"graded": {"tasks": {"a": "regex"}, "correct": "a", "weights": {"c": 1.0}}}},
-            r"composite\.graded\.weights names 'c', which is no part of it; legal: a",
+            r"composite\.graded\.weights names 'c', not one of its parts; legal: a",
         ),
         (
             {"composite": {"graded": {"tasks": {"a": "graded"}, "correct": "a"}}},

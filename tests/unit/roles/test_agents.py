@@ -287,7 +287,7 @@ async def test_agents_are_started_again_after_the_process_that_holds_them_has_di
         await _until(lambda: len(_descendants()) == 2)
         for process in _descendants():
             process.kill()
-        assert "the process that holds the agents has ended" in (await host.delivered()).detail
+        assert "the process that starts agents ended" in (await host.delivered()).detail
         host.lease(1)
         await _until(lambda: len(_descendants()) == 2)
     assert not _descendants()

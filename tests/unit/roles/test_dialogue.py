@@ -292,7 +292,7 @@ async def test_an_environment_that_says_something_else_the_second_time_costs_wha
     assert again.rollout.token_ids[kept:].tolist() != whole.rollout.token_ids[kept:].tolist()
     for name in ("token_ids", "behaviour_logprobs", "versions", "loss_mask"):
         np.testing.assert_array_equal(getattr(again.rollout, name)[:kept], getattr(whole.rollout, name)[:kept])
-    assert "does not say again" in caplog.text
+    assert "did not repeat its observations" in caplog.text
     sampled = sum(len(answer.token_ids) - request.num_done for request, answer in engine.fed)
     assert sampled == np.count_nonzero(again.rollout.loss_mask[kept:])
 

@@ -130,7 +130,7 @@ async def test_an_odd_report_is_refused_and_told_once(
     for _ in range(3):
         await it.keeping.receive("generator-0", message)
     (record,) = caplog.records
-    assert "generator-0: what it reports of running rollouts is refused" in record.message
+    assert "generator-0: its reports of running rollouts are refused" in record.message
     assert it.on_disk() == 0
 
 

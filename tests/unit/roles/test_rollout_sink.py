@@ -219,7 +219,7 @@ def test_a_rollout_of_another_prompt_than_its_group_s_is_ignored(door: Door, cap
     member = scored(0, 0, 1.0)
     other = replace(member, rollout=replace(member.rollout, prompt=prompt(99)))
     assert not door.sink.receive("generator-0", other)
-    assert "rollout 0:0 is of another prompt: ignored" in caplog.text
+    assert "rollout 0:0 belongs to another prompt: ignored" in caplog.text
     assert door.bring(0, 0.0, 1.0) == [False, True]
 
 

@@ -324,7 +324,7 @@ def test_a_checkpoint_without_a_reference_leaves_it_at_the_model_that_the_run_be
     caplog.set_level("INFO")
     again = open_policy(resuming(tmp_path, 3))
     assert torch.equal(logprobs_of(again, rows), start)
-    assert "has no reference: it is the model at model.path until it is renewed" in caplog.text
+    assert "has no reference: the model at model.path is used until it is renewed" in caplog.text
     again.close()
 
 

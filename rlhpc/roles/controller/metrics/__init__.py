@@ -1,1 +1,1 @@
-"""What people see of a run: metrics, totals, status.json, the summary at the end."""
+"""Observability of a run: metrics, totals, status.json, timeline, the summary at the end."""

@@ -1,4 +1,4 @@
-"""Who worked and who waited for what, over the whole life of a run: timeline.jsonl, for `rlhpc report`.
+"""Busy and waiting time of every process over the run's lifetime: timeline.jsonl, for `rlhpc report`.
 
 Input: what the registry says of every process, twice a second.  Output: a line for each interval with the share of it
 that each process worked or waited, and a line for each arrival and loss.  Intervals grow with the number of processes

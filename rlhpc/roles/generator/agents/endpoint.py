@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint of a generator, for the agents of its rollouts and for nobody else.
+"""The OpenAI-compatible endpoint of a generator, only for the agents of its own rollouts.
 
     POST /SESSION/v1/chat/completions    the policy's next turn
     POST /SESSION/v1/completions         the same after a plain text or token ids
@@ -6,7 +6,7 @@
     POST /SESSION/v1/reward              what the rollout has earned, as a reward function may return it, in JSON
 
 Every request carries the key of its session (Authorization: Bearer …).  Keys are made from a secret that this process
-draws when it starts and tells nobody.  Without the right one there is a 401 without a word, whatever was asked.
+draws when it starts and keeps to itself.  A request without the right key gets a 401 without details.
 """
 
 from __future__ import annotations

@@ -133,9 +133,9 @@ class AgentProcesses:
         status = await host.wait()
         self._host = None
         if self._told:
-            log.warning("the process that holds the agents has ended with status %d", status)
+            log.warning("the process that starts agents ended with status %d", status)
         for told in [self._told.pop(session) for session in list(self._told)]:
-            told(Ended(-1, "", f"the process that holds the agents has ended with status {status}"))
+            told(Ended(-1, "", f"the process that starts agents ended with status {status}"))
 
     def _say(self, **message: Any) -> None:
         if self._host is not None and self._host.stdin is not None:

@@ -1,6 +1,6 @@
-"""The policy's turn as OpenAI's API tells it: one object, or a stream of chunks; tool calls read from the text.
+"""The policy's turn in the format of OpenAI's API: one object, or a stream of chunks; tool calls parsed from the text.
 
-Input: the text of a turn.  Output: JSON objects.  A turn is told in whole: a stream has its text in one chunk.
+Input: the text of a turn.  Output: JSON objects.  A stream has all of a turn's text in one chunk.
 """
 
 from __future__ import annotations

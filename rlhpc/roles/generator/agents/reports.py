@@ -1,6 +1,6 @@
-"""What an agent reports of its rollout: anything that a reward function may return, or nothing.
+"""An agent's report on its rollout: anything that a reward function may return, or nothing.
 
-Input: a value of JSON.  Output: RewardOutcome, or None where it has nothing to say of a reward.
+Input: a JSON value.  Output: RewardOutcome, or None if the report has no reward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Read a request for a chat completion, and refuse what would make its log-probabilities untrue, or be passed over.
+"""Parse a chat completion request; refuse parameters that would be ignored or make log-probabilities wrong.
 
 Input: JSON as OpenAI's API has it (platform.openai.com/docs/api-reference/chat/create).  Output: Asked; Refused, with a
 status and a message for people.  All rollouts of a run are sampled alike (docs/design.md, assumptions): a temperature
-other than the run's, or a cut of the distribution, is no wish that could be granted.
+other than the run's, or a truncated distribution (top_p, …), is refused.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ def _two(**second: Any) -> Any:
 
 FILES = (
     case("no such file", key("data.path", "trian.jsonl"), "data.path=", "trian.jsonl does not exist", "did you mean train.jsonl?"),
-    case("a form that is not known", data_file("train.txt", "1+1=2"), "train.txt", "legal are a file of .jsonl"),
-    case("an Excel sheet", data_file("train.xlsx", b"PK\x03\x04"), "train.xlsx", "legal are a file of .jsonl"),
-    case("an empty file", records(), "train.jsonl", "holds no record"),
-    case("blank lines", data_file("train.jsonl", "\n  \n\n"), "train.jsonl", "holds no record"),
+    case("a form that is not known", data_file("train.txt", "1+1=2"), "train.txt", "legal: a file of .jsonl"),
+    case("an Excel sheet", data_file("train.xlsx", b"PK\x03\x04"), "train.xlsx", "legal: a file of .jsonl"),
+    case("an empty file", records(), "train.jsonl", "has no records"),
+    case("blank lines", data_file("train.jsonl", "\n  \n\n"), "train.jsonl", "has no records"),
     case("a directory with nothing", _directory(), "set holds no file of .jsonl"),
     case("a directory with training and validation", _directory("train.jsonl", "validation.jsonl"), "set has the splits train, validation", "data.split"),
     case("a split that is not there", both(_directory("train.jsonl", "test.jsonl"), key("data.split", "validation")), "data.split='validation'", "test, train"),
@@ -58,7 +58,7 @@ FILES = (
     case("a zst that is none", data_file("train.jsonl.zst", GOOD), "train.jsonl.zst"),
     case("a Parquet that is cut off", data_file("train.parquet", VERL[:-30]), "train.parquet", "Parquet"),
     case("JSON lines called Parquet", data_file("train.parquet", GOOD), "train.parquet", "Parquet"),
-    case("a Parquet without rows", data_file("train.parquet", _parquet([])), "train.parquet", "holds no record"),
+    case("a Parquet without rows", data_file("train.parquet", _parquet([])), "train.parquet", "has no records"),
     case("an Arrow that is none", data_file("train.arrow", b"ARROW1" * 9), "train.arrow", "Arrow"),
     case("a pointer of Git LFS", data_file("train.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n"), "train.parquet", "Git LFS"),
     case("JSON lines that are not UTF-8", data_file("train.jsonl", GOOD.replace("1+1=", "é").encode("latin-1")), "train.jsonl:1", "not UTF-8"),

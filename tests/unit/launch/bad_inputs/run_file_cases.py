@@ -39,7 +39,7 @@ KEYS = (
     case("a section that may be there once, twice", key("run", [{"name": "a", "num_steps": 1}, {"name": "b", "num_steps": 1}]), "run=", "legal: a table"),
     case("a table for a number", key("trainer.learning_rate", {"start": 1e-6}), "trainer.learning_rate=", "legal: a number"),
     case("a section within a section", key("trainer.optimizer", {"name": "adam"}), "trainer.optimizer=", "legal:"),
-    case("a key that was retired", key("metrics.num_samples", 5), "metrics.num_samples=5", "no such key any more"),
+    case("a key that was retired", key("metrics.num_samples", 5), "metrics.num_samples=5", "this key was removed"),
     case("a required key is left out", key("generation.max_prompt_tokens", None), "generation.max_prompt_tokens: missing"),
     case("a required section is left out", key("model", None), "model: missing"),
     case("a key in capitals", key("trainer.Learning_Rate", 1e-4), "trainer.Learning_Rate", "did you mean learning_rate?"),
