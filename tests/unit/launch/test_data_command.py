@@ -139,7 +139,7 @@ def test_problems_of_a_source_are_written_to_evaluate_on(said, tmp_path: Path) -
         (["convert", "train.jsonl", "out", "--validation", "1.5"], "--validation 1.5; legal: between 0 and 1"),
         (["convert", "train.jsonl", "out.jsonl", "--max-tokens", "5"], "of prompts, which need --model DIR"),
         (["head", "train.jsonl", "run.seed=1"], "'run.seed=1': not a setting of `rlhpc data`"),
-        (["head", "train.jsonl", "data.prompt_field=x"], "--model DIR is needed to show them"),
+        (["head", "train.jsonl", "data.prompt_field=x"], "showing prompts needs --model DIR"),
         (["head", "train.jsonl", "data.promptfield=x"], "did you mean prompt_field?"),
         (["head", "trian.jsonl"], "did you mean train.jsonl?"),
     ],

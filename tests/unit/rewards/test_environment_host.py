@@ -115,9 +115,9 @@ def test_a_limit_ends_a_dialogue_that_its_environment_would_go_on_with(host):
     [
         ("nothing", "is not an environment; legal: agent, gymnasium, tools, verifiers, package.module:Class"),
         ("sample_environments:Missing", "has no 'Missing'|has no function 'Missing'"),
-        ("sample_environments:os", "no subclass|cannot|no function"),
+        ("sample_environments:os", "not a subclass|cannot|no function"),
         ("sample_environments:Bare", "lacks step"),
-        ("json:loads", "no subclass"),
+        ("json:loads", "not a subclass"),
     ],
 )
 def test_what_is_no_environment_is_refused_with_the_reason(name, why):
