@@ -180,7 +180,7 @@ def _try_formulas(config: Config) -> None:
 def _try_formula(key: str, path: str) -> None:
     """In a process of its own: it may import torch, and do anything."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "launch.checks.own_formulas", key, path]
+    command = [sys.executable, "-P", "-m", "launch.checks.own_formulas", key, path]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=_MOST_S, check=False, errors="replace"

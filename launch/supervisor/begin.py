@@ -41,7 +41,7 @@ class AttemptStarter:
         self._job, self._say, self._signals = job, say, signals
         self._descriptors = () if tether is None else tether.descriptors
         part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
-        self._program = [*part.python, "-m", "launch.run_directory.begin_attempt"]
+        self._program = [*part.python, "-P", "-m", "launch.run_directory.begin_attempt"]
         self._words = ["--run-dir", str(plan.layout.root), "--job-id", str(job.job_id), "--restart", str(job.restart)]
         self._environment = {**part.defaults, **os.environ, **part.environment}
         self._waiting: _Command | None = None  # that is loaded already

@@ -191,7 +191,8 @@ class _Task:
 
     def _command(self, base: Path) -> list[str]:
         options, plan = self._options, self._plan
-        words = [*_bound(self._part.python, base), "-m", "rlhpc.roles", options.role]
+        # -P: else a profile.py or code.py where the user has submitted would be imported by torch.
+        words = [*_bound(self._part.python, base), "-P", "-m", "rlhpc.roles", options.role]
         words += ["--run-dir", str(plan.layout.root)]
         words += ["--replica", str(self._replica), "--attempt", str(options.attempt)]
         if options.role == "trainer":

@@ -67,7 +67,7 @@ def made_records(data: DataConfig) -> list[Record]:
 
 def _made_in_a_child(question: str) -> bytes:
     environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-W", "ignore", "-m", "rlhpc.data.reasoning_gym_source"]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "rlhpc.data.reasoning_gym_source"]
     done = subprocess.run(command, input=question.encode(), capture_output=True, env=environment, check=False)
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]

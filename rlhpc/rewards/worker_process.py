@@ -59,7 +59,7 @@ class WorkerProcess:
             **settings,
         }
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rlhpc.rewards.worker", str(os.getpid()), str(memory_limit_bytes), *tasks),
+            *(sys.executable, "-P", "-m", "rlhpc.rewards.worker", str(os.getpid()), str(memory_limit_bytes), *tasks),
             stdin=PIPE,
             stdout=PIPE,
             env=environment,

@@ -222,7 +222,7 @@ def _is_role(process: psutil.Process, role: str, replica: int) -> bool:
         words = process.cmdline()
     except psutil.NoSuchProcess:
         return False
-    return bool(words[2:4] == ["rlhpc.roles", role] and words[words.index("--replica") + 1] == str(replica))
+    return bool(words[3:5] == ["rlhpc.roles", role] and words[words.index("--replica") + 1] == str(replica))
 
 
 def run_to_the_end(lab: Lab, name: str, *words: str, **sections: Mapping[str, Any]) -> RunLayout:

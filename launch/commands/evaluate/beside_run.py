@@ -58,7 +58,7 @@ class EvaluationBesideRun:
         environment = dict(os.environ)
         if (devices := self._gpus.variable(EVALUATION)) is not None:
             environment[VARIABLE] = devices
-        words = [sys.executable, "-u", "-m", "launch.cli", "evaluate", str(self._layout.root), "--follow"]
+        words = [sys.executable, "-u", "-P", "-m", "launch.cli", "evaluate", str(self._layout.root), "--follow"]
         self._layout.evaluations.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -92,7 +92,7 @@ def _script(plan: JobPlan, name: str, directory: Path, words: Sequence[str], dir
         *directives,
         *component_directives(component),
     ]
-    return render_command(plan, lines, [*role_command(plan, component), "-u", "-m", "launch.cli", *words])
+    return render_command(plan, lines, [*role_command(plan, component), "-u", "-P", "-m", "launch.cli", *words])
 
 
 def _on_one_node(component: Component) -> Component:

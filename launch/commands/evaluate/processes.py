@@ -71,7 +71,7 @@ def _start(
     environment = {**os.environ, "TMPDIR": str(temporary)}
     if (devices := gpus.variable(f"generator-{index}")) is not None:
         environment[VARIABLE] = devices
-    words = [sys.executable, "-m", "rlhpc.roles.evaluator", str(directory), "--share", f"{index}/{num_shares}"]
+    words = [sys.executable, "-P", "-m", "rlhpc.roles.evaluator", str(directory), "--share", f"{index}/{num_shares}"]
     with _log(directory, index).open("ab") as log:
         return subprocess.Popen(
             words,

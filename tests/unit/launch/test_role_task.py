@@ -16,6 +16,7 @@ import pytest
 
 from launch.run_files.exit_records import read_records
 from launch.run_files.plan_file import LOCAL, SCHEMA
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 
@@ -181,7 +182,7 @@ def test_a_role_in_an_image_sees_the_directory_of_its_temporary_files_and_caches
         base = Path(seen["TMPDIR"]).parent
         assert base.parent == scratch
         assert Path(seen["TRITON_CACHE_DIR"]).is_relative_to(base)
-        words = f"CALLED=exec --bind {base} --nv --bind /shared /a.sif python3 -m rlhpc.roles trainer"
+        words = f"CALLED=exec --bind {base} --nv --bind /shared /a.sif python3 -P -m rlhpc.roles trainer"
         assert f"CALLED={seen['CALLED']}".startswith(words)
     finally:
         shutil.rmtree(scratch)
@@ -205,3 +206,17 @@ def test_a_node_need_not_know_its_users_by_name(tmp_path: Path) -> None:
     base = subprocess.run([*as_stranger, looks], capture_output=True, text=True, check=True).stdout.strip()
     assert Path(base).name == "rlhpc-54321-7"
     Path(base).rmdir()
+
+
+@pytest.mark.starts
+def test_a_role_imports_nothing_that_lies_where_the_user_has_submitted(tmp_path: Path) -> None:
+    """Such as a profile.py, which torch would import."""
+    layout, seen = RunLayout(tmp_path / "run"), tmp_path / "seen"
+    (tmp_path / "pydantic.py").write_text(f"open({str(seen)!r}, 'w').close(); raise SystemExit(9)\n")
+    plan = plan_with(Path(sys.executable), layout)
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), "--job", "trainer"]
+    command += ["--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n1"}
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **job}, check=False)
+    assert done.returncode == EXIT_CONFIG  # there is no run
+    assert not seen.exists()

@@ -103,7 +103,7 @@ class AgentProcesses:
             "CUDA_VISIBLE_DEVICES": "",  # the engine's are not theirs
         }
         host = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rlhpc.roles.generator.agents.host", str(os.getpid()), *self._what),
+            *(sys.executable, "-P", "-m", "rlhpc.roles.generator.agents.host", str(os.getpid()), *self._what),
             stdin=PIPE,
             stdout=PIPE,
             env=environment,
