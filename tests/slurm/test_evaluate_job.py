@@ -40,6 +40,7 @@ def test_a_job_leaves_the_figures_that_the_same_command_prints(desk: Desk, capsy
         return (story(), len(list(read_samples(out))))
 
     wait_while_it_moves((out / "summary.json").exists, trace, "figures", story)
+    wait_while_it_moves(lambda: not desk.queued(), trace, "the job's end: until then its directory is locked", story)
     summary = json.loads((out / "summary.json").read_bytes())
     assert (summary["num_prompts"], summary["samples_per_prompt"]) == (20, 2)
     words = [*WORDS, "--prompts", "20", "--out", str(out), "--json"]
