@@ -1,7 +1,7 @@
-"""What runs inside a job: asynchronous RL post-training of language models.
+"""The code that runs inside a job: asynchronous RL post-training of language models.
 
-`rlhpc.Run` and `rlhpc.submit` are the door for notebooks and sweeps (docs/python.md).  They belong to the launcher,
-which stands above this package, and are loaded when somebody asks for them: `import rlhpc` loads nothing.
+`rlhpc.Run` and `rlhpc.submit` are the API for notebooks and sweeps (docs/python.md).  They belong to the launcher,
+which is layered above this package, and are loaded on first access: `import rlhpc` loads nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every interface of the ring, on one page.
 
 ABC where we own implementations with a life cycle, Protocol for plain callables.  Each method says what it raises and
-what state it leaves.  One suite per contract (tests/contracts/) runs against every implementation, also of others.
+what state it leaves.  One suite per contract (tests/contracts/) runs against all implementations, third-party ones too.
 Async in controller, generator and reward service; blocking in the trainer and in engine workers.
 """
 
@@ -37,23 +37,23 @@ if TYPE_CHECKING:  # torch must not load with the contracts: the login node has 
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """What a channel end has seen since it was opened."""
+    """Counters of a channel end since it was opened."""
 
     messages_sent: int = 0
     messages_received: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_rejected: int = 0  # did not decode, out of sequence, or from someone else's key
-    messages_lost: int = 0  # sent by the other end and never received: a connection broke
-    connections_denied: int = 0  # handshakes with a key that is not of this run
+    messages_lost: int = 0  # sent by the other end but never received, because a connection broke
+    connections_denied: int = 0  # handshakes with a key that does not belong to this run
     receive_queue_depth: int = 0
 
 
 class ServerChannel(ABC):
-    """The end that binds; it talks to each connected peer by name.
+    """The end that binds; it addresses each connected peer by name.
 
-    Messages of one peer arrive in the order sent; one may be lost when an end dies; none is ever duplicated,
-    truncated, or dropped in silence.  A message that does not decode is counted, never delivered.
+    Messages from one peer arrive in the order sent.  A message may be lost when an end dies; none is ever duplicated,
+    truncated, or silently dropped.  A message that does not decode is counted, never delivered.
     """
 
     @property
@@ -63,16 +63,16 @@ class ServerChannel(ABC):
 
     @abstractmethod
     async def receive(self, timeout_s: float | None = None) -> tuple[str, Any]:
-        """Return (peer name, message).  Raises ChannelTimeout, ChannelClosed; neither takes a message."""
+        """Return (peer name, message).  Raises ChannelTimeout, ChannelClosed; neither consumes a message."""
 
     @abstractmethod
     async def send(self, peer: str, message: object, timeout_s: float = 10.0) -> None:
-        """Queue one message to one peer.  Raises PeerUnreachable, ChannelFull, ChannelClosed; none leaves an effect."""
+        """Queue one message to one peer.  Raises PeerUnreachable, ChannelFull, ChannelClosed; none has any effect."""
 
     @property
     @abstractmethod
     def peers(self) -> frozenset[str]:
-        """Names that have sent at least one valid message; they may have died since."""
+        """Names of peers that have sent at least one valid message; they may have died since."""
 
     @property
     @abstractmethod
@@ -85,7 +85,7 @@ class ServerChannel(ABC):
 
 
 class ClientChannel(ABC):
-    """The end that connects, in an asyncio role.  Same promises as ServerChannel."""
+    """The end that connects, in an asyncio role.  Same guarantees as ServerChannel."""
 
     @abstractmethod
     async def send(self, message: object, timeout_s: float = 10.0) -> None:
@@ -136,22 +136,22 @@ class PromptSource(ABC):
     def draw(self, live_version: int) -> Prompt:
         """Return the next prompt and advance.  Never ends: a new epoch is a new order.
 
-        Prompts may be left out by what was learnt of groups that were admitted before live_version; never by others,
-        so that a run in lockstep draws the same whatever is finished first.
+        Prompts may be skipped based on what was learnt from groups admitted before live_version, and only those, so
+        that a run in lockstep draws the same prompts whichever group finishes first.
         """
 
     @abstractmethod
     def num_rollouts(self, prompt_id: int) -> int:
-        """Rollouts that are wanted of the prompt that was drawn last, if more than admission.group_size; else 0.
+        """Number of rollouts for the prompt drawn last, if more than admission.group_size; else 0.
 
-        By what was learnt of the same groups as `draw` goes by.
+        Based on the same groups as `draw`.
         """
 
     @abstractmethod
     def draw_again(self, prompt_id: int | None) -> Prompt:
-        """Return a prompt that was drawn before the run was interrupted, and go on after it.
+        """Return a prompt that was drawn before the run was interrupted, and continue after it.
 
-        None: which one it was is lost: the next of the order.  Raises CheckpointError if it cannot have been drawn now.
+        None: its number is lost; return the next in order.  Raises CheckpointError if it cannot have been drawn here.
         """
 
     @abstractmethod
@@ -160,7 +160,7 @@ class PromptSource(ABC):
 
     @abstractmethod
     def figures(self) -> dict[str, float]:
-        """What is known of the prompts, by name of the metric."""
+        """Metrics about the prompts, by name."""
 
     @abstractmethod
     def peek(self, prompt_id: int) -> Prompt:
@@ -168,11 +168,11 @@ class PromptSource(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return JSON that load_state takes; holds the position of the next draw."""
+        """Return JSON for load_state, including the position of the next draw."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to where state() was taken.  Raises CheckpointError if it is of another dataset or seed."""
+        """Restore the result of state().  Raises CheckpointError if it belongs to another dataset or seed."""
 
 
 # ------------------------------------------------------------------------------------------------------- generation
@@ -185,7 +185,7 @@ class EngineStatistics:
     num_running: int  # requests being decoded
     num_waiting: int  # requests accepted, not yet started
     tokens_generated: int  # since start
-    busy_s: float  # seconds since start with at least one request in hand, pauses excluded
+    busy_s: float  # seconds since start with at least one active request, pauses excluded
     kv_usage: float = 0.0  # share of KV cache blocks in use, 0–1; 0 where unknown
     num_preemptions: int = 0
     decoding_s: float = 0.0  # of busy_s, counted for each request that is decoded
@@ -195,7 +195,7 @@ class EngineStatistics:
 class RowScore:
     """Log-probabilities of a given row of tokens."""
 
-    policy_version: int  # that computed all of them; -1: the weights changed meanwhile
+    policy_version: int  # version that computed all of them; -1: the weights changed meanwhile
     logprobs: Float32  # [T] natural log, at temperature 1; 0 on the first token
 
 
@@ -205,7 +205,7 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def policy_version(self) -> int:
-        """Version that samples new tokens now."""
+        """Version that currently samples new tokens."""
 
     @property
     @abstractmethod
@@ -215,29 +215,29 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def weight_devices(self) -> tuple[str, ...]:
-        """Devices of the workers that take part in a weight group, by rank: UUIDs of GPUs, "" for the CPU."""
+        """Devices of the workers in a weight group, by rank: GPU UUIDs, "" for the CPU."""
 
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> Rollout:
-        """Sample one completion, after its prefix if it has one.
+        """Sample one completion, continuing its prefix if it has one.
 
-        An aborted request returns normally with FinishReason.ABORT and what there is (perhaps no token).
-        Raises EngineError if the engine died; cancelling the call aborts the request.
+        An aborted request returns normally with FinishReason.ABORT and the tokens so far (perhaps none).
+                Raises EngineError if the engine died; cancelling the call aborts the request.
         """
 
     @abstractmethod
     async def score(self, token_ids: Int32) -> RowScore:
-        """Log-probabilities of int32 [T], T ≥ 2, by the kernels that sample; it waits for no request that waits.
+        """Log-probabilities of int32 [T], T ≥ 2, from the sampling kernels; does not queue behind waiting requests.
 
         Raises EngineError if the engine died; cancelling the call aborts it.
         """
 
     def num_sampled(self, request_id: str) -> int:
-        """How many tokens `progress` would show, or more if it is asked later; cheap.  0: none, or it is not known."""
+        """Number of tokens that `progress` would return, or more if called later; cheap.  0: none, or unknown."""
         return 0
 
     def progress(self, request_id: str, start: int = 0) -> Prefix | None:
-        """The completion so far from token `start` on, its prefix counted; None: nothing, or not known."""
+        """The completion so far from token `start` on, counting its prefix; None: nothing, or unknown."""
         return None
 
     @abstractmethod
@@ -250,17 +250,17 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on decoding.  Idempotent."""
+        """Resume decoding.  Idempotent."""
 
     @abstractmethod
     async def join_weights(self, group: WeightGroup, member: str) -> None:
-        """Join a membership epoch; leaves the previous one first.  Raises GroupFailed, and is then a member of none."""
+        """Join a membership epoch, leaving the previous one first.  After GroupFailed it is a member of none."""
 
     @abstractmethod
     async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
         """Receive everything, verify it, then load it between two decoding steps and adopt its version.
 
-        Requests in flight are kept and go on with the new weights.  Raises EngineError: the engine is dead.
+        Requests in flight are kept and continue with the new weights.  Raises EngineError: the engine is dead.
         Raises TornWeights: the old version stays live or, where weights are loaded as they arrive, no token is sampled
         (policy_version −1, capacity_samples 0) until a whole version has been received.
         """
@@ -280,11 +280,11 @@ class GenerationEngine(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WeightTiming:
-    """How long one weight update took on a generator, and what the engine holds after it."""
+    """How long one weight update took on a generator, and the engine's checksum after it."""
 
-    receive_s: float  # from the call until the pause; decoding goes on meanwhile
+    receive_s: float  # from the call until the pause; decoding continues meanwhile
     pause_s: float  # in which no token could be sampled
-    held: HeldChecksum | None = None  # None: this engine cannot tell
+    held: HeldChecksum | None = None  # None: this engine cannot compute it
 
 
 # Index of a bucket and the device it arrives on → contiguous uint8 of the bucket's size.  Raises GroupFailed: no room.
@@ -296,27 +296,27 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def join(self, group: WeightGroup, rank: int) -> None:
-        """Join the group.  Raises GroupFailed after its timeout, and is then a member of none."""
+        """Join the group.  Raises GroupFailed after its timeout; it is then a member of none."""
 
     @abstractmethod
     def receive(
         self, manifest: WeightManifest, allocate: Allocate, held: int | None = None
     ) -> Generator[Tensor, None, None]:
-        """Yield every bucket, in order, in the memory that `allocate` gave for it; at most one is received ahead.
+        """Yield every bucket, in order, in the memory that `allocate` returned for it; at most one is received ahead.
 
-        held: identity of the version whose bytes are in that memory, which what changed may be put into; 0: of none
-        yet; None: the memory is not kept until the next version.
-        Nothing may be served before it has ended by itself: only then does every checksum agree.  Closed early, it
-        lets the rest pass and tells the publisher that this member does not have the version.
-        Raises TornWeights, GroupFailed; what `allocate` raises passes, and reaches the publisher as a refusal.
+        held: identity of the version already in that memory, to which a delta may be applied; 0: none yet; None: the
+        memory is not kept until the next version.
+        Serve nothing before the iterator is exhausted: only then have all checksums been verified.  If closed early, it
+        skips the rest and tells the publisher that this member does not have the version.
+        Raises TornWeights, GroupFailed; exceptions of `allocate` propagate, and reach the publisher as a refusal.
         """
 
     def lost(self) -> str:
-        """Why no more will come, "" while that is not known; for who waits between two buckets.  Never blocks."""
+        """Why no more buckets will arrive, "" if not known; for callers waiting between two buckets.  Never blocks."""
         return ""
 
     def identity(self) -> int:
-        """Names the bytes of the version that `receive` has just yielded to its end; 0: nobody codes against it."""
+        """Identifies the bytes of the version that `receive` has just yielded in full; 0: no delta is based on it."""
         return 0
 
     @abstractmethod
@@ -327,7 +327,7 @@ class WeightReceiver(ABC):
 class WeightPublisher(ABC):
     """The sending end of weight broadcasts, on rank 0 of the trainer.  Blocking."""
 
-    sent_share = 1.0  # bytes that the last version took to send, for each of its own
+    sent_share = 1.0  # bytes sent for the last version / its size
 
     @abstractmethod
     def open(self, group: WeightGroup) -> WeightGroup:
@@ -360,7 +360,7 @@ class RewardOutcome:
     is_correct: bool
     parts: dict[str, float] = field(default_factory=dict)
     detail: str = ""
-    answer: str = ""  # what was given as the answer, for majority votes in evaluations; "": none, or not said
+    answer: str = ""  # extracted answer, for majority votes in evaluations; "": none, or not reported
     rewards_at: dict[int, float] = field(default_factory=dict)  # n → part of `reward` earned by the first n characters
 
 
@@ -368,7 +368,7 @@ class RewardFunction(Protocol):
     """Scores one completion.  Pure: the same arguments give the same outcome.  Runs in a process that may be killed."""
 
     def __call__(self, completion: str, reference: str) -> object:
-        """Return a RewardOutcome, or less (rewards/returned.py); what it raises is a verifier error, never a zero."""
+        """Return a RewardOutcome or a shorthand (rewards/returned.py); an exception is a verifier error, never a zero."""
 
 
 class AdvantageEstimator(Protocol):
@@ -383,17 +383,17 @@ class AdvantageEstimator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """What a loss learns of a packed row of T tokens in S sequences, beside its current log-probabilities."""
+    """Inputs of a loss for a packed row of T tokens in S sequences, besides the current log-probabilities."""
 
     behaviour: Tensor  # float32 [T] log-probability by the policy that sampled the token
-    proximal: Tensor  # float32 [T] as handed to TrainerBackend.step; without any: behaviour
-    reference: Tensor  # float32 [T] the same, by a frozen model
-    entropy: Tensor  # float32 [T] of the distribution that the current policy has for the token
+    proximal: Tensor  # float32 [T] as passed to TrainerBackend.step; behaviour if none was passed
+    reference: Tensor  # float32 [T] likewise, from a frozen model
+    entropy: Tensor  # float32 [T] entropy of the current policy's distribution at the token
     advantages: Tensor  # float32 [T]
-    loss_mask: Tensor  # bool [T] what counts; anything may stand elsewhere
+    loss_mask: Tensor  # bool [T] tokens that count; other fields are undefined where it is False
     versions: Tensor  # int32 [T] policy version that sampled the token; −1 off the mask
     weights: Tensor  # float32 [T] share of the token in the loss of the batch; 1 for a mean over tokens
-    sequence: Tensor  # int64 [T] 0 … S − 1, never falling
+    sequence: Tensor  # int64 [T] 0 … S − 1, non-decreasing
     num_sequences: int
 
 
@@ -401,7 +401,7 @@ class PolicyLoss(Protocol):
     """A loss over packed tokens.  Tensors in, never batches; log-probabilities, never logits."""
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """current: float32 [T], carries the gradient.  Nothing off the loss mask may count.
+        """current: float32 [T], carries the gradient.  Tokens off the loss mask must not count.
 
         Returns the loss *summed* over loss tokens, each times its weight, and metrics summed over loss tokens (detached
         scalars); the caller divides both by the global number of loss tokens.
@@ -416,8 +416,8 @@ StepGate = Callable[[Mapping[str, float], float], bool]
 class StepResult:
     """Result of one optimiser step.  The same on every rank."""
 
-    applied: bool  # False: not finite on some rank, or not allowed; parameters bitwise unchanged on all
-    grad_norm: float  # before clipping; nan or inf where that, or the loss, is why the step was not applied
+    applied: bool  # False: not finite on some rank, or rejected by may_apply; parameters bitwise unchanged on all
+    grad_norm: float  # before clipping; nan or inf if it, or the loss, is the reason for not applying the step
     metrics: dict[str, float]  # summed over micro-batches and ranks, not divided
 
 
@@ -425,15 +425,15 @@ class TrainerBackend(ABC):
     """A model, its optimiser, and a layout over ranks.  Independent of ZeroMQ, vLLM and policy versions.
 
     Every method is a collective: all ranks call it in the same order with the same arguments, micro-batches apart.
-    It sums over micro-batches and ranks and never averages; the denominator, the learning rate and the weight decay
-    are the caller's.  A critic's is one whose head has one output: wherever a token has a log-probability here, it has
-    the value of what stands before it there, and its entropy is 0.
+    It sums over micro-batches and ranks and never averages; the caller sets the denominator, the learning rate and the
+    weight decay.  A critic's backend has a head with one output: in place of a token's log-probability it returns the
+    value of the tokens before it, and the entropy is 0.
     """
 
     @property
     @abstractmethod
     def dp_rank(self) -> int:
-        """Which of PackedBatch.ranks is this process's."""
+        """Index of this process in PackedBatch.ranks."""
 
     @property
     @abstractmethod
@@ -448,30 +448,30 @@ class TrainerBackend(ABC):
     @property
     @abstractmethod
     def num_steps_applied(self) -> int:
-        """Optimiser steps applied to this model, those before a load included; the policy version."""
+        """Optimiser steps applied to this model, including those before a load; the policy version."""
 
     @property
     @abstractmethod
     def is_rank_zero(self) -> bool:
-        """True on the one rank that weights() yields on and that speaks to the controller."""
+        """True on the one rank on which weights() yields and which talks to the controller."""
 
     @abstractmethod
     def hold_reference(self, memory: str) -> None:
-        """Keep a frozen copy of the parameters as they are now, shared out like them and in their dtype.
+        """Keep a frozen copy of the current parameters, with the same sharding and dtype.
 
-        memory: where, "device" (theirs) or "host".  Another call replaces the copy.
+        memory: "device" (that of the parameters) or "host".  Another call replaces the copy.
         """
 
     @abstractmethod
     def hold_average(self, memory: str) -> None:
-        """Begin a moving average of the float32 weights as they are now, for save() and load() too; memory: as above.
+        """Start a moving average at the current float32 weights, saved and loaded with the state; memory: as above.
 
-        load() of a state without one begins at the weights that it loads.
+        load() of a state without an average starts it at the loaded weights.
         """
 
     @abstractmethod
     def move_average(self, decay: float) -> None:
-        """Make it decay · average + (1 − decay) · weights.  Asserts that one is held."""
+        """Set the average to decay · average + (1 − decay) · weights.  Asserts that there is one."""
 
     @abstractmethod
     def logprobs(
@@ -479,8 +479,8 @@ class TrainerBackend(ABC):
     ) -> list[Tensor]:
         """Log-probability of every token under the current parameters, without gradient.
 
-        temperature: None for that of the run.  of_reference: under the copy of hold_reference, which changes places
-        with the parameters meanwhile; no bit of them is another one after it, also if it raises.
+        temperature: None for that of the run.  of_reference: under the copy of hold_reference, which is swapped with
+        the parameters meanwhile; they are bitwise unchanged afterwards, even if this raises.
         float32 [T] per micro-batch, 0 on the first token of a segment; on the device of the model.
         """
 
@@ -501,14 +501,14 @@ class TrainerBackend(ABC):
     ) -> StepResult:
         """Forward, backward, vote, clip, optimiser step.
 
-        `proximal`, `reference`: float32 [T] per micro-batch, handed to the loss as they are; None: the behaviour
-        log-probabilities.  `has_entropy_gradient`: whether TokenRow.entropy carries one; else it is a figure.
-        Raises nothing for non-finite numbers: every rank skips the step, as where `may_apply` says no, and reports it.
+        `proximal`, `reference`: float32 [T] per micro-batch, passed to the loss unchanged; None: the behaviour
+        log-probabilities.  `has_entropy_gradient`: whether TokenRow.entropy carries one; else it is only a metric.
+        Does not raise for non-finite numbers: every rank skips and reports the step, as when `may_apply` is False.
         """
 
     @abstractmethod
     def sum_over_replicas(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Sum figures over data-parallel ranks; the ranks of one of them hand in the same."""
+        """Sum metrics over data-parallel replicas; all ranks of one replica pass the same values."""
 
     @abstractmethod
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
@@ -516,24 +516,24 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Stream (HF name, full tensor) on rank 0, of the parameters or of hold_reference's copy; nothing elsewhere.
+        """Stream (HF name, full tensor) on rank 0, of the parameters or hold_reference's copy; nothing on other ranks.
 
-        A tensor is valid until the next one is asked for.  Memory: one bucket and the largest tensor, never the model.
-        Every rank runs the iterator to its end; rank 0 may close it early.
+        A tensor is valid until the next one is requested.  Memory: one bucket and the largest tensor, never the model.
+                Every rank runs the iterator to its end; rank 0 may close it early.
         """
 
     @abstractmethod
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """Write the full state (HF-named fp32 weights, Adam moments, optimiser step count, RNG) into `directory`.
 
-        Returns when the state as it is now has been copied; it is written in the background.  The future gives
-        {file name: bytes} on rank 0 and {} elsewhere, or CheckpointError; then files may remain.
+        Returns once the current state has been copied; it is written in the background.  The future resolves to
+        {file name: bytes} on rank 0 and {} on other ranks, or raises CheckpointError; files may then remain.
         A second call waits for the first one's end.
         """
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Continue from save(), whatever layout wrote it.  Raises CheckpointError before anything was changed."""
+        """Continue from save(), whatever layout wrote it.  Raises CheckpointError before anything is changed."""
 
     @abstractmethod
     def close(self) -> None:

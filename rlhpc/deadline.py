@@ -1,8 +1,8 @@
-"""How long a wait may last.
+"""Time limits for waits.
 
-Input: a limit in seconds from now; where a caller has its own, a clock or a way to sleep.  Output: what is left of it,
-and the loops that look until then.  Guarantees: such a loop looks at least once, however short the limit, and once
-more after its last pause.  Python 3.9 and the standard library.
+Input: a limit in seconds from now; optionally a clock and a sleep function.  Output: the time left, and loops that poll
+until then.  Guarantees: such a loop polls at least once, however short the limit, and once more after its last pause.
+Python 3.9 and the standard library.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-Sleep = Callable[[float], object]  # for so many seconds
+Sleep = Callable[[float], object]  # seconds
 
 
 class Deadline:
@@ -28,12 +28,12 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until its end; 0 afterwards."""
+        """Seconds left; 0 once it is over."""
         return max(0.0, self.limit_s - self.passed_s)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no time is left."""
         return self.passed_s >= self.limit_s
 
     def polls(self, every_s: float, sleep: Sleep = time.sleep) -> Iterator[None]:
@@ -44,5 +44,5 @@ class Deadline:
             yield
 
     def wait_for(self, is_so: Callable[[], bool], every_s: float, sleep: Sleep = time.sleep) -> bool:
-        """Ask until it is so; False: not in time."""
+        """Poll until the condition is true; False: not in time."""
         return any(is_so() for _ in self.polls(every_s, sleep))

@@ -1,9 +1,9 @@
-"""The contract of environments: what a policy talks to over several turns.
+"""The contract of environments, with which a policy interacts over several turns.
 
     reset(record) ─▶ messages ─▶ the policy's turn ─▶ step(completion) ─▶ messages ─▶ the policy's turn ─▶ … ─▶ done
 
-An environment is text on both sides; what of it becomes tokens, and which of these are trained, is no business of its
-own (roles/common/dialogue.py).  It lives in a worker process of the reward service, which may be killed at any moment.
+An environment reads and writes text; tokenisation, and which tokens are trained, is handled elsewhere
+(roles/common/dialogue.py).  It runs in a worker process of the reward service, which may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Message = Mapping[str, str]  # {"role": "tool", "content": "…"}, for the chat 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers to one turn of the policy."""
+    """An environment's response to one turn of the policy."""
 
-    messages: Sequence[Message] = ()  # for the next turn; none of them are shown once it is done
-    reward: float = 0.0  # of this turn; those of all turns are added up
+    messages: Sequence[Message] = ()  # for the next turn; ignored once it is done
+    reward: float = 0.0  # for this turn; the rewards of all turns are summed
     is_done: bool = False  # no more turns
-    is_correct: bool | None = None  # of the dialogue so far; None: from a sum of rewards of 1.0 on
+    is_correct: bool | None = None  # the dialogue so far; None: correct if the rewards sum to 1.0 or more
     parts: Mapping[str, float] = field(default_factory=dict)  # named addends of the reward, for metrics
     detail: str = ""  # one line for people
 
@@ -34,29 +34,29 @@ class Step:
 class Environment(ABC):
     """One dialogue.  Deterministic: the same record and the same turns give the same messages and rewards.
 
-    So it needs no saved state: where a dialogue goes on in another process, its turns so far are played again.
-    What a method raises is a verifier error, never a reward of zero.
+    So it needs no saved state: to continue a dialogue in another process, its turns so far are replayed.
+    An exception in a method is a verifier error, never a reward of zero.
     """
 
     @classmethod
     def open(cls, settings: EnvironmentConfig) -> Self:
-        """One that has not begun, by the run file's table [environment]; the default takes nothing from it."""
+        """Create an environment from the run file's table [environment]; the default ignores the table."""
         return cls()
 
     @abstractmethod
     async def reset(self, record: Mapping[str, Any]) -> Sequence[Message]:
-        """Begin with a record of the dataset; return what is to be said after the prompt, () for nothing."""
+        """Begin with a record of the dataset; return the messages that follow the prompt, () for none."""
 
     @abstractmethod
     async def step(self, completion: str) -> Step:
-        """Take one turn of the policy, special tokens spelt out but for the one that ended it.
+        """Take one turn of the policy, as text with special tokens except the one that ended it.
 
-        A turn that was cut by a limit comes as it is.  Messages that find no more room are not shown.
+        A turn that was cut by a limit is passed as it is.  Messages that no longer fit are not shown to the policy.
         """
 
     async def finish(self) -> Step:
-        """The dialogue was ended by a limit behind the last step: what it has earned beside.  No more messages."""
+        """A limit ended the dialogue after the last step: return any remaining reward.  No more messages."""
         return Step()
 
     async def close(self) -> None:  # noqa: B027 - most have nothing to free
-        """Free what it holds; not called where its process is killed."""
+        """Free resources; not called if its process is killed."""

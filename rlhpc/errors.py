@@ -4,11 +4,11 @@
     ├── ConfigError            the run file, a flag or the data contradicts itself or the model   (user)
     │   └── DataError          a dataset is missing, empty or malformed; names file and line      (user)
     ├── RunDirectoryError      the run directory exists, is incomplete or belongs to another run  (user)
-    ├── OwnershipLost          another attempt has taken the run directory over; this process ends (world)
-    ├── ProtocolError          a message does not decode, or says what its sender may not say     (bug or stranger)
+    ├── OwnershipLost          another attempt has taken over the run directory; this process exits (world)
+    ├── ProtocolError          a message does not decode, or its sender may not send it           (bug or stranger)
     ├── ChannelError
-    │   ├── ChannelFull        the other side did not take the message in time; nothing was sent  (world)
-    │   ├── ChannelTimeout     nothing arrived in time; nothing was taken                         (world)
+    │   ├── ChannelFull        the other side did not accept the message in time; nothing sent    (world)
+    │   ├── ChannelTimeout     no message arrived in time; none was consumed                      (world)
     │   ├── ChannelClosed      this end was closed                                                (bug)
     │   └── PeerUnreachable    the named peer is not connected; nothing was sent                  (world)
     ├── EngineError            the generation engine is dead; its rollouts in flight are lost     (world)
@@ -16,19 +16,19 @@
     │   ├── TornWeights        not all buckets arrived, or a checksum differs; none of it is served (world)
     │   └── GroupFailed        a membership epoch could not be formed or lost a member            (world)
     ├── PackingError           a sample does not fit the token budget                             (user)
-    ├── LedgerError            a group or lease was used against its life cycle                   (bug)
-    ├── SegmentError           a rollout segment is damaged or of a schema not known here         (world)
+    ├── LedgerError            an operation violates the life cycle of a group or lease           (bug)
+    ├── SegmentError           a rollout segment is damaged or has an unknown schema              (world)
     ├── JournalError           a journal of rollouts cannot be written, or is not one             (world)
     ├── CheckpointError        a checkpoint is incomplete, damaged or of another model            (world)
     │   └── DamagedCheckpoint  a file of it is missing or is not what was written                (world)
     ├── TrainingError          too many consecutive optimiser steps were skipped                (user or bug)
-    ├── GuardRollback          the guard has undone steps; another attempt does others        (recovered)
-    ├── GuardStop              figures of steps stayed out of bounds, and guard.action is "stop" (user)
+    ├── GuardRollback          the guard has undone steps; another attempt continues before them (recovered)
+    ├── GuardStop              metrics stayed outside their limits, and guard.action is "stop"  (user)
     ├── StarvedError           active sampling found only zero-variance groups            (user)
     ├── SandboxError           programs cannot be run, or not as isolated as sandbox.require asks  (user or world)
     └── RoleFailed             a process of the run ended when it should not have                 (world)
 
-(user): the message says which key or place to change.  (world): recovered where a role can.  (bug): stops the run.
+(user): the message says which key or place to change.  (world): recovered where possible.  (bug): stops the run.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class RunDirectoryError(RlhpcError):
 
 
 class OwnershipLost(RlhpcError):
-    """Another attempt has taken the run directory over: nothing may be written to it any more."""
+    """Another attempt has taken over the run directory: this process must not write to it any more."""
 
 
 class ProtocolError(RlhpcError):
-    """A message could not be decoded or is not one its sender may send."""
+    """A message could not be decoded, or its sender may not send it."""
 
     def __init__(self, peer: str, field: str, why: str) -> None:
         """Name the peer that sent it, the part of the message at fault, and why."""
@@ -68,15 +68,15 @@ class ProtocolError(RlhpcError):
 
 
 class ChannelError(RlhpcError):
-    """A channel could not do what was asked."""
+    """A channel operation failed."""
 
 
 class ChannelFull(ChannelError):
-    """The other side did not take the message before the timeout; it was not sent."""
+    """The other side did not accept the message before the timeout; it was not sent."""
 
 
 class ChannelTimeout(ChannelError):
-    """No message arrived before the timeout; none was taken."""
+    """No message arrived before the timeout; none was consumed."""
 
 
 class ChannelClosed(ChannelError):
@@ -92,11 +92,11 @@ class EngineError(RlhpcError):
 
 
 class WeightsError(RlhpcError):
-    """Weights could not be moved."""
+    """Weights could not be transferred."""
 
 
 class TornWeights(WeightsError):
-    """Some buckets are missing or damaged: no token is sampled by this version."""
+    """Some buckets are missing or damaged: no token is sampled with this version."""
 
 
 class GroupFailed(WeightsError):
@@ -108,7 +108,7 @@ class PackingError(RlhpcError):
 
 
 class LedgerError(RlhpcError):
-    """A group or a lease was used against its life cycle."""
+    """An operation violates the life cycle of a group or a lease."""
 
 
 class SegmentError(RlhpcError):
@@ -116,7 +116,7 @@ class SegmentError(RlhpcError):
 
 
 class JournalError(RlhpcError):
-    """A journal of rollouts cannot be written, is of an unknown schema, or is none."""
+    """A journal of rollouts cannot be written, has an unknown schema, or is not a journal."""
 
 
 class CheckpointError(RlhpcError):
@@ -128,7 +128,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class TrainingError(RlhpcError):
-    """Training cannot go on: too many consecutive steps were not finite, or refused."""
+    """Training cannot continue: too many consecutive steps were non-finite, or refused."""
 
 
 class GuardRollback(RlhpcError):
@@ -136,7 +136,7 @@ class GuardRollback(RlhpcError):
 
 
 class GuardStop(RlhpcError):
-    """The guard has ended the run: figures of its steps have left their bounds for too long."""
+    """The guard has ended the run: metrics of its steps were outside their limits for too long."""
 
 
 class StarvedError(RlhpcError):
@@ -148,4 +148,4 @@ class RoleFailed(RlhpcError):
 
 
 class SandboxError(RlhpcError):
-    """A program could not be run; says nothing about the program."""
+    """A program could not be run, through no fault of the program."""

@@ -1,4 +1,4 @@
-"""Whole files or none: write under a temporary name, fsync, rename, fsync the directory."""
+"""Atomic file writes: write under a temporary name, fsync, rename, fsync the directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o64
 
 
 def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, is_synced: bool = True) -> None:
-    """Write a file in place, to the disk if `is_synced`.  Raises OSError; then the file may be incomplete."""
+    """Write a file in place, with fsync if `is_synced`.  Raises OSError; the file may then be incomplete."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), mode)  # the umask may have taken bits away or left too many
@@ -38,17 +38,17 @@ def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, i
 
 
 def is_listed(file: Path) -> bool:
-    """Whether a file is there, as the server of its filesystem says.  Raises FileNotFoundError if its directory is not.
+    """Whether a file exists, according to the file server.  Raises FileNotFoundError if its directory does not.
 
-    An NFS client may remember for half a minute that a file is not there; listing its directory makes it look again.
+    An NFS client may cache for half a minute that a file is missing; listing its directory makes it ask again.
     """
     return file.name in os.listdir(file.parent)  # noqa: PTH208 - names are enough
 
 
 def names_in(directory: Path) -> set[str]:
-    """Names of the files that are there, as is_listed; none while the directory cannot be listed.
+    """Names of the existing files, as in is_listed; none while the directory cannot be listed.
 
-    Where it is not there, its parent is listed, so that the next call finds it.
+    If the directory is missing, its parent is listed, so that the next call finds it.
     """
     try:
         return set(os.listdir(directory))  # noqa: PTH208 - names are enough
@@ -59,19 +59,19 @@ def names_in(directory: Path) -> set[str]:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Whether it is what Git LFS leaves in a file's place until it is fetched.  Raises OSError."""
+    """Whether it is a Git LFS pointer, left in a file's place until it is fetched.  Raises OSError."""
     with file.open("rb") as content:
         return content.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def numbered_files(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """(number, path) of the files whose whole name matches, by the number in its first group.  Raises OSError."""
+    """(number, path) of the files whose full name matches, sorted by the number in its first group.  Raises OSError."""
     matches = map(name.fullmatch, os.listdir(directory))  # noqa: PTH208 - names are enough
     return sorted((int(match[1]), directory / match[0]) for match in matches if match)
 
 
 def move_durably(paths: Iterable[Path], directory: Path) -> list[Path]:
-    """Move files, in this order, to a directory that is made if need be; return the new paths.  Raises OSError."""
+    """Move files, in this order, to a directory, created if needed; return the new paths.  Raises OSError."""
     directory.mkdir(exist_ok=True)
     moved, sources = [], set[Path]()
     for path in paths:

@@ -1,7 +1,7 @@
 """The address under which other hosts reach this one.
 
-Input: the environment variable RLHPC_INTERFACE and what the kernel knows of the network.  Output: IPv4 addresses as
-text.  Every socket of ours that is meant for other hosts is bound to what host_address() says.
+Input: the environment variable RLHPC_INTERFACE and the kernel's network configuration.  Output: IPv4 addresses as text.
+Each of our sockets that serves other hosts is bound to host_address().
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
 
 
 def host_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the IPv4 address that other hosts reach us under.
+    """Return the IPv4 address at which other hosts reach this one.
 
     That of the first interface named in RLHPC_INTERFACE ("ib0" or "ib0,eth0") that this host has; if none is named,
     that of the host's name, else of the default route's interface: many distributions map the host's own name to
@@ -33,7 +33,7 @@ def host_address(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def first_interface(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The first interface named in RLHPC_INTERFACE that this host has; None: none is named.  Raises ConfigError."""
+    """The first interface named in RLHPC_INTERFACE that this host has; None if none is named.  Raises ConfigError."""
     names = environment.get(VARIABLE, "").strip()
     if not names:
         return None
@@ -48,17 +48,17 @@ def first_interface(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def tell_gloo(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let gloo use the interface that host_address() is of, if it is here, unless it is told another.
+    """Let gloo use the interface of host_address(), if it is on this host and gloo is not configured otherwise.
 
-    It wants every interface that it is told to be there, where NCCL and we take the first that is.
+    Gloo requires every interface it is given to exist, whereas NCCL and rlhpc use the first that does.
     """
-    with suppress(ConfigError):  # of host_address(), where a run needs one
+    with suppress(ConfigError):  # host_address() raises it again if a run needs one
         if interface := first_interface(environment):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of every interface of this host that has one, by the interface's name."""
+    """IPv4 addresses of this host, by interface name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         found = ((name, _address_of(probe, name)) for _, name in socket.if_nameindex())
         return {name: address for name, address in found if address}

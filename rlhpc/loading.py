@@ -1,7 +1,7 @@
-"""Libraries are loaded with Python's garbage collector off, and it never looks at what they are made of.
+"""Load libraries with Python's garbage collector off, and exclude their objects from later collections.
 
-Modules are half a million objects that live as long as the process.  The collector walks through them again and
-again while they load, a quarter of the CPU time that a trainer takes to start, and afterwards at every full collection.
+Modules are half a million objects that live as long as the process.  The collector would traverse them again and again
+while they load, a quarter of the CPU time of a trainer's start, and afterwards at every full collection.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading_libraries() -> Iterator[None]:
-    """For imports: if there were any, what the process holds then counts as permanent (gc.freeze).  May be nested.
+    """Wrap imports: if any module was loaded, all objects become permanent (gc.freeze).  May be nested.
 
-    Garbage in reference cycles, from before or made by the imports, is never freed: use it where a process starts.
+    Garbage in reference cycles, older or created by the imports, is never freed: use it when a process starts.
     """
-    if not gc.isenabled():  # by the caller, or whoever called that
+    if not gc.isenabled():  # disabled by an outer caller
         yield
         return
     num_before = len(sys.modules)

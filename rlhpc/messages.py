@@ -1,4 +1,4 @@
-"""What roles say to each other besides the data itself.  Sent over the channels of topology.py."""
+"""Messages between roles, besides the data types themselves.  Sent over the channels of topology.py."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Hello:
 
     role: str
     replica: int
-    incarnation: str  # unique for each start of a process; an older one is fenced
+    incarnation: str  # unique for each start of a process; older ones are fenced
     config_hash: str
     pid: int
     host: str
     num_weight_ranks: int = 0  # engine workers that receive weights; 0 for roles that receive none
-    weight_devices: tuple[str, ...] = ()  # of these workers: UUIDs of GPUs, "" for the CPU
+    weight_devices: tuple[str, ...] = ()  # of these workers: GPU UUIDs, "" for the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Heartbeat:
     """Sent by every role at a fixed interval."""
 
     state: str  # one word: "starting", "running", "draining", ...
-    waits_for: str  # "" when it does not wait
+    waits_for: str  # "" when it is not waiting
     policy_version: int  # -1 where it has none
     capacity_samples: int = 0  # generators: rollouts it is willing to hold at once (its credit window)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class StopRole:
-    """Finish what must not be lost, then leave."""
+    """Finish what must not be lost, then exit."""
 
     reason: str
     run_is_over: bool = True  # False: another controller follows; supervised roles wait for it
@@ -63,9 +63,9 @@ class CancelGroup:
 class Delivery:
     """Generator → controller: a rollout, which the generator keeps until the controller has it on disk."""
 
-    number: int  # of this generator's deliveries, from 1; a delivery that is sent again keeps its number
-    oldest: int  # all below it need no answer any more
-    outbox: str  # which counts them: another one after each start of the process
+    number: int  # of this generator's deliveries, from 1; a resent delivery keeps its number
+    oldest: int  # deliveries below this number need no answer
+    outbox: str  # identifies the numbering; new at each start of the process
     timeline: int  # of the weights that sampled it (JoinGroup)
     scored: ScoredRollout
 
@@ -91,16 +91,16 @@ class LeaseReturn:
 
 @dataclass(frozen=True, slots=True)
 class LeaseProgress:
-    """Generator → controller: what was sampled of running rollouts since the last report, in case of a death."""
+    """Generator → controller: tokens of running rollouts since the last report, kept in case the generator dies."""
 
     pieces: UInt8  # buffer/partial_codec.py
-    num_bytes: int  # of these, before they were deflated
+    num_bytes: int  # size of these before compression
     timeline: int  # of the weights that sample them (JoinGroup)
 
 
 @dataclass(frozen=True, slots=True)
 class ShowWhole:
-    """Controller → generator: the beginning of these is not known here; report them from their first token on."""
+    """Controller → generator: the beginning of these rollouts is missing; report them from their first token on."""
 
     members: tuple[tuple[int, int], ...]  # (group, sample index)
 
@@ -129,10 +129,10 @@ class RewardReply:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """Have an environment take the last turn of a dialogue, or begin it.  Idempotent: it comes with all its turns."""
+    """Have an environment take the last turn of a dialogue, or begin one.  Idempotent: it includes all turns so far."""
 
     request_id: int
-    dialogue: str  # which one, so that who has taken its other turns can go on
+    dialogue: str  # its id, so that the worker that took its earlier turns can continue
     environment: str
     record: str  # of the dataset, JSON
     turns: tuple[str, ...]  # of the policy, all so far
@@ -144,7 +144,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class TurnReply:
-    """What an environment says to the last turn."""
+    """An environment's reply to the last turn."""
 
     request_id: int
     messages: tuple[dict[str, str], ...]  # for the chat template
@@ -152,28 +152,28 @@ class TurnReply:
     verdict: str  # a types.Verdict; final once the dialogue is over
     reward_parts: dict[str, float]
     detail: str
-    is_done: bool  # the environment is
+    is_done: bool  # the environment is done
     is_over: bool  # no more turns
 
 
 @dataclass(frozen=True, slots=True)
 class StillWaiting:
-    """Reward service → generator: verdicts go on, whoever's they are, and these requests of yours wait for theirs."""
+    """Reward service → generator: it makes progress, perhaps for others; these requests of yours are still queued."""
 
     request_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Controller → every rank of the trainer: the rows of its replica, as a rule while the step before is trained."""
+    """Controller → every trainer rank: the rows of its replica, usually sent while the previous step is trained."""
 
-    number: int  # of the rows, rising; those that are passed over are trained by nobody
+    number: int  # of the rows, increasing; skipped numbers are never trained
     minibatches: tuple[PackedMinibatch, ...]  # without the rows of other replicas
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Controller → trainer: train the rows of this number, which every rank has been sent before."""
+    """Controller → trainer: train the rows with this number, which were sent to every rank before."""
 
     rows: int
     batch: PackedBatch  # without its minibatches
@@ -196,7 +196,7 @@ class GroupOpened:
 
 @dataclass(frozen=True, slots=True)
 class Reregister:
-    """Controller → generator: send Hello again.  That this can be sent shows that the generator's process is alive."""
+    """Controller → generator: send Hello again.  Sent only to a process that is evidently alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class JoinGroup:
     """Controller → generator: take part in this membership epoch."""
 
     group: WeightGroup
-    timeline: int  # of the weights to come: if it is not that of those before, what these have sampled does not count
+    timeline: int  # of the weights to come; if it changes, tokens sampled with the earlier weights are discarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +224,13 @@ class PublishReport:
     policy_version: int
     seconds: float
     error: str = ""
-    canary: Float32 | None = None  # float32 [T] natural log, at temperature 1; None: not asked for
-    sent_share: float = 1.0  # bytes that were sent, for each of the weights; below 1: by delta
+    canary: Float32 | None = None  # float32 [T] natural log, at temperature 1; None: not requested
+    sent_share: float = 1.0  # bytes sent / bytes of the weights; below 1: as a delta
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveWeights:
-    """Controller → generator: the trainer is about to broadcast this."""
+    """Controller → generator: the trainer is about to broadcast this version."""
 
     manifest: WeightManifest
 
@@ -242,16 +242,16 @@ class WeightsLive:
     epoch: int
     policy_version: int
     receive_s: float
-    pause_s: float  # time in which no token could be generated
+    pause_s: float  # time during which no token could be generated
     error: str = ""
-    held: HeldChecksum | None = None  # of what the engine holds now; None: it cannot tell
+    held: HeldChecksum | None = None  # of the parameters that the engine now holds; None: it cannot compute it
 
 
 @dataclass(frozen=True, slots=True)
 class TakeCanary:
-    """Controller → generator: score this row with the weights that sample now."""
+    """Controller → generator: score this row with the current weights."""
 
-    number: int  # of the publication that it is about
+    number: int  # of the publication being checked
     token_ids: Int32  # [T]
 
 
@@ -260,19 +260,19 @@ class CanaryTaken:
     """Generator → controller: the answer to TakeCanary."""
 
     number: int
-    policy_version: int  # that scored the row; -1: the weights changed meanwhile
+    policy_version: int  # version that scored the row; -1: the weights changed meanwhile
     logprobs: Float32  # [T] natural log, at temperature 1; 0 on the first token
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Controller → generator: its weights are wrong.  Hand back every running rollout without what they have sampled.
+    """Controller → generator: its weights are wrong.  Hand back every running rollout without the tokens they sampled.
 
-    Leases come again when a later canary agrees with the trainer.
+    It receives leases again once a later canary agrees with the trainer.
     """
 
     newest_good: int  # version of its last canary that agreed: tokens up to this version are kept; -1: none
-    must_restart: bool  # new weights have not helped: end, so that the process is started again
+    must_restart: bool  # new weights did not help: exit, so that the process is restarted
     reason: str
 
 
@@ -281,9 +281,9 @@ class TrainerReady:
     """Trainer → controller, once: the model is loaded."""
 
     policy_version: int
-    manifest: WeightManifest  # of the coming broadcasts; epoch 0
-    device: str  # of the rank that broadcasts: the UUID of its GPU, "" for the CPU
-    replicas: tuple[int, ...] = (0,)  # of every rank, which data-parallel replica it is part of
+    manifest: WeightManifest  # of future broadcasts; epoch 0
+    device: str  # of the rank that broadcasts: its GPU's UUID, "" for the CPU
+    replicas: tuple[int, ...] = (0,)  # data-parallel replica of every rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class StepReport:
 
     step: int
     policy_version: int  # after the step
-    applied: bool  # False: every optimiser step was not finite on some rank, or refused; skipped on all
+    applied: bool  # False: every optimiser step was non-finite on some rank, or refused, and so skipped on all
     metrics: dict[str, float]
     refused: str = ""  # figures outside the limits of the batch; "": none, or not finite
     skipped: tuple[int, ...] = ()  # places of optimiser steps that were refused, all of them or some
@@ -300,7 +300,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """Controller → trainer: copy the state as it is now, and write it into this directory while training goes on."""
+    """Controller → trainer: copy the current state, and write it to this directory while training continues."""
 
     step: int
     directory: str
@@ -311,12 +311,12 @@ class SnapshotTaken:
     """Trainer → controller: the state is copied; later changes are not in the checkpoint."""
 
     step: int
-    seconds: float  # in which training was blocked
+    seconds: float  # during which training was blocked
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """Trainer → controller, some time after SnapshotTaken: the copy is on disk, or could not be written."""
+    """Trainer → controller, after SnapshotTaken: the copy is on disk, or could not be written."""
 
     step: int
     seconds: float  # since the command

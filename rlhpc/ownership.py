@@ -1,6 +1,6 @@
-"""Who may write to a run directory: only the attempt whose name is in owner.json.
+"""Ownership of a run directory: only the attempt named in owner.json may write to it.
 
-Input: a run directory, and the name of an owner, new for every attempt.  Output: complete files, or OwnershipLost.
+Input: a run directory, and an owner name, new for every attempt.  Output: complete files, or OwnershipLost.
 
 A process that was stopped, or whose node hung, may wake up long after another attempt has begun.  Three things keep it
 from writing into that attempt's timeline:
@@ -8,7 +8,7 @@ from writing into that attempt's timeline:
 1. It reads owner.json before each change (Fence.check).
 2. Segments, checkpoints and status are prepared in a staging directory of their owner and renamed from there.  A new
 owner writes its own name first and then deletes the staging directories of all others: from then on their renames fail,
-however late they come, and what was renamed before is visible and can be checked.
+however late, and files renamed before are visible and can be checked.
 3. A thread of each role looks at owner.json every second and ends its process (roles/common/guard.py).
 
 Needs no locks and compares no clocks: owner.json is opened again for each check, so that an NFS client asks the server.
@@ -37,7 +37,7 @@ REMOVE_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The check that a process of one attempt makes before it changes the run directory."""
+    """The check that a process makes before it changes the run directory."""
 
     layout: RunLayout
     owner: str
@@ -49,21 +49,21 @@ class Fence:
         if found != self.owner:
             by = f"by {found}" if found else f"or deleted: there is no {self.layout.owner.name}"
             raise OwnershipLost(
-                f"{self.layout.root}: was taken over {by}; this process belongs to {self.owner} and writes no more"
+                f"{self.layout.root}: was taken over {by}; this process belongs to {self.owner} and stops writing"
             )
 
     def staging(self, directory: Path) -> Path:
         """The directory below root, rollouts or checkpoints in which files for that directory are prepared.
 
-        It was made by take_over and is never made again: a process that has lost the run directory finds it gone.
+        It is created by take_over only: a process that has lost the run directory finds it gone.
         """
         return directory / f"{_PREFIX}{self.owner}"
 
     def write(self, path: Path, content: bytes, *, is_synced: bool = True) -> None:
-        """Replace `path` by `content`: whole, and only while we are the owner.
+        """Replace `path` by `content`, atomically and only while we are the owner.
 
-        is_synced: False for files that are rewritten often, and may be lost in a power cut.
-        Raises OwnershipLost; OSError, in which case the old file, if any, is untouched.
+        is_synced: False for files that are rewritten often and may be lost in a power cut.
+                Raises OwnershipLost; OSError, in which case the old file, if any, is untouched.
         """
         self.check()
         temporary = self.staging(path.parent) / path.name
@@ -93,7 +93,7 @@ def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int 
     """Become the owner: once this returns, no process of an earlier attempt changes what readers see.
 
     attempt: number of the attempt that begins.  job_id, restart: of Slurm, 0 without it.
-    Raises RunDirectoryError: another took over at the same moment, or a staging directory cannot be deleted.
+    Raises RunDirectoryError: another took it over at the same moment, or a staging directory cannot be deleted.
     """
     owner = f"{attempt}-{uuid.uuid4().hex[:12]}"
     fence, directories = Fence(layout, owner), (layout.root, layout.rollouts, layout.checkpoints)
@@ -147,5 +147,5 @@ def _remove(path: Path) -> None:
             return
         time.sleep(REMOVE_PAUSE_S)
     raise RunDirectoryError(
-        f"{gone}: cannot be deleted, it holds {left[0]}; a process of an earlier attempt writes there"
+        f"{gone}: cannot be deleted, it contains {left[0]}; a process of an earlier attempt writes there"
     )

@@ -1,7 +1,7 @@
-"""How a model is sharded over the ranks of the trainer: sizes, and which models they fit.
+"""How a model is sharded over the ranks of the trainer, and which models allow it.
 
-Input: the [trainer] table and a model's config.json.  Models that cannot be sharded so are refused.  Loads without
-torch: the planner on a login node and the trainer on its GPUs ask the same questions.
+Input: the [trainer] table and a model's config.json.  Models that cannot be sharded this way are refused.  Needs no
+torch, so that the planner on a login node and the trainer on its GPUs share it.
 
 Rank order, fastest first: tensor, context, data, pipeline.  Experts are distributed over the ranks of one pipeline
 stage, consecutive ones first; each expert is whole on one rank.
@@ -19,7 +19,7 @@ from rlhpc.errors import ConfigError
 # Rows of logits that a rank holds at once.  Fewer would save little: with a bfloat16 model backward needs most, ¼ of a
 # chunk's logits and 1⅝ times the head's gradient (training/logprob.py), which are 85 % of it at a hidden size of 896.
 LOGPROB_CHUNK_TOKENS = 1024
-LAYER_TYPES = {"full_attention", "sliding_attention"}  # of config.json's layer_types, that are computed
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # supported layer_types of config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> ParallelLayout:
-        """Read it from a run file whose own rules have passed."""
+        """Read it from a validated run file."""
         return cls(
             tensor=trainer.tensor_parallel,
             context=trainer.context_parallel,
@@ -49,7 +49,7 @@ class ParallelLayout:
 
     @property
     def num_ranks(self) -> int:
-        """All of them."""
+        """Number of ranks along all axes."""
         return self.tensor * self.context * self.data * self.pipeline
 
     @property
@@ -59,7 +59,7 @@ class ParallelLayout:
         return halves * (self.tensor if self.is_sequence_parallel else 1)
 
     def padded_vocabulary(self, size: int) -> int:
-        """Rows of the embedding, the same number on every tensor rank; rows from `size` on stand for no token."""
+        """Rows of the embedding, the same number on every tensor rank; rows from `size` on are padding."""
         return -(-size // self.tensor) * self.tensor
 
     def refuse_unfit(self, model: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class ParallelLayout:
 
 
 def num_experts(model: Mapping[str, Any]) -> int:
-    """Experts of a layer, 0 in a dense model; transformers 5 writes another key than 4."""
+    """Experts per layer, 0 in a dense model; transformers 4 and 5 use different keys."""
     return int(model.get("num_experts") or model.get("num_local_experts") or 0)
 
 

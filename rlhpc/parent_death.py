@@ -1,6 +1,6 @@
-"""Parents and children that end together: what the kernel does for a process whose parent ends.
+"""End processes together with their parents, by means of the Linux kernel.
 
-Linux only; elsewhere nothing happens.  Python 3.9 and the standard library.
+Linux only; a no-op on other systems.  Python 3.9 and the standard library.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from pathlib import Path
 
 from rlhpc.deadline import Deadline
 
-_LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as can be
+_LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as possible
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
-_KILLED_S, _POLL_S = 5.0, 0.01  # for the kernel to end what was killed
-_LOOK_S = 0.2  # at a child that is stopped
+_KILLED_S, _POLL_S = 5.0, 0.01  # for the kernel to end a killed process
+_LOOK_S = 0.2  # polling interval for stopped children
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this signal to the calling process when the thread that started it ends.
 
-    It holds neither for grandparents nor for a parent that was gone before: see die_with.
+    It covers neither grandparents nor a parent that had ended before: see die_with.
     """
     with suppress(OSError, AttributeError):  # no prctl: not Linux
         _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def die_with(parent: int) -> None:
-    """In a child between fork and exec: be killed when the process `parent`, which has forked it, ends."""
+    """In a child between fork and exec: be killed when `parent`, the process that forked it, ends."""
     end_with_parent()
     if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends, sessions of their own included."""
+    """Become the parent of every descendant whose own parent ends, even in another session."""
     with suppress(OSError, AttributeError):
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -46,8 +46,8 @@ def adopt_orphans() -> None:
 def wait_for_child(pid: int, standstill_s: float = float("inf"), say: Callable[[], object] = lambda: None) -> int:
     """Wait until this child has ended, and reap all others that end meanwhile.
 
-    standstill_s: kill it after so long in which it was stopped by a signal; time in which this process was stopped too,
-    as in a job that is suspended, hardly counts.  say: called before that.
+    standstill_s: kill it once a signal has kept it stopped for this long; time in which this process was stopped too,
+    as in a suspended job, hardly counts.  say: called before the kill.
     Returns its exit status, negative for a signal.
     """
     stopped_s = -1.0  # negative: it is not stopped
@@ -72,7 +72,7 @@ def wait_for_child(pid: int, standstill_s: float = float("inf"), say: Callable[[
 def end_children() -> None:
     """Kill and reap every child of this process, those adopted meanwhile too.
 
-    One that the kernel does not end within seconds (a driver that hangs) stays.
+    A child that the kernel does not end within seconds (a hanging driver) is left behind.
     """
     deadline = Deadline(_KILLED_S)
     while not deadline.is_over and (children := _children()):
@@ -84,7 +84,7 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    """Of all threads of this process; none where the kernel does not list them."""
+    """Children of all threads of this process; none if the kernel does not list them."""
     found = []
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""What other users of a machine can do to a run directory, and what a process that holds keys leaves behind.
+"""What other users of a machine can do to a run directory, and core files of processes with keys in memory.
 
-Standard library.  Keys have rules of their own: loosened ones are refused (transport/keys.py).
+Standard library.  Keys have stricter rules: they are refused if others can read them (transport/keys.py).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PRIVATE = 0o700
-KEEP_CORE_FILES = "RLHPC_CORE_FILES"  # in the environment, not empty: leave the limit of core files as it is
+KEEP_CORE_FILES = "RLHPC_CORE_FILES"  # environment variable; if not empty, the core file limit is unchanged
 
 
 @dataclass(frozen=True)
 class Openness:
-    """Rights of others in a directory; an access control list shows in the group's bits, too."""
+    """Access rights of others in a directory; access control lists show in the group bits, too."""
 
     directory: Path
     mode: int
 
     @property
     def is_writable(self) -> bool:
-        """Whether others may change it, and with it what the run starts."""
+        """Whether others may change it, and so what the run starts."""
         return bool(self.mode & 0o022) and not self.mode & stat.S_ISVTX
 
     @property
     def text(self) -> str:
-        """In words, with the command that mends it; "": private."""
+        """A description with the command that fixes it; "": private."""
         if self.is_writable:
             return (
                 f"{self.directory} has mode {self.mode:04o}: others may change what the run starts and trains on; "
@@ -45,7 +45,7 @@ class Openness:
 
 
 def openness(directory: Path) -> Openness:
-    """Rights of others in a directory; none in one that does not exist.  Raises OSError."""
+    """Access rights of others in a directory; none if it does not exist.  Raises OSError."""
     try:
         return Openness(directory, stat.S_IMODE(directory.stat().st_mode))
     except FileNotFoundError:
@@ -53,9 +53,9 @@ def openness(directory: Path) -> Openness:
 
 
 def leave_no_core_file(environment: Mapping[str, str] = os.environ) -> None:
-    """Set the soft limit of core files to 0 for this process and those that it starts: memory holds keys.
+    """Set the soft limit for core files to 0 for this process and its children, since their memory contains keys.
 
-    The hard limit stays, so that `prlimit --core=unlimited --pid PID` allows one, and debuggers may attach as before.
+    The hard limit is unchanged: `prlimit --core=unlimited --pid PID` allows a core file, and debuggers can still attach.
     """
     if not environment.get(KEEP_CORE_FILES):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

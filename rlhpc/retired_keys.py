@@ -1,7 +1,7 @@
-"""Keys that run files once had: nobody needed to choose, or nothing but one value was legal.
+"""Removed keys of run files: they needed no choice, or had only one legal value.
 
 Input: a run file, or the settings of a run directory, as parsed.  Output: the same without such keys, and a line for
-each whose value is not what holds now.  Only keys that do not change what is computed are here, so that a run that
+each whose value differs from the fixed one.  Only keys that do not change results are listed here, so that a run that
 began with another value can be continued without it.
 """
 
@@ -16,10 +16,10 @@ from rlhpc.config import Config
 
 @dataclass(frozen=True, slots=True)
 class RetiredKey:
-    """A key that a run file may still have, at the one value that holds anyway."""
+    """A key that a run file may still have, with its fixed value."""
 
     value: object
-    """The default that it had."""
+    """Its former default."""
     reason: str
     """What holds now."""
 
@@ -52,7 +52,7 @@ RETIRED = {
 
 
 def without_retired_keys(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the document without retired keys, and one line for each that had a value of its own."""
+    """Return the document without retired keys, and one line for each that had another value."""
     left, faults = dict(document), []
     for name, retired in RETIRED.items():
         section, _, key = name.partition(".")

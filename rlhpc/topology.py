@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from rlhpc import messages as m
 from rlhpc.types import Lease
 
-MAX_MESSAGE_BYTES = 1 << 30  # what is longer is an error of ours or an attack
-MAX_BATCH_BYTES = 1 << 40  # rows of a batch, from the controller, which is trusted: some 20 bytes a token
+MAX_MESSAGE_BYTES = 1 << 30  # anything longer is a bug or an attack
+MAX_BATCH_BYTES = 1 << 40  # rows of a batch, from the trusted controller: about 20 bytes per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ChannelSpec:
 
     @property
     def from_server(self) -> tuple[tuple[type, ...], int]:
-        """What a codec of this direction takes: the messages, and the most bytes that one may have."""
+        """Arguments for a codec of this direction: the messages, and the maximum bytes of one."""
         return self.to_client, self.max_bytes_to_client
 
 

@@ -1,8 +1,8 @@
-"""The data that flows round the ring, in the order in which it flows.
+"""The data types of the training loop, in the order in which data flows.
 
 Prompt → Lease → Rollout → ScoredRollout → RolloutGroup → TrainingSample → PackedBatch → WeightManifest.
 
-All are frozen.  Arrays are numpy, C-contiguous, never written to after they are made.
+All are frozen.  Arrays are numpy, C-contiguous, never modified after creation.
 Legend: Lp prompt tokens, Lc completion tokens, L = Lp + Lc, T packed tokens, S segments of a packed row.
 Entry t of an array over tokens describes token t: its log-probability is that of token t given those before it.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-# Written out: since NumPy 2.5 NDArray[np.int32] is the name of an alias, in which a codec finds no dtype.
+# Spelt out: since NumPy 2.5 NDArray[np.int32] is a named alias, in which a codec cannot see the dtype.
 Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 UInt8 = np.ndarray[tuple[Any, ...], np.dtype[np.uint8]]
 Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
@@ -29,14 +29,14 @@ class Prompt:
     prompt_id: int  # position in the seeded order over all epochs; unique in a run, stable across restarts
     task: str  # name of the reward function that judges answers
     token_ids: Int32  # [Lp]
-    reference: str  # the correct answer, as the reward function wants it
+    reference: str  # the correct answer, in the form that the reward function expects
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How completions are drawn."""
 
-    max_tokens: int  # completion tokens, a prefix included
+    max_tokens: int  # completion tokens, including a prefix
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
 
@@ -58,7 +58,7 @@ class Lease:
     attempt: int  # number of the lease within its group, from 0: later grants have higher ones
     prompt: Prompt
     group_size: int
-    sample_indices: tuple[int, ...]  # the members still wanted, each in [0, group_size)
+    sample_indices: tuple[int, ...]  # the members still to be sampled, each in [0, group_size)
     sampling: SamplingParams
     admitted_version: int  # policy version live at admission; staleness is counted from here
     prefixes: tuple[Prefix | None, ...] = ()  # empty, or one per sample index
@@ -81,7 +81,7 @@ class RolloutRequest:
 
     @property
     def num_done(self) -> int:
-        """Completion tokens that it begins with."""
+        """Completion tokens already in its prefix."""
         return len(self.prefix.token_ids) if self.prefix is not None else 0
 
 
@@ -101,7 +101,7 @@ class Rollout:
     sample_index: int  # (group_id, sample_index) is unique in a run
     prompt: Prompt
     token_ids: Int32  # [Lc], at least one
-    behaviour_logprobs: Float32  # [Lc] natural log, of the distribution that was sampled from
+    behaviour_logprobs: Float32  # [Lc] natural log, under the sampling distribution
     versions: Int32  # [Lc] policy version that sampled each token, never decreasing
     loss_mask: Bool  # [Lc] False on tokens the policy did not choose (tool output)
     finish_reason: FinishReason
@@ -112,7 +112,7 @@ class Verdict(StrEnum):
 
     CORRECT = "correct"
     WRONG = "wrong"
-    VERIFIER_ERROR = "verifier_error"  # raised, died or timed out: says nothing about the answer
+    VERIFIER_ERROR = "verifier_error"  # raised, died or timed out: no statement about the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ScoredRollout:
     verdict: Verdict
     reward_parts: dict[str, float] = field(default_factory=dict)  # named addends, for metrics
     detail: str = ""  # one line for people: what was extracted, or what went wrong
-    token_rewards: dict[int, float] = field(default_factory=dict)  # token of the completion → its part of the reward
+    token_rewards: dict[int, float] = field(default_factory=dict)  # completion token index → its part of the reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """Prompt and completion in a row, with an advantage, or rewards in its place.  Made by algorithms/."""
+    """Prompt and completion concatenated, with advantages, or rewards in their place.  Made by algorithms/."""
 
     group_id: int
     sample_index: int
@@ -148,33 +148,33 @@ class TrainingSample:
     behaviour_logprobs: Float32  # [L] 0 where loss_mask is False
     advantages: Float32  # [L] 0 where loss_mask is False
     versions: Int32  # [L] -1 on the prompt
-    loss_weight: float = 1.0  # of its loss tokens in the loss of the batch (algorithms/aggregation.py)
+    loss_weight: float = 1.0  # weight of its loss tokens in the loss of the batch (algorithms/aggregation.py)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMicrobatch:
-    """Samples laid end to end in one row.  Made by packing/.
+    """Samples concatenated into one row.  Made by packing/.
 
-    A rank that has fewer rows than the others gets rows of one token with loss_mask False.
+    A rank with fewer rows than the others gets one-token rows with loss_mask False.
     """
 
     token_ids: Int32  # [T]
     position_ids: Int32  # [T] from 0 in every segment
-    cu_seqlens: Int32  # [S + 1] segment borders, from 0 to T
+    cu_seqlens: Int32  # [S + 1] segment boundaries, from 0 to T
     loss_mask: Bool  # [T] never True on the first token of a segment
     behaviour_logprobs: Float32  # [T]
     advantages: Float32  # [T]
     versions: Int32  # [T] -1 where loss_mask is False
-    loss_weights: Float32  # [S] of the loss tokens of a segment; 1 for a mean over tokens
+    loss_weights: Float32  # [S] weight of a segment's loss tokens; 1 for a mean over tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Figures outside which all ranks skip an optimiser step, by short name (algorithms/step_limits.py)."""
+    """Limits on metrics, by short name (algorithms/step_limits.py); outside them all ranks skip the optimiser step."""
 
     lows: dict[str, float] = field(default_factory=dict)
     highs: dict[str, float] = field(default_factory=dict)
-    skip: tuple[int, ...] = ()  # places of optimiser steps that were skipped when the step was first done
+    skip: tuple[int, ...] = ()  # indices of optimiser steps that were skipped when this step was first trained
 
     @property
     def allow_all(self) -> bool:
@@ -198,16 +198,16 @@ class PackedMinibatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """What a step trains: its samples in one minibatch or several, and one optimiser step for each, or several."""
+    """The data of one training step: samples in one or more minibatches, each with one or more optimiser steps."""
 
     step: int  # the step this batch is for; counts from 0
-    policy_version: int  # the version that is trained: the number of steps that changed the policy before
-    minibatches: tuple[PackedMinibatch, ...]  # each sample is in one of them
-    order: tuple[int, ...] = (0,)  # minibatch of every optimiser step
+    policy_version: int  # the version being trained: the number of earlier steps that changed the policy
+    minibatches: tuple[PackedMinibatch, ...]  # each sample is in exactly one
+    order: tuple[int, ...] = (0,)  # minibatch index of every optimiser step
     limits: StepLimits = StepLimits()  # set by the guard
     learning_rate: float = 0.0  # of its optimiser steps
     critic_learning_rate: float = 0.0
-    renews_reference: bool = False  # the policy becomes the reference before it is trained
+    renews_reference: bool = False  # the policy becomes the new reference before this step
 
     @property
     def rows(self) -> list[PackedMicrobatch]:
@@ -226,17 +226,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """What a broadcast of weights consists of.  Made by weights/; a pure function of specs and bucket size."""
+    """Contents of a weight broadcast.  Made by weights/; a pure function of specs and bucket size."""
 
     policy_version: int
-    epoch: int  # membership epoch whose group carries it
+    epoch: int  # membership epoch whose group receives it
     tensors: tuple[TensorSpec, ...]  # in broadcast order
     bucket_ends: tuple[int, ...]  # bucket b holds tensors[bucket_ends[b-1] : bucket_ends[b]]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldChecksum:
-    """Checksum of the parameters that an engine holds, all its workers together.  Made by weights/held_checksum.py."""
+    """Checksum of the parameters that an engine holds, over all its workers.  Made by weights/held_checksum.py."""
 
     value: int  # 64 bits
     layout: str  # device, workers, numbers of each dtype: checksums of other layouts are not comparable
@@ -248,16 +248,16 @@ class WeightGroup:
 
     epoch: int
     transport: str  # "gloo", "nccl", "ipc", "disk"
-    address: str  # "file:///path" or "tcp://host:port": where the ranks find each other
+    address: str  # rendezvous of the ranks: "file:///path" or "tcp://host:port"
     members: tuple[str, ...]  # generator names in rank order; the publisher is rank 0
     ranks_per_member: tuple[int, ...]  # engine workers of each member
 
     @property
     def world_size(self) -> int:
-        """Ranks of the group, the publisher included."""
+        """Ranks of the group, including the publisher."""
         return 1 + sum(self.ranks_per_member)
 
     def first_rank(self, member: str) -> int:
-        """Rank of the member's worker 0; raises ValueError for a stranger."""
+        """Rank of the member's worker 0; raises ValueError if it is not a member."""
         index = self.members.index(member)
         return 1 + sum(self.ranks_per_member[:index])
