@@ -368,7 +368,7 @@ class RewardFunction(Protocol):
     """Scores one completion.  Pure: the same arguments give the same outcome.  Runs in a process that may be killed."""
 
     def __call__(self, completion: str, reference: str) -> object:
-        """Return a RewardOutcome or a shorthand (rewards/returned.py); an exception is a verifier error, never a zero."""
+        """Return a RewardOutcome or shorthand (rewards/returned.py); an exception is a verifier error, never a zero."""
 
 
 class AdvantageEstimator(Protocol):

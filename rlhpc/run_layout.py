@@ -1,8 +1,7 @@
 """Every path of a run directory, defined once.
 
-The directory does not depend on a job id, lives on a POSIX filesystem with atomic rename, and is all that a resume
-needs.  Python 3.9 and the standard library suffice: the supervisor of a Slurm job reads it on nodes that have nothing
-else.
+The directory does not depend on a job id, is on a POSIX filesystem with atomic rename, and is all that a resume needs.
+Python 3.9 and the standard library: supervisors of Slurm jobs use it on nodes with nothing else installed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class RunLayout:
 
     @property
     def is_run(self) -> bool:
-        """True if a run is here: its config.json is ours, perhaps damaged.  An HF checkpoint has another."""
+        """True if this is a run directory: its config.json is ours, perhaps damaged.  HF checkpoints have another one."""
         try:
             return {"config", "hash"} <= set(json.loads(self.config.read_bytes()))
         except (FileNotFoundError, NotADirectoryError):
@@ -45,7 +44,7 @@ class RunLayout:
 
     @property
     def launcher(self) -> Path:
-        """Process that runs the run: pid, host, time of its birth."""
+        """Process that runs the run: pid, host, process start time."""
         return self.root / "launcher.json"
 
     @property
@@ -55,7 +54,7 @@ class RunLayout:
 
     @property
     def lock(self) -> Path:
-        """Locked by the launcher and every process of a local run, as long as one of them lives."""
+        """Locked by the launcher and the processes of a local run, until the last of them ends."""
         return self.root / ".lock"
 
     @property
@@ -95,12 +94,12 @@ class RunLayout:
 
     @property
     def timeline(self) -> Path:
-        """Who worked and who waited, interval by interval, arrivals and losses: JSON lines, appended by controllers."""
+        """Busy and idle roles per interval, arrivals and losses: JSON lines, appended by controllers."""
         return self.root / "timeline.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """What `rlhpc evaluate` has found out about the run's models."""
+        """Results of `rlhpc evaluate` for the run's models."""
         return self.root / "evaluations"
 
     @property
@@ -115,7 +114,7 @@ class RunLayout:
 
     @property
     def judge_replies(self) -> Path:
-        """Replies of the task llm_judge's model, by what it was asked: JSON lines, a file for each reward worker."""
+        """Cached replies of the llm_judge model, by request: JSON lines, one file per reward worker."""
         return self.root / "judge"
 
     @property
@@ -125,29 +124,29 @@ class RunLayout:
 
     @property
     def guard(self) -> Path:
-        """What the guard did about steps out of bounds: JSON lines, appended; outlives every attempt."""
+        """Actions of the guard on steps outside the limits: JSON lines, appended; outlives every attempt."""
         return self.root / "guard.jsonl"
 
     @property
     def local_plan(self) -> Path:
-        """What `rlhpc run` starts on this machine, as JSON: job_plan.json without Slurm."""
+        """Processes that `rlhpc run` starts on this machine, as JSON: job_plan.json without Slurm."""
         return self.root / "local_plan.json"
 
     # ------------------------------------------------------------------------------------------------- of Slurm jobs
 
     @property
     def attempt(self) -> Path:
-        """The attempt that is on, as JSON: attempt, resume_step, job_id, restart, host; replaced by rename."""
+        """The current attempt, as JSON: attempt, resume_step, job_id, restart, host; replaced by rename."""
         return self.root / "attempt.json"
 
     @property
     def site(self) -> Path:
-        """The site file that the run was submitted with, word for word."""
+        """A verbatim copy of the site file that the run was submitted with."""
         return self.root / "site.toml"
 
     @property
     def job_plan(self) -> Path:
-        """What the supervisor of each job starts, as JSON (docs/slurm.md)."""
+        """Processes that the supervisor of each job starts, as JSON (docs/slurm.md)."""
         return self.root / "job_plan.json"
 
     @property
@@ -171,36 +170,36 @@ class RunLayout:
         return self.root / "ABORT"
 
     def job_record(self, job_id: int) -> Path:
-        """What was submitted under this id."""
+        """The job submitted under this id."""
         return self.jobs / f"{job_id}.json"
 
     def job_events(self, name: str) -> Path:
-        """What the supervisor of a job (or of an array task, JOB_TASK) has done: a JSON line each."""
+        """Actions of the supervisor of a job (or of an array task, JOB_TASK): JSON lines."""
         return self.jobs / f"{name}.events.jsonl"
 
     def save_request(self, name: str) -> Path:
-        """A job whose time is nearly over asks the controller to save and to go on in another attempt."""
+        """A job close to its time limit asks the controller to save and to continue in another attempt."""
         return self.jobs / f"{name}.yield"
 
     def hand_over_request(self, job_id: int) -> Path:
-        """A successor that has loaded everything asks the job that owns the run to save and to leave it the run."""
+        """A successor that has loaded everything asks the job that owns the run to save and hand over."""
         return self.jobs / f"{job_id}.hand_over"
 
     def released(self, job_id: int) -> Path:
-        """This job has saved and begins no attempt any more: its successor need not wait for its end."""
+        """This job has saved and will begin no other attempt: its successor need not wait for its end."""
         return self.jobs / f"{job_id}.released"
 
     @property
     def failures(self) -> Path:
-        """Failed attempts since the last new checkpoint, as JSON; what is left of `cluster.max_retries`."""
+        """Failed attempts since the last new checkpoint, as JSON; they count against `cluster.max_retries`."""
         return self.jobs / "failures.json"
 
     def exit_record(self, role: str, replica: int, attempt: int) -> Path:
-        """How a process under a supervisor ended, as JSON; lies beside its log."""
+        """How a supervised process ended, as JSON; next to its log."""
         return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.exit.json"
 
     def loaded_mark(self, role: str, replica: int, attempt: int, job_id: int) -> Path:
-        """There once a process of a job that stands by for this attempt has loaded everything; beside its log."""
+        """Created once a process that stands by for this attempt has loaded everything; next to its log."""
         return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.job_{job_id}.loaded"
 
     # --------------------------------------------------------------------------------------------------------- parts
@@ -214,5 +213,5 @@ class RunLayout:
         return self.rollouts / f"segment_{index:06d}.h5"
 
     def checkpoint(self, step: int) -> Path:
-        """A checkpoint, complete once it holds COMPLETE."""
+        """A checkpoint, complete once it contains COMPLETE."""
         return self.checkpoints / f"step_{step:06d}"

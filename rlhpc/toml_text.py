@@ -1,7 +1,7 @@
-"""Read a TOML file, and say of one that is none what its author has to change.
+"""Read a TOML file; for invalid TOML, tell the author what to change.
 
-Input: a file.  Output: its tables.  A fault is a ConfigError that names file and line, quotes the line, and says what
-is legal there: most are habits of other notations.
+Input: a file.  Output: its tables.  A fault is a ConfigError that names file and line, quotes the line, and says what is
+legal there: most are habits from other formats.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 80
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _QUOTES = re.compile("[“”„‘’«»]")
 
-# What a value looks like where its author meant something, and what is legal there.
+# Patterns of common mistakes in values, and what is legal instead.
 _HABITS = (
     (re.compile(r"(?i:true|false)\b"), "true and false in small letters"),
     (re.compile(r"(?i:null|none|nil)\b"), "leave the key out where nothing is meant"),
@@ -30,7 +30,7 @@ _HABITS = (
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The tables of a file; what: "run file".  Raises ConfigError: it is not there, not UTF-8, not TOML."""
+    """The tables of a file; what: "run file".  Raises ConfigError: it is missing, not UTF-8, or not TOML."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def _decoded(content: bytes, path: Path) -> str:
     if content.startswith(_UTF_16):
         raise ConfigError(f"{path}: encoded as UTF-16; legal: UTF-8 (save it again as UTF-8)")
     try:
-        return content.decode("utf-8-sig")  # some editors begin a file with a mark
+        return content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(
@@ -57,7 +57,7 @@ def _decoded(content: bytes, path: Path) -> str:
 
 
 def _advice(text: str, said: str) -> str:
-    """The line that is meant, and what would be legal there."""
+    """The faulty line, and what would be legal there."""
     found = _LINE.search(said)
     lines = text.split("\n")
     line = lines[int(found[1]) - 1].strip() if found else lines[-1].strip() or (lines[-2].strip() if lines[1:] else "")

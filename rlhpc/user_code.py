@@ -1,7 +1,7 @@
-"""Find and load what a run file names as "package.module:name": code of the user's own.
+"""Find and load the user's own code that a run file names as "package.module:name".
 
-Input: the key and such a path.  Output: the object.  It can be looked up without importing anything of the user's, so
-that a login node can say what is wrong with it.
+Input: the key and such a path.  Output: the object.  It can be looked up without importing any user code, so that a
+login node can report what is wrong with it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _IMPORT_PATH = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[
 
 
 def is_import_path(text: str) -> bool:
-    """Whether it has the form package.module:name."""
+    """Whether the text has the form package.module:name."""
     return _IMPORT_PATH.fullmatch(text) is not None
 
 
 def look_up(key: str, path: str, said: str | None = None) -> None:
-    """Check that it may be there, without importing it; cheap enough for a login node.
+    """Check that it seems to exist, without importing it; cheap enough for a login node.
 
-    said: what the run file has for `key`, where that is not the path itself.
-    Raises ConfigError if the top-level package is not found, or the source of the module has a syntax error or does not
-    bind the name.
+    said: the value of `key` in the run file, if that is not the path itself.
+        Raises ConfigError if the top-level package is not found, or the source of the module has a syntax error or does not
+        bind the name.
     """
     value = f"{key}={said or repr(path)}"
     module, name = _parts(path)
@@ -47,7 +47,7 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
         )
     source = _source_file(spec, inner)
     if source is None:
-        return  # compiled, or a package in several places: who loads it will tell
+        return  # compiled, or a namespace package: errors show when it is loaded
     try:
         module_text = ast.parse(source.read_bytes())
     except SyntaxError as error:
@@ -59,7 +59,7 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
 
 
 def parameters(path: str) -> tuple[str, ...]:
-    """Names of a function's parameters by position, from the text of its module; () where that does not tell."""
+    """Names of a function's positional parameters, from the source of its module; () if they cannot be determined."""
     module, name = _parts(path)
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
@@ -75,7 +75,7 @@ def parameters(path: str) -> tuple[str, ...]:
 def load(key: str, path: str, said: str | None = None) -> Any:
     """Import it; said: see look_up.
 
-    Raises ConfigError if the module cannot be imported, or what is there under this name cannot be called.
+    Raises ConfigError if the module cannot be imported, or the object of this name is not callable.
     """
     value = f"{key}={said or repr(path)}"
     module_name, name = _parts(path)
@@ -96,9 +96,9 @@ def load(key: str, path: str, said: str | None = None) -> Any:
 
 
 def try_out(key: str, path: str, on: str, trial: Callable[[], Result]) -> Result:
-    """What `trial` returns, which calls what was loaded; on: a few words for what it is tried on.
+    """Return the result of `trial`, which calls the loaded code; on: a short description of the test input.
 
-    Raises ConfigError for whatever a user's code raises: in a run's first second, and not in its first hour.
+    Raises ConfigError for any exception of the user's code: in a run's first second rather than its first hour.
     """
     try:
         return trial()
@@ -113,7 +113,7 @@ def _parts(path: str) -> tuple[str, str]:
 
 
 def _source_file(spec: ModuleSpec, inner: Sequence[str]) -> Path | None:
-    """The Python file of a module below a top-level package, found by its path alone; None if that finds none."""
+    """The Python file of a module below a top-level package, found by its path alone; None if there is none."""
     places = [Path(place) for place in spec.submodule_search_locations or ()]
     if not inner:
         files = [Path(spec.origin or "")]
@@ -124,7 +124,7 @@ def _source_file(spec: ModuleSpec, inner: Sequence[str]) -> Path | None:
 
 
 def _may_bind(module_text: ast.Module, name: str) -> bool:
-    """False if nothing in the text of a module can make a global variable of this name."""
+    """False if nothing in the source of a module can define a global variable of this name."""
     for node in ast.walk(module_text):
         match node:
             case (

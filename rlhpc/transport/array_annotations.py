@@ -1,4 +1,4 @@
-"""Which arrays a message type has, by its annotations: its codec knows them before the first message.
+"""Find the arrays of a message type from its annotations, so that its codec knows them before the first message.
 
 Input: a dataclass.  Output: the dtype, one of DTYPES, of every array annotation in it.
 """
@@ -27,7 +27,7 @@ def array_annotations(annotation: Any) -> dict[Any, np.dtype[Any]]:
     if origin is np.ndarray:
         (kind,) = typing.get_args(arguments[1]) or (None,)
         if kind is None or isinstance(kind, typing.TypeVar) or np.dtype(kind).str not in DTYPES:
-            raise TypeError(f"arrays of {kind} do not travel")
+            raise TypeError(f"arrays of {kind} cannot be sent")
         return {annotation: np.dtype(kind)}
     if annotation is np.ndarray:
         raise TypeError("an array annotation must name its dtype")
@@ -35,7 +35,7 @@ def array_annotations(annotation: Any) -> dict[Any, np.dtype[Any]]:
     if dataclasses.is_dataclass(annotation):
         arguments = tuple(typing.get_type_hints(annotation).values())
     elif origin not in _CONTAINERS and annotation not in _SCALARS and not _is_string_enum(annotation):
-        raise TypeError(f"{annotation} does not travel")
+        raise TypeError(f"{annotation} cannot be sent")
     for argument in arguments:
         if argument is not ...:
             found |= array_annotations(argument)

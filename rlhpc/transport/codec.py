@@ -1,4 +1,4 @@
-"""Turn messages into frames and back, strictly: whatever is not exactly right is refused.
+"""Turn messages into frames and back, strictly: anything malformed is rejected.
 
 Input: any frozen dataclass of types.py or messages.py.  Output: frames for a socket; and the reverse.  Never pickles.
 
@@ -7,7 +7,7 @@ A message is one *head*, then the large arrays.  Little-endian:
     head    crc32 u32 │ schema u16 │ flags u8 │ 0 u8 │ type tag u32 │ header bytes u32 │ sequence u64 │ head bytes u64
             header: the dataclass as msgpack, each array in it replaced by [dtype, length] or by its runs
             small arrays but runs, in field order, each padded to 8 bytes
-    arrays  those of 4 KiB and more, in field order, each in frames of its own
+    arrays  those of 4 KiB and more, in field order, each in separate frames
 
 A message below 64 KiB is all head (flag 1): one frame is then cheaper than several.  No frame exceeds 4 MiB, because
 fresh pages for a larger one cost more than the copy; longer parts are cut at multiples of it.
@@ -50,10 +50,10 @@ _WHERE = re.compile(r"^(?P<why>.*?)(?: - at `\$\.?(?P<field>[^`]*)`)?$", re.DOTA
 
 
 class Codec:
-    """Encodes and decodes the message types it was made for, and no other.
+    """Encodes and decodes the given message types and no others.
 
-    One thread uses it.  Arrays that decode returns share memory with the frames where alignment allows, and may be
-    read-only.  Messages of an older sender without the newest fields, which come last and have defaults, decode too.
+    One thread uses it.  Decoded arrays share memory with the frames where alignment allows, and may be read-only.
+    Messages of an older sender that lack the newest fields, which come last and have defaults, decode too.
     """
 
     def __init__(self, message_types: Iterable[type], max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -74,11 +74,11 @@ class Codec:
     def encode(self, message: object, sequence: int) -> list[Frame]:
         """Return the frames of one message.  The frames may share memory with its arrays.
 
-        A long message without arrays is turned into a header once, however often it is sent in a row: a manifest of
-        18,000 tensors goes to every generator, and takes 13 ms.
+        A long message without arrays is encoded only once, however often it is sent in a row: a manifest of 18,000
+        tensors goes to every generator, and takes 13 ms.
 
-        Raises ProtocolError(peer "") if the type is not one of ours, a field does not hold what its annotation says,
-        or the whole is longer than allowed.
+        Raises ProtocolError(peer "") if the type is unknown, a field does not match its annotation, or the message is
+        longer than allowed.
         """
         repeated = self._repeated
         if repeated is not None and message is repeated.message:
@@ -145,7 +145,7 @@ class Codec:
         if isinstance(value, np.ndarray):
             code = value.dtype.str
             if code not in DTYPES or value.ndim != 1:
-                raise ValueError(f"arrays of {value.dtype} with {value.ndim} dimensions do not travel")
+                raise ValueError(f"arrays of {value.dtype} with {value.ndim} dimensions cannot be sent")
             if self._allowance.covers(value.nbytes) and (runs := find_runs(value)) is not None:
                 self._allowance.grew(value.nbytes)
                 return (code, len(value), *runs)
@@ -154,7 +154,7 @@ class Codec:
             return (code, len(value))
         if isinstance(value, np.generic):  # a numpy scalar where the annotation says int or float
             return value.item()
-        raise TypeError(f"{type(value).__name__} does not travel")
+        raise TypeError(f"{type(value).__name__} cannot be sent")
 
     # ------------------------------------------------------------------------------------------------- decoding
 
@@ -165,7 +165,7 @@ class Codec:
         first = frames[0]
         crc, schema, flags, tag, header_bytes, sequence, head_bytes = _PREFIX.unpack_from(first)
         if schema != SCHEMA:
-            raise ProtocolError(peer, "schema", f"{schema}, this end speaks {SCHEMA}")
+            raise ProtocolError(peer, "schema", f"{schema}, this end uses {SCHEMA}")
         if sum(map(len, frames)) > self._max_message_bytes:
             raise ProtocolError(peer, "head", f"more than {self._max_message_bytes} bytes")
         actual = crc32(memoryview(first)[_CRC.size :])
@@ -229,7 +229,7 @@ class _Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A message that may be sent again, to somebody else; it is frozen, and kept so that no other has its identity."""
+    """A message that may be sent to another peer, too; it is frozen, and kept so that its id() is not reused."""
 
     message: object
     plan: _Plan
@@ -245,7 +245,7 @@ class _Source:
         self.allowance = Allowance(len(head) + sum(map(len, frames)))
 
     def take(self, dtype: np.dtype[Any], length: int) -> Array:
-        """Return the next array.  Raises ValueError if the bytes are not there."""
+        """Return the next array.  Raises ValueError if bytes are missing."""
         nbytes = length * dtype.itemsize
         if self._all_inline or nbytes < SMALL_ARRAY_BYTES:
             flat = self._from_head(dtype, nbytes)
@@ -264,7 +264,7 @@ class _Source:
         """Go to the next multiple of 8.  Raises ValueError if there is anything but zeros before it."""
         start, self._cursor = self._cursor, _padded(self._cursor)
         if self._head[start : self._cursor] != _PADDING[self._cursor - start]:
-            raise ValueError("bytes between arrays that belong to none")
+            raise ValueError("bytes between arrays that belong to no array")
 
     def _from_head(self, dtype: np.dtype[Any], nbytes: int) -> Array:
         start = self._cursor

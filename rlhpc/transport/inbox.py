@@ -1,7 +1,7 @@
 """A bounded queue of received messages that many tasks may wait on and that can be closed.
 
-Input: decoded messages.  Output: the same, in order.  Guarantees: a wait that times out or is cancelled takes nothing;
-closing wakes everyone.  asyncio.Queue cannot be closed before Python 3.13.
+Input: decoded messages.  Output: the same, in order.  Guarantees: a wait that times out or is cancelled consumes no
+message; closing wakes all waiters.  asyncio.Queue cannot be closed before Python 3.13.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Inbox(Generic[Item]):
         self._wake()
 
     async def take(self, timeout_s: float | None) -> Item:
-        """Return the oldest item.  Raises ChannelTimeout, ChannelClosed; neither takes one."""
+        """Return the oldest item.  Raises ChannelTimeout, ChannelClosed; neither consumes one."""
         self._takes += 1
         if self._takes % TAKES_BEFORE_YIELD == 0 or (timeout_s is not None and timeout_s <= 0):
             await asyncio.sleep(0)
@@ -99,7 +99,7 @@ async def sleep_until_woken(waiters: set[asyncio.Future[None]], limit_s: float) 
 
 
 def wake_all(waiters: set[asyncio.Future[None]]) -> None:
-    """Wake all of them: each checks whether there is something for it."""
+    """Wake all waiters; each checks whether there is something for it."""
     for waiter in waiters:
         _wake_one(waiter)
 

@@ -1,4 +1,4 @@
-"""Which of two starts of a process is the later one.
+"""Order the starts of a process: which of two is the later one.
 
 Input: incarnation texts: "JOB.RESTART.START-UUID", as a supervisor counts starts (a local run: "0.ATTEMPT.0-UUID").
 Any other text has no order.  Does not rely on clocks: nodes of a cluster disagree on the time, not on counts.
@@ -15,7 +15,7 @@ Order = tuple[int, int, int]  # job, its restart, start within it
 
 
 def order_of(incarnation: str) -> Order | None:
-    """Return what the start counts as, or None for a text without order."""
+    """Return the sort key of a start, or None for a text without order."""
     parts = _ORDERED.fullmatch(incarnation)
     if parts is None:
         return None
@@ -30,7 +30,7 @@ def is_earlier(incarnation: str, other: str) -> bool:
 
 
 def is_same_start(incarnation: str, other: str) -> bool:
-    """True if both are of one process, which has started over without being restarted (another_of)."""
+    """True if both belong to one process, which started over without being restarted (another_of)."""
     return order_of(incarnation) is not None and order_of(incarnation) == order_of(other)
 
 

@@ -2,10 +2,10 @@
 
 Input: names like ``generator-1``.  Output: ``secrets/NAME.secret`` (0600) and ``secrets/public/NAME.pub`` below a
 directory of 0700.  Guarantees: a secret is never readable by others, not even for a moment and under any umask; a key
-that exists is never replaced, so names can be added while a run is up; loosened permissions are an error, not a
+that exists is never replaced, so names can be added during a run; permissions that are too open are an error, not a
 warning.
 
-Not zmq.auth.create_certificates: it writes the secret with the umask's permissions, 0644 as a rule.
+Not zmq.auth.create_certificates: it writes the secret with the umask's permissions, usually 0644.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def public_key(secrets: Path, name: str) -> bytes:
 
 
 def allowed_keys(secrets: Path) -> dict[bytes, str]:
-    """Return the name that each public key belongs to.  Raises RunDirectoryError if others could write there."""
+    """Return the name for each public key.  Raises RunDirectoryError if others could write to the directory."""
     _refuse_loose(secrets)
     _refuse_loose(secrets / "public")
     names = [file.name.removesuffix(_PUBLIC) for file in (secrets / "public").glob(f"*{_PUBLIC}")]
@@ -64,7 +64,7 @@ def allowed_keys(secrets: Path) -> dict[bytes, str]:
 
 
 def refuse_loose_keys(secrets: Path) -> None:
-    """Look at the modes of all keys.  Raises RunDirectoryError for the first that others can reach."""
+    """Check the modes of all keys.  Raises RunDirectoryError for the first that others can access."""
     for path in (secrets, secrets / "public", *sorted(secrets.glob(f"*{_SECRET}"))):
         _refuse_loose(path)
 
@@ -86,7 +86,7 @@ def _create(file: Path, key: bytes) -> bool:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.fchmod(descriptor, 0o600)  # a umask of 0777 would take even our own right to read
+        os.fchmod(descriptor, 0o600)  # a umask of 0777 would remove even our own read permission
         os.write(descriptor, key + b"\n")
         os.fsync(descriptor)
     finally:
@@ -111,7 +111,7 @@ def _read_key(file: Path, *, is_secret: bool) -> bytes:
             f"key file {file}: {error.strerror}; every start of a run makes new ones: resume it"
         ) from error
     if len(key) != _KEY_CHARACTERS:
-        raise RunDirectoryError(f"key file {file} holds {len(key)} characters, not {_KEY_CHARACTERS}")
+        raise RunDirectoryError(f"key file {file} has {len(key)} characters, not {_KEY_CHARACTERS}")
     return key
 
 
@@ -126,7 +126,7 @@ def _refuse_loose(path: Path) -> None:
 
 
 def _refuse_loose_status(path: Path, status: os.stat_result) -> None:
-    """An access control list shows here too: its mask stands in the group bits."""
+    """Covers access control lists too: their mask shows in the group bits."""
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         wanted = 0o700 if stat.S_ISDIR(status.st_mode) else 0o600

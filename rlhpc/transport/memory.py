@@ -1,7 +1,7 @@
-"""A channel inside one process: the reference semantics, and what tests of everything else use.
+"""A channel inside one process: the reference semantics, used by tests of other modules.
 
-Messages pass through the codec like on the wire, so what works here travels; no array is shared between two ends
-except read-only.  Capacity is exact: a number of messages per peer and direction.
+Messages pass through the codec as on the wire, so that any message that works here can be sent; arrays are shared
+between two ends only read-only.  Capacity is exact: a number of messages per peer and direction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MemoryServer(ServerChannel):
     def connect(self, name: str, incarnation: str = "first") -> MemoryClient:
         """Return the channel of a role instance.
 
-        A later one of the same name replaces it, as over ZeroMQ; one of an earlier start is ignored.
+        A later one of the same name replaces it, as over ZeroMQ; one from an earlier start is ignored.
         """
         client = MemoryClient(self, Session.open(name, incarnation))
         if self._hears(client):
@@ -163,7 +163,7 @@ class MemoryClient(ClientChannel):
         return message
 
     async def close(self) -> None:
-        """Refuse further calls.  What was sent has arrived already."""
+        """Refuse further calls.  Sent messages have arrived already."""
         self._inbox.close()
         wake_all(self.room)
         wake_all(self._server.room)

@@ -1,8 +1,8 @@
 """How roles open channels: bind the server end, or connect to one.
 
 Input: a ChannelSpec, the run's layout and its [transport] settings.  Output: channels that are published, found,
-encrypted and admitted.  Guarantees: a client is returned only after the server has admitted it; a stale address of a
-dead server is read again until the server is back or the time is over.
+encrypted and admitted.  Guarantees: a client is returned only after the server has admitted it; if the address is that
+of a dead server, the file is read again until the server is back or the time is over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
 
 ATTEMPT_S = 2.0  # wait for a handshake before checking whether the address has changed
-PAUSE_S = 0.1  # between attempts; a key that was minted just now is admitted within zap.REREAD_AFTER_S
+PAUSE_S = 0.1  # between attempts; a new key is admitted within zap.REREAD_AFTER_S
 
 
 class PublishedServer(ZmqServer):
@@ -114,7 +114,7 @@ async def connect(
     """Find the server, connect as ``{role}-{replica}`` and wait until it has admitted us.
 
     gone: incarnation of a server that is known to be dead; its address is ignored.
-    awaits_keys: wait for missing keys, too, as when a new attempt of the run creates its own.
+    awaits_keys: wait for missing keys, too, for example while a new attempt of the run creates its own.
     Raises ChannelTimeout that says who is missing or why it does not answer, RunDirectoryError for keys, ConfigError
     for an address that cannot be reached from this host.
     """
@@ -198,6 +198,6 @@ def _has_keys(identity: dict[str, Any]) -> bool:
 def _raise_if_late(deadline: Deadline, endpoint: Endpoint, why: str) -> None:
     if deadline.is_over:
         raise ChannelTimeout(
-            f"{endpoint.name} (process {endpoint.pid} on {endpoint.host}, incarnation {endpoint.incarnation}) does not "
-            f"admit us to channel {endpoint.channel!r} after {deadline.limit_s:g} s: {why} at {endpoint.address}"
+            f"{endpoint.name} (process {endpoint.pid} on {endpoint.host}, incarnation {endpoint.incarnation}) did not "
+            f"admit us to channel {endpoint.channel!r} within {deadline.limit_s:g} s: {why} at {endpoint.address}"
         )

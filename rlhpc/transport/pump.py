@@ -1,10 +1,10 @@
 """Drive a non-blocking ZeroMQ socket from an asyncio loop.
 
-Hands every message that arrives to a callback while there is room for it; tells senders when to try again.
+Passes every message to a callback while there is room for it; wakes senders when they should try again.
 
-A ZeroMQ file descriptor signals edges, and *any* call on the socket may consume one.  So: after each receive senders
-are woken, after each send the socket is asked whether something can be received.  zmq.asyncio does the same, but a
-receive of its that is cancelled can lose the message, and it costs a future and a pass of the loop per message.
+A ZeroMQ file descriptor is edge-triggered, and *any* call on the socket may consume an edge.  So senders are woken after
+each receive, and the socket is polled for messages after each send.  zmq.asyncio does the same, but a cancelled receive
+can lose the message there, and each message costs a future and a pass of the loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RETRY_S = 0.02  # a ROUTER does not signal when one particular peer has room aga
 
 
 class SocketPump:
-    """Owned by the loop that runs when it is made."""
+    """Owned by the loop in which it is created."""
 
     def __init__(self, socket: Socket, deliver: Callable[[list[Any]], None], has_room: Callable[[], bool]) -> None:
         self._socket, self._deliver, self._has_room = socket, deliver, has_room
@@ -37,7 +37,7 @@ class SocketPump:
         self._schedule()
 
     def drain(self) -> None:
-        """Deliver what has arrived, as far as there is room; call again once there is."""
+        """Deliver received messages while there is room; call again once there is more."""
         for _ in range(BURST_MESSAGES):
             if not self._is_open:
                 return

@@ -1,7 +1,7 @@
 """How roles find each other: one small file per bound socket in the run directory.
 
 A file is written whole (temporary name, fsync, rename) and overwritten by the server's next incarnation.  It is a hint:
-it may outlive its server, so a client waits for the handshake and reads the file again (open.py).
+it may outlive its server, so a client waits for the handshake and then reads the file again (open.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhpc.transport.incarnation import is_earlier
 from rlhpc.transport.sessions import peer_name
 
 POLL_S, LATER_POLL_S = 0.05, 1.0
-QUICK_S = 10.0  # after that a server may take hours: many waiting clients must not load a shared filesystem
+QUICK_S = 10.0  # after that poll slowly: a server may take hours, and many clients share the filesystem
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def withdraw(directory: Path, endpoint: Endpoint) -> None:
 
 
 def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
-    """Return the endpoint of a server replica, or None.  Raises ProtocolError for a file that holds something else."""
+    """Return the endpoint of a server replica, or None.  Raises ProtocolError for a malformed file."""
     file = _file(directory, channel, replica)
     try:
         if not is_listed(file):
@@ -75,7 +75,7 @@ def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
 def successor(directory: Path, endpoint: Endpoint) -> Endpoint | None:
     """Return the successor of this server, or None: another incarnation, not of an earlier start.
 
-    A file that is gone, or cannot be read at the moment, counts as None.
+    Returns None for a file that is missing or cannot be read at the moment.
     """
     try:
         found = find(directory, endpoint.channel, endpoint.replica)
@@ -120,7 +120,7 @@ def _raise_if_late(deadline: Deadline, directory: Path, channel: str, name: str)
     if deadline.is_over:
         raise ChannelTimeout(
             f"{name} has not opened channel {channel!r} after {deadline.limit_s:g} s: "
-            f"{_file(directory, channel, 0).parent} has no address of it; see its log"
+            f"{_file(directory, channel, 0).parent} has no address for it; see its log"
         )
 
 

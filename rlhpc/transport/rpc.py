@@ -1,9 +1,9 @@
-"""Send a request to one of several replicas and get a reply, though some of them may be slow or dead.
+"""Send a request to one of several replicas and get a reply, even if some of them are slow or dead.
 
 Input: requests.  Output: replies.  Both are frozen dataclasses with a `request_id`, over any ClientChannel.  A request
 that is not answered in time goes to another replica, so it must be idempotent.  Every attempt has its own number; a
-reply that comes after its attempt was given up is counted and dropped.  A replica that is busy with the requests of
-others says so (StillWaiting): it is waited for until it has said nothing for as long as an attempt may take.
+reply to an abandoned attempt is counted and dropped.  A replica that is busy with other requests sends StillWaiting: it
+times out only after being silent for as long as an attempt may take.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _Replica:
     channel: ClientChannel
     index: int
     outstanding: int = 0
-    num_replies: int = 0  # also to attempts that were given up
-    timeouts_in_a_row: int = 0  # a replica that hangs has few requests outstanding: it would look the least busy
+    num_replies: int = 0  # including those to abandoned attempts
+    timeouts_in_a_row: int = 0  # a hung replica has few outstanding requests and would look the least busy
     replied_at: float = -math.inf  # loop time of its last reply
     heard_at: float = -math.inf  # of its last message
     is_open: bool = True
@@ -37,7 +37,7 @@ class _Replica:
 
 @dataclasses.dataclass(slots=True)
 class _Attempt:
-    """A request that a replica was sent."""
+    """A request sent to a replica."""
 
     replica: _Replica
     turn: int  # replies of the replica after which this one's turn comes, if it keeps the order
@@ -46,17 +46,17 @@ class _Attempt:
 
 
 class RpcClient:
-    """Calls over channels with no other receiver.  Use as ``async with``, which closes the channels."""
+    """Calls over channels that nothing else receives from.  Use with ``async with``, which closes the channels."""
 
     def __init__(
         self, channels: Sequence[ClientChannel], *, max_attempts: int = 3, silence_s: float = math.inf
     ) -> None:
         """Nothing is received before __aenter__.
 
-        silence_s: a replica that says nothing for so long, while another one does, is not waited for any more.
+        silence_s: give up on a replica that is silent for this long while another one is not.
         """
         self._silence_s = silence_s
-        self.num_retries = 0  # requests that were sent again
+        self.num_retries = 0  # requests that were resent
         self._max_attempts = max_attempts
         self._replicas = [_Replica(channel, index) for index, channel in enumerate(channels)]
         self._waiting: dict[int, _Attempt] = {}
@@ -73,13 +73,13 @@ class RpcClient:
         await self.close()
 
     def add(self, channel: ClientChannel) -> None:
-        """Add a replica, for one that restarted elsewhere.  Call it after __aenter__."""
+        """Add a replica, for example one that restarted on another node.  Call it after __aenter__."""
         replica = _Replica(channel, len(self._replicas))
         self._replicas.append(replica)
         replica.reader = asyncio.create_task(self._read(replica))
 
     async def replace(self, old: ClientChannel, new: ClientChannel) -> None:
-        """Replace the channel of a restarted replica, and close the old one: its calls are sent again."""
+        """Replace the channel of a restarted replica, and close the old one; its calls are resent."""
         self.add(new)
         for replica in self._replicas:
             if replica.channel is old:
@@ -88,9 +88,9 @@ class RpcClient:
     async def call(self, request: Any, timeout_s: float) -> Any:
         """Return the reply, under the request's own id.
 
-        timeout_s: of one attempt, from when it is its turn: a replica that answers what was asked before, by whomever,
-        has a queue, and is waited for as long as it goes on.  The replica with the fewest outstanding requests is
-        tried, after a failure another.  A channel that is closed meanwhile does not count as an attempt.
+        timeout_s: of one attempt, counted from its turn: a replica that answers earlier requests, of any client, has a
+        queue, and the call waits as long as it makes progress.  The replica with the fewest outstanding requests is
+        tried first, after a failure another one.  A channel that is closed meanwhile does not count as an attempt.
         Raises ChannelTimeout after max_attempts, ChannelClosed if no replica is left, ProtocolError if the request may
         not be sent.
         """
@@ -117,7 +117,7 @@ class RpcClient:
     async def close(self) -> None:
         """End all calls with ChannelClosed and close the channels.  Idempotent."""
         for replica in self._replicas:
-            replica.is_open = False  # first of all: what one gives up must not go to another
+            replica.is_open = False  # before the rest: an abandoned call must not go to another replica
         for replica in self._replicas:
             await self._retire(replica)
 
@@ -151,8 +151,8 @@ class RpcClient:
     async def _answered(self, attempt: _Attempt, timeout_s: float) -> None:
         """Wait for a reply.
 
-        Raises TimeoutError timeout_s after its turn has come, the last reply before that, or the replica's last word on
-        it; or once the replica stands still, as far as others make that likely.
+        Raises TimeoutError timeout_s after its turn has come, the last reply before that, or the replica's last
+        StillWaiting for it; or once the replica seems to hang, judging by the others.
         """
         replica, waiter, now = attempt.replica, attempt.waiter, asyncio.get_running_loop().time
         asked_at = counts_from = now()
@@ -172,14 +172,14 @@ class RpcClient:
             is_silent = now() - max(asked_at, replica.heard_at) >= self._silence_s
             if is_silent and any(r.is_open and now() - r.heard_at < self._silence_s for r in self._replicas):
                 raise TimeoutError
-            asked_at = now() if is_silent else asked_at  # all are silent: they may all have long queues
+            asked_at = now() if is_silent else asked_at  # if all are silent, they may all have long queues
 
     async def _read(self, replica: _Replica) -> None:
-        """Hand replies to who waits for them, until the channel is closed."""
+        """Pass replies to their waiting calls, until the channel is closed."""
         while True:
             try:
                 reply = await replica.channel.receive()
-            except ProtocolError:  # its request runs into its timeout and is asked again
+            except ProtocolError:  # its request times out and is resent
                 continue
             except ChannelClosed:
                 replica.is_open = False
@@ -195,10 +195,10 @@ class RpcClient:
             replica.num_replies += 1
             attempt = self._waiting.get(reply.request_id)
             if attempt is not None and attempt.replica is replica and not attempt.waiter.done():
-                attempt.waiter.set_result(reply)  # else it comes too late, and nobody waits for it
+                attempt.waiter.set_result(reply)  # else it is too late, and its call has given up
 
     def _give_up(self, replica: _Replica) -> None:
-        """Fail the attempts that wait for a channel that was closed."""
+        """Fail the attempts that are waiting on a closed channel."""
         for attempt in self._waiting.values():
             if attempt.replica is replica and not attempt.waiter.done():
                 attempt.waiter.set_exception(ChannelClosed("the channel was closed before the reply came"))

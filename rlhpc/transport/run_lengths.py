@@ -1,7 +1,7 @@
-"""Run-length encoding of arrays: the versions and the mask of a rollout are a number or two, not 20 KB.
+"""Run-length encoding of arrays: versions and mask of a rollout take a number or two, not 20 KB.
 
-Input: a one-dimensional array of integers or booleans.  Output: values and lengths, and the reverse.  Where the ends
-look like no runs, as with token ids, looking costs half a microsecond.
+Input: a one-dimensional array of integers or booleans.  Output: values and lengths, and the reverse.  If the ends do
+not look like runs, as with token ids, the check costs half a microsecond.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ MAX_GROWTH = 4  # and for each byte of it besides: a rollout has 8 bytes a token
 
 
 class Allowance:
-    """What the runs of one message may still grow to: few bytes on the wire must not fill a memory."""
+    """Expanded bytes left for the runs of one message: a few bytes on the wire must not fill the memory."""
 
     def __init__(self, num_sent: int) -> None:
         """num_sent: bytes of the message."""
         self._left = FREE_BYTES + MAX_GROWTH * num_sent
 
     def covers(self, nbytes: int) -> bool:
-        """Whether runs of so many bytes are allowed."""
+        """Whether runs that expand to this many bytes are allowed."""
         return nbytes <= self._left
 
     def sent(self, nbytes: int) -> None:
-        """So many more bytes are part of the message."""
+        """Add bytes of the message."""
         self._left += MAX_GROWTH * nbytes
 
     def grew(self, nbytes: int) -> None:
-        """Runs of so many bytes are part of it."""
+        """Subtract bytes of expanded runs."""
         self._left -= nbytes
 
 
@@ -47,7 +47,7 @@ def find_runs(array: NDArray[Any]) -> Runs | None:
     if first != array.item(1) or last != array.item(-2):
         return None
     if first == last:
-        # Equal to itself shifted by one element: the quickest way to see that there is but one run.
+        # Equal to itself shifted by one element: the quickest test for a single run.
         raw = array.tobytes()
         if raw[array.itemsize :] == raw[: -array.itemsize]:
             return [first], [len(array)]
@@ -65,10 +65,10 @@ def is_runs_form(wire: object) -> bool:
 
 
 def expand_runs(dtype: np.dtype[Any], wire: Any, allowance: Allowance) -> NDArray[Any]:
-    """Return the array of [dtype, length, values, lengths].  Raises ValueError unless it is that, and allowed."""
+    """Return the array of [dtype, length, values, lengths].  Raises ValueError if malformed or not allowed."""
     code, num_elements, values, lengths = wire
     if code != dtype.str:
-        raise ValueError(f"dtype {code!r} where {dtype.str!r} is due")
+        raise ValueError(f"dtype {code!r} where {dtype.str!r} is expected")
     if type(values) is not list or type(lengths) is not list or not 1 <= len(values) == len(lengths) <= MAX_RUNS:
         raise ValueError("not as many run lengths as values, or too many")
     kind = bool if dtype.kind == "b" else int
@@ -76,7 +76,7 @@ def expand_runs(dtype: np.dtype[Any], wire: Any, allowance: Allowance) -> NDArra
         raise ValueError("runs of an impossible value or length")
     nbytes = sum(lengths) * dtype.itemsize
     if sum(lengths) != num_elements or nbytes < MIN_BYTES or not allowance.covers(nbytes):
-        raise ValueError(f"runs of {sum(lengths)} elements where {num_elements!r} are due, or too many for the message")
+        raise ValueError(f"runs of {sum(lengths)} elements, expected {num_elements!r}, or too many for the message")
     allowance.grew(nbytes)
     if len(values) == 1:
         return np.full(sum(lengths), values[0], dtype)  # OverflowError for a value the dtype has not

@@ -1,13 +1,13 @@
-"""Who is speaking, whether it may, and whether a message is missing.
+"""Sessions of peers: identify the sender of a message, check that it may send, and detect lost messages.
 
 A *session* is one opened client channel: peer name, incarnation of its process, a random number.  Its text is the
-ROUTER's routing id, so every message says which session it is of.  The random number keeps others from taking a
-session over (routing ids are claimed, not proved) and makes a channel that is opened again start from sequence 0.
+ROUTER's routing id, so every message identifies its session.  The random number keeps others from taking over a session
+(routing ids are claimed, not proved), and lets a reopened channel start from sequence 0.
 
-Guarantees: only a peer's newest session is accepted; an incarnation that was followed by another is fenced permanently,
-and so is every one of an earlier start than the latest known of that name (incarnation.py), even if it comes for the
-first time: a node that was cut off must not take over from its replacement.  Per session and direction sequence numbers
-count from 0, so that a loss is counted and a copy refused.
+Guarantees: only a peer's newest session is accepted; an incarnation that was replaced by another is fenced permanently,
+and so is any from an earlier start than the latest known of that name (incarnation.py), even when first seen: a node
+that was cut off must not take over from its replacement.  Per session and direction, sequence numbers count from 0, so
+that losses are counted and duplicates rejected.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Session:
         """Read a routing id.  Raises ProtocolError."""
         parts = _SESSION.fullmatch(routing_id)
         if parts is None:
-            raise ProtocolError("", "routing id", f"{routing_id[:60]!r} is no session")
+            raise ProtocolError("", "routing id", f"{routing_id[:60]!r} is not a session")
         return cls(*(part.decode() for part in parts.groups()))
 
     @property
@@ -128,8 +128,8 @@ class PeerBook:
     def name_of(self, routing_id: bytes, user_id: str | None) -> str:
         """Return the name of this session's peer.
 
-        user_id: whom its key belongs to, None without CURVE.  Raises ProtocolError if it claims another's name or
-        was fenced.
+        user_id: owner of its key, None without CURVE.  Raises ProtocolError if the session claims another name or was
+        fenced.
         """
         known = self._by_routing_id.get(routing_id)
         session = known.session if known is not None else Session.parse(routing_id)
@@ -170,7 +170,7 @@ class PeerBook:
 
 @dataclass(slots=True)
 class Counters:
-    """What a channel end counts while it is open."""
+    """Counters of a channel end while it is open."""
 
     messages_sent: int = 0
     messages_received: int = 0
@@ -189,7 +189,7 @@ class Counters:
         self.bytes_received += nbytes
 
     def snapshot(self, *, received: int, lost: int = 0, denied: int = 0) -> ChannelStatistics:
-        """Freeze them, with the depth of the queue and what others have counted."""
+        """Freeze them, adding the queue depth and counts from elsewhere."""
         return ChannelStatistics(
             self.messages_sent,
             self.messages_received,

@@ -1,13 +1,12 @@
-"""Make ZeroMQ sockets the way every channel wants them, and move whole messages through them without blocking.
+"""Create ZeroMQ sockets configured for channels, and move whole messages through them without blocking.
 
-Input: a ChannelSpec and the [transport] settings.  Output: configured sockets.  Traps that are handled here, and
-nowhere else:
+Input: a ChannelSpec and the [transport] settings.  Output: configured sockets.  Traps handled here and nowhere else:
 
 * no ZMTP heartbeats: a socket that stops reading because its queue is full does not answer pings either, so the
-  sender takes it for dead, reconnects, and loses what was on its way (281 of 288 messages in our trial).  TCP keepalive
-  is answered by the kernel; roles send heartbeats of their own.
+  sender assumes it is dead, reconnects, and loses messages in transit (281 of 288 in our trial).  TCP keepalive is
+  answered by the kernel, and roles send their own heartbeats.
 * ZAP_ENFORCE_DOMAIN: without it a connection that finds no ZAP handler is admitted.
-* a unix socket's path holds 107 bytes, fewer than many values of TMPDIR need.
+* a unix socket's path is limited to 107 bytes, too few for many values of TMPDIR.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from rlhpc.transport.zap import ZAP_DOMAIN
 
 LINGER_MS = 1_000
 TERMINATE_S = 3.0
-MAX_RECEIVE_QUEUE = 64  # messages that wait at the receiving end, per peer; the rest waits at the sender
+MAX_RECEIVE_QUEUE = 64  # messages queued at the receiving end, per peer; the rest waits at the sender
 HANDSHAKE_MS = 10_000  # a connection without a handshake by then is closed
 FRAME_OVERHEAD_BYTES = 1 << 12  # upper bound of CURVE's nonce and tag
 ZERO_COPY_BYTES = 64 << 10  # when sending: below this a copy is cheaper than tracking
-SHARED_BUFFER_BYTES = 16 << 10  # when receiving: smaller frames lie, unaligned, in ZeroMQ's 8 KiB buffers
+SHARED_BUFFER_BYTES = 16 << 10  # when receiving: smaller frames are unaligned in ZeroMQ's 8 KiB buffers
 MAX_IPC_PATH_BYTES = 107
 MAX_OPEN_FILES = 1 << 16
 
@@ -66,7 +65,7 @@ def receive_queue(spec: ChannelSpec) -> int:
 
 
 def secure_server(socket: Socket, secrets: Path, name: str) -> None:
-    """Use CURVE only, with the key of this role instance; the ZAP handler decides who is admitted."""
+    """Use CURVE only, with the key of this role instance; the ZAP handler decides on admission."""
     socket.curve_server = 1
     socket.curve_secretkey = load_secret(secrets, name)
     socket.zap_domain = ZAP_DOMAIN
@@ -81,10 +80,10 @@ def secure_client(socket: Socket, secrets: Path, name: str, server_name: str) ->
 
 
 def allow_many_connections() -> None:
-    """Raise this process's soft limit of open files as far as it may, to MAX_OPEN_FILES at most.
+    """Raise this process's soft limit of open files as far as allowed, to MAX_OPEN_FILES at most.
 
     ZeroMQ accepts whoever connects, and closes those without a handshake after HANDSHAKE_MS.  With the usual limit of
-    1,024 as many silent strangers would keep a controller from opening its own files.
+    1,024, that many silent connections would keep a controller from opening its own files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -100,7 +99,7 @@ class Binding:
     directory: Path | None  # of the unix socket
 
     def remove(self) -> None:
-        """Delete the files that binding has made.  Idempotent."""
+        """Delete the files created by binding.  Idempotent."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -108,7 +107,7 @@ class Binding:
 def bind(socket: Socket, kind: str, interface: str | None) -> Binding:
     """Listen at a fresh address: a free port of the interface, or a unix socket in a directory of mode 0700.
 
-    interface: IPv4 address for tcp; None: the one that other hosts reach us under (rlhpc/host_address.py).
+    interface: IPv4 address for tcp; None: the one at which other hosts reach us (rlhpc/host_address.py).
     Raises ConfigError if it cannot be bound, or if RLHPC_INTERFACE names no interface of this host.
     """
     if kind == "tcp":
@@ -132,10 +131,10 @@ def _short_private_directory() -> Path:
 
 
 def terminate(context: Context, timeout_s: float = TERMINATE_S) -> bool:
-    """Wait until what was queued is flushed and the context has ended; False: it has not, and is abandoned.
+    """Wait until queued messages are flushed and the context has ended; False: it has not, and is abandoned.
 
-    Ending a context waits without limit for every socket of it.  A role that has to leave before its time limit must
-    not hang there, so a daemon thread does the waiting.
+    Terminating a context waits without limit for all its sockets.  A role that must exit before its time limit must not
+    hang there, so a daemon thread does the waiting.
     """
     thread = threading.Thread(target=context.term, name="zmq-term", daemon=True)
     thread.start()
@@ -156,8 +155,8 @@ def push(socket: Socket, frames: Sequence[Frame]) -> bool:
         except zmq.Again:
             if index == 0:
                 return False
-            # The connection went away between two frames.  ZeroMQ swallows the rest of the message; it has to be
-            # offered nevertheless, or the next message would be swallowed instead.
+            # The connection was lost between two frames.  ZeroMQ discards the rest of the message, which must be
+            # sent all the same, or the next message would be discarded instead.
     return True
 
 

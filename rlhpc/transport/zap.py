@@ -4,7 +4,7 @@ Input: handshake requests at inproc://zeromq.zap.01.  Output: the name of the ro
 ZeroMQ then attaches to every message of that connection as its User-Id.
 
 CURVE without a handler admits everyone who knows the server's public key, and pyzmq's ThreadAuthenticator with domain
-"*" matches no domain that has a name; hence our own.  A thread, because a handshake must not wait for a busy loop.
+"*" does not match named domains; hence our own.  A thread, because a handshake must not wait for a busy loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REREAD_AFTER_S = 0.5  # unknown keys must not make us read a shared file system 
 
 
 class AllowList:
-    """Public keys of the run, read again when an unknown one appears: names may be added while the run is up."""
+    """Public keys of the run, read again when an unknown one appears, since names may be added during the run."""
 
     def __init__(self, read: Callable[[], dict[bytes, str]], clock: Clock) -> None:
         """`read` returns name by public key (Z85)."""
@@ -40,18 +40,20 @@ class AllowList:
         self._read_at = clock()
 
     def name_of(self, key: bytes) -> str | None:
-        """Return whose key this is, or None."""
+        """Return the owner of this key, or None."""
         if key not in self._names and self._clock() - self._read_at >= REREAD_AFTER_S:
             self._read_at = self._clock()
             try:
                 self._names = self._read()
-            except RunDirectoryError:  # loosened or removed during the run: known peers may stay, nobody joins
+            except (
+                RunDirectoryError
+            ):  # made accessible or removed during the run: known peers may stay, no new ones join
                 return None
         return self._names.get(key)
 
 
 class Rarely:
-    """Lets a warning through now and then: whoever is refused may try a thousand times a second."""
+    """Rate limit for warnings: a refused client may try a thousand times a second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._told_at = clock, -math.inf
@@ -96,7 +98,7 @@ class ZapHandler:
             self.num_denied += 1
             if self._told.may_tell():
                 log.warning(
-                    "refused connections so far, without a key of this run: %d, the last one from %s",
+                    "refused connections without a key of this run, so far: %d, the last one from %s",
                     self.num_denied,
                     address.decode(errors="replace") or "this machine",
                 )

@@ -1,8 +1,8 @@
-"""The connecting end of a channel over ZeroMQ: a DEALER, for roles with an event loop and for roles without.
+"""The connecting end of a channel over ZeroMQ: a DEALER, for roles with and without an event loop.
 
 Receives the server's messages of a ChannelSpec and sends the clients'.  A message that does not decode, or a duplicate,
-raises ProtocolError: behind CURVE only the server can have sent it, so it is a bug.  What is missing, because the
-connection broke and came back, is counted in messages_lost.
+raises ProtocolError: with CURVE only the server can have sent it, so it is a bug.  Messages lost because the connection
+broke and was restored are counted in messages_lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class _Dealer:
-    """What both clients share: the socket, the session and its sequence numbers.  Never waits."""
+    """Shared by both clients: the socket, the session and its sequence numbers.  Never waits."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class ZmqClient(ClientChannel):
         deadline = Deadline(timeout_s)
         while not self._dealer.try_send(message, self._pump.try_send):
             if deadline.is_over:
-                raise ChannelFull(f"{self._dealer.title}: nothing was taken for {timeout_s:g} s")
+                raise ChannelFull(f"{self._dealer.title}: no message was accepted for {timeout_s:g} s")
             await self._pump.room(deadline.left_s)
 
     async def receive(self, timeout_s: float | None = None) -> Any:
@@ -216,7 +216,7 @@ class ZmqBlockingClient(BlockingClientChannel):
         deadline = Deadline(timeout_s)
         while not self._dealer.try_send(message, lambda frames: push(self._dealer.socket, frames)):
             if not self._wait_for(zmq.POLLOUT, deadline):
-                raise ChannelFull(f"{self._dealer.title}: nothing was taken for {timeout_s:g} s")
+                raise ChannelFull(f"{self._dealer.title}: no message was accepted for {timeout_s:g} s")
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Return the next message."""

@@ -2,13 +2,12 @@
 
 Receives the clients' messages of a ChannelSpec and sends the server's.  Keeps the guarantees of ServerChannel:
 
-* order, and no copies: sequence numbers per session (sessions.py); what is missing is counted in messages_lost;
-* nothing foreign: with CURVE only keys of this run are admitted, and each may speak only under its own name;
+* order and no duplicates: sequence numbers per session (sessions.py); lost messages are counted in messages_lost;
+* no outsiders: with CURVE only keys of this run are admitted, and each only under its own name;
 * no silent drop: ROUTER_MANDATORY turns an unknown peer into PeerUnreachable and a full queue into ChannelFull.
 
 Differs from the usual recipe: the routing id is ``name/incarnation/random``, not the bare name.  With bare names a
-stopped process that comes back takes the connection over from its successor, and the two take it from each other
-endlessly.
+stopped process that resumes takes over the connection of its successor, and the two keep taking it from each other.
 """
 
 from __future__ import annotations
@@ -79,12 +78,12 @@ class ZmqServer(ServerChannel):
 
     @property
     def peers(self) -> frozenset[str]:
-        """Names that have greeted us, which opening a channel does; they may have died since."""
+        """Names that have greeted us, as every opened channel does; they may have died since."""
         return self._peers.names
 
     @property
     def connections_denied(self) -> int:
-        """Handshakes with a key that is not of this run."""
+        """Handshakes with a key that does not belong to this run."""
         return self._zap.num_denied if self._zap else 0
 
     @property
@@ -134,7 +133,7 @@ class ZmqServer(ServerChannel):
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            raise PeerUnreachable(f"{self._title}: {name} was connected and is gone") from error
+            raise PeerUnreachable(f"{self._title}: {name} has disconnected") from error
         peer.next_sent += 1
         self._counters.sent(sum(map(len, frames)))
         return True
@@ -164,7 +163,7 @@ class ZmqServer(ServerChannel):
             self._inbox.put((peer, message))
 
     def _reject(self, error: ProtocolError) -> None:
-        """Count it; tell it, unless another one with the same fault was told in the last minute."""
+        """Count it; log it, unless the same fault was logged within the last minute."""
         self._counters.messages_rejected += 1
         if self._told[error.field.partition(".")[0]].may_tell():
             log.warning("%s: messages rejected so far: %d; %s", self._title, self._counters.messages_rejected, error)
