@@ -55,7 +55,7 @@ def openness(directory: Path) -> Openness:
 def leave_no_core_file(environment: Mapping[str, str] = os.environ) -> None:
     """Set the soft limit for core files to 0 for this process and its children, since their memory contains keys.
 
-    The hard limit is unchanged: `prlimit --core=unlimited --pid PID` allows a core file, and debuggers can still attach.
+    The hard limit is unchanged: `prlimit --core=unlimited --pid PID` allows a core file, and debuggers can attach.
     """
     if not environment.get(KEEP_CORE_FILES):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

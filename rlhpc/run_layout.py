@@ -24,7 +24,7 @@ class RunLayout:
 
     @property
     def is_run(self) -> bool:
-        """True if this is a run directory: its config.json is ours, perhaps damaged.  HF checkpoints have another one."""
+        """True for a run directory: its config.json is ours, perhaps damaged.  HF checkpoints have another one."""
         try:
             return {"config", "hash"} <= set(json.loads(self.config.read_bytes()))
         except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
 """Read a TOML file; for invalid TOML, tell the author what to change.
 
-Input: a file.  Output: its tables.  A fault is a ConfigError that names file and line, quotes the line, and says what is
-legal there: most are habits from other formats.
+Input: a file.  Output: its tables.  A fault is a ConfigError that names file and line, quotes the line, and says what
+is legal there: most are habits from other formats.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Passes every message to a callback while there is room for it; wakes senders when they should try again.
 
-A ZeroMQ file descriptor is edge-triggered, and *any* call on the socket may consume an edge.  So senders are woken after
-each receive, and the socket is polled for messages after each send.  zmq.asyncio does the same, but a cancelled receive
-can lose the message there, and each message costs a future and a pass of the loop.
+A ZeroMQ file descriptor is edge-triggered, and *any* call on the socket may consume an edge.  So senders are woken
+after each receive, and the socket is polled for messages after each send.  zmq.asyncio does the same, but there a
+cancelled receive can lose the message, and each message costs a future and a pass of the loop.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class _Attempt:
     """A request sent to a replica."""
 
     replica: _Replica
-    turn: int  # replies of the replica after which this one's turn comes, if it keeps the order
+    turn: int  # number of the replica's replies before this one is due, if it answers in order
     waiter: asyncio.Future[Any]
     waited_at: float = -math.inf  # loop time at which the replica last said that it has it, and goes on
 

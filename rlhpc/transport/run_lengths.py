@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Runs: TypeAlias = tuple[list[Any], list[int]]  # value of each run, length of each run
 
-MIN_BYTES = 1 << 10  # a shorter array is cheaper to copy than to look at
+MIN_BYTES = 1 << 10  # shorter arrays are cheaper to copy than to check
 MAX_RUNS = 16
 FREE_BYTES = 1 << 20  # what the runs of any message may grow to
 MAX_GROWTH = 4  # and for each byte of it besides: a rollout has 8 bytes a token that are no runs, and 5 that may be

@@ -1,6 +1,6 @@
-"""What publisher and receivers check before any tensor is used.
+"""The header that receivers check before any tensor is used.
 
-Input: a WeightManifest.  Output: a few int64 that travel ahead of the buckets.
+Input: a WeightManifest.  Output: a few int64 that are sent before the buckets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def header_of(manifest: WeightManifest) -> list[int]:
 
 
 def identity_of(manifest: WeightManifest, sums: list[int]) -> int:
-    """63 bits, never 0, that name the bytes of a whole version: its layout and the checksums of its buckets."""
+    """63 bits, never 0, that identify the bytes of a whole version: its layout and the checksums of its buckets."""
     text = repr((layout_digest(manifest), sums))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
 

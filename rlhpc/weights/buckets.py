@@ -1,7 +1,7 @@
 """Layout of tensors in buckets.
 
 Input: TensorSpec.  Output: WeightManifest.  Pure: publisher and receivers compute the same layout from the same
-manifest.  Inside a bucket every tensor starts at a multiple of 16 bytes; gaps hold no meaning.
+manifest.  Inside a bucket every tensor starts at a multiple of 16 bytes; the contents of gaps are undefined.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """A 64-bit checksum of a block of bytes, the same on CPU and CUDA.
 
 Input: a flat uint8 tensor.  Output: an int.  Guards against broken transfers and files, not against forgery.
-65,536 lanes of 64-bit words, in each lane Horner's rule with an odd factor, then the lanes are mixed with their number
-and summed.  A flip of one bit always changes the result; swaps, shifts and longer damage do but for chance (2^-64),
-save that two flips of the highest bit in the same lane cancel.  About the speed of memory: on CPU one fused pass per
-512 KiB, whose lanes stay in the cache, in machine code where there is much to sum; on a GPU, where a launch costs more
-than such a pass, rows are folded in pairs: some ten launches per 64 MiB, and half as much memory again.  All give the
-same number.
+65,536 lanes of 64-bit words: Horner's rule with an odd factor in each lane, then the lanes are mixed with their number
+and summed.  A flip of one bit always changes the result; swaps, shifts and longer damage go unnoticed with probability
+2^-64, except that two flips of the highest bit in the same lane cancel.  Runs at about memory speed: on CPU one fused
+pass per 512 KiB, whose lanes stay in the cache, compiled for large inputs; on a GPU, where a launch costs more than such
+a pass, rows are folded in pairs: about ten launches per 64 MiB, and 50 % extra memory.  All give the same number.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MASK = (1 << 64) - 1
 COMPILED_WORDS = 8 * NUM_LANES  # 4 MiB
 MOST_ROWS = 128  # 64 MiB
 
-# Signed, as torch has no arithmetic on uint64; it wraps as two's complement does.
+# Signed, since torch has no arithmetic on uint64; it wraps around as two's complement.
 HORNER_FACTOR = 0xD1342543DE82EF95 - (1 << 64)  # odd: multiplication loses nothing
 LANE_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio
 
@@ -33,7 +32,7 @@ def checksum64(data: Tensor) -> int:
 
 
 class RunningChecksum:
-    """The checksum of a block that is there piece by piece: each is read while it is still in the cache."""
+    """The checksum of a block that arrives in pieces: each is read while it is still in the cache."""
 
     def __init__(self, device: torch.device) -> None:
         """device: where the pieces are."""
@@ -41,18 +40,18 @@ class RunningChecksum:
         self._num_bytes = 0
 
     def add(self, piece: Tensor) -> None:
-        """Go on with uint8 [n], contiguous.  n is a multiple of ROW_BYTES, save in the last piece."""
+        """Add uint8 [n], contiguous.  n is a multiple of ROW_BYTES, except in the last piece."""
         if piece.dtype != torch.uint8 or piece.dim() != 1 or not piece.is_contiguous():
-            raise ValueError(f"a checksum is taken of contiguous flat bytes, not of {piece.dtype} {tuple(piece.shape)}")
+            raise ValueError(f"a checksum needs contiguous flat bytes, not {piece.dtype} {tuple(piece.shape)}")
         if self._num_bytes % ROW_BYTES:
-            raise ValueError(f"a piece of {piece.numel()} bytes after {self._num_bytes}, no multiple of {ROW_BYTES}")
+            raise ValueError(f"a piece of {piece.numel()} bytes after {self._num_bytes}, not a multiple of {ROW_BYTES}")
         self._num_bytes += piece.numel()
         words = _as_words(piece)
         go_on = lanes_in_order if piece.device.type == "cpu" else lanes_by_halves
         self._lanes = go_on(words, self._lanes)
 
     def copy(self, piece: Tensor, target: Tensor) -> None:
-        """Copy uint8 [n] to `target`, and go on with it as `add` does; on CPU in one pass, where it is much."""
+        """Copy uint8 [n] to `target`, and add it as `add` does; on CPU in one pass if it is large."""
         is_much = piece.numel() % ROW_BYTES == 0 and piece.numel() >= 8 * COMPILED_WORDS
         if is_much and all(part.device.type == "cpu" and part.data_ptr() % 8 == 0 for part in (piece, target)):
             from rlhpc.weights.checksum_lanes import copy_and_fold  # numba takes half a second to load
@@ -64,7 +63,7 @@ class RunningChecksum:
         self.add(target)
 
     def value(self) -> int:
-        """The checksum of all pieces in a row, as checksum64 has it."""
+        """The checksum of all pieces concatenated, as of checksum64."""
         steps = torch.arange(NUM_LANES, dtype=torch.int64, device=self._lanes.device) * LANE_STEP
         total = int(_mix(self._lanes + steps).sum().item())
         return (total ^ (self._num_bytes * 0xBF58476D1CE4E5B9)) & MASK
@@ -84,7 +83,7 @@ def lanes_in_order(words: Tensor, lanes: Tensor) -> Tensor:
 
 
 def lanes_by_halves(words: Tensor, lanes: Tensor) -> Tensor:
-    """The same in few launches: neighbouring rows are joined, then neighbouring pairs, and so on."""
+    """The same in few launches: adjacent rows are combined, then adjacent pairs, and so on."""
     num_whole = words.numel() // NUM_LANES
     rows = words[: num_whole * NUM_LANES].view(num_whole, NUM_LANES)
     while len(rows):

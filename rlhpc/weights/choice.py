@@ -1,8 +1,8 @@
-"""Choose the weight transport: from where trainer and engines are, never from how many GPUs one process sees.
+"""Choose the weight transport from the placement of trainer and engines, never from how many GPUs a process sees.
 
 Input: weights.transport, the device of the trainer's rank 0, the devices of every engine's workers.  Output: gloo,
-nccl, ipc or disk.  A device is "" for the CPU, else a word that no other device has: a GPU's UUID, or its place in
-CUDA_VISIBLE_DEVICES where all words are of one machine.  Pure, without torch: launcher and controller ask the same.
+nccl, ipc or disk.  A device is "" for the CPU, else a unique name: a GPU's UUID, or its index in CUDA_VISIBLE_DEVICES if
+all names belong to one machine.  Pure, without torch: launcher and controller both use it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlhpc.errors import ConfigError
 
 TRANSPORTS = ("gloo", "nccl", "ipc", "disk")
 CPU = ""
-MIG = "MIG-"  # prefix of NVIDIA's names of parts of a GPU
+MIG = "MIG-"  # prefix of NVIDIA's names for GPU partitions
 
 
 def choose_transport(
@@ -27,11 +27,11 @@ def choose_transport(
     """Resolve "auto", or check the setting.
 
     On CUDA nccl between GPUs, ipc within one; on CPU ipc on one host, gloo between hosts.
-    engines: name → devices of its workers.  is_one_host: all run on one, and see its memory.
+    engines: name → devices of its workers.  is_one_host: all run on one host, and share its memory.
     is_deterministic: run.deterministic, for which vLLM and the trainer set NCCL's algorithms differently, so that a
-    communicator of both would hang in its first collective (vllm.utils.nccl): gloo in place of nccl.
-    Raises ConfigError, which names the devices of all, for a setting that cannot work there, and for "auto" if some
-    engines share the trainer's GPU and others do not.
+    communicator of both would hang in its first collective (vllm.utils.nccl): gloo replaces nccl.
+    Raises ConfigError, which names all devices, for a setting that cannot work there, and for "auto" if some engines
+    share the trainer's GPU and others do not.
     """
     if wish not in ("auto", *TRANSPORTS):
         raise ConfigError(f"weights.transport={wish!r}; legal: auto, {', '.join(TRANSPORTS)}")
@@ -53,7 +53,7 @@ def choose_transport(
         return "gloo"
     if trainer in workers:
         return _ipc(trainer, engines)
-    # NCCL does not connect two parts of one GPU, and whether these are of one is not known here.
+    # NCCL cannot connect two partitions of one GPU, and we cannot tell whether these belong to one.
     is_by_gloo = is_deterministic or any(device.startswith(MIG) for device in (trainer, *workers))
     return "gloo" if is_by_gloo else _nccl(trainer, engines)
 

@@ -1,17 +1,17 @@
-"""Code what has changed in a block of 16-bit numbers, and put it into the block as it was: exact, bit for bit.
+"""Delta coding of blocks of 16-bit numbers: encode the changes, and apply them to the old block, bit for bit.
 
-Input: a block before and after.  Output: uint8 [n], a multiple of 16, or None where that would not be short.  Bits are
-compared, so that NaN payloads, signed zeros and gaps between tensors come out as they went in; of float32 every half is
-a number by itself.  One number in a hundred changes by one unit in the last place in a step of Adam at usual learning
-rates, which takes two bytes, of the four that its place and its value have:
+Input: a block before and after.  Output: uint8 [n], a multiple of 16, or None if the delta would not be short.  Bits are
+compared, so that NaN payloads, signed zeros and gaps between tensors are preserved; a float32 counts as two numbers.  In
+a step of Adam at usual learning rates, one number in a hundred changes, by one unit in the last place; that takes two
+bytes instead of the four for its position and value:
 
-    int64 [3]     number of changes, of bytes of places, of values that are written out
-    uint16 [wide] values as they are, where the difference says 0
-    uint8 [skips] numbers to pass before the next that has changed; 255: pass 255, and read on
-    uint8 [n]     difference to the value before, 1 … 254 as zigzag (1 → −1, 2 → 1, 3 → −2, …), else 0
+    int64 [3]     number of changes, of bytes of positions, of literal values
+    uint16 [wide] literal values, where the difference is 0
+    uint8 [skips] numbers to skip before the next change; 255: skip 255, and read on
+    uint8 [n]     difference to the old value, 1 … 254 as zigzag (1 → −1, 2 → 1, 3 → −2, …), else 0
 
-Guarantee: what is not of this form is refused before the block is touched, whatever the bytes are.  Numba compiles at
-the first call (rlhpc/compiled.py); importing it takes half a second, so that modules load this one when they need it.
+    Guarantee: malformed input is rejected before the block is touched, whatever the bytes are.  Numba compiles at the first
+    call (rlhpc/compiled.py); importing it takes half a second, so other modules import this one lazily.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ LARGEST = 254  # zigzag of a difference that fits a byte, 0 left out
 
 
 class DeltaEncoder:
-    """Codes blocks one after the other; its memory is reused."""
+    """Encodes blocks one after the other; its memory is reused."""
 
     def __init__(self, max_share: float) -> None:
-        """max_share: of a block's bytes; what would take more is not coded."""
+        """max_share: largest delta, as a share of the block's bytes; larger ones are not coded."""
         self._max_share = max_share
         self._streams: tuple[NDArray[Any], ...] = ()
 
     def encode(self, old: Tensor, new: Tensor) -> Tensor | None:
         """Code uint8 [n] `new` against `old`, on CPU, n a multiple of 16; `old` becomes `new` in any case.
 
-        None: too much has changed.
+        Returns None if too much has changed.
         """
         room = int(self._max_share * old.numel()) // 4  # of each stream: together they take four bytes a change
         if not self._streams or len(self._streams[0]) < room:
@@ -57,12 +57,12 @@ class DeltaEncoder:
 
 
 def apply_delta(coded: Tensor, block: Tensor) -> None:
-    """Make uint8 [n] `block` what it was coded for, in place.  Raises TornWeights, and the block is as it was."""
+    """Turn uint8 [n] `block` into the new version, in place.  Raises TornWeights; the block is then unchanged."""
     data: NDArray[Any] = coded.numpy()
     head = data[:HEAD_BYTES]
     counts = [int(count) for count in head.view(np.int64)] if head.size == HEAD_BYTES else [-1]
     if min(counts) < 0 or _padded_bytes(*counts) != data.size:
-        raise TornWeights(f"a delta of {data.size} bytes has not the length that it says")
+        raise TornWeights(f"a delta of {data.size} bytes does not have the length that it states")
     changes, skips, wide = counts
     start = HEAD_BYTES + 2 * wide
     streams = data[start : start + skips], data[start + skips : start + skips + changes]
@@ -71,7 +71,7 @@ def apply_delta(coded: Tensor, block: Tensor) -> None:
 
 
 def num_changes(coded: Tensor) -> int:
-    """How many 16-bit numbers a delta changes."""
+    """Number of 16-bit numbers that a delta changes."""
     return int(coded[:8].view(torch.int64).item())
 
 

@@ -1,6 +1,6 @@
-"""A delta as the content of a file: for whom it is, its checksum, and what has changed (delta_codec.py).
+"""A delta as the content of a file: its base version, its checksum, and the changes (delta_codec.py).
 
-int64 [2]    identity of the version that it is coded against, checksum of the rest
+int64 [2]    identity of the base version, checksum of the rest
 uint8 [n]
 """
 
@@ -24,12 +24,12 @@ def with_head(base: int, coded: Tensor) -> Tensor:
 
 
 def put_delta(content: Tensor, held: int | None, block: Tensor) -> None:
-    """Make the block of version `held` the next one.  Raises TornWeights; then the block is as it was."""
+    """Turn the block of version `held` into the next one.  Raises TornWeights; the block is then unchanged."""
     if content.numel() < HEAD_BYTES:
         raise TornWeights(f"a delta of {content.numel()} bytes has no head")
     base, published = content[:HEAD_BYTES].clone().view(torch.int64).tolist()
     if base != held:
-        raise TornWeights(f"a delta for who holds {base:x}, and here is {held or 0:x}")
+        raise TornWeights(f"a delta based on {base:x}, but this receiver has {held or 0:x}")
     coded = content[HEAD_BYTES:]
     if (got := checksum64(coded)) != (want := published + SIGN_SHIFT):
         raise TornWeights(f"a delta has checksum {got:016x}, not {want:016x}")

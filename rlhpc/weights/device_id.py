@@ -1,6 +1,6 @@
-"""Name a device so that two processes find out whether they have the same one.
+"""Name a device, so that two processes can tell whether they use the same one.
 
-Input: a torch device.  Output: "" for a CPU, else the UUID of a GPU, or the name of the part of one (MIG).
+Input: a torch device.  Output: "" for a CPU, else the UUID of a GPU, or the name of a GPU partition (MIG).
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ def device_id(device: torch.device | str) -> str:
     index = device.index if device.index is not None else torch.cuda.current_device()
     words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     word = words[index].strip() if index < len(words) else ""
-    # Parts of one GPU may have the UUID of the whole; their processes know them by name.
+    # Partitions of a GPU may report the UUID of the whole; their processes know them by name.
     return word if word.startswith(MIG) else f"GPU-{torch.cuda.get_device_properties(index).uuid}"

@@ -1,4 +1,4 @@
-"""Run the work of a thread on one device, and on a CUDA stream of its own.
+"""Run the work of a thread on one device, and on a separate CUDA stream.
 
 Input: a device; output: a context to work in.  A thread does not inherit the current CUDA device of the one that
 started it: it begins on cuda:0 and on the legacy default stream, which waits for every other stream and makes them
@@ -19,7 +19,7 @@ class DeviceScope:
     """One device and a stream for the thread that enters.  Kept for the life of a process.
 
     The caching allocator keeps freed blocks for the stream that they were allocated on: with a new stream each time
-    the buffers of the last time would be lost.
+    the earlier buffers could not be reused.
     """
 
     def __init__(self, device: torch.device) -> None:

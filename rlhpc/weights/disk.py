@@ -1,15 +1,15 @@
-"""Move weights through files of the run directory: slow, and possible everywhere.
+"""Transfer weights through files of the run directory: slow, but possible everywhere.
 
 Input: a WeightManifest and tensors.  Publisher and receivers share only a directory with atomic rename:
 
-    epoch_000003/joined_0001                    rank 1 takes part
-    epoch_000003/version_000012/bucket_0000.bin …       one a bucket, as flat_tensors.py lays it out; or .delta
+    epoch_000003/joined_0001                    rank 1 has joined
+    epoch_000003/version_000012/bucket_0000.bin …       one per bucket, laid out by flat_tensors.py; or .delta
     epoch_000003/version_000012/checksums.json  written last: a version without it does not exist
-    epoch_000003/version_000012/verified_0001   rank 1 has it, whole ("torn_0001": it has not)
+    epoch_000003/version_000012/verified_0001   rank 1 has the whole version ("torn_0001": it has not)
 
-A rank that keeps the version writes its identity into "verified".  Where every rank has, the next version's buckets are
-what has changed (delta_file.py), save those of which much has.  The two newest versions are kept.  The directory goes
-when the epoch is dissolved.
+A rank that keeps the version writes its identity into "verified".  If every rank does, the next version's buckets are
+sent as deltas (delta_file.py), except those with too many changes.  The two newest versions are kept.  The directory is
+removed when the epoch is dissolved.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from rlhpc.weights.rendezvous_file import file_of
 NUM_KEPT_VERSIONS = 2
 LOOK_EVERY_S = 0.05  # each look is a directory listing, which takes 0.01 s on a parallel filesystem
 CHECKSUMS = "checksums.json"
-DELTA = ".delta"  # suffix of a bucket that is sent as what has changed
+DELTA = ".delta"  # suffix of a bucket that is sent as a delta
 
 
 class DiskPublisher(WeightPublisher):
     """Writes versions as files."""
 
     def __init__(self, directory: Path, timeout_s: float, image: HostImage | None = None) -> None:
-        """directory: the run's weights directory; made when needed.  image: for deltas; None: none are written."""
+        """directory: the run's weights directory; created if needed.  image: for deltas; None: write none."""
         self._directory, self._timeout_s = directory, timeout_s
         self._opened: WeightGroup | None = None
         self._is_formed = False
@@ -62,7 +62,7 @@ class DiskPublisher(WeightPublisher):
             shutil.rmtree(directory, ignore_errors=True)  # of an earlier attempt of the run with the same number
             directory.mkdir(parents=True)
         except OSError as error:
-            raise GroupFailed(f"the rendezvous {directory} could not be made: {error}") from error
+            raise GroupFailed(f"the rendezvous {directory} could not be created: {error}") from error
         self._opened = replace(group, address=f"file://{directory}")
         return self._opened
 
@@ -202,7 +202,7 @@ class DiskReceiver(WeightReceiver):
         wanted = {path.name for path in any_of}
         for _ in Deadline(self._timeout_s).polls(LOOK_EVERY_S):
             names = names_in(any_of[0].parent)
-            if CHECKSUMS in names:  # everything is there, and a listing may have begun before it was
+            if CHECKSUMS in names:  # all files exist now, though this listing may have started before they did
                 return names_in(any_of[0].parent)
             if wanted & names:
                 return names
@@ -237,7 +237,7 @@ def _write_whole(
 def _write_deltas(
     directory: Path, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]], image: list[Tensor], base: int
 ) -> tuple[list[int], int]:
-    """What differs from the image, which becomes the new version.  Returns checksums and bytes.  Raises OSError."""
+    """Write the changes to the image, which becomes the new version.  Returns checksums and bytes.  Raises OSError."""
     from rlhpc.weights.delta_codec import DeltaEncoder  # numba takes half a second to load
     from rlhpc.weights.delta_file import with_head  # the same
 
@@ -257,7 +257,7 @@ def _write_deltas(
 
 
 def _write_bucket(path: Path, block: Tensor) -> None:
-    # Not synced: after a power cut there is no reader left for it, and checksums guard the rest.
+    # Not synced: after a power cut no reader is left, and checksums guard against the rest.
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(_bytes_of(block))
     temporary.replace(path)
@@ -273,20 +273,20 @@ def _bytes_of(block: Tensor) -> memoryview:
 
 
 def _read_bucket(path: Path, block: Tensor, num_bytes: int) -> None:
-    """Raises TornWeights if the file is not there or not of this size."""
+    """Raises TornWeights if the file is missing or has another size."""
     try:
         with path.open("rb", buffering=0) as file:
             view, filled = _bytes_of(block), 0
             while filled < num_bytes and (count := file.readinto(view[filled:])):
                 filled += count
             if filled != num_bytes or file.read(1):
-                raise TornWeights(f"{path} has not {num_bytes} bytes")
+                raise TornWeights(f"{path} does not have {num_bytes} bytes")
     except OSError as error:
         raise TornWeights(f"{path}: {error!r}") from error
 
 
 def _read_delta(path: Path, held: int | None, block: Tensor) -> None:
-    """Raises TornWeights if it is not there, not whole, or for another version than the one in the block."""
+    """Raises TornWeights if it is missing, incomplete, or based on another version than the one in the block."""
     from rlhpc.weights.delta_file import put_delta  # numba takes half a second to load
 
     try:
@@ -313,7 +313,7 @@ def _leave_verdict(directory: Path, name: str, text: str) -> None:
         temporary.write_text(text)
         temporary.replace(directory / name)
     except OSError as error:
-        raise GroupFailed(f"{directory} has gone: {error}") from error
+        raise GroupFailed(f"{directory} is gone: {error}") from error
 
 
 def _path_of(group: WeightGroup) -> Path:

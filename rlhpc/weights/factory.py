@@ -21,11 +21,11 @@ def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host
 
     weights: with the transport that choice.py chose, not "auto".
     directory: the run's weights directory.  device: "cpu" or "cuda", where the trainer yields its tensors.
-    host: address under which other machines reach this one; "" is right when all members run on this machine.
-    The size of buckets comes with the manifest.  Raises ConfigError for an unknown transport.
+    host: address at which other machines reach this one; "" if all members run on this machine.
+    The manifest gives the size of buckets.  Raises ConfigError for an unknown transport.
     """
     transport = _known(weights.transport)
-    # Over nccl and ipc a version does not pass through sockets or files, and is sent in less time than it is coded in.
+    # nccl and ipc do not use sockets or files: sending a version takes less time than delta coding it.
     image = HostImage(weights.full_every) if weights.delta == "auto" and transport in ("gloo", "disk") else None
     if transport == "ipc":
         return IpcPublisher(directory, indexed(device), weights.timeout_s)

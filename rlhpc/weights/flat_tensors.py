@@ -36,9 +36,9 @@ def fill_block(bucket: Bucket, weights: Iterator[tuple[str, Tensor]], block: Ten
 def filled_spans(
     bucket: Bucket, weights: Iterator[tuple[str, Tensor]], span_bytes: int, take: Callable[[int], Tensor]
 ) -> Iterator[Tensor]:
-    """The bucket's block in spans of `span_bytes` (the last is shorter; an empty bucket has one), each as it is full.
+    """Yield the bucket's block in spans of `span_bytes` (the last is shorter; an empty bucket has one), once each is full.
 
-    span_bytes: a multiple of 16.  take: gives memory for a span of so many bytes.  Raises ValueError as fill_block.
+    span_bytes: a multiple of 16.  take: returns memory for a span of that size.  Raises ValueError as fill_block does.
     """
     start, span = 0, take(min(span_bytes, bucket.num_bytes))
     for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
@@ -65,7 +65,7 @@ def next_weight(spec: TensorSpec, weights: Iterator[tuple[str, Tensor]]) -> tupl
     name, tensor = next(weights, ("nothing more", None))
     if tensor is None or not is_as_specified(spec, name, tensor):
         found = name if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
-        raise ValueError(f"the manifest wants {spec.name} {spec.dtype} {tuple(spec.shape)}, weights gave {found}")
+        raise ValueError(f"the manifest expects {spec.name} {spec.dtype} {tuple(spec.shape)}, weights yielded {found}")
     return name, tensor
 
 

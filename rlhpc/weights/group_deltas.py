@@ -1,8 +1,8 @@
-"""A version as what has changed, over a process group: both ends.
+"""Send a version as deltas over a process group: both ends.
 
 Input: blocks that hold the same version on all ranks; output: the next version in them.  For every bucket two
-broadcasts: int64 [2], bytes of the delta (0: too much has changed) and its checksum; then the delta, or the bucket as
-it is.  A bucket is on its way while the next is compared.
+broadcasts: int64 [2], bytes of the delta (0: too much has changed) and its checksum; then the delta, or the whole
+bucket.  A bucket is sent while the next is compared.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rlhpc.weights.process_group import SideGroup
 
 
 class OutOfStep(Exception):
-    """This rank does not know what is broadcast next: it has to leave the group."""
+    """This rank does not know what is broadcast next, and must leave the group."""
 
 
 def send_deltas(
     group: SideGroup, buckets: tuple[Bucket, ...], weights: Iterator[tuple[str, Tensor]], image: list[Tensor]
 ) -> tuple[list[int], int]:
-    """Broadcast what differs from the image, which becomes the new version.
+    """Broadcast the changes to the image, which becomes the new version.
 
-    Returns the checksums of the whole buckets, and the bytes that were sent.  Raises GroupFailed.
+    Returns the checksums of the whole buckets, and the bytes sent.  Raises GroupFailed.
     """
     from rlhpc.weights.delta_codec import DeltaEncoder  # numba takes half a second to load
 
@@ -74,9 +74,9 @@ class DeltaArrivals:
             self._memory = torch.empty(int(MAX_SHARE * largest) + 64, dtype=torch.uint8)
 
     def receive(self, block: Tensor) -> Callable[[], None]:
-        """Take part in the broadcasts of one bucket.  Returns what puts it into the block, and may raise TornWeights.
+        """Take part in the broadcasts of one bucket.  Returns a function that updates the block, and may raise TornWeights.
 
-        A bucket that is sent as it is lies in the block already.  Raises OutOfStep.
+        A bucket that is sent whole is in the block already.  Raises OutOfStep.
         """
         head = torch.zeros(2, dtype=torch.int64)
         self._broadcast(head)

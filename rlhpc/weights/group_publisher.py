@@ -1,11 +1,11 @@
 """Broadcast weights over a process group: the trainer's end.
 
-Input: a WeightManifest and an iterator of tensors.  Two reused blocks of bytes take turns: one is filled while the
-other is on its way, so that the extra memory is two buckets.  Protocol of one publication, from rank 0 unless said
-otherwise: header, and the identity of a version to which a delta can be sent; a sum in which every receiver says
-whether it can take the version, whether it keeps it, and whether it has that other one (group_votes.py); blocks, or
-deltas where all have it (group_deltas.py); checksums of the whole buckets; a sum in which every receiver says whether
-its checksums agree.  A publication that returns has arrived everywhere.
+Input: a WeightManifest and an iterator of tensors.  Two blocks of bytes alternate: one is filled while the other is
+sent, so that the extra memory is two buckets.  Protocol of one publication, from rank 0 unless noted: header, and the
+identity of the base version for deltas; a sum in which every receiver says whether it can take the version, whether it
+will keep it, and whether it has the base version (group_votes.py); blocks, or deltas if all have it (group_deltas.py);
+checksums of the whole buckets; a sum in which every receiver says whether its checksums agree.  A publication that
+returns has arrived everywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GroupPublisher(WeightPublisher):
     ) -> None:
         """backend: "gloo" or "nccl".  device: the trainer's, with its index.
 
-        host: address under which other machines reach this one; "": all members are on this machine and use a file of
+        host: address at which other machines reach this one; "": all members are on this machine and use a file of
         `directory` as rendezvous.  image: for deltas, over gloo; None: every version is sent whole.
         """
         self._backend, self._directory, self._timeout_s = backend, directory, timeout_s
@@ -70,7 +70,7 @@ class GroupPublisher(WeightPublisher):
         if self._opened is None:
             raise GroupFailed("no rendezvous is open")
         if self._backend == "nccl":
-            give_back_unused(self._device)  # NCCL's buffers are not of torch's memory
+            give_back_unused(self._device)  # NCCL's buffers are outside torch's memory
         self._group = SideGroup(
             self._backend,
             self._store,
@@ -89,7 +89,7 @@ class GroupPublisher(WeightPublisher):
         try:
             self._publish(manifest, weights)
         except Exception:
-            # Whatever the cause: receivers that wait for more must fail now, not at their time-out.
+            # Whatever the cause: waiting receivers must fail now, not at their time-out.
             self._cut()
             raise
         finally:
@@ -143,13 +143,13 @@ def _blocks_in_turn(group: SideGroup, buckets: tuple[Bucket, ...]) -> list[Tenso
 def _send_blocks(
     group: SideGroup, buckets: tuple[Bucket, ...], weights: Iterator[tuple[str, Tensor]], blocks: list[Tensor]
 ) -> list[int]:
-    """Fill a block while the one before it is on its way.  Returns the checksums."""
+    """Fill a block while the previous one is sent.  Returns the checksums."""
     sums: list[int] = []
     arrivals: list[Callable[[], None]] = []
     try:
         for index, bucket in enumerate(buckets):
             if index > 1:
-                arrivals[index - 2]()  # of two blocks, its one is written again
+                arrivals[index - 2]()  # its block is now reused
             block = blocks[index % len(blocks)][: bucket.num_bytes]
             fill_block(bucket, weights, block)
             arrivals.append(group.begin_broadcast(block))

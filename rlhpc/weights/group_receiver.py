@@ -1,8 +1,8 @@
 """Receive weights over a process group: an engine worker's end.
 
-Input: a WeightManifest and memory; output: one block of bytes after the other, the next one on its way while the last
-is used.  What goes wrong on this side (no room, another version than announced, a consumer that gives up) is said in
-one of the two votes of the protocol (group_publisher.py), so that no other rank has to wait for a time-out.
+Input: a WeightManifest and memory; output: one block of bytes after the other; the next one is received while the last
+is used.  Failures on this side (no room, another version than announced, a consumer that gives up) are reported in one
+of the two votes of the protocol (group_publisher.py), so that no other rank has to wait for a time-out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GroupReceiver(WeightReceiver):
             incoming.forget()
 
     def _next_block(self, incoming: _Incoming) -> Generator[Tensor, None, None]:
-        """Yield one block.  If there is no memory for another, or it is the last that is wanted, refuse the rest."""
+        """Yield one block.  If there is no memory for another, or the consumer stops here, refuse the rest."""
         try:
             yield incoming.next_block()
         except _Lost:
@@ -108,7 +108,7 @@ class _Incoming:
         self._sums: list[int] = []
         self._coming: tuple[Tensor, Callable[[], None]] | None = None
         self._ready: list[Tensor] = []  # memory for the first two buckets, allocated before this rank votes
-        self._deltas: DeltaArrivals | None = None  # if the version comes as what has changed
+        self._deltas: DeltaArrivals | None = None  # if the version is sent as deltas
 
     def agree_to_begin(self) -> None:
         """Check the header, allocate memory for two buckets, and vote on whether both succeeded.
@@ -141,7 +141,7 @@ class _Incoming:
             self._coming = first, self._begin(first)
 
     def next_block(self) -> Tensor:
-        """The next bucket: as it is, or put together from what was there and what has changed."""
+        """The next bucket: received whole, or as a delta applied to the old one."""
         return self._next_whole() if self._deltas is None else self._next_delta(self._deltas)
 
     def _next_whole(self) -> Tensor:
@@ -174,7 +174,7 @@ class _Incoming:
         return identity_of(self._manifest, published)
 
     def refuse_the_rest(self) -> None:
-        """Take part in the rest, so that the others are not disturbed, and vote against the version."""
+        """Take part in the remaining broadcasts, so that the others are not disturbed, and vote against the version."""
         if self._coming is not None:
             self._wait(self._coming[1])
             self._coming = None

@@ -1,7 +1,7 @@
-"""What receivers say of a version before its first bucket, in one sum over all ranks.
+"""The receivers' votes on a version before its first bucket, as one sum over all ranks.
 
-Input: three statements of every receiver, as one integer; output: how many made each, known to all ranks alike, so that
-all know without another message whether a delta follows.
+Input: three yes/no votes of every receiver, as one integer; output: how many said yes to each.  All ranks get the same
+counts, so that all know without another message whether deltas follow.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ _MASK = (1 << _BITS) - 1
 
 
 def vote(*, keeps: bool, holds: bool) -> int:
-    """Of a receiver that takes the version; one that does not says 0.
+    """The vote of a receiver that takes the version; one that does not votes 0.
 
-    keeps: it will have the bytes when the next version comes.  holds: it has those of the version that was offered.
+    keeps: it will still have the bytes when the next version comes.  holds: it has those of the offered base version.
     """
     return 1 | keeps << _BITS | holds << 2 * _BITS
 
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """How many receivers said so."""
+    """Number of receivers for each vote."""
 
     taking: int
     keeping: int
@@ -34,5 +34,5 @@ class Votes:
         return cls(total & _MASK, total >> _BITS & _MASK, total >> 2 * _BITS & _MASK)
 
     def mean_a_delta(self, offered: int, world_size: int) -> bool:
-        """True if the version follows as a delta.  offered: identity, 0 for none."""
+        """True if the version is sent as deltas.  offered: identity of the base version, 0 for none."""
         return bool(offered) and self.holding == world_size - 1

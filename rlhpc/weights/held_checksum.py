@@ -1,9 +1,9 @@
-"""A checksum of all parameters that an engine holds, whatever it has made of the tensors that it received.
+"""A checksum of all parameters that an engine holds, however it transformed the tensors that it received.
 
-Input: tensors on any device.  Output: HeldChecksum.  The sum of all their memory as 64-bit words: the order of the
-tensors does not count, so that the sums of an engine's workers may be added.  A changed bit always changes it,
-exchanged words never do: for those there is the canary.  One pass over the memory; nothing is copied but ends that fill
-no word.
+Input: tensors on any device.  Output: HeldChecksum.  The sum of all their memory as 64-bit words: independent of the
+order of the tensors, so that the sums of an engine's workers can be added.  It detects every single changed bit but no
+swapped words; the canary is for those.  One pass over the memory; only trailing bytes that do not fill a word are
+copied.
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ def _words(data: Tensor) -> Tensor:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Its numbers in one dimension: a view if they lie in memory without gaps, in whatever order."""
+    """The tensor flattened: a view if it is in memory without gaps, in any order."""
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).reshape(-1)

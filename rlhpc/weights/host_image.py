@@ -1,8 +1,8 @@
-"""The version that was sent last, in host memory of the trainer: what the next one is coded against.
+"""The version that was sent last, in host memory of the trainer: the base of the next delta.
 
-Input: manifests and checksums of what was sent; output: blocks, and the identity by which both ends know that they mean
-the same bytes.  Guarantee: an identity is offered only for bytes that are all here.  Who offers it to receivers codes
-against what those have, whatever they were told its version was, in whatever epoch and after whatever restart.
+Input: manifests and checksums of sent versions; output: blocks, and the identity by which both ends know that they have
+the same bytes.  Guarantee: an identity is offered only while all its bytes are here.  Since receivers compare it with
+what they have, deltas are correct across epochs and restarts, whatever the version numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rlhpc.weights.out_of_memory import room_for
 
 log = logging.getLogger("rlhpc.weights")
 NOTHING = 0  # identity of no bytes
-MAX_SHARE = 0.5  # of a bucket's bytes: beyond that it is sent as it is
+MAX_SHARE = 0.5  # of a bucket's bytes: a bucket with a larger delta is sent whole
 
 
 class HostImage:
     """The bytes of one version, bucket by bucket."""
 
     def __init__(self, full_every: int) -> None:
-        """full_every: one version in so many is sent whole."""
+        """full_every: one in this many versions is sent whole."""
         self._full_every = full_every
         self._digest: int | None = None
         self._identity = NOTHING
@@ -36,12 +36,12 @@ class HostImage:
         self.blocks: list[Tensor] = []
 
     def offer(self, manifest: WeightManifest) -> int:
-        """Identity of what this version may be coded against; NOTHING if it has to be sent whole."""
+        """Identity of the base for a delta of this version; NOTHING if it has to be sent whole."""
         is_due = self._num_deltas + 1 >= self._full_every
         return NOTHING if is_due or self._digest != layout_digest(manifest) else self._identity
 
     def make_room(self, manifest: WeightManifest) -> bool:
-        """Forget the version, keep memory for one of this manifest.  False: deltas would be in vain, or no room."""
+        """Forget the version, keep memory for one of this manifest.  False: deltas would not help, or no room."""
         self.forget()
         digest = layout_digest(manifest)
         if self._digest == digest:

@@ -1,9 +1,9 @@
-"""Move weights between processes that share a GPU, by CUDA IPC, or the memory of one host.
+"""Transfer weights between processes that share a GPU, by CUDA IPC, or that share the memory of one host.
 
-NCCL refuses two ranks on one device, and gloo sends through the kernel's sockets what lies in the same memory.  Here
+NCCL refuses two ranks on one device, and gloo would copy through sockets what is in the same memory.  Here
 the publisher fills a few shared blocks in turn and tells every receiver over a unix socket in the run directory; before
-it fills a block again all have copied it.  A bucket travels in one span on a GPU, on CPU in spans that the cache holds:
-what one side has written the other finds there.  Messages are lines of JSON:
+it fills a block again, all have copied it.  A bucket is sent in one span on a GPU, and on CPU in spans that fit into the
+cache, where the other side finds them.  Messages are lines of JSON:
 
     receiver → publisher   {"rank": 1}                              joins
     publisher → receiver   {"header": [...], "blocks": [handle, …], "span": bytes}   once per publication
@@ -13,7 +13,7 @@ what one side has written the other finds there.  Messages are lines of JSON:
     publisher → receiver   {"checksums": ["…", …]}                  after the last bucket
     receiver → publisher   {"whole": true}
 
-A process that dies closes its socket, so that the others fail at once.
+A dying process closes its socket, so that the others fail at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rlhpc.weights.rendezvous_file import file_of
 from rlhpc.weights.shared_block import discard_block, make_block, open_block
 
 SPAN_BYTES = 4 << 20  # on CPU; a multiple of a checksum's rows
-NUM_BLOCKS = {"cpu": 4, "cuda": 2}  # more than two: a side that is put aside for a moment does not stop the other
+NUM_BLOCKS = {"cpu": 4, "cuda": 2}  # more than two: a side that is descheduled briefly does not stall the other
 
 
 class IpcPublisher(WeightPublisher):
@@ -92,7 +92,7 @@ class IpcPublisher(WeightPublisher):
         try:
             self._publish(manifest, weights)
         except Exception:
-            # Whatever the cause: receivers that wait for more must fail now, not at their time-out.
+            # Whatever the cause: waiting receivers must fail now, not at their time-out.
             self._hang_up()
             raise
         finally:
@@ -132,7 +132,7 @@ class IpcPublisher(WeightPublisher):
             raise GroupFailed(f"version {manifest.policy_version}: ranks {torn} found the weights torn")
 
     def _make_blocks(self, num_bytes: int, manifest: WeightManifest) -> None:
-        """As few as the last time, where they have this size: fresh memory costs more than the copy."""
+        """Reuse the previous blocks if they have this size: fresh memory costs more than the copy."""
         if self._shared and self._shared[0][0].numel() == num_bytes:
             return
         self._discard_blocks()
@@ -233,7 +233,7 @@ class IpcReceiver(WeightReceiver):
             raise GroupFailed(str(error)) from error
 
     def _next_block(self, incoming: _Incoming) -> Generator[Tensor, None, None]:
-        """Yield one block.  If there is no memory for it, or it is the last that is wanted, refuse the rest."""
+        """Yield one block.  If there is no memory for it, or the consumer stops here, refuse the rest."""
         try:
             yield incoming.next_block()
         except Lost:

@@ -1,10 +1,10 @@
-"""Notice within seconds that another member of a weight group is gone, whatever the group's own connections tell.
+"""Detect within seconds that another member of a weight group is gone, independently of the group's connections.
 
-Input: the group's store.  Output: words about who is gone, "" while all are there.  A collective of NCCL without its
-watchdog (nccl_group.py) tells nothing: the kernel on the GPU goes on waiting for a peer whose memory it read, until the
-wait's time-out.  So every receiver keeps a TCP connection to the publisher on which, after a password, nothing is ever
-sent.  The kernel of a process that ends closes it; a host that vanishes is missed by keepalive probes.  A process that
-hangs is not noticed here: that is for the time-out.
+Input: the group's store.  Output: a text naming who is gone, "" while all are there.  An NCCL collective without its
+watchdog (nccl_group.py) reports nothing: the GPU kernel keeps waiting for a dead peer until the time-out.  So every
+receiver keeps a TCP connection to the publisher on which, after a password, nothing is ever sent.  The operating system
+closes it when a process ends; keepalive probes detect a lost host.  A hung process is not detected here, but by the
+time-out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-KEY = "lifeline"  # of the store
+KEY = "lifeline"  # key in the store
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 30.0
 _PASSWORD_BYTES = 32
@@ -30,10 +30,10 @@ class Lifeline:
     def __init__(self, who: str, listener: socket.socket | None, password: bytes) -> None:
         """See listen() and reach()."""
         self._who, self._listener, self._password = who, listener, password
-        self._strangers: dict[socket.socket, bytes] = {}  # what they have said so far
+        self._strangers: dict[socket.socket, bytes] = {}  # bytes received from unauthenticated connections
         self.sockets: list[socket.socket] = []
         self._poll = select.poll()
-        self._lock = threading.Lock()  # Python lets no two threads poll: while a group connects, two ask
+        self._lock = threading.Lock()  # two threads must not poll at once, as they would while a group connects
         self._lost = ""
         if listener is not None:
             listener.setblocking(False)
@@ -63,7 +63,7 @@ class Lifeline:
         return line
 
     def lost(self) -> str:
-        """Who is gone; "" if nobody is known to be.  Never blocks; what is lost stays lost.  For any thread."""
+        """Who is gone; "" if no loss is known.  Never blocks; a lost member stays lost.  For any thread."""
         if not self._lost and self._lock.acquire(blocking=False):  # else another thread is looking
             try:
                 for descriptor, _ in self._poll.poll(0):
@@ -73,7 +73,7 @@ class Lifeline:
         return self._lost
 
     def close(self) -> None:
-        """Let go: the others' ends are lost.  Idempotent."""
+        """Close all connections; the other ends are then lost.  Idempotent."""
         with self._lock:
             self._lost = self._lost or "this member has left the group"
             for line in (*self.sockets, *self._strangers, *([self._listener] if self._listener else [])):
@@ -93,12 +93,12 @@ class Lifeline:
         for line in [line for line in self._strangers if line.fileno() == descriptor]:
             self._listen_to(line)
             return
-        # Nothing is ever sent on a line, so that whatever is to be read is its end.
+        # Nothing is ever sent on a line, so anything readable is its end.
         if any(line.fileno() == descriptor for line in self.sockets):
             self._lost = self._who
 
     def _listen_to(self, stranger: socket.socket) -> None:
-        """A connection counts once it has said the password; until then its end means nothing."""
+        """A connection counts once it has sent the password; if it ends before, that is ignored."""
         try:
             said = stranger.recv(_PASSWORD_BYTES - len(self._strangers[stranger]), socket.MSG_DONTWAIT)
         except BlockingIOError:

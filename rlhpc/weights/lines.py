@@ -1,6 +1,6 @@
 """Messages between processes of one machine: lines of JSON over a unix socket.
 
-Input: a connected socket; output: messages, in order.  Whatever goes wrong is one error: the other end is lost.
+Input: a connected socket; output: messages, in order.  Every failure is the same error: the other end is lost.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Line:
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """A name of `path` below the 107 bytes of a socket address, however deep the run directory lies (Linux)."""
+    """A name for `path` below the 107 bytes of a socket address, however deep the run directory is (Linux)."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"

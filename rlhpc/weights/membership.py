@@ -1,16 +1,16 @@
 """Membership of weight broadcasts, and the version that each member samples with.
 
-Input: what the controller hears (Hello, WeightsLive, silence).  Output: WeightGroup.  Pure: no clock, no sockets, no
+Input: events at the controller (Hello, WeightsLive, silence).  Output: WeightGroup.  Pure: no clock, no sockets, no
 torch.
 
 Rules:
-1. A membership epoch is a fixed roster.  A generator that comes, goes or restarts makes a new epoch necessary; an
+1. A membership epoch has a fixed roster.  When a generator joins, leaves or restarts, a new epoch is needed; an
    existing epoch is never joined or left.
-2. A member that is lost or fails is no longer waited for and makes the epoch broken.  One that failed is in the next
-   epoch; one that was lost is in the next epoch after it has said hello again.  A late joiner enters the next epoch.
+   2. A member that is lost or fails is no longer waited for, and breaks the epoch.  A failed one is in the next epoch; a
+   lost one is in the next epoch after it has sent Hello again.  A late joiner enters the next epoch.
 3. Epoch numbers only grow, across restarts of the controller too: state() holds the last one.
-4. An acknowledgement counts if it is of the present epoch and of a member of it; a version counts for good until the
-   member is lost or restarts, so that a member need not acknowledge again in a new epoch what it already serves.
+4. An acknowledgement counts if it is for the current epoch and from one of its members; it then holds until the member
+   is lost or restarts, so that a member need not acknowledge the same version again in a new epoch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Membership:
     def hello(self, name: str, num_ranks: int, incarnation: str) -> None:
         """A generator has registered.  Idempotent for one incarnation; a new one starts without a version.
 
-        Raises ValueError if it has no rank to receive with.
+        Raises ValueError if it has no rank that receives.
         """
         if num_ranks < 1:
             raise ValueError(f"{name}: num_weight_ranks={num_ranks}; legal: 1 or more")
@@ -65,7 +65,7 @@ class Membership:
     def failed(self, name: str, epoch: int) -> None:
         """A generator could not join this epoch or receive in it, but is alive: it tries again in the next one.
 
-        It keeps its version.  Ignored if it is of another epoch.
+        It keeps its version.  Ignored if for another epoch.
         """
         if self._group is not None and self._group.epoch == epoch:
             self._roster.pop(name, None)
@@ -87,13 +87,13 @@ class Membership:
 
     @property
     def needs_new_epoch(self) -> bool:
-        """True if a generator is alive and the roster of the current epoch is not exactly those alive."""
+        """True if a generator is alive and the current epoch's roster differs from the live generators."""
         if not self._members:
             return False
         return not self.is_whole or self._roster != {name: m.incarnation for name, m in self._members.items()}
 
     def next_group(self, transport: str, address: str = "") -> WeightGroup:
-        """Form a new epoch of all live generators, by name, and make it the current one.
+        """Form a new epoch of all live generators, sorted by name, and make it the current one.
 
         Raises ValueError if there is none.
         """
@@ -124,7 +124,7 @@ class Membership:
         )
 
     def live_members(self, policy_version: int) -> frozenset[str]:
-        """Live generators that serve this version or a newer one, of whatever epoch: these may get leases."""
+        """Live generators that serve this version or a newer one, in any epoch: these may get leases."""
         return frozenset(name for name in self._members if self.serves(name, policy_version))
 
     def serves(self, name: str, policy_version: int) -> bool:

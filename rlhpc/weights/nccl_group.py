@@ -1,10 +1,10 @@
 """An NCCL group whose failure never ends its process.
 
-Input: a store, a rank, a device; output: a ProcessGroupNCCL.  torch's watchdog thread rethrows whatever goes wrong in a
-collective (TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default), and an exception that leaves a thread ends the process: the
-death of a generator would end the trainer.  Guarantee: this group has no watchdog and no heartbeat monitor.  A wait is
-bounded by its time-out, or ends when another rank is gone (lifeline.py), and so is the rendezvous; whoever gives up
-aborts the communicator.  Other groups of the process keep their watchdogs.
+Input: a store, a rank, a device; output: a ProcessGroupNCCL.  torch's watchdog thread rethrows errors of collectives
+(TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default), and an exception that leaves a thread ends the process: the death of a
+generator would end the trainer.  Guarantee: this group has no watchdog and no heartbeat monitor.  Waits and the
+rendezvous end at their time-out, or when another rank is gone (lifeline.py); a rank that gives up aborts the
+communicator.  Other groups of the process keep their watchdogs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rlhpc.errors import GroupFailed
 log = logging.getLogger("rlhpc.weights")
 c10d: Any = dist  # group classes come from C++ and have no stubs
 
-LOOK_S = 0.1  # between two looks after the others
+LOOK_S = 0.1  # between two checks that the others are alive
 ABORT_S = 5.0
 # Read by the constructor of ProcessGroupNCCL, and only there.
 WITHOUT_WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # no watchdog thread is started
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # and if a version of torch starts one all the same, it rethrows nothing
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor is the process ended because that thread is stuck
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # if a version of torch starts one all the same, it rethrows nothing
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # do not end the process if that thread is stuck
     "TORCH_NCCL_DESYNC_DEBUG": "0",  # would switch error handling on again
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
@@ -42,8 +42,8 @@ def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedel
     """Make the group without connecting.  Raises GroupFailed if there is no NCCL."""
     if not (c10d.is_nccl_available() and torch.cuda.is_available()):
         raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo, disk")
-    # Streams of usual priority come from a pool that the engine's own are taken from, too: a broadcast on the stream of
-    # its kernels would stop decoding until the publisher sends.
+    # Streams of normal priority come from a pool shared with the engine: a broadcast on the stream of its kernels would
+    # stop decoding until the publisher sends.
     options = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     with _environment(WITHOUT_WATCHDOG):
@@ -60,7 +60,7 @@ def connect(
     """Run the first collective, in which NCCL connects to the other ranks.
 
     NCCL itself waits for them without a limit, and torch's own limits begin later.  Raises GroupFailed at the limit, or
-    when `lost` says who is gone; the waiting thread is abandoned with the aborted group.
+    when `lost` reports a lost member; the waiting thread is abandoned with the aborted group.
     """
     failures: list[Exception] = []
     is_connected, is_given_up = threading.Event(), threading.Event()
@@ -73,7 +73,7 @@ def connect(
         except (RuntimeError, ValueError, OSError, GroupFailed) as error:
             failures.append(error)
         finally:
-            # An abort finds no communicator that is still being made, and what is launched on it never ends.
+            # An abort misses a communicator that is still being created, and work launched on it never ends.
             if is_given_up.is_set():
                 abort(group)
 
@@ -95,7 +95,7 @@ def connect(
 def abort(group: Any) -> None:
     """Cut the group's connections, for at most ABORT_S here: aborting waits for locks that a stuck rank may hold.
 
-    What it raises is logged: the group is given up either way.
+    Exceptions are only logged: the group is given up either way.
     """
 
     def cut() -> None:

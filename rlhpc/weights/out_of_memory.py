@@ -1,4 +1,4 @@
-"""Memory that is not there: torch's errors as this package's, and room for those beside torch."""
+"""Out of memory: map torch's errors to ours, and return unused GPU memory to other processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhpc.errors import GroupFailed
 
 @contextmanager
 def room_for(what: str) -> Iterator[None]:
-    """Every way of running out of memory is a GroupFailed: torch raises RuntimeError or a subclass of it."""
+    """Turn every out-of-memory error into GroupFailed: torch raises RuntimeError or a subclass."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -21,9 +21,9 @@ def room_for(what: str) -> Iterator[None]:
 
 
 def give_back_unused(device: torch.device) -> None:
-    """On a GPU, return to the driver what torch's allocator keeps and no tensor has.
+    """On a GPU, return the memory that torch's allocator caches but no tensor uses to the driver.
 
-    After steps of many lengths that can be all of a GPU, and the allocator gives it to nobody else.
+    After steps of many lengths that can be a whole GPU, which no other process could use.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
 """A separate process group, independent of torch's global one.
 
 Input: an address, a rank and a world size.  Output: a group with broadcast from rank 0 and a sum.  The trainer's and
-vLLM's own process groups live in torch's global state and are not touched.  Every failure is a GroupFailed.  Guarantee:
-rank 0 notices within seconds that another rank is gone, and every other that rank 0 is (lifeline.py).
+vLLM's own process groups are in torch's global state and are not touched.  Every failure is a GroupFailed.  Guarantee:
+rank 0 detects within seconds that another rank is gone, and all others that rank 0 is (lifeline.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rlhpc.weights.lifeline import Lifeline
 from rlhpc.weights.nccl_group import abort, connect, nccl_group
 from rlhpc.weights.rendezvous_file import file_of
 
-POLL_S = (0.0001, 0.005)  # intervals of a wait: first, and longest
-GRACE_S = 1.0  # for what was sent before the end: who leaves after the last vote has not failed anybody
+POLL_S = (0.0001, 0.005)  # polling intervals: first, and longest
+GRACE_S = 1.0  # for data sent before a member left: leaving after the last vote is not a failure
 
 c10d: Any = dist  # stores and group classes come from C++ and have no stubs
 
@@ -53,7 +53,7 @@ class SideGroup:
         """Connect all ranks.  Raises GroupFailed if they are not all connected within `timeout_s`.
 
         device: this rank's GPU, with its index, for NCCL; gloo works on CPU tensors.
-        host: address under which the other ranks reach this one, for gloo; "" when all are on this machine.
+        host: address at which the other ranks reach this one, for gloo; "" if all are on this machine.
         """
         self.world_size = world_size
         self.device = torch.device("cpu") if backend == "gloo" else device  # where tensors of a collective must live
@@ -61,7 +61,7 @@ class SideGroup:
         self._store = store
         self._group: Any = None
         self._lifeline: Lifeline | None = None
-        self._num_under_way = 0  # collectives that were begun and not waited for to their end
+        self._num_under_way = 0  # collectives that were begun and have not completed
         try:
             self._connect(backend, store, rank, device, host)
         except BaseException:
@@ -85,7 +85,7 @@ class SideGroup:
         self.begin_broadcast(tensor)()
 
     def begin_broadcast(self, tensor: Tensor) -> Callable[[], None]:
-        """Start a broadcast and return what waits for its end.  All ranks begin theirs in the same order.
+        """Start a broadcast and return a function that waits for its end.  All ranks start theirs in the same order.
 
         Until then `tensor` must not be written, nor read on other ranks than 0.  Both may raise GroupFailed.
         """
@@ -119,14 +119,14 @@ class SideGroup:
         return int(tensor.item())
 
     def lost(self) -> str:
-        """Who is gone, as far as this rank can know; "" if nobody is known to be.  Never blocks."""
+        """Who is gone, as far as this rank can know; "" if no loss is known.  Never blocks."""
         lifeline = self._lifeline  # close() may be called meanwhile
         return lifeline.lost() if lifeline is not None else "this member has left the group"
 
     def _finish(self, work: Any) -> None:
         """Wait for the end of a collective.
 
-        In short sleeps, as torch's own wait for NCCL does: one that waits in torch cannot look at the lifeline.
+        In short sleeps, as torch's own wait for NCCL does: a wait inside torch could not check the lifeline.
         """
         deadline, lost_at, interval_s = Deadline(self._timeout.total_seconds()), math.inf, POLL_S[0]
         while not work.is_completed():
@@ -140,14 +140,14 @@ class SideGroup:
         work.wait(self._timeout)
 
     def close(self) -> None:
-        """Cut the connections; ranks that still wait for this one fail at once.  Idempotent."""
+        """Close the connections; ranks that still wait for this one fail at once.  Idempotent."""
         if self._lifeline is not None:
             self._lifeline.close()
         group, self._group, self._lifeline, self._store = self._group, None, None, None
         if group is not None and not isinstance(group, c10d.ProcessGroupGloo):
             abort(group)
         elif group is not None and self._num_under_way:
-            # Gloo ends no collective early, and its destructor waits for the one that this rank gives up.
+            # Gloo cannot cancel a collective, and its destructor waits for the one that this rank abandons.
             left = [group]
             del group
             threading.Thread(target=left.clear, name="weights-abandoned", daemon=True).start()
@@ -163,13 +163,13 @@ def open_store(directory: Path, name: str, host: str, world_size: int, timeout_s
         if host:
             listener = socket.create_server((host, 0))
             port = listener.getsockname()[1]
-            # The store takes the socket over: it is bound to one address, while torch itself would listen on all.
+            # The store takes over the socket, which is bound to one address; torch itself would listen on all.
             descriptor = listener.detach()
             options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
             return c10d.TCPStore(host, port, world_size, timeout=timeout, **options), f"tcp://{host}:{port}"
         directory.mkdir(parents=True, exist_ok=True)
-        # Never the same path twice: a member that still waits for an epoch of this number in an earlier attempt reads
-        # the file by its name, writes its old address into it, and deletes it when it is the last to leave.
+        # Never the same path twice: a member that still waits for this epoch number of an earlier attempt would open
+        # the file by its name, write its old address into it, and delete it when it is the last to leave.
         path = directory / f"{name}-{uuid.uuid4().hex[:8]}.store"
         file_store = c10d.FileStore(str(path), world_size)
         file_store.set_timeout(timeout)
@@ -206,9 +206,9 @@ def _gloo_group(store: Any, rank: int, world_size: int, timeout: datetime.timede
 
 
 def _gloo_devices(host: str) -> list[Any]:
-    """Where gloo listens: at the interfaces of GLOO_SOCKET_IFNAME, as torch would have it, else at this address.
+    """Where gloo listens: on the interfaces of GLOO_SOCKET_IFNAME, as in torch, else at this address.
 
-    torch's default is the address of the host's name, which many distributions map to 127.0.1.1.
+    torch's default is the address of the host name, which many distributions map to 127.0.1.1.
     """
     create = c10d.ProcessGroupGloo.create_device
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -1,7 +1,7 @@
-"""Where arriving buckets are kept until they are loaded: a shadow in host memory, or blocks that are freed after use.
+"""Memory for arriving buckets until they are loaded: a shadow in host memory, or blocks that are freed after use.
 
 Input: a WeightReceiver and a manifest; output: named tensors, or memory for a receiver to receive into.
-Guarantee: no more than two buckets of a version are ever in GPU memory on account of a shadow.
+Guarantee: a shadow never puts more than two buckets of a version into GPU memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NamedTensors = list[tuple[str, Tensor]]
 
 
 class HostShadow:
-    """A whole version in host memory.  The memory is reused by the next version: allocating it costs a pass over it."""
+    """A whole version in host memory, which the next version reuses: allocating it costs a pass over it."""
 
     def __init__(self, *, is_pinned: bool) -> None:
         """is_pinned: register the memory with CUDA, so that copies to and from a GPU run at full speed."""
@@ -31,10 +31,10 @@ class HostShadow:
         self._digest: int | None = None
         self._blocks: list[Tensor] = []
         self._whole: WeightManifest | None = None
-        self._identity = 0  # of the bytes in the memory, 0: of no version
+        self._identity = 0  # of the bytes in the memory; 0: no version
 
     def receive(self, receiver: WeightReceiver, manifest: WeightManifest) -> None:
-        """Receive a version.  Raises TornWeights, GroupFailed (also: no room); then there is nothing to take."""
+        """Receive a version.  Raises TornWeights, GroupFailed (also if there is no room); `take` then has nothing."""
         held, self._identity = self._identity, 0
         self._whole = None
         on_device = blocks_in_turn(manifest)
@@ -47,7 +47,7 @@ class HostShadow:
             for index, block in enumerate(arriving):
                 own = self._blocks[index]
                 if block.data_ptr() != own.data_ptr():
-                    own.copy_(block, non_blocking=True)  # in the order of the stream; readers wait for that
+                    own.copy_(block, non_blocking=True)  # in stream order; readers wait for it
         self._whole, self._identity = manifest, receiver.identity()
 
     def take(self) -> NamedTensors:
@@ -62,7 +62,7 @@ class HostShadow:
         return [named for bucket, block in pairs for named in tensors_in_block(bucket, block)]
 
     def drop(self) -> None:
-        """Forget the version; the memory stays."""
+        """Forget the version; the memory is kept."""
         self._whole = None
 
     def _make_room(self, manifest: WeightManifest) -> None:
@@ -104,7 +104,7 @@ def blocks_in_turn(manifest: WeightManifest) -> Allocate:
 def fresh_blocks(manifest: WeightManifest) -> Allocate:
     """A separate block for every bucket: it is freed when no tensor refers to it any more.
 
-    All but those of outsize tensors have one size, so that the caching allocator finds them again.
+    All except those of oversized tensors have the same size, so that the caching allocator can reuse them.
     """
     buckets = buckets_of(manifest)
     usual = max((bucket.num_bytes for bucket in buckets if len(bucket.tensors) > 1), default=0)
@@ -118,13 +118,13 @@ def fresh_blocks(manifest: WeightManifest) -> Allocate:
 
 
 def named_tensors(manifest: WeightManifest, blocks: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of buckets as they come: views, which keep their block alive."""
+    """The tensors of buckets as they arrive: views, which keep their block alive."""
     for bucket, block in zip(buckets_of(manifest), blocks, strict=True):
         yield from tensors_in_block(bucket, block)
 
 
 def _register(block: Tensor) -> None:
-    """Page-lock host memory that exists.  torch's pin_memory() would round large blocks up to a power of two."""
+    """Page-lock existing host memory.  torch's pin_memory() would round large blocks up to a power of two."""
     if block.numel():
         outcome = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)  # type: ignore[no-untyped-call]
         torch.cuda.check_error(outcome)

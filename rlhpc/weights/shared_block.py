@@ -1,7 +1,7 @@
-"""One block of bytes that several processes of a machine see.
+"""A block of bytes shared by several processes of a machine.
 
-On CUDA: device memory, opened elsewhere by its IPC handle.  On CPU: a file without a name (memfd), which others open by
-way of /proc and which is gone with the last process that has it, however that ends.  A handle is JSON; nothing here is
+On CUDA: device memory, which others open by its IPC handle.  On CPU: an unnamed file (memfd), which others open through
+/proc and which vanishes with the last process that has it open, however that ends.  A handle is JSON; nothing is
 pickled.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 def make_block(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
     """Allocate uint8 [num_bytes] and return it with its handle.  The caller keeps the tensor while others use it.
 
-    On CPU every page of it is there afterwards: the first touch of fresh memory is ten times slower than a copy.
+    On CPU all its pages are mapped afterwards: the first touch of fresh memory is ten times slower than a copy.
     """
     if device.type == "cuda":
-        # A storage of its own: an IPC handle opens a whole allocation, and the caching allocator packs small ones.
+        # A separate storage: an IPC handle opens a whole allocation, and the caching allocator packs small ones together.
         block = torch.empty(max(num_bytes, 2 << 20), dtype=torch.uint8, device=device)
         return block[:num_bytes], {"num_bytes": num_bytes, "cuda": _cuda_handle(block)}
     descriptor = os.memfd_create("rlhpc-weights")
@@ -51,7 +51,7 @@ def open_block(handle: dict[str, Any], device: torch.device) -> Tensor:
 
 
 def discard_block(handle: dict[str, Any]) -> None:
-    """The process that made a block lets nobody open it any more; memory goes with the tensors that refer to it."""
+    """In the process that made a block: stop others from opening it.  Its tensors still keep the memory."""
     if "descriptor" in handle:
         os.close(handle["descriptor"])
 
@@ -67,5 +67,5 @@ def _cuda_handle(block: Tensor) -> list[Any]:
 
 
 def _mapped(descriptor: int, num_bytes: int) -> Tensor:
-    """Raises OSError, ValueError: there is no such memory."""
+    """Raises OSError or ValueError if there is no such memory."""
     return torch.frombuffer(mmap.mmap(descriptor, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]

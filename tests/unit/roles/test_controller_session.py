@@ -104,7 +104,7 @@ async def test_a_controller_that_says_nothing_is_left_for_its_successor(generato
 
 
 async def test_a_channel_that_fails_leads_back_to_the_same_controller(generator: RoleContext) -> None:
-    failures = iter([ChannelFull("nothing was taken")])
+    failures = iter([ChannelFull("no message was accepted")])
 
     async def work() -> None:
         await asyncio.sleep(0.05)
