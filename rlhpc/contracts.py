@@ -222,7 +222,7 @@ class GenerationEngine(ABC):
         """Sample one completion, continuing its prefix if it has one.
 
         An aborted request returns normally with FinishReason.ABORT and the tokens so far (perhaps none).
-                Raises EngineError if the engine died; cancelling the call aborts the request.
+        Raises EngineError if the engine died; cancelling the call aborts the request.
         """
 
     @abstractmethod
@@ -519,7 +519,7 @@ class TrainerBackend(ABC):
         """Stream (HF name, full tensor) on rank 0, of the parameters or hold_reference's copy; nothing on other ranks.
 
         A tensor is valid until the next one is requested.  Memory: one bucket and the largest tensor, never the model.
-                Every rank runs the iterator to its end; rank 0 may close it early.
+        Every rank runs the iterator to its end; rank 0 may close it early.
         """
 
     @abstractmethod

@@ -63,7 +63,7 @@ class Fence:
         """Replace `path` by `content`, atomically and only while we are the owner.
 
         is_synced: False for files that are rewritten often and may be lost in a power cut.
-                Raises OwnershipLost; OSError, in which case the old file, if any, is untouched.
+        Raises OwnershipLost; OSError, in which case the old file, if any, is untouched.
         """
         self.check()
         temporary = self.staging(path.parent) / path.name

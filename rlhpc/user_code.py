@@ -31,8 +31,8 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
     """Check that it seems to exist, without importing it; cheap enough for a login node.
 
     said: the value of `key` in the run file, if that is not the path itself.
-        Raises ConfigError if the top-level package is not found, or the source of the module has a syntax error or does not
-        bind the name.
+    Raises ConfigError if the top-level package is not found, or the source of the module has a syntax error or does not
+    bind the name.
     """
     value = f"{key}={said or repr(path)}"
     module, name = _parts(path)

@@ -3,9 +3,9 @@
 Input: GroupRecord, in order of admission.  Output: ids of a batch, or that none can be formed yet.  Pure.
 
 Each group has a last batch that it may be in (`GroupRecord.due`).  A batch takes finished groups, those due first.  It
-may pass an unfinished one while that has batches left, and these have room for all who need them: for each k, no more
-than k · groups_per_step groups stay behind that are due within the next k batches.  That is Hall's condition: with it,
-taking what is due first meets every due date.  docs/staleness.md has the proof.
+may skip an unfinished one while that has batches left with room for all groups that need them: for each k, at most
+k · groups_per_step groups that are due within the next k batches are left.  That is Hall's condition: if it holds,
+taking the earliest due groups first meets every due date.  docs/staleness.md has the proof.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhpc.buffer.group_record import GroupRecord
 def choose_batch(
     groups: Sequence[GroupRecord], num_groups: int, num_taken: int, groups_per_step: int, window_groups: int
 ) -> list[int] | None:
-    """Ids of num_groups finished groups, ascending; None: there are too few, or they would leave others no room.
+    """Ids of num_groups finished groups, ascending; None: there are too few, or others would miss their due date.
 
     groups: all that no batch has taken, in order of admission.  num_taken: groups taken before.  window_groups: a group
     may pass the oldest unfinished one by less than so many ids.

@@ -1,6 +1,6 @@
-"""Chunks of a column as HDF5's filters shuffle and gzip would leave them, at a fraction of their time.
+"""Chunks of a column as HDF5's filters shuffle and gzip would produce them, in a fraction of the time.
 
-Input: an array.  Output: the bytes of its chunks, which any HDF5 library reads by these two filters.
+Input: an array.  Output: the bytes of its chunks, which any HDF5 library reads with these two filters.
 Where the bytes of numbers differ from entry to entry there is little to gain: of token ids the two low bytes, of floats
 all but the one with the exponent.  They are stored, and the others compressed by zlib-ng: by runs of bytes where these
 are of integers, by the frequency of bytes where they are of floats, in which neither repeats anything longer.

@@ -1,9 +1,8 @@
 """Over-sampling: which stragglers a batch need not wait for (admission.oversample).
 
-Input: GroupRecord, oldest first.  Output: ids of groups to drop.  Pure.  A batch of P groups is there as soon as P of
-the oldest P + E are finished: those that stand before the last of these P and are not finished are cut.  What is
-trained is in order of admission, as without; a dropped group is trained by nobody, so that the bound of the ledger
-on staleness is untouched (docs/design.md, §4).
+Input: GroupRecord, oldest first.  Output: ids of groups to drop.  Pure.  A batch of P groups is complete once P of the
+oldest P + E are finished: unfinished groups before the last of these P are cut.  Training still follows the order of
+admission, and dropped groups are never trained, so that the ledger's staleness bound still holds (docs/design.md, §4).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What became of groups, line by line: admitted, taken for a step, trained, dropped.
+"""The log of what happens to groups: admitted, taken for a step, trained, dropped.
 
     rollouts/events_000000.jsonl      one file an attempt; a line is the CRC32 of its JSON, a space, the JSON
 
@@ -36,7 +36,7 @@ class Began:
     word: ClassVar[str] = "began"
     step: int  # the step that its trainer begins with
     num_rollouts: int  # rollouts of earlier attempts that count: those with higher numbers in their files do not
-    goes_on: bool  # False: it starts over, and nothing that was written before counts
+    goes_on: bool  # False: it starts over, and earlier events do not count
     timeline: int = -1  # the first attempt whose published versions are all made again up to here; -1: this one
 
 
@@ -48,12 +48,12 @@ class Admitted:
     group: int
     prompt: int
     version: int  # that was live
-    size: int = 0  # rollouts that are wanted of it, if more than admission.group_size
+    size: int = 0  # rollouts wanted for it, if more than admission.group_size
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The batch of a step is chosen; it is on disk before weights that come of it are published."""
+    """The batch of a step is chosen; on disk before the resulting weights are published."""
 
     word: ClassVar[str] = "taken"
     step: int
@@ -69,9 +69,9 @@ class Trained:
     version: int  # that it trained
     applied: bool  # False: skipped on all ranks, the version stayed
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the trainer
-    refused: str = ""  # figures for which the guard had it skipped, or some of its optimiser steps
-    skipped: tuple[int, ...] = ()  # their places; of all of them, files of before have none
-    began_s: float | None = None  # seconds that the run had trained before; files of before have none
+    refused: str = ""  # metrics for which the guard skipped it, or some of its optimiser steps
+    skipped: tuple[int, ...] = ()  # their indices; absent in older files
+    began_s: float | None = None  # seconds that the run had trained before; absent in older files
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class RolledBack:
     word: ClassVar[str] = "rolled_back"
     step: int  # the first that is undone
     version: int  # that it began with
-    groups: Sequence[int]  # of batches out of bounds: those that are left are dropped
+    groups: Sequence[int]  # of batches outside the limits: those that remain are dropped
 
 
 Event = Began | Admitted | Taken | Trained | Dropped | RolledBack
@@ -102,7 +102,7 @@ _KINDS: Mapping[str, type[Event]] = {kind.word: kind for kind in (Began, Admitte
 
 @dataclass(frozen=True, slots=True)
 class EventFile:
-    """What a file holds."""
+    """Content of a file."""
 
     path: Path
     attempt: int
@@ -117,7 +117,7 @@ def event_paths(directory: Path) -> list[Path]:
 
 
 def attempt_of(path: Path) -> int:
-    """Whose events a file holds.  Raises JournalError: it is no event file."""
+    """The attempt that wrote a file.  Raises JournalError if it is not an event file."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise JournalError(f"{path} is not an event file")
@@ -191,7 +191,7 @@ class GroupEventLog:
                     self._fence.check()  # the usual reason, where the staging directory is gone
             raise JournalError(f"{self._path} cannot be written: {error.strerror or error}") from error
         if self._fence is not None:
-            self._fence.check()  # after the write: whoever takes over later will find it
+            self._fence.check()  # after the write: a later owner will find it
         self._num_bytes += sum(map(len, lines))
         del self._pending[: len(lines)]
 

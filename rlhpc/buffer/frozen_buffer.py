@@ -1,4 +1,4 @@
-"""The buffer at one moment, as a checkpoint has it."""
+"""A snapshot of the buffer, for a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUFFERED_FILE = "buffered.h5"
 
 @dataclass(frozen=True, slots=True)
 class FrozenBuffer:
-    """A snapshot of the buffer for a checkpoint.  It does not change any more, so that a thread may write it."""
+    """A snapshot of the buffer for a checkpoint.  It is immutable, so that a thread may write it."""
 
     groups: tuple[ResolvedGroup, ...]  # neither consumed nor dropped at that moment
     ledger: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What the ledger knows of one group that has a slot, and of each of its members.
+"""The ledger's record of a group that has a slot, and of each of its members.
 
 A member is delivered, held by one generator, or free; a group is in flight, finished, or taken for a step.
 """
@@ -16,12 +16,12 @@ from rlhpc.types import Prefix, Prompt
 
 @dataclass(slots=True)
 class MemberRecord:
-    """One of the group_size completions that a group wants."""
+    """One of the group_size completions of a group."""
 
     is_delivered: bool = False
     holder: str | None = None  # generator that samples it now
     lease: int = -1  # number of the lease, within the group, under which it does
-    seen_s: float = 0.0  # when its holder got it, or last said that it goes on; by the ledger's clock
+    seen_s: float = 0.0  # when its holder got or last renewed it; by the ledger's clock
     lost_leases: int = 0  # leases lost with this member undelivered; handing a member back does not count
     prefix: Prefix | None = None  # what an earlier holder had sampled
 
@@ -48,7 +48,7 @@ class GroupRecord:
     num_missing: int = field(init=False)  # members that are not delivered
 
     def __post_init__(self) -> None:
-        """Count what is missing; `deliver` keeps it."""
+        """Count the missing members; `deliver` updates the count."""
         self.num_missing = sum(not member.is_delivered for member in self.members)
 
     @property
@@ -57,7 +57,7 @@ class GroupRecord:
         return not self.num_missing
 
     def deliver(self, index: int) -> None:
-        """A member that was missing has arrived."""
+        """Record that a missing member has arrived."""
         self.members[index].is_delivered, self.members[index].prefix = True, None
         self.num_missing -= 1
 

@@ -1,8 +1,7 @@
-"""Flat columns as an HDF5 file in memory, and out of one again, by the calls of HDF5's own interface.
+"""Write flat columns to an HDF5 file in memory, and read them back, through HDF5's low-level API.
 
 Input: named arrays and attributes; the bytes of a file, or its path.  Output: the bytes of a file; arrays.
-A segment has thirty columns: h5py's files, groups, datasets and attributes, which are made for people, take four times
-as long for them as these calls.
+A segment has thirty columns, for which h5py's high-level API takes four times as long.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def _layout(chunk: int) -> h5p.PropDCID:
 
 
 class Hdf5Columns:
-    """An open file.  What is not there is a KeyError, what cannot be is an OSError, a ValueError, a TypeError…"""
+    """An open file.  Missing items raise KeyError, malformed ones OSError, ValueError, TypeError…"""
 
     def __init__(self, file: h5f.FileID) -> None:
         self._file = file

@@ -1,8 +1,7 @@
-"""What journal and events say has happened since a checkpoint, or since the start of a run.
+"""The history since a checkpoint, or since the start of a run, from journal and events.
 
-Input: the files of a rollouts directory, and the position up to which a checkpoint knows everything.  Output: History.
-An attempt that went on from an earlier step repeats steps: the batch of a step that was chosen last is the one that
-counts.
+Input: the files of a rollouts directory, and the position that a checkpoint covers.  Output: History.
+An attempt that continued from an earlier step repeats steps: the batch that was chosen last for a step counts.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ START = Position()
 
 @dataclass(slots=True)
 class History:
-    """What was recorded after a position."""
+    """All that was recorded after a position."""
 
     rollouts: list[JournalRecord] = field(default_factory=list)  # in the order of arrival
     admitted: dict[int, Admitted] = field(default_factory=dict)  # by group
@@ -62,7 +61,7 @@ class History:
     first_attempt: int = 0  # of those that count: an attempt that starts over is the first
     undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
     lacks_beginning: bool = False  # whether the rollouts just after the position are missing
-    problems: list[str] = field(default_factory=list)  # what is damaged or missing, in words
+    problems: list[str] = field(default_factory=list)  # descriptions of damaged or missing items
     timeline: int = -1  # of the last attempt; -1: there was none, or it was rolled back
 
 
@@ -98,8 +97,8 @@ def read_history(directory: Path, position: Position) -> History:
 def make_durable(directory: Path) -> None:
     """Return once everything that read_history would read is on disk.
 
-    What a process wrote that was killed before it synced may be in this machine's memory alone, and nobody may go on
-    from it as long as a power cut can take it back.  Raises OSError.
+    Writes of a process that was killed before it synced may be only in this machine's memory, and a resume must not
+    build on data that a power cut could still lose.  Raises OSError.
     """
     for path in (*journal_paths(directory), *event_paths(directory)):
         descriptor = os.open(path, os.O_RDONLY)
@@ -111,7 +110,7 @@ def make_durable(directory: Path) -> None:
 
 
 def _implied(history: History) -> dict[int, Admitted]:
-    """A commit that was cut off may have written a rollout and not its group's admission."""
+    """An interrupted commit may have written a rollout but not its group's admission."""
     implied = dict[int, Admitted]()
     for record in history.rollouts:
         rollout = record.scored.rollout
@@ -122,7 +121,7 @@ def _implied(history: History) -> dict[int, Admitted]:
 
 
 def _start_over(history: History, event: Began, attempt: int, position: Position, is_news: bool) -> Position:
-    """What came before does not count; returns the position from which on something does."""
+    """Discard all earlier history; returns the position from which on it counts."""
     history.first_attempt = attempt
     if not is_news:
         return position
@@ -132,7 +131,7 @@ def _start_over(history: History, event: Began, attempt: int, position: Position
 
 
 def rollback_due(directory: Path) -> RolledBack | None:
-    """What the guard has undone, if no attempt has begun since.  Raises JournalError, OSError."""
+    """The guard's last rollback, if no attempt has begun since.  Raises JournalError, OSError."""
     paths = event_paths(directory)
     events = read_events(paths[-1]).events.values() if paths else ()
     return next((event for event in events if isinstance(event, RolledBack)), None)

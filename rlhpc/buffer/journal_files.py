@@ -4,8 +4,8 @@
 
 Input: JournalRecord.  Output: the number up to which rollouts are on disk.
 Guarantees: a rollout up to that number survives the death of this process, and of its machine.  A failed write, a full
-disk for one, changes nothing that was durable, and the same rollouts are written again to the same place by the next
-try.  A file is written by one attempt; the next attempt begins another.
+disk for example, changes nothing that was durable, and the next try writes the same rollouts to the same place.
+A file is written by one attempt; the next attempt begins another.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class JournalFiles:
                     self._file = self._begin_file(records[0])
                 done = self._file.append(records)
                 if self._fence is not None:
-                    self._fence.check()  # after the write: whoever takes over later will find it
+                    self._fence.check()  # after the write: a later owner will find it
                 self._file.keep()
                 self._next_sequence += done
                 records = records[done:]

@@ -1,12 +1,12 @@
-"""Where each byte of a journal file lies: an HDF5 file of fixed size whose metadata are written once.
+"""The byte layout of a journal file: an HDF5 file of fixed size whose metadata are written once.
 
-    bytes 0–4095      user block: the places of all columns, as JSON with a checksum
+    bytes 0–4095      user block: the offsets of all columns, as JSON with a checksum
     metadata          HDF5's own, never touched again
     columns           contiguous, zeros until something is written
 
 Rollouts are appended by plain writes into the columns' bytes, so that any HDF5 tool can open the file at any instant,
-and a full disk is an ordinary error.  A row of `rollouts` or `prompts` counts if its checksum holds, which covers what
-the row refers to; a reader of ours trusts the user block and the rows, and never lets the HDF5 library parse a byte.
+and a full disk is an ordinary error.  A row of `rollouts` or `prompts` counts if its checksum matches, which covers the
+data that the row refers to; our reader uses only the user block and the rows, and never the HDF5 library.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ DEFAULT_ROOM = Sizes(rollouts=8192, prompts=8192, prompt_tokens=1 << 19, tokens=
 
 @dataclass(frozen=True, slots=True)
 class JournalLayout:
-    """The places of the columns of one file, and what it says of itself."""
+    """The offsets of the columns of one file, and its metadata."""
 
     room: Sizes
     offsets: Mapping[str, int]  # byte of each column's first entry
@@ -191,7 +191,7 @@ def read_layout(user_block: bytes) -> JournalLayout:
         numbers = (int(facts[name]) for name in ("file_bytes", "first_sequence", "attempt", "schema"))
         return JournalLayout(room, offsets, *numbers)
     except (KeyError, TypeError, ValueError) as error:
-        raise JournalError(f"its first bytes say too little: {error!r}") from error
+        raise JournalError(f"its first bytes are incomplete: {error!r}") from error
 
 
 def _allocate(file: h5py.File, name: str, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Read a journal back, trusting nothing that a checksum does not confirm.
+"""Read a journal back, using only data whose checksum matches.
 
 Input: journal files, complete, being written, or left behind by a kill.  Output: JournalRecord, and what is damaged.
 A damaged row costs that row: all others of its file are read.
@@ -28,13 +28,13 @@ _ROWS_AT_ONCE = 512  # of the row tables: a file that has just been begun is not
 
 @dataclass(frozen=True, slots=True)
 class JournalContent:
-    """What one file holds."""
+    """Content of one file."""
 
     path: Path
     layout: JournalLayout
     records: list[JournalRecord]
     damaged_rows: list[int]  # of `rollouts`: something was written there, and the checksum does not hold
-    is_torn: bool  # whether all damaged rows stand at the end: they were being written when the writer died
+    is_torn: bool  # whether all damaged rows are at the end: they were being written when the writer died
 
 
 def read_journal(path: Path, *, is_mapped: bool = False) -> JournalContent:

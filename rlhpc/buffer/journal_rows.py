@@ -33,7 +33,7 @@ _made = tuple.__new__  # of a NamedTuple, without the call in Python that its ow
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """A rollout that was delivered, and what has to be known of its group to go on with it."""
+    """A delivered rollout, and what is needed of its group to continue it."""
 
     sequence: int  # number of the rollout in the run, from 1, in the order of arrival
     scored: ScoredRollout

@@ -1,7 +1,7 @@
-"""Know which members of the groups in flight are free, which are held, by whom and until when.
+"""Track which members of the groups in flight are free, and which are held, by which generator and until when.
 
-Half of the ledger, which alone uses it.  A member is in one place: delivered, held, or free; a group with a free member
-is in one of two queues, `fresh` (never granted whole) or `returned` (lost a lease or had one handed back).
+Half of the ledger, its only user.  A member is either delivered, held, or free; a group with a free member is in one of
+two queues, `fresh` (never granted whole) or `returned` (lost a lease or had one handed back).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LeaseBook:
         self._queued_ids: set[int] = set()
         self._held: dict[str, dict[tuple[int, int], GroupRecord]] = {}  # holder → (group_id, sample_index) → group
         self.num_held = 0  # samples that are held by some generator
-        self.relieved: set[str] = set()  # whose holds have ended; for whoever reads and empties it
+        self.relieved: set[str] = set()  # generators whose holds have ended; the reader empties it
         self._deadlines = LeaseDeadlines()
 
     @property
     def is_quarantining(self) -> bool:
-        """True while some group in flight is granted only to a generator that holds little else."""
+        """True while some group in flight is granted only to a generator that holds few others."""
         return not self._quarantine.is_empty
 
     def outstanding(self, holder: str) -> int:
@@ -111,7 +111,7 @@ class LeaseBook:
         return lease
 
     def deliver(self, group: GroupRecord, index: int) -> None:
-        """Record that a member has arrived, whoever held it."""
+        """Record that a member has arrived, no matter which generator held it."""
         self._let_go(group, index)
         group.deliver(index)
         self._forget_if_not_free(group)
@@ -168,7 +168,7 @@ class LeaseBook:
     def forget_holder(self, holder: str, *, is_dead: bool = True) -> list[int]:
         """Free everything a generator held; return the ids of the groups concerned, ascending.
 
-        is_dead: its leases are lost, which counts against the prompts; else it lives, and says what it goes on with.
+        is_dead: its leases are lost, which counts against the prompts; else it is alive, and reports what it continues.
         """
         held = list(self._held.get(holder, {}).items())
         groups = {group_id: group for (group_id, _), group in held}
@@ -265,8 +265,8 @@ class Quarantine:
     """The suspect groups in flight, and the generators that are kept free for them.
 
     Groups that may kill their generator are kept away from others, but not from being sampled.  A suspect says in whose
-    company it may be (`GroupRecord.company`).  Generators are full as a rule, so that one would never be free for it by
-    itself: for every suspect that waits, one is kept free of other work until the suspect has been granted.
+    company it may be (`GroupRecord.company`).  Generators are usually full, so that none would ever become free for it: for
+    every waiting suspect, one is kept free of other work until the suspect has been granted.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class Quarantine:
             self._suspects.add(group.group_id)
 
     def forget(self, group: GroupRecord) -> None:
-        """It is finished or dropped."""
+        """Forget a group that is finished or dropped."""
         self._suspects.discard(group.group_id)
         if not self._suspects:
             self.holders.clear()

@@ -1,7 +1,7 @@
-"""When to look at which lease: the oldest that may be overdue first, in memory that follows what is leased now.
+"""When to check which lease: the oldest that may be overdue first, in memory proportional to the current leases.
 
-Input: leases, by group and number.  Output: those that are due for a look.  Pure; time is passed in.  A look, an end
-and a begin cost O(log n) of n leases that some generator holds.
+Input: leases, by group and number.  Output: those due for a check.  Pure; time is passed in.  A check, an end and a
+begin cost O(log n) for n current leases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LeaseKey = tuple[int, int]  # group, number of the lease within the group
 
 @dataclass(slots=True)
 class RunningLease:
-    """A lease of which its holder still has some member."""
+    """A lease whose holder still has some member."""
 
     holder: str
     group: GroupRecord
@@ -40,7 +40,7 @@ class LeaseDeadlines:
 
     @property
     def num_entries(self) -> int:
-        """Entries in memory, those of leases that are over among them."""
+        """Entries in memory, including those of leases that are over."""
         return len(self._looks)
 
     def begin(self, key: LeaseKey, holder: str, group: GroupRecord, num_members: int) -> None:

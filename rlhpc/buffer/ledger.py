@@ -1,4 +1,4 @@
-"""Admit prompts and grant them to generators so that no rollout grows stale and none is forgotten.
+"""Admit prompts and grant them to generators, with bounded staleness and without losing any.
 
 Input: Prompt.  Output: Lease.  The only backpressure and the only retry of the system; pure, synchronous, time passed
 in.  Guarantees: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was
@@ -63,7 +63,7 @@ class AdmissionLedger:
         return self._num_slots_taken < self._num_slots_open
 
     def tighten(self, num_slots: int) -> None:
-        """Admit into so many slots only, but as many as a batch needs: groups admitted from now on are less stale."""
+        """Use only this many slots, but at least a batch's worth: groups admitted from now on are less stale."""
         self._num_slots_open = min(self.num_slots, max(self.groups_per_step, num_slots))
 
     @property
@@ -74,7 +74,7 @@ class AdmissionLedger:
     def admit(self, prompt: Prompt, policy_version: int, *, size: int = 0, again: bool = False) -> int:
         """Take a slot for this prompt and return the new group's id; policy_version is what generators serve now.
 
-        size: rollouts wanted of it, if more than group_size.  again: it had a slot before the run was interrupted; it
+        size: rollouts wanted for it, if more than group_size.  again: it had a slot before the run was interrupted; it
         gets one, free or not, and waits for `readmit`.  Raises LedgerError, changing nothing, when no slot is free.
         """
         if not (self.has_slot or again):
@@ -90,13 +90,13 @@ class AdmissionLedger:
         return group.group_id
 
     def readmit(self, live_version: int) -> list[GroupRecord]:
-        """Let groups that came back be granted, in turn; return those that count as admitted now (LeaseBook)."""
+        """Let restored groups be granted, in turn; return those that count as admitted now (LeaseBook)."""
         return self._leases.readmit(self.groups, self.num_slots, live_version)
 
     # ---------------------------------------------------------------------------------------------------- leases
 
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
-        """Lease free members of one group to a generator, at most credit_samples; None: there is nothing for this one.
+        """Lease free members of one group to a generator, at most credit_samples; None: there is nothing for it.
 
         Groups that lost a lease come first, then fresh ones, oldest first; some whose generators died get one alone.
         """
@@ -117,7 +117,7 @@ class AdmissionLedger:
         )
 
     def adopt(self, holder: str, group_id: int, sample_index: int) -> None:
-        """Count a free member as leased to this generator, which has gone on sampling it though its lease was over."""
+        """Count a free member as leased to this generator, which kept sampling it after its lease was over."""
         self._leases.hold(self.group(group_id), (sample_index,), holder)
 
     @property
@@ -135,7 +135,7 @@ class AdmissionLedger:
         return relieved
 
     def deliver(self, group_id: int, sample_index: int) -> bool:
-        """Record that a member arrived, whoever holds it.  False, without effect, if it is not wanted (any more)."""
+        """Record that a member arrived, whichever generator holds it.  False, without effect, if not (or no longer) wanted."""
         if not self.is_wanted(group_id, sample_index):
             return False
         group = self._untaken[group_id]
@@ -158,7 +158,7 @@ class AdmissionLedger:
     def renew(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
-        """The holder goes on with these members; prefixes are for the next one.  Ignores and raises as hand_back."""
+        """The holder continues these members; prefixes are for the next holder.  Ignores and raises as hand_back."""
         group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
             self._leases.renew(group, holder, sample_indices, prefixes)

@@ -1,4 +1,4 @@
-"""A file of JSON lines that belongs to a run: appended and synced, read whole, and undone by no resume.
+"""A file of JSON lines that belongs to a run: appended and synced, read whole, and never undone by a resume.
 
 Input: frozen dataclasses of one kind.  Output: lines that are on disk.  A line that a crash cut off is skipped.
 """
@@ -69,7 +69,7 @@ class LineFile(Generic[Line]):
 
 
 def _append_whole(file: io.FileIO, data: bytes) -> None:
-    """All or nothing: what a full disk has taken of it would stand there twice after another try."""
+    """All or nothing: on a full disk, a partial write would appear twice after another try."""
     end = file.seek(0, os.SEEK_END)
     try:
         left = memoryview(data)

@@ -1,4 +1,4 @@
-"""Count the leases that each prompt has lost to deaths of generators, or of reward workers: it may have caused them.
+"""Count the leases that each prompt has lost when a generator or reward worker died, which it may have caused.
 
 Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is known by its content,
 so that its count survives a restart of the run and another epoch that draws the prompt again.  Pure; `LostLeaseFile`
@@ -22,7 +22,7 @@ from rlhpc.ownership import Fence
 from rlhpc.types import Prompt
 
 ANY_COMPANY = 0
-MANY = 1 << 20  # groups: no generator has died, there is nobody to be kept away from
+MANY = 1 << 20  # groups: no generator has died, so there is no limit
 COMPANY_SHRINKS_BY = 8  # from one death to the next
 
 

@@ -1,11 +1,10 @@
-"""What was sampled of running rollouts since it was last reported, as few bytes: for the wire and for the disk.
+"""Compact encoding of the tokens of running rollouts since the last report, for wire and disk.
 
     PartialRollout, several  ⇄  bytes: a table with a row each, runs of versions, token ids, log-probabilities; deflated
 
-A partial rollout says how many tokens come before its own, and their checksum: it continues those and no others, so
-that a report that was lost, doubled or late is noticed by whoever holds what came before, and nothing is ever put
-together of two drafts of the same sample.  The four bytes of a number stand apart from each other (shuffled), as in
-segments.  Pure.
+A partial rollout states the number of tokens before its own, and their checksum: it continues only those, so that the
+receiver detects lost, duplicate or late reports, and two drafts of the same sample are never joined.  The four bytes of
+a number are stored separately (shuffled), as in segments.  Pure.
 """
 
 from __future__ import annotations
@@ -178,5 +177,5 @@ def _inflated(data: bytes | memoryview, num_bytes: int) -> bytes:
     except _NOT_DEFLATED as error:
         raise ValueError(f"not deflated: {error}") from error
     if len(plain) != num_bytes or not inflater.eof or inflater.unused_data:
-        raise ValueError(f"not the {num_bytes} bytes that were told")
+        raise ValueError(f"not the {num_bytes} bytes that were announced")
     return plain

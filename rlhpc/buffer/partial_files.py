@@ -1,15 +1,15 @@
-"""What is known of running rollouts, on disk: so that no death costs more of them than the last interval.
+"""Running rollouts on disk, so that no death loses more of them than the last interval.
 
     rollouts/partials_000000.bin, partials_000001.bin …      records, one after the other:
 
     b"RLP1" │ crc32 u32 │ attempt u32 │ bytes u32 │ bytes before deflating u32 │ pieces (partial_codec.py)
 
-The checksum covers all that follows it.  A file begins with all that is known and goes on with what comes; one that has
-grown to several times that is followed by another, and older ones are deleted: what is on disk is never much more than
-what is running.
-Guarantees: a piece that was written survives the death of this process and of its machine; what is damaged costs the
-pieces in it, and those that would follow them, and is never read as something else.  Nobody waits for these files: what
-cannot be written is given up, and the next file begins with all that is known then.
+The checksum covers all that follows it.  A file begins with everything known so far, then new pieces are appended; once
+it has grown to several times its first size, the next file begins, and older ones are deleted: disk use is never much
+more than the running rollouts.
+Guarantees: a written piece survives the death of this process and of its machine; a damaged record costs its pieces and
+those that continue them, and is never misread.  Nothing waits for these files: a failed write is given up, and the next
+file begins with everything known then.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MAGIC = b"RLP1"
 _HEAD = struct.Struct("<4s4I")
 _CRC_END = 8  # of magic and checksum
 _TOKENS_A_RECORD = 1 << 20
-LEAST_BYTES = 4 << 20  # a file is not followed by another before it has so many
-GROWTH = 4  # and so many times the bytes that it began with
+LEAST_BYTES = 4 << 20  # minimum size of a file before the next one begins
+GROWTH = 4  # and minimum growth, relative to its first size
 
 Member = tuple[int, int]  # group, sample index
 
@@ -164,7 +164,7 @@ class PartialLog:
                 self._fence.check()
             yield
             if self._fence is not None:
-                self._fence.check()  # after the write: whoever takes over later will find it
+                self._fence.check()  # after the write: a later owner will find it
         except OSError as error:
             self.close()
             if self._fence is not None:

@@ -2,9 +2,9 @@
 
     PartialRollout ─▶ prefix of a member, in the ledger ─▶ the lease that is granted after a death
 
-Guarantees: a prefix is a whole beginning of one draft: a piece that does not follow what is known changes nothing, and
-its sender is asked for the whole.  Only the holder of a member changes its prefix; who reports one that is free is its
-holder from then on.
+Guarantees: a prefix is a gapless beginning of one draft: a piece that does not continue it changes nothing, and its
+sender is asked for all tokens.  Only the holder of a member changes its prefix; a generator that reports a free member
+becomes its holder.
 """
 
 from __future__ import annotations

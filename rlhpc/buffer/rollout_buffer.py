@@ -1,11 +1,11 @@
-"""Hold every group from the admission of its prompt to its last use: all that the controller knows of prompts.
+"""Keep every group from the admission of its prompt to its last use: the controller's only store of prompts.
 
     admit ──▶ grant ──▶ deliver, member by member ──▶ take ──▶ consume ──▶ release        or drop, before it is taken
                 └── hand_back, renew, expire, forget_holder ──▶ grant again
 
 Input: Prompt, later ScoredRollout.  Output: Lease, later RolloutGroup.  The ledger decides (ledger.py), groups are put
 together here, segments record what became of them.  Guarantees: those of the ledger; a group is handed out once for
-training, complete; what is consumed or dropped reaches a segment; a checkpoint carries the rest, incomplete groups too.
+training, complete; consumed and dropped groups reach a segment; a checkpoint has the rest, incomplete groups too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlhpc.types import FinishReason, Lease, Prefix, Prompt, RolloutGroup, Score
 
 
 class RolloutBuffer:
-    """Groups by id, between prompts and trainer.  Synchronous: a change is seen whole or not at all."""
+    """Groups by id, between prompts and trainer.  Synchronous: changes are atomic."""
 
     def __init__(self, ledger: AdmissionLedger, segments: SegmentWriter, journal: RolloutJournal | None = None) -> None:
         """journal: where the history is written; None: it is not, as while it is being restored."""

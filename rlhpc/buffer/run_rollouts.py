@@ -1,8 +1,8 @@
-"""All groups of a run, for people: sealed segments first, then what so far stands only in the journal.
+"""All groups of a run, for people: sealed segments first, then groups that so far are only in the journal.
 
-Input: a rollouts directory of a run that goes on, was killed, or is complete.  Output: FoundGroup.
-Order of reading: events and journal before segments, so that what is sealed meanwhile is seen in one of them at least;
-a group that is in both counts as its segment says.  Damage costs the file or the row, is reported, and ends nothing.
+Input: a rollouts directory of a run that is running, was killed, or is complete.  Output: FoundGroup.
+Order of reading: events and journal before segments, so that groups sealed meanwhile are seen in at least one of them;
+for a group in both, the segment counts.  Damage costs the file or the row; it is reported, and reading continues.
 """
 
 from __future__ import annotations

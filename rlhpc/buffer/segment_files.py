@@ -1,6 +1,6 @@
 """The files of a rollouts directory: made whole, listed in order, set aside when a restart undoes them.
 
-Input: bytes and paths.  Knows nothing of what a segment holds.
+Input: bytes and paths.  Independent of the content of segments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Read sealed segments back, trusting nothing that a checksum does not confirm.
+"""Read sealed segments back, using only data whose checksum matches.
 
-Input: segment files.  Output: ResolvedGroup.  Whatever is wrong with a file is a SegmentError that names it.
+Input: segment files.  Output: ResolvedGroup.  Any problem with a file is a SegmentError that names it.
 """
 
 from __future__ import annotations

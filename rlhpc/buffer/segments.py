@@ -2,7 +2,7 @@
 
 Input: ResolvedGroup.  Output: rollouts/segment_NNNNNN.h5.  The HDF5 image is built in memory and written with plain
 calls, so that a full disk is an ordinary error: the HDF5 library crashes when it runs out of space and is then closed.
-Guarantees: what could not be written stays in memory for another try; no sealed file is ever changed or replaced.
+Guarantees: after a failed write the groups stay in memory for another try; a sealed file is never changed or replaced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tell from counts alone whether a batch can be formed, so that groups are scanned only if one can.
 
-Input: groups, as they are admitted, finish and leave.  Output: how many more have to end first.  A look at all groups
-(batch_choice.py) costs a microsecond each; where thousands are waited for one by one, that is more than all else.
+Input: groups, as they are admitted, finish and leave.  Output: how many more have to end first.  A scan of all groups
+(batch_choice.py) costs a microsecond per group; with thousands that finish one by one, it would dominate.
 """
 
 from __future__ import annotations

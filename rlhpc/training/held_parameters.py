@@ -1,8 +1,8 @@
 """A frozen copy of a model's parameters (the reference), swapped with them while it computes.
 
 Input: this rank's tensors, as its backend keeps them.  Output: the same tensors, holding the copy's numbers meanwhile.
-Guarantees: beside model and copy there is one more tensor, of the largest one's size; it is allocated before anything
-changes, so that nothing on the way back can fail for want of memory; after the exchange back every bit is what it was.
+Guarantees: extra memory besides model and copy is one tensor of the largest size; it is allocated before anything
+changes, so that swapping back cannot run out of memory; after swapping back every bit is restored.
 """
 
 from __future__ import annotations

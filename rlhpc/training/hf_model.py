@@ -76,7 +76,7 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
             path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: no model that transformers can load: {error}") from error
+        raise ConfigError(f"model.path={path}: transformers cannot load this model: {error}") from error
     layer_types = set(getattr(module.config, "layer_types", None) or {"full_attention"})
     if unknown := layer_types - LAYER_TYPES:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The names that tensors have on disk and in vLLM, where transformers keeps them otherwise in memory.
+"""The names of tensors on disk and in vLLM, where transformers stores them differently in memory.
 
 Input: a parameter of a transformers module.  Output: the tensors of an HF checkpoint: the same, but for mixtures of
 experts.  Transformers holds all experts of a layer in one tensor; checkpoints name every expert's matrices.

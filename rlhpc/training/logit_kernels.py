@@ -1,8 +1,8 @@
-"""What is read off a chunk of logits on a GPU, in one pass over it each way; torch's own operations take a dozen.
+"""Fused GPU kernels on a chunk of logits, one pass forward and one backward; torch's own operations take a dozen.
 
-Input: float32 logits [C, V] as the product by the head leaves them.  Output: sums over the vocabulary, and the gradient
-of the logits.  What they mean, and the same on CPU, is in logprob.py.  Triton comes with torch's CUDA builds; kernels
-are compiled when first used.  A row is one program's alone and is added up in one order: the same bits every time.
+Input: float32 logits [C, V] from the product with the head.  Output: sums over the vocabulary, and the gradient of the
+logits.  Their meaning, and the same on CPU, is in logprob.py.  Triton comes with torch's CUDA builds; kernels are
+compiled when first used.  Each row is summed by one program in a fixed order: the same bits every time.
 Legend: C tokens of a chunk, V rows of the head.
 """
 

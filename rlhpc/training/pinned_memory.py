@@ -1,6 +1,6 @@
-"""Host memory that a GPU copies from and into directly, of exactly the size that is asked for.
+"""Page-locked host memory of exactly the requested size, for direct copies from and to a GPU.
 
-torch's own pinned memory comes in powers of two, up to twice what was asked for.
+torch's own pinned memory is rounded up to powers of two, up to twice the requested size.
 """
 
 from __future__ import annotations

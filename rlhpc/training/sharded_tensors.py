@@ -1,4 +1,4 @@
-"""Gather, tensor by tensor, what is sharded over the ranks.
+"""Gather sharded tensors from the ranks, one by one.
 
 Input: flat shards of parameters as a backend keeps them.  Output: whole tensors under their HF names on one rank.  One
 way for weights on their way to the generators and for master weights and moments on their way into a checkpoint.

@@ -1,4 +1,4 @@
-"""A vote of all ranks on whether a step can be applied: if one rank's loss or norm is not finite, all skip it."""
+"""A vote of all ranks on whether to apply a step: if one rank's loss or norm is not finite, all skip it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, of which only the parts that are asked for are read.
+"""Tensors in safetensors files, of which only the requested parts are read.
 
 Input: the directory of an HF checkpoint, or files that hold named tensors.  Output: rows and columns of them.
 Guarantees: files are mapped, not read; few are open at once; errors of the disk or of the format are raised as our own

@@ -65,7 +65,7 @@ class WeightAverage:
             self._begin()
         read_weights("weights")
         if self.is_held and AVERAGE not in kinds:
-            log.info("the checkpoint has no average of weights: it begins at the weights of this checkpoint")
+            log.info("the checkpoint has no weight average: the average begins at the weights of this checkpoint")
             self._begin()
 
     @torch.no_grad()

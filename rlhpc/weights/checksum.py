@@ -4,8 +4,8 @@ Input: a flat uint8 tensor.  Output: an int.  Guards against broken transfers an
 65,536 lanes of 64-bit words: Horner's rule with an odd factor in each lane, then the lanes are mixed with their number
 and summed.  A flip of one bit always changes the result; swaps, shifts and longer damage go unnoticed with probability
 2^-64, except that two flips of the highest bit in the same lane cancel.  Runs at about memory speed: on CPU one fused
-pass per 512 KiB, whose lanes stay in the cache, compiled for large inputs; on a GPU, where a launch costs more than such
-a pass, rows are folded in pairs: about ten launches per 64 MiB, and 50 % extra memory.  All give the same number.
+pass per 512 KiB, whose lanes stay in the cache, compiled for large inputs; on a GPU, where a launch costs more than
+such a pass, rows are folded in pairs: about ten launches per 64 MiB, and 50 % extra memory.  All give the same number.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choose the weight transport from the placement of trainer and engines, never from how many GPUs a process sees.
 
 Input: weights.transport, the device of the trainer's rank 0, the devices of every engine's workers.  Output: gloo,
-nccl, ipc or disk.  A device is "" for the CPU, else a unique name: a GPU's UUID, or its index in CUDA_VISIBLE_DEVICES if
-all names belong to one machine.  Pure, without torch: launcher and controller both use it.
+nccl, ipc or disk.  A device is "" for the CPU, else a unique name: a GPU's UUID, or its index in CUDA_VISIBLE_DEVICES
+if all names belong to one machine.  Pure, without torch: launcher and controller both use it.
 """
 
 from __future__ import annotations

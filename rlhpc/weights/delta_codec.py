@@ -1,17 +1,17 @@
 """Delta coding of blocks of 16-bit numbers: encode the changes, and apply them to the old block, bit for bit.
 
-Input: a block before and after.  Output: uint8 [n], a multiple of 16, or None if the delta would not be short.  Bits are
-compared, so that NaN payloads, signed zeros and gaps between tensors are preserved; a float32 counts as two numbers.  In
-a step of Adam at usual learning rates, one number in a hundred changes, by one unit in the last place; that takes two
-bytes instead of the four for its position and value:
+Input: a block before and after.  Output: uint8 [n], a multiple of 16, or None if the delta would not be short.  Bits
+are compared, so that NaN payloads, signed zeros and gaps between tensors are preserved; a float32 counts as two.
+In a step of Adam at usual learning rates, one number in a hundred changes, by one unit in the last place; that takes
+two bytes instead of the four for its position and value:
 
     int64 [3]     number of changes, of bytes of positions, of literal values
     uint16 [wide] literal values, where the difference is 0
     uint8 [skips] numbers to skip before the next change; 255: skip 255, and read on
     uint8 [n]     difference to the old value, 1 … 254 as zigzag (1 → −1, 2 → 1, 3 → −2, …), else 0
 
-    Guarantee: malformed input is rejected before the block is touched, whatever the bytes are.  Numba compiles at the first
-    call (rlhpc/compiled.py); importing it takes half a second, so other modules import this one lazily.
+Guarantee: malformed input is rejected before the block is touched, whatever the bytes are.  Numba compiles at the first
+call (rlhpc/compiled.py); importing it takes half a second, so other modules import this one lazily.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def fill_block(bucket: Bucket, weights: Iterator[tuple[str, Tensor]], block: Ten
 def filled_spans(
     bucket: Bucket, weights: Iterator[tuple[str, Tensor]], span_bytes: int, take: Callable[[int], Tensor]
 ) -> Iterator[Tensor]:
-    """Yield the bucket's block in spans of `span_bytes` (the last is shorter; an empty bucket has one), once each is full.
+    """Yield the bucket's block in spans of `span_bytes` (the last is shorter; an empty bucket has one) as they fill.
 
     span_bytes: a multiple of 16.  take: returns memory for a span of that size.  Raises ValueError as fill_block does.
     """

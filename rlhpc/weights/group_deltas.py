@@ -74,7 +74,7 @@ class DeltaArrivals:
             self._memory = torch.empty(int(MAX_SHARE * largest) + 64, dtype=torch.uint8)
 
     def receive(self, block: Tensor) -> Callable[[], None]:
-        """Take part in the broadcasts of one bucket.  Returns a function that updates the block, and may raise TornWeights.
+        """Receive one bucket.  Returns a function that updates the block (may raise TornWeights).
 
         A bucket that is sent whole is in the block already.  Raises OutOfStep.
         """

@@ -2,8 +2,8 @@
 
 NCCL refuses two ranks on one device, and gloo would copy through sockets what is in the same memory.  Here
 the publisher fills a few shared blocks in turn and tells every receiver over a unix socket in the run directory; before
-it fills a block again, all have copied it.  A bucket is sent in one span on a GPU, and on CPU in spans that fit into the
-cache, where the other side finds them.  Messages are lines of JSON:
+it fills a block again, all have copied it.  A bucket is sent in one span on a GPU, and on CPU in spans that fit into
+the cache, where the other side finds them.  Messages are lines of JSON:
 
     receiver → publisher   {"rank": 1}                              joins
     publisher → receiver   {"header": [...], "blocks": [handle, …], "span": bytes}   once per publication

@@ -6,7 +6,7 @@ torch.
 Rules:
 1. A membership epoch has a fixed roster.  When a generator joins, leaves or restarts, a new epoch is needed; an
    existing epoch is never joined or left.
-   2. A member that is lost or fails is no longer waited for, and breaks the epoch.  A failed one is in the next epoch; a
+2. A member that is lost or fails is no longer waited for, and breaks the epoch.  A failed one is in the next epoch; a
    lost one is in the next epoch after it has sent Hello again.  A late joiner enters the next epoch.
 3. Epoch numbers only grow, across restarts of the controller too: state() holds the last one.
 4. An acknowledgement counts if it is for the current epoch and from one of its members; it then holds until the member

@@ -22,7 +22,7 @@ def make_block(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, 
     On CPU all its pages are mapped afterwards: the first touch of fresh memory is ten times slower than a copy.
     """
     if device.type == "cuda":
-        # A separate storage: an IPC handle opens a whole allocation, and the caching allocator packs small ones together.
+        # A separate storage: an IPC handle opens a whole allocation, and the caching allocator packs small ones.
         block = torch.empty(max(num_bytes, 2 << 20), dtype=torch.uint8, device=device)
         return block[:num_bytes], {"num_bytes": num_bytes, "cuda": _cuda_handle(block)}
     descriptor = os.memfd_create("rlhpc-weights")

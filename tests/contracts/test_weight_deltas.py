@@ -213,7 +213,7 @@ def test_a_member_without_the_memory_of_the_version_before_is_never_given_a_delt
     weights = after_a_step(weights, 12)
     if cluster.transport == "disk":  # where the trainer cannot know before it has written
         publishing, (receiving,) = cluster.begin(12, weights)
-        with pytest.raises(TornWeights, match="a delta for who holds"):
+        with pytest.raises(TornWeights, match="a delta based on"):
             receiving.result()
         with pytest.raises(GroupFailed, match="torn"):
             publishing.result()

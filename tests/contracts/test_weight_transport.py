@@ -197,7 +197,7 @@ def test_weights_that_differ_from_the_manifest_are_a_bug_of_the_exporter(broadca
     broadcast.tell_all(manifest)
     drawn: list[str] = []
     swapped = [draw_weights(1)[1], draw_weights(1)[0], *draw_weights(1)[2:]]
-    with pytest.raises(ValueError, match="the manifest wants"):
+    with pytest.raises(ValueError, match="the manifest expects"):
         broadcast.publisher.publish(manifest, counting(swapped, drawn))
     assert len(drawn) == len(swapped)
     broadcast.publisher.dissolve()

@@ -1,12 +1,12 @@
-"""Write a checkpoint while training goes on: copy the state to the host, then stream it to disk from a thread.
+"""Write a checkpoint while training continues: copy the state to the host, then stream it to disk from a thread.
 
 Input: the live shards of masters and moments of every rank.  Output: the files of trainer_state.py, written by rank 0.
-Guarantees: what is written is the state at the call of save(), bit for bit; training waits for one copy to the host
-only; a failed write is known on every rank and leaves none of them waiting.
+Guarantees: the checkpoint is the state at the call of save(), bit for bit; training waits only for one copy to the
+host; a failed write is reported on every rank and leaves none of them waiting.
 Costs 12 bytes of host memory for every parameter that a rank owns.
 
 The thread is not a daemon: torch must not be torn down under it.  A process that wants to leave sooner than the disk
-allows cancels the future; one that is killed leaves a directory without manifest, which nobody reads.
+allows cancels the future; one that is killed leaves a directory without manifest, which is ignored.
 """
 
 from __future__ import annotations

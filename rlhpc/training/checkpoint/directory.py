@@ -1,4 +1,4 @@
-"""Whole checkpoints as directories that appear complete or not at all.
+"""Checkpoints as directories that appear complete or not at all.
 
 Input: a directory that all roles have written into.  Output: a checkpoint: `begin` gives a place to write, `complete`
 makes it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.
@@ -112,7 +112,7 @@ def begin(final: Path, staging: Path | None = None) -> Path:
             shutil.rmtree(temporary)
         temporary.mkdir(parents=staging is None)
     except OSError as error:
-        raise CheckpointError(f"{temporary}: cannot be made: {error}") from error
+        raise CheckpointError(f"{temporary}: cannot be created: {error}") from error
     return temporary
 
 
@@ -158,7 +158,7 @@ def policy_version_of(path: Path) -> int:
     """The version whose weights a complete checkpoint holds.  Raises CheckpointError if it does not say."""
     version = _read_complete(path).get("policy_version")
     if not isinstance(version, int):
-        raise CheckpointError(f"{path / COMPLETE}: does not say of which policy version it is")
+        raise CheckpointError(f"{path / COMPLETE}: has no policy version")
     return version
 
 
@@ -173,7 +173,7 @@ def latest_complete(checkpoints: Path) -> tuple[int, Path] | None:
             return state.step, state.path
         skipped.append(state.problem)
     if skipped:
-        raise CheckpointError(f"{checkpoints}: no checkpoint is sound: {'; '.join(skipped)}")
+        raise CheckpointError(f"{checkpoints}: no usable checkpoint: {'; '.join(skipped)}")
     return None
 
 
@@ -213,7 +213,7 @@ def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -
             if state.fate is Fate.SOUND:
                 kept.append(state)
             elif state.fate is Fate.UNREADABLE:
-                log.warning("%s; it does not count as one that is kept", state.problem)
+                log.warning("%s; it does not count towards the kept checkpoints", state.problem)
             elif kept:
                 log.warning("%s; set aside as %s", state.problem, set_aside(state.path, state.fate).name)
             if len(kept) == keep:
@@ -287,7 +287,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
     try:
         content = json.loads((path / COMPLETE).read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: has no {COMPLETE}, which every complete checkpoint holds") from error
+        raise CheckpointError(f"{path}: has no {COMPLETE}, so it is not a complete checkpoint") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / COMPLETE}: cannot be read: {error}") from error
     if not isinstance(content, dict) or not _is_table_of_files(content.get("files")):

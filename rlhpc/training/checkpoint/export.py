@@ -50,7 +50,7 @@ def export_hf(
     checkpoint = open_checkpoint(checkpoint_dir)
     kind = AVERAGE if is_average else "weights"
     if kind not in checkpoint.kinds:
-        raise CheckpointError(f"{checkpoint_dir}: has no average of weights: trainer.ema_decay was off")
+        raise CheckpointError(f"{checkpoint_dir}: has no weight average: trainer.ema_decay was off")
     named = _dtype_of(model_dir / "config.json")
     dtype = dtype or named
     try:

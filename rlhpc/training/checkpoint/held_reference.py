@@ -1,8 +1,8 @@
-"""The reference of a run that renews it: an HF checkpoint of its own beside the trainer's part of a checkpoint.
+"""The reference model of a run that renews it: a separate HF checkpoint next to the trainer's part of a checkpoint.
 
 Input: a backend that holds a reference.  Output: a directory with its weights in the dtype of the forward pass, and
-config.json.  Such a backend is opened on that directory instead of model.path after a resume, and holds what it has
-loaded: the bits are the same, whatever layout wrote them.
+config.json.  After a resume, such a backend is opened on that directory instead of model.path, and keeps the loaded
+weights as its reference: the bits are the same, whatever layout wrote them.
 """
 
 from __future__ import annotations

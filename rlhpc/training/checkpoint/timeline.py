@@ -1,4 +1,4 @@
-"""Which checkpoints belong to the run as it went on, and which to steps that a later resume has undone.
+"""Which checkpoints belong to the current history of the run, and which to steps that a later resume has undone.
 
 Input: attempts.jsonl, where each attempt says which step it began with, and the number of the attempt that wrote a
 checkpoint.  Output: the attempt that has undone it, if any.  A checkpoint that was set aside and comes back by hand, or

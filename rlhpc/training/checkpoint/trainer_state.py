@@ -1,8 +1,8 @@
 """The trainer's part of a checkpoint: one format for every backend and every layout over ranks.
 
 Input: float32 master weights and Adam moments tensor by tensor under their HF names.  Output: safetensors shards and
-the manifest trainer.json, written last.  Reading to resume verifies sizes and checksums of everything before it hands
-out anything; who wants tensors of one kind alone reads and verifies no others.
+the manifest trainer.json, written last.  To resume, sizes and checksums of all files are verified before any tensor is
+returned; a reader of one kind of tensors reads and verifies only those.
 
     weights-00001.safetensors …   exp_avg-00001.safetensors …   exp_avg_sq-00001.safetensors …   trainer.json
 

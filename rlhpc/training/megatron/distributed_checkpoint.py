@@ -7,12 +7,12 @@ megatron.json beside it:
 
 megatron.json is written last, by rank 0, when the files of all ranks are complete; it holds their checksums, the number
 of steps, the random state and which model it is.
-Guarantees: whatever fails on one rank is a CheckpointError with the same reason on all; all files are verified, each
-rank reading its share of them, before any of the state is loaded.
+Guarantees: a failure on one rank is a CheckpointError with the same reason on all; all files are verified, each rank
+reading its share of them, before any of the state is loaded.
 
 Written in the calling process by torch's own writer.  Megatron's starts a server process for its results, which hangs
 a main module without guard, and forks the training process to write, CUDA, threads and all.
-`.metadata` is a pickle: a checkpoint is code to whoever loads it, so load only your own.
+`.metadata` is a pickle: loading a checkpoint can run code, so load only your own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the tensors of an HF checkpoint lie in a Megatron model that is sharded over ranks.
+"""The layout of the tensors of an HF checkpoint in a Megatron model that is sharded over ranks.
 
 Input: a transformers configuration and a ParallelLayout.  Output: one ParameterMap for each parameter of the whole
 model.  Pure: every rank computes the same for all ranks.  Families: qwen2, qwen3, qwen3_moe, llama.

@@ -1,8 +1,8 @@
 """Megatron's description of a model and of how it is trained, from the model's config.json and the run file.
 
 Input: a transformers configuration and the [trainer] table.  Output: a TransformerConfig.  Families: qwen2, qwen3,
-qwen3_moe, llama (3 and older).  Guarantees: what Megatron here would compute otherwise than transformers is refused
-with ConfigError, never trained wrongly.
+qwen3_moe, llama (3 and older).  Guarantees: a model that Megatron would compute differently from transformers is
+refused with ConfigError, never trained wrongly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: t
     layout.refuse_unfit(model.to_dict())
     has_cuda = torch.cuda.is_available()
     if has_cuda and trainer.device == "cpu":
-        raise ConfigError("trainer.device=cpu, but Megatron works on the GPU that it sees; hide it, or choose auto")
+        raise ConfigError("trainer.device=cpu, but Megatron uses any GPU that it sees; hide it, or choose auto")
     return TransformerConfig(
         **_shape(model),
         **_experts(model, dtype),

@@ -1,4 +1,4 @@
-"""What one rank holds of the model and of the optimiser's state, under the names of the HF checkpoint.
+"""One rank's part of the model and of the optimiser state, under the names of the HF checkpoint.
 
 Input: a run file, or shards of the optimiser and checkpoints.  Output: loaded chunks, and the items by which weights
 and state leave the ranks.  Items are the same on all ranks, in the order of the HF specs.
@@ -60,7 +60,9 @@ class RankModel:
         try:
             model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path={config.model.path}: no model that transformers knows: {error}") from error
+            raise ConfigError(
+                f"model.path={config.model.path}: transformers does not know this model: {error}"
+            ) from error
         model = critic_of(model) if has_value_head else model
         chunks = build_chunks(model, transformer_config(model, config.trainer, dtype), config.trainer, device)
         load_weights(chunks, ModelSource.of_model(config.model.path), model, layout)

@@ -117,7 +117,7 @@ def test_what_is_copied_in_the_same_pass_has_the_checksum_that_it_has_alone(num_
 def test_a_piece_after_one_that_fills_no_row_is_refused() -> None:
     running = RunningChecksum(torch.device("cpu"))
     running.add(torch.zeros(8, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="no multiple"):
+    with pytest.raises(ValueError, match="not a multiple"):
         running.add(torch.zeros(8, dtype=torch.uint8))
 
 
