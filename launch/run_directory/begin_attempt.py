@@ -41,7 +41,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     follows: without Slurm, whose ids tell which of two supervisors is the later one, the owner that the attempt before
     was; "" with Slurm.
 
-    Raises RunDirectoryError: no run directory, the run is complete, no checkpoint is sound, model or dataset differ
+    Raises RunDirectoryError: no run directory, the run is complete, no usable checkpoint, model or dataset differ
     from those of the first start; UnreadableCheckpoint: a retry may help; ConfigError: config.json was altered;
     FencedError: a later job, a later life of this one, or another start owns the run.
     """

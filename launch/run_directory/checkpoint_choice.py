@@ -48,7 +48,7 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
     """Find the checkpoint to resume from; changes nothing.
 
     read_up_to_bytes: of larger checkpoints only file sizes are compared; for callers that do not resume themselves.
-    Raises RunDirectoryError: no checkpoint is sound; the requested one does not exist or is damaged.
+    Raises RunDirectoryError: no usable checkpoint; the requested one does not exist or is damaged.
     Raises UnreadableCheckpoint: the newest one cannot be read, which says nothing about its content.
     """
     known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=read_up_to_bytes)

@@ -68,7 +68,7 @@ def prepare_run_dir(
 
     A resume may change settings except FIXED_BY_THE_FIRST_START; the changes are recorded with old and new value.
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
-    the run is alive; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
+    the run is alive; a setting, the model or the dataset differs that cannot change; no usable checkpoint.
     """
     exists = _look(layout, resume=resume, fresh=fresh)
     refuse_open_directory(layout, tell)

@@ -265,8 +265,8 @@ class Quarantine:
     """The suspect groups in flight, and the generators that are kept free for them.
 
     Groups that may kill their generator are kept away from others, but not from being sampled.  A suspect says in whose
-    company it may be (`GroupRecord.company`).  Generators are usually full, so that none would ever become free for it: for
-    every waiting suspect, one is kept free of other work until the suspect has been granted.
+    company it may be (`GroupRecord.company`).  Generators are usually full, so that none would ever become free for it:
+    for every waiting suspect, one is kept free of other work until the suspect has been granted.
     """
 
     def __init__(self) -> None:

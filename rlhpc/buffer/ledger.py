@@ -135,7 +135,7 @@ class AdmissionLedger:
         return relieved
 
     def deliver(self, group_id: int, sample_index: int) -> bool:
-        """Record that a member arrived, whichever generator holds it.  False, without effect, if not (or no longer) wanted."""
+        """Record that a member arrived, whichever generator holds it.  False, without effect, if it is not wanted."""
         if not self.is_wanted(group_id, sample_index):
             return False
         group = self._untaken[group_id]

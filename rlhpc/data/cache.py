@@ -1,7 +1,7 @@
-"""Results of long work on data, kept between commands: a file for each, named by a digest of what it was made of.
+"""Cache for results of long work on data, kept between commands: one file each, named by a digest of its inputs.
 
-Input: what decides the result.  Output: bytes.  Lies in $RLHPC_CACHE, else in rlhpc/ of $XDG_CACHE_HOME or ~/.cache;
-may be deleted at any time; where it cannot be written, work is done again.
+Input: everything that determines the result.  Output: bytes.  In $RLHPC_CACHE, else in rlhpc/ of $XDG_CACHE_HOME or
+~/.cache; may be deleted at any time; if it is not writable, the work is repeated.
 """
 
 from __future__ import annotations

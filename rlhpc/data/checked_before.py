@@ -1,7 +1,7 @@
-"""Keep what was found out about a dataset until its files, the tokenizer, the settings or the code change.
+"""Cache the check of a dataset until its files, the tokenizer, the settings or the code change.
 
-Input: Config.  Output: DatasetSummary.  Files are known by path, size, times and inode: none is read to find out that
-it is the same, so that a million prompts are checked once, and then in no time.  Faults are looked for again.
+Input: Config.  Output: DatasetSummary.  Files are identified by path, size, times and inode, without reading them, so
+that a million prompts are checked only once.  Faults are not cached.
 """
 
 from __future__ import annotations

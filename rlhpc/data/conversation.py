@@ -1,4 +1,4 @@
-"""The chat messages of a record, as a chat template takes them.
+"""The chat messages of a record, in the form that chat templates expect.
 
 Input: a field of a record.  Output: messages, {"role", "content"} each, content as text.  Messages come as lists of
 objects (verl, TRL, OpenAI), with content in parts where models see pictures, or as such a list in JSON.

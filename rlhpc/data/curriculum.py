@@ -1,4 +1,4 @@
-"""Curriculum: the prompts of a dataset in their seeded order, without those that teach little at present.
+"""Curriculum: the prompts of a dataset in their seeded order, without those that currently give little signal.
 
     order ──▶ stage ──▶ rest ──▶ chance ──▶ Prompt          a prompt that fails one of them waits for a later epoch
                 └────────┴────────┴── pass rates, of finished groups of versions before the live one

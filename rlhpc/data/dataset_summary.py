@@ -1,6 +1,6 @@
-"""What a dataset comes to, once every prompt and reference of it has been made.
+"""Statistics of a dataset, after making all its prompts and references.
 
-Input: records, and how prompts are made of them.  Output: DatasetSummary; a DataError for what makes no prompt.
+Input: records, and how to make prompts from them.  Output: DatasetSummary; a DataError for a record that gives none.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Render what an environment says by the model's chat template, only what is new, as tokens to stand after a turn.
+"""Render new messages of an environment with the model's chat template, as tokens to append after a turn.
 
     tokens of the prompt │ opening │ turn, as sampled │ observation │ turn, as sampled │ …
 
-A turn is never tokenised, and what stands before it is never rendered again: an observation is the difference that the
+A turn is never tokenised, and earlier messages are never rendered again: an observation is the difference that the
 new messages make to a dialogue of two fixed messages, from the end of the second one on.  So tokens that the policy
 sampled, and tokens it has read, stay what they were, whatever a template does to older messages (Qwen3 drops thoughts).
-That the difference does not depend on what stands before it is tried at the start, and what fails is refused.
+At the start a test checks that the difference does not depend on earlier messages; templates that fail are refused.
 """
 
 from __future__ import annotations

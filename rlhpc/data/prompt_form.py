@@ -1,8 +1,8 @@
-"""How a record becomes a prompt, as a table [data] says it.
+"""Turn a record into a prompt, as a table [data] specifies.
 
     record ── template, or field ──▶ text or messages ── chat template ──▶ text ── tokenizer ──▶ tokens
 
-Input: Record.  Output: Prompt.  Everything that is wrong with a record is a DataError that names its file and line.
+Input: Record.  Output: Prompt.  Any fault of a record is a DataError that names its file and line.
 """
 
 from __future__ import annotations

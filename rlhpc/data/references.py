@@ -1,4 +1,4 @@
-"""Look at every reference before a run: where its task cannot read one, no completion gets a verdict.
+"""Check every reference before a run: if its task cannot read one, no completion gets a verdict.
 
 Input: records, and what the task checks a reference with.  Output: how many were checked; a DataError that shows the
 first bad ones, each with its line.

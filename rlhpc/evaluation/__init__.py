@@ -1,1 +1,1 @@
-"""How good a model is on a dataset: samples with verdicts on disk, and the figures that follow from them."""
+"""Evaluate a model on a dataset: samples with verdicts on disk, and statistics of them."""

@@ -1,8 +1,8 @@
 """The samples of an evaluation on disk: JSON lines that one process appends and a later one continues.
 
 Input: samples as they are judged.  Output: samples-0.jsonl, samples-1.jsonl, … in the directory of the evaluation, one
-file for each of its processes.  A process that was killed leaves whole lines, and at most one that is not, which counts
-for nothing and is cut off.
+file for each of its processes.  A killed process leaves complete lines and at most one incomplete one, which is ignored
+and cut off.
 """
 
 from __future__ import annotations

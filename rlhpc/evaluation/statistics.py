@@ -1,9 +1,9 @@
-"""What samples of an evaluation say about a model, and how surely.
+"""Statistics of an evaluation's samples: estimates and their confidence intervals.
 
-Input: for each prompt, the verdicts and answers of its samples.  Output: estimates with intervals of 95 %.  Pure.
+Input: for each prompt, the verdicts and answers of its samples.  Output: estimates with 95 % intervals.  Pure.
 
 Samples of one prompt depend on each other, prompts do not: intervals are taken over prompts (arXiv:2411.00640, §2.2).
-Samples that no verifier could judge say nothing, and count nowhere.
+Samples that no verifier could judge are excluded.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Run vLLM's engine core on a thread of this process, and hear of a request once: when it ends.
+"""Run vLLM's engine core on a thread of this process, with one notification per request: when it ends.
 
 Input: requests, and calls of the worker extension.  Output: one FinishedSample for each request.  Where there is one
-worker on CPU this stands for AsyncLLM, whose methods it has as far as we call them.  AsyncLLM has a process for the
+worker on CPU this replaces AsyncLLM, and has those of its methods that we call.  AsyncLLM has a process for the
 core, sends it every request through a socket, and gets a message with every request's newest token after every step
 (docs/decisions/036-the-engine-core-in-the-generators-process.md has the cost).
 
-Guarantees.  All that touches the engine happens on its thread, between two steps, in the order in which it was asked
-for.  A request that ends before a call is executed has ended for its caller before the call returns.  How many tokens
-each request has is counted on that thread: a call that loads weights knows exactly which tokens are older than they.
+Guarantees.  The engine is used only on its thread, between two steps, in the order of the calls.  A request that ends
+before a call is executed has ended for its caller before the call returns.  The tokens of each request are counted on
+that thread: a call that loads weights knows exactly which tokens are older than the weights.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class CoreThread:
         await self._set_paused(True)
 
     async def resume_generation(self) -> None:
-        """Go on."""
+        """Resume decoding."""
         await self._set_paused(False)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""What a scripted engine does, and how fast: its settings, and where a run has them."""
+"""The settings of a scripted engine (behaviour and speed), and where a run has them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Script:
     sample_s: float = 0.0
     max_num_seqs: int = 256
     static_batches: bool = False  # none joins a batch after its first token; the next begins when all have ended
-    drains: bool = False  # new weights wait until every rollout that has begun has ended, and no other begins meanwhile
+    drains: bool = False  # before new weights are loaded, running rollouts finish, and no others begin
     die_after_tokens: int | None = None  # the engine dies after generating this many
     tally: str = ""  # a file that gets a line "group sample position pid" for every token drawn; "": none
 

@@ -1,4 +1,4 @@
-"""Start the engine that a run's configuration names, with a seed of its own for each replica of each run."""
+"""Start the engine that a run's configuration names."""
 
 from __future__ import annotations
 

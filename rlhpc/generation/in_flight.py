@@ -1,7 +1,7 @@
 """The engine's record of a request that is running in vLLM.
 
-Input: the request, what becomes of it, and the number of tokens it had when weights changed.  Output: the version of
-every token.
+Input: the request, its outcome, and the number of tokens it had when weights changed.  Output: the version of every
+token.
 """
 
 from __future__ import annotations

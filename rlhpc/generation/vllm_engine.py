@@ -1,4 +1,4 @@
-"""Sample with vLLM: continuous batching, and weights that change while requests go on.
+"""Sample with vLLM: continuous batching, and weights that change while requests are running.
 
 Input: RolloutRequest and WeightManifest; output: Rollout.  Tokens in, tokens out; one request is one vLLM request.
 How new weights get in: weight_updates.py.  Every token's version is recorded from the number of tokens each request had
@@ -202,7 +202,7 @@ class VllmEngine(GenerationEngine):
     # -------------------------------------------------------------------------------------------------- weights
 
     async def join_weights(self, group: WeightGroup, member: str) -> None:
-        """Join a membership epoch while decoding goes on; see GenerationEngine."""
+        """Join a membership epoch while decoding continues; see GenerationEngine."""
         self._require_life()
         await self._weights.join(group, member)
 

@@ -1,4 +1,4 @@
-"""Load HF-named tensors into vLLM's running model, all of them or none that counts.
+"""Load HF-named tensors into vLLM's running model; a partial load never counts.
 
 Input: a vLLM worker's model and an iterator of tensors, which may still be arriving; vLLM's layerwise reload does the
 rest: a layer is put together from meta tensors when its last tensor has come, and copied to where its kernels look.

@@ -4,7 +4,7 @@ Input: WeightGroup and WeightManifest; output: WeightTiming.  States of an engin
 
     whole ──── a version is received whole during decoding and loaded between two steps ("shadow") ────▶ whole
     whole ──── the first buckets are here: sampling stops, buckets are loaded as they arrive ("paused") ▶ arriving
-    arriving ─ the last bucket is loaded and every checksum agrees: sampling goes on ─────────────────▶ whole
+    arriving ─ the last bucket is loaded and every checksum agrees: sampling resumes ─────────────────▶ whole
     arriving ─ anything else ────────────────────────────────────────────────────────────────────────▶ torn
     torn ───── the next version, received in either way, loaded whole ───────────────────────────────▶ whole
 
@@ -66,7 +66,7 @@ class WeightUpdates:
         self.adopted.set()
 
     async def join(self, group: WeightGroup, member: str) -> None:
-        """Join the group while decoding goes on.  Raises GroupFailed."""
+        """Join the group while decoding continues.  Raises GroupFailed."""
         async with self._updating:
             timeout_s = self._config.weights.timeout_s
             begun = await self._rpc("rlhpc_begin_join", msgspec.json.encode(group).decode(), member, timeout_s)

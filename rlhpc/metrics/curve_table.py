@@ -1,4 +1,4 @@
-"""Curves side by side: a row a step, a column a metric, as text or as columns for a Parquet file or a frame.
+"""Curves as a table: one row per step, one column per metric, as text or as columns for a Parquet file or data frame.
 
 Input: curves, as read from a run's event files.  Output: columns of plain numbers, or CSV.  Where a metric has no
 point, its cell is None, in CSV empty; a point that is not a number is `nan`, and both differ on purpose.

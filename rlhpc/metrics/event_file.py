@@ -1,9 +1,8 @@
 """Append events to one TensorBoard event file, from a thread, without ever stopping the run.
 
-Input: serialised tensorboard Event messages.  Output: events.out.tfevents.*.  A slow file system does not hold the
-caller up; a full one loses the events of that moment and logs one warning; later events are written once there is
-space.  The file is valid at every moment: what was written of a record that did not fit is cut off again, since readers
-stop at it.
+Input: serialised tensorboard Event messages.  Output: events.out.tfevents.*.  A slow file system does not block the
+caller; a full one loses the current events and logs one warning; later events are written once there is space.  The
+file is valid at every moment: a record that did not fit is cut off again, since readers would stop at it.
 
 Why not tensorboard's EventFileWriter: its thread ends at the first error, which it then raises from every later call,
 and the half-written record stays.

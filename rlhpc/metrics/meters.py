@@ -1,7 +1,7 @@
 """Small meters: rates, event-loop lag, remaining time.
 
-Pure but for LoopLag; time comes in as an argument or as a clock, always monotonic seconds.  A clock that stands still
-gives zero, never a division by it.
+Pure except LoopLag; time is passed in, as an argument or as a clock, always monotonic seconds.  If the clock does not
+advance, the result is zero, not a division by zero.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stable names of metrics: what a run writes, in which unit, and what it means.
+"""The stable names of the metrics that a run writes, with unit and meaning.
 
 A frozen table.  A name is never reused for something else.  docs/metrics.md holds table_markdown(); a test compares.
 A name that ends in "/*" stands for a family whose last part a user chooses.

@@ -1,8 +1,8 @@
 """A run's events over another axis than steps: over trained tokens, or over the run's seconds.
 
-Input: the event files of a run, which may go on.  Output: a copy of them in which the step of every event is what the
-run had come to then, by the metric of that axis, which is in every step.  Later points, resumes and a run that is begun
-anew follow with the next update().  A value of that metric is on disk as float32, and so right to 1e-7 of itself.
+Input: the event files of a run, which may still be active.  Output: a copy in which the step of every event is the value
+of the axis metric at that time; every step has that metric.  The next update() adds later points, resumes and restarts
+from the beginning.  The metric is stored as float32, so that it is exact to a relative 1e-7.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The live progress line of a run.
 
-Input: metrics of a step, or what the run waits for before there are any.  Output: text, written to a stream.  On a
-terminal the line is rewritten in place, and what does not fit is left out whole; in a log file a line comes now and
-then, so that a week's log can be read.
+Input: metrics of a step, or what the run is waiting for before the first one.  Output: text, written to a stream.  On a
+terminal the line is rewritten in place, and items that do not fit are left out; in a log file, lines are infrequent, so
+that a week's log stays readable.
 """
 
 from __future__ import annotations

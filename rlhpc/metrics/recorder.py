@@ -1,7 +1,7 @@
 """Write a step's metrics under their stable names, over optimiser steps.
 
 Input: named numbers and sampled texts.  Output: calls of TensorBoardWriter.  An unknown name is a bug and is refused.
-Other axes are made of these files when somebody looks (other_axis.py): `tokens/trained_total` and `wall_s` are in every
+Other axes are computed from these files on demand (other_axis.py): `tokens/trained_total` and `wall_s` are in every
 step.
 """
 

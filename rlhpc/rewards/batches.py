@@ -1,8 +1,7 @@
 """Completions of batched functions, from being asked for until a worker judges them together.
 
-Nobody waits for a batch to fill: whoever waits when a worker becomes free goes together, `most` at once.  A batch that
-fails is nobody's verdict: its completions are judged again, each alone, so that only the guilty ones are verifier
-errors.
+A batch does not wait to be full: when a worker becomes free, it gets all waiting completions, up to `most`.  If a batch
+fails, its completions are judged again one by one, so that only those that cause the failure are verifier errors.
 """
 
 from __future__ import annotations

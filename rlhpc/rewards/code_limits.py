@@ -1,4 +1,4 @@
-"""What the reference of a code task says beside its tests: the language, and limits of its record.
+"""Language and limits in the reference of a code task, beside its tests.
 
     {"inputs": […], "outputs": […], "language": "cpp", "time_limit_s": 2.0, "memory_limit_bytes": 268435456}
 

@@ -1,4 +1,4 @@
-"""Where the code of completions is run: the sandbox of this reward worker, by the settings of its run.
+"""The sandbox of this reward worker, in which the code of completions runs, with the settings of its run.
 
 A worker learns the settings from its environment (VARIABLE), which the service sets.  The sandbox starts with the first
 program; one that fails is a verifier error, and the next program starts another.

@@ -1,4 +1,4 @@
-"""A task made of others: [composite.NAME] of the run file.
+"""A task that combines others: [composite.NAME] of the run file.
 
 Input: a completion and a reference, which is the same for every part, or a record of which each part is given a field.
 Output: a RewardOutcome: the weighted sum of the parts' rewards, correct where one of them is.  A part that cannot judge

@@ -1,4 +1,4 @@
-"""Stop a run whose verifier fails too often: otherwise a broken verifier looks like a policy that got worse.
+"""Stop a run whose verifier fails too often; otherwise a broken verifier looks like a policy that got worse.
 
 Input: verdicts.  Raises RoleFailed.  Looks at the last `window` verdicts; the limit is a share of the whole window, so
 that one early error does not stop a run, while a verifier that always fails is found after max_share · window.

@@ -1,6 +1,6 @@
-"""The ways in which a verifier fails, by name, and how often each task has failed in each.
+"""The kinds of verifier failure, by name, and their counts per task.
 
-Input: what became of each completion.  Output: counts and seconds by task, as figures of a heartbeat.
+Input: the outcome of each completion.  Output: counts and seconds by task, as metrics of a heartbeat.
 """
 
 from __future__ import annotations

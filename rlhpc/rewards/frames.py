@@ -1,4 +1,4 @@
-"""What a reward pool and its worker processes say to each other, over a pair of pipes.
+"""Messages between a reward pool and its worker processes, over a pair of pipes.
 
 A frame is a length (4 bytes, little-endian) and a msgspec message.  The worker says Ready once; after that one Reply
 answers one Request, and one Turn one Dialogue, strictly in turn.  Nothing here can run code of the other side: no

@@ -65,10 +65,10 @@ def _read(reference: str) -> Wanted:
     try:
         found = json.loads(reference)
     except ValueError as error:
-        raise ValueError(f"reference {reference[:80]!r} is no JSON: {error}; legal: {_LEGAL}") from error
+        raise ValueError(f"reference {reference[:80]!r} is not JSON: {error}; legal: {_LEGAL}") from error
     pairs = _pairs(found)
     if not pairs:
-        raise ValueError(f"reference {reference[:80]!r} holds no instruction; legal: {_LEGAL}")
+        raise ValueError(f"reference {reference[:80]!r} has no instruction; legal: {_LEGAL}")
     return tuple((name, _arguments(name, given)) for name, given in pairs)
 
 

@@ -58,10 +58,10 @@ def _validator(reference: str) -> Any:
     try:
         schema = json.loads(reference)
     except ValueError as error:
-        raise ValueError(f"reference {reference[:80]!r} is no JSON: {error}; legal: a JSON Schema") from error
+        raise ValueError(f"reference {reference[:80]!r} is not JSON: {error}; legal: a JSON Schema") from error
     is_schema = isinstance(schema, dict | bool)
     if not is_schema:
-        raise ValueError(f"reference {reference[:80]!r} is no JSON Schema; legal: an object, true or false")
+        raise ValueError(f"reference {reference[:80]!r} is not a JSON Schema; legal: an object, true or false")
     kind = validator_for(schema, default=Draft202012Validator)
     if isinstance(schema, dict) and "$schema" in schema and validator_for(schema, default=None) is None:
         raise ValueError(f"$schema={schema['$schema']!r} is not known; legal: drafts 3 to 7, 2019-09 and 2020-12")
@@ -86,7 +86,7 @@ def _follow_references(schema: Any) -> None:
             try:
                 resolver.lookup(target)
             except Unresolvable as error:
-                raise ValueError(f"$ref={target!r} leads nowhere; legal: a place in the schema itself") from error
+                raise ValueError(f"$ref={target!r} does not resolve; legal: a place in the schema itself") from error
         waiting += [(part, resolver.in_subresource(part)) for part in resource.subresources()]
 
 

@@ -57,7 +57,7 @@ class JudgeCache:
                 file.write(line)
         except OSError as error:
             self._unwritten[digest] = reply
-            log.warning("%s: a judge's reply cannot be kept: %s", self._own, error.strerror)
+            log.warning("%s: a judge's reply cannot be cached: %s", self._own, error.strerror)
 
     def _find(self, digest: str) -> str | None:
         return next((reply for file in self._files.values() if (reply := file.get(digest)) is not None), None)

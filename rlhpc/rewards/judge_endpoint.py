@@ -1,4 +1,4 @@
-"""Ask an OpenAI-compatible endpoint, again where that may help, and not more often than is allowed.
+"""Query an OpenAI-compatible endpoint, with retries where they may help, within the allowed rate.
 
 Input: messages.  Output: the text of a reply, with its tokens; JudgeFailed if there is none.  Blocks: a reward worker
 judges one completion at a time.  The standard library only; a redirect is not followed, since it would take the key

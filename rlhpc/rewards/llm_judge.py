@@ -1,4 +1,4 @@
-"""Task "llm_judge": what a model behind an endpoint says of the completion, by [judge] of the run file.
+"""Task "llm_judge": a model behind an endpoint grades the completion, as [judge] of the run file specifies.
 
 Input: a completion and a reference, a text or a whole record.  Output: a RewardOutcome from 0.0 for the worst grade to
 1.0 for the best, with part `grade`.  A judge that is down, or gives no grade, is a verifier error and never a reward.

@@ -1,4 +1,4 @@
-r"""Which part of a completion is its answer: the last marked one.
+r"""The answer in a completion: the last marked part.
 
 A mark is \boxed{…}, \fbox{…}, or "#### …" up to the end of its line.
 """

@@ -168,7 +168,7 @@ class RewardPool:
             return [Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {why}")]
         self.counts.count_failed_batch(task, took_s)
         self.failed_batches[task] = why
-        log.warning("%s failed on %d completions together; each is judged again alone: %s", task, len(batch), why)
+        log.warning("%s failed on a batch of %d completions; judging them again one by one: %s", task, len(batch), why)
         return None
 
     async def _ask_together(self, task: str, worker: WorkerProcess, batch: Sequence[Asked[Judgement]]) -> Replies:

@@ -33,5 +33,5 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"reference {pattern[:80]!r} is no regular expression: {error}; legal: one of Python's re"
+            f"reference {pattern[:80]!r} is not a regular expression: {error}; legal: one of Python's re"
         ) from error

@@ -1,7 +1,7 @@
 """The sandbox as a reward worker sees it: started once, then runs programs one after the other.
 
-Input: a program, its standard input, Limits.  Output: Finished.  What a program does is never an exception; that the
-sandbox itself does not work is SandboxError, which becomes the verdict verifier_error.
+Input: a program, its standard input, Limits.  Output: Finished.  A program's failure is never an exception; a failure
+of the sandbox itself is SandboxError, which becomes the verdict verifier_error.
 """
 
 from __future__ import annotations

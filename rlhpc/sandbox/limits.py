@@ -1,4 +1,4 @@
-"""How much a program may use, and what becomes of one that has ended.  Python 3.9 and the standard library."""
+"""Resource limits of a program, and how it ended.  Python 3.9 and the standard library."""
 
 from __future__ import annotations
 

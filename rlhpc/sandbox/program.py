@@ -1,4 +1,4 @@
-"""Become the program: give up everything that it shall not have, then run it.  Python 3.9 and the standard library."""
+"""Become the program: drop all privileges that it must not have, then run it.  Python 3.9 and the standard library."""
 
 from __future__ import annotations
 

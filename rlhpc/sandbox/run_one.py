@@ -1,4 +1,4 @@
-"""Run one program: receive it, put it into its namespaces, wait, say how it ended.
+"""Run one program: receive it, put it into its namespaces, wait, report how it ended.
 
 P, a child of the server and the init of a new PID namespace, watches the clock and the worker; Q becomes the program
 (program.py).  No signal of the program reaches P, and what it leaves behind ends before the answer is given.  How Q

@@ -1,4 +1,4 @@
-"""Dialogues in a worker process: each environment between two turns, and played again where it is not here.
+"""Dialogues in a worker process: keeps environments between turns, and replays a dialogue if it is not here.
 
 Input: Dialogue, all turns so far.  Output: Turn, the answer to the last one.  A dialogue that was here for the turns
 before takes one step; one that was not (another worker had it, or it went on from a prefix) is begun and takes all of

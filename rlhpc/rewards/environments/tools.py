@@ -1,8 +1,8 @@
 """The environment "tools": a question is answered with the help of tools, in as many turns as it takes.
 
-A turn that calls tools gets their results, one message of role "tool" for each call; a turn that calls none is the
-answer, which the dataset's task judges.  A call that cannot be read, or of a tool that is not there, gets an error as
-its result, and so does one whose tool fails: the policy may try again.
+A turn that calls tools gets their results, one message of role "tool" per call; a turn that calls none is the answer,
+which the dataset's task judges.  A malformed call, a call of an unknown tool, or one whose tool fails gets an error as
+its result: the policy may try again.
 """
 
 from __future__ import annotations

@@ -60,9 +60,7 @@ class RankModel:
         try:
             model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.path={config.model.path}: transformers does not know this model: {error}"
-            ) from error
+            raise ConfigError(f"model.path={config.model.path}: unknown to transformers: {error}") from error
         model = critic_of(model) if has_value_head else model
         chunks = build_chunks(model, transformer_config(model, config.trainer, dtype), config.trainer, device)
         load_weights(chunks, ModelSource.of_model(config.model.path), model, layout)

@@ -274,7 +274,7 @@ def test_an_export_says_which_checkpoints_it_passes_over(
     lose_a_file(layout.checkpoint(STEPS[0]))
     assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_CONFIG
     told = capsys.readouterr().err
-    assert "no checkpoint is sound" in told
+    assert "no usable checkpoint" in told
     reasons = [told.partition(f"step_{step:06d} is skipped: ")[2].partition("\n")[0] for step in STEPS]
     assert [reason.rpartition("/")[2] for reason in reasons] == ["controller.json: is missing"] + [
         "trainer.json: is missing"

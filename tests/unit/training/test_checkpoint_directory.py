@@ -104,7 +104,7 @@ def test_a_save_that_comes_too_late_leaves_a_sound_checkpoint_of_its_step_alone(
 def test_where_none_is_sound_all_are_named(layout):
     for step in (1, 2):
         (save(layout, step) / "controller.json").write_text("broken")
-    with pytest.raises(CheckpointError, match=r"no checkpoint is sound: .*step_000002/controller.json.*step_000001/"):
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint: .*step_000002/controller.json.*step_000001/"):
         latest_complete(layout.checkpoints)
 
 

@@ -71,7 +71,7 @@ def test_the_average_is_exported_where_there_is_one(trained, tmp_path):
     backend = open_backend(tiny_config(model_dir), RankContext())
     backend.save(tmp_path / "plain").result()
     backend.close()
-    with pytest.raises(CheckpointError, match=r"has no average of weights: trainer\.ema_decay was off"):
+    with pytest.raises(CheckpointError, match=r"has no weight average: trainer\.ema_decay was off"):
         export_hf(tmp_path / "plain", model_dir, tmp_path / "none", is_average=True)
     assert not (tmp_path / "none").exists()
 
