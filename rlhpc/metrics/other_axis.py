@@ -1,8 +1,8 @@
 """A run's events over another axis than steps: over trained tokens, or over the run's seconds.
 
-Input: the event files of a run, which may still be active.  Output: a copy in which the step of every event is the value
-of the axis metric at that time; every step has that metric.  The next update() adds later points, resumes and restarts
-from the beginning.  The metric is stored as float32, so that it is exact to a relative 1e-7.
+Input: the event files of a run, which may still be active.  Output: a copy in which the step of every event is the
+value of the axis metric at that time; every step has that metric.  The next update() adds later points, resumes and
+restarts from the beginning.  The metric is stored as float32, so that it is exact to a relative 1e-7.
 """
 
 from __future__ import annotations

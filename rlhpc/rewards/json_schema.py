@@ -36,7 +36,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     validator = _validator(reference)
     text = _document(completion)
     if text is None:
-        return RewardOutcome(0.0, is_correct=False, parts={"json": 0.0}, detail="the last fenced block is no JSON")
+        return RewardOutcome(0.0, is_correct=False, parts={"json": 0.0}, detail="the last fenced block is not JSON")
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -101,4 +101,4 @@ def _document(completion: str) -> str | None:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -234,7 +234,7 @@ def _compiled_kernels(device: torch.device) -> Any:
         kernels = import_module("rlhpc.training.logit_kernels")
         kernels.try_out(device)
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # nothing is lost but time
-        log.warning("Triton does not work here, so log-probabilities are computed without it: %s", error)
+        log.warning("computing log-probabilities without Triton, which does not work here: %s", error)
         return None
     return kernels
 

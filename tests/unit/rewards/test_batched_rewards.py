@@ -92,7 +92,7 @@ async def test_a_batch_that_fails_is_nobodys_verdict_and_the_guilty_one_is_found
         assert [(each.verdict, each.reward) for each in found] == [(Verdict.CORRECT, 1.0)] * 7
         counts = {name: pool.counts.of(BAD, name) for name in ("judged", "batch_failed", kind)}
         assert counts == {"judged": 8.0, "batch_failed": 1.0, kind: 1.0}
-    assert f"{BAD} failed on 8 completions together; each is judged again alone: {said}" in caplog.text
+    assert f"{BAD} failed on a batch of 8 completions; judging them again one by one: {said}" in caplog.text
 
 
 @pytest.mark.starts

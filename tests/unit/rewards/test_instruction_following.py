@@ -193,8 +193,8 @@ def test_records_of_ifeval_are_references_as_they_are():
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        ("no commas", "is no JSON"),
-        ("[]", "holds no instruction; legal"),
+        ("no commas", "is not JSON"),
+        ("[]", "has no instruction; legal"),
         ("{}", "KeyError: 'instruction_id_list'"),
         ('{"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}', "is shorter"),
         ('[{"id": "punctuation:no_commas"}]', "'punctuation:no_commas' is unknown; legal: keywords:existence"),

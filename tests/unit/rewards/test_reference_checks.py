@@ -38,7 +38,7 @@ BAD = [
     ("math_answer", "18 19", "'18 19' cannot be read"),
     ("exact_match", "[]", "legal: one that holds one text or more"),
     ("token_f1", "[1, 2]", "legal: one that holds one text or more"),
-    ("regex", "(", "is no regular expression"),
+    ("regex", "(", "is not a regular expression"),
     ("multiple_choice", "A or B", "legal: B"),
     ("instruction_following", '[{"id": "punctuation:comma"}]', "is unknown; legal"),
     ("json_schema", '{"type": "text"}', "no JSON Schema: at $.type"),

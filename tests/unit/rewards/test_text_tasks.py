@@ -76,7 +76,7 @@ def test_a_pattern_matches_the_whole_answer(completion, pattern, is_right):
 
 
 def test_a_reference_that_is_no_pattern_is_an_error_of_the_data():
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="is not a regular expression"):
         regex.judge("a", "(")
 
 
