@@ -124,7 +124,7 @@ async def test_a_member_that_claims_anothers_name_is_not_heard(
     monkeypatch.setattr("rlhpc.transport.zap.TELL_AFTER_S", math.inf)
     secret = load_secret(secrets, "generator-1")
     keys = (zmq.curve_public(secret), secret, public_key(secrets, "controller-0"))
-    routing_id = Session.open(claimed, "inc").routing_id if claimed else b"no session at all"
+    routing_id = Session.open(claimed, "inc").routing_id if claimed else b"not a session at all"
     await asyncio.to_thread(send_as, server.address, routing_id, keys, is_member=True)
     await nothing_came_but_a_friend_is_heard(server, friend)
     async with asyncio.timeout(PATIENCE_S):
@@ -134,7 +134,7 @@ async def test_a_member_that_claims_anothers_name_is_not_heard(
     told = [line for line in caplog.messages if "messages rejected so far: " in line]
     assert len(told) == 1
     assert "messages rejected so far: 1; message from " in told[0]
-    assert told[0].endswith(f"routing id: claims to be {claimed}" if claimed else "is no session")
+    assert told[0].endswith(f"routing id: claims to be {claimed}" if claimed else "is not a session")
     assert server.peers == {"generator-0"}
 
 

@@ -182,7 +182,7 @@ def test_empty_arrays_travel():
 
 def test_arrays_have_one_dimension_at_both_ends():
     codec, square = Codec([Arrays]), np.eye(2, dtype=np.float32)
-    with pytest.raises(ProtocolError, match="2 dimensions do not travel"):
+    with pytest.raises(ProtocolError, match="2 dimensions cannot be sent"):
         codec.encode(Arrays(square, np.zeros(3, np.bool_)), 0)
     (frame,) = codec.encode(Arrays(square.reshape(-1), np.zeros(3, np.bool_)), 0)
     one, two = b"\x92\xa3<f4\x04", b"\x93\xa3<f4\x02\x02"
@@ -305,5 +305,5 @@ def test_another_schema_is_named_as_the_reason():
     (frame,) = Codec(TYPES).encode(m.CancelGroup(1), 0)
     altered = bytearray(frame)
     altered[4] += 1
-    with pytest.raises(ProtocolError, match="this end speaks 1"):
+    with pytest.raises(ProtocolError, match="this end uses 1"):
         Codec(TYPES).decode([altered], "peer")

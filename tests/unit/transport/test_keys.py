@@ -85,7 +85,7 @@ def test_a_missing_and_a_cut_key_are_named(tmp_path: Path):
     with pytest.raises(RunDirectoryError, match=r"generator-9\.secret: No such file"):
         load_secret(tmp_path / "secrets", "generator-9")
     (tmp_path / "secrets" / "public" / "generator-0.pub").write_bytes(b"short")
-    with pytest.raises(RunDirectoryError, match="holds 5 characters, not 40"):
+    with pytest.raises(RunDirectoryError, match="has 5 characters, not 40"):
         public_key(tmp_path / "secrets", "generator-0")
     with pytest.raises(RunDirectoryError, match="No such file"):
         allowed_keys(tmp_path / "nowhere")
