@@ -62,7 +62,7 @@ class ToldRun(TextRun):
         begun = {"index": 0, "resume_step": None, "unix_time_s": BEGAN_S}
         self.layout.attempts.write_text(json.dumps(begun) + "\n")
         path = self.layout.job_events("4711")
-        EventLog(path, 0).say("restart", "generator-1 on n1 ended with signal SIGKILL: …; it is started again")
+        EventLog(path, 0).say("restart", "generator-1 on n1 ended with signal SIGKILL: …; it is restarted")
         self._move_to(path, BEGAN_S + 41)
         GuardFile(self.layout.guard).append(GuardEntry(0, 12, 12, "warn", {}, [], "grad_norm 9", BEGAN_S + 98))
         self.write_scalars({"checkpoint/failed_total": 0.0} | dict(scalars or {}))

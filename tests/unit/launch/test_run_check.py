@@ -192,7 +192,7 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: flip_one_bit(run.config), "settings", "config.json"),
         (lambda run: run.config.write_text(run.config.read_text().replace("demo", "other")), "settings", "altered"),
         (lambda run: run.inputs.write_text("[]"), "inputs", "damaged"),
-        (lambda run: (run.root.parent / "train.jsonl").write_text("{}"), "inputs", "train.jsonl has other content"),
+        (lambda run: (run.root.parent / "train.jsonl").write_text("{}"), "inputs", "train.jsonl has changed"),
         (lambda run: run.attempts.write_text(run.attempts.read_text() * 2), "attempts", "numbered [0, 0]"),
         (lambda run: run.attempts.write_text('{"index":'), "attempts", "cannot be read"),
     ],
