@@ -394,7 +394,7 @@ def test_a_run_file_says_what_the_words_of_a_command_would(model: Path) -> None:
         (["--follow", "--step", "4"], "--step 4: not with --follow"),
         (
             ["d.jsonl", "--follow", "--site", "s.toml"],
-            "a job that follows a run evaluates what its [[evaluation]] says",
+            "a job that follows a run evaluates its [[evaluation]]",
         ),
         (["--keep-best", "reward"], "--keep-best reward: legal with --follow only"),
     ],

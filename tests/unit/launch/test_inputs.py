@@ -84,7 +84,7 @@ def test_another_model_or_dataset_is_refused_before_anything_moves(
     longer = override(config, ["run.num_steps=999"])
     for take_up in (prepare_run_dir, prepare_run_dir_for_jobs):
         with pytest.raises(
-            RunDirectoryError, match=rf"(?s)differ from those that this run began with.*{named}.*restore them"
+            RunDirectoryError, match=rf"(?s)differ from those this run started with.*{named}.*restore them"
         ):
             take_up(longer, layout, resume=True, fresh=False)
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_CONFIG
