@@ -145,7 +145,7 @@ def test_a_time_limit_that_is_none_or_reads_two_ways_is_refused(value: object, s
         ('[prologue]\nnccl_interface = "^lo"', ["prologue.nccl_interface='^lo'"]),
         ('[prologue]\nenvironment = {"A B" = "c"}', ["prologue.environment.A B"]),
         ("[prologue]\nenvironment = {A = 1}", ["prologue.environment.A=1", "legal: a string"]),
-        ('[prologue]\ncommands = ["a\\nb"]', ["prologue.commands.0='a\\nb'", "one line"]),
+        ('[prologue]\ncommands = ["a\\nb"]', ["prologue.commands.0='a\\nb'", "single line"]),
         ('[prologue]\ncommands = ["ulimit -n 65536 \\\\"]', ["prologue.commands.0=", "ends in a backslash"]),
         ('[prologue]\nvenv = "/a"\nimage = "/b"\ncode = "/c"', ["prologue.image='/b': together with venv"]),
         ('[prologue]\nimage = "/b"', ["prologue.code: missing"]),
