@@ -174,7 +174,7 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: write_segments(run, range(4, 6), 3), "segments", "twice: 4, 5"),
         (lambda run: flip_in_journal(journal(run, 1), "rollouts", 2), "journal", "journal_000001.h5: rows 2 of"),
         (lambda run: flip_in_journal(journal(run, 1), "versions", 0), "journal", "journal_000001.h5: rows 0 of"),
-        (lambda run: flip_in_journal(journal(run, 1), "prompts", 0), "journal", "rows 0 of `rollouts`, or the data they"),
+        (lambda run: flip_in_journal(journal(run, 1), "prompts", 0), "journal", "rows 0 of `rollouts`, or the data"),
         (lambda run: flip_in_journal(journal(run, 0), "rollouts", 4), "journal", "rollouts 5 to 5 are missing between"),
         (lambda run: flip_at(journal(run, 2), 40), "journal", "journal_000002.h5 its first bytes are damaged"),
         (lambda run: journal(run, 1).write_bytes(b"x" * 9000), "journal", "_000001.h5 is not a journal of rollouts"),
