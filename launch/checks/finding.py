@@ -1,4 +1,4 @@
-"""What a check of a site says: key and value of the site file, a verdict, what is legal or what to do."""
+"""The result of a check of a site: key and value of the site file, a verdict, what is legal or what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `rlhpc check` shows of a dataset besides its size: a prompt as the model sees it, and where answers end.
+"""Lines of `rlhpc check` about a dataset: a prompt as the model sees it, and the tokens that end an answer.
 
 Input: DatasetSummary, tokenizer.  Output: lines.
 """

@@ -142,7 +142,9 @@ def _journal_damage(content: JournalContent) -> Iterator[Row]:
     if content.is_torn:
         yield Row("journal", path.name, Verdict.NOTE, f"rows {listed(rows)} of `rollouts` {_HALF_WRITTEN}")
     elif rows:
-        text = f"{path}: rows {listed(rows)} of `rollouts`, or what they refer to, are damaged: the checksums differ"
+        text = (
+            f"{path}: rows {listed(rows)} of `rollouts`, or the data they refer to, are damaged: the checksums differ"
+        )
         yield Row("journal", path.name, Verdict.DAMAGED, text)
 
 

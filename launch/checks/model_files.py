@@ -56,8 +56,8 @@ def refuse_other_vocabulary(model: Mapping[str, Any], place: Path, vocabulary: i
         return
     if vocabulary > size:
         raise ConfigError(
-            f"{place.parent / 'tokenizer.json'}: {vocabulary:,} tokens, and {place} has vocab_size={size}: they are of "
-            "different models; legal: the tokenizer of this model"
+            f"{place.parent / 'tokenizer.json'}: {vocabulary:,} tokens, and {place} has vocab_size={size}: they belong "
+            "to different models; legal: the tokenizer of this model"
         )
     for token in eos:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
@@ -182,7 +182,7 @@ def _refuse_weights(directory: Path, model: Mapping[str, Any]) -> None:
         shape, file = shapes[_EMBEDDING]
         raise ConfigError(
             f"{file}: {_EMBEDDING} has the shape {shape}, and by vocab_size and hidden_size of "
-            f"{directory / 'config.json'} it is {wanted}: they are of different models"
+            f"{directory / 'config.json'} it is {wanted}: they belong to different models"
         )
     layers = {int(found[1]) for name in shapes if (found := _LAYER.match(name))}
     absent = sorted({*range(model.get("num_hidden_layers", 0))} - layers) if layers else []

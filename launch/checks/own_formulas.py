@@ -1,4 +1,4 @@
-"""Try a loss or an advantage estimator of the user's own, as a run does when it starts.
+"""Try a user's own loss or advantage estimator, as a run does when it starts.
 
 `python -m launch.checks.own_formulas KEY PATH`, which own_code.py starts: torch and the user's module are imported here
 and nowhere else.  Prints {"refused": why} and returns 1 for one that a run would refuse.

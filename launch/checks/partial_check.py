@@ -44,5 +44,5 @@ def _damage_of(file: PartialFile) -> Row:
     if file.is_torn:
         text = f"bytes {where} at its end: half written when its process ended, or being written now"
         return Row("partials", file.path.name, Verdict.NOTE, text)
-    text = f"{file.path}: bytes {where} are damaged: what they held is sampled again"
+    text = f"{file.path}: bytes {where} are damaged: their rollouts are sampled again"
     return Row("partials", file.path.name, Verdict.DAMAGED, text)

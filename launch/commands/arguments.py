@@ -260,7 +260,7 @@ def takes_resume_point(parser: argparse.ArgumentParser) -> None:
     text = "resume at step 0: set all checkpoints and rollouts aside"
     where.add_argument("--from-start", action="store_true", help=text)
     where.add_argument("--step", type=int, metavar="N", help="resume from this checkpoint; set newer ones aside")
-    text = "do not train the steps after the checkpoint again from the journal: sample them anew"
+    text = "do not train the steps after the checkpoint again from the journal: sample new rollouts for them"
     where.add_argument("--no-replay", action="store_true", help=text)
 
 

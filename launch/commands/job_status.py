@@ -233,7 +233,7 @@ def upcoming(view: SlurmView) -> list[str]:
     waiting = {row.job_id for row in view.look.rows if row.state.life is Life.WAITING}
     alive = {row.job_id for row in view.look.rows if row.state.is_alive}
     lines += [
-        f"job {job} stands by: it has loaded everything, and is left the run after the current step"
+        f"job {job} stands by: it has loaded everything, and takes the run over after the current step"
         for job in hand_over_requests(layout)
         if job in alive
     ]

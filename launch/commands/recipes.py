@@ -87,7 +87,7 @@ def copy_recipe(name: str, into: Path, directory: Path = DIRECTORY) -> Path:
         hint = f" (did you mean {meant[0]}?)" if meant else ""
         raise ConfigError(f"recipe {name!r}: unknown; legal: {', '.join(recipes)}{hint}")
     if not into.is_dir():
-        raise ConfigError(f"{into} is no directory; legal: one that exists")
+        raise ConfigError(f"{into} is not a directory; legal: one that exists")
     copy = into / f"{name}.toml"
     try:
         with copy.open("x", encoding="utf-8") as file:

@@ -235,7 +235,7 @@ def submit_jobs(plan: JobPlan, options: Sequence[str] = (), tell: Tell = lambda 
         for job in plan.jobs:
             _submit(plan, job, options, records, tell)
     except MayBeQueued as error:
-        lost = f"{error}; if so, it ends by itself a minute after it has started"
+        lost = f"{error}; if so, it exits a minute after its start"
         raise MayBeQueued("; ".join(filter(None, (lost, _withdraw(plan.layout, records))))) from error
     except RlhpcError as error:
         raise SlurmError(f"{error}; {_withdraw(plan.layout, records) or 'nothing was submitted'}") from error

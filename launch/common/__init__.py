@@ -1,1 +1,1 @@
-"""What every room of the launcher may use; knows nothing of runs or of Slurm.  Python 3.9 and the standard library."""
+"""Utilities for every room of the launcher; independent of runs and of Slurm.  Python 3.9 and the standard library."""

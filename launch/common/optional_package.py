@@ -1,4 +1,4 @@
-"""Packages that only some people have: imported where they are used, with a word on how to get them."""
+"""Optional packages: imported where they are used, with an error that says how to install them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhpc.errors import ConfigError
 
 
 def optional_module(name: str, extra: str) -> ModuleType:
-    """Import a module of an optional package.  Raises ConfigError naming the extra that brings it."""
+    """Import a module of an optional package.  Raises ConfigError naming the extra that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Print more lines than a screen holds, through the user's pager when somebody looks at a terminal.
+"""Print more lines than fit on a screen, through the user's pager if stdout is a terminal.
 
-Lines are handed on as they come: the first screen is there before the last line is made, and a pager that is left
-early ends the work.
+Lines are passed on as they come: the first screen appears before the last line is ready, and leaving the pager early
+ends the work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def print_paged(lines: Iterable[str], environment: Mapping[str, str] = os.enviro
 
 def _started(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str] | None:
     """None: there is no such program."""
-    settings = {"LESS": "FRX", "LESSCHARSET": "utf-8", **environment}  # git's: less ends where all fits on a screen
+    settings = {
+        "LESS": "FRX",
+        "LESSCHARSET": "utf-8",
+        **environment,
+    }  # as git does: less exits if everything fits on one screen
     try:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, env=settings, text=True, encoding="utf-8", errors="replace"
@@ -47,7 +51,7 @@ def _feed(pager: subprocess.Popen[str], lines: Iterable[str]) -> None:
         pager.stdin.close()
     except BrokenPipeError:  # it was left before the end
         pass
-    except KeyboardInterrupt:  # less goes on with what it has
+    except KeyboardInterrupt:  # less continues with what it has
         pass
     finally:
         _wait(pager)

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: which tensors it holds, and where.
+"""The header of a safetensors file: its tensors and their positions.
 
-Input: a file.  Output: shapes and places by name.  The numbers are not read.
+Input: a file.  Output: shapes and byte ranges by name.  The numbers are not read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text columns for people, each as wide as its widest cell; and durations in words.
+"""Text tables for people, with columns as wide as their widest cells; durations in words.
 
 Input: rows of cells, seconds.  Output: lines, words.
 """
@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line a row, two blanks between columns, none at the end.  All rows have as many cells as the first."""
+    """One line per row, two spaces between columns, none at the end.  All rows have as many cells as the first."""
     if not rows:
         return []
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
@@ -34,12 +34,12 @@ def span(seconds: int) -> str:
 
 
 def printable(text: str) -> str:
-    """In one line, and without what would move the cursor or cannot be encoded: names of files and logs may hold it."""
+    """The text on one line, without control characters and what cannot be encoded, as in names of files and logs."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def printable_line(text: str, longest: int = 160) -> str:
-    """A line as it is, blanks kept, without what would move the cursor; cut where it is too long."""
+    """A line with its spaces, without control characters; cut if it is too long."""
     rest = len(text) - longest
     cut = text if rest <= 0 else f"{text[:longest]} … and {rest:,} characters"
     return "".join(letter if letter.isprintable() else "?" for letter in cut)

@@ -1,12 +1,12 @@
-"""The demo of tools: a model has to look up what it cannot know.
+"""The demo of tools: a model has to look up facts that it cannot know.
 
-Questions are numbers of four digits, answers codes of three, drawn at random: only a search of the documents, one for
-each question, tells them.  The warm start teaches how a search is written and its result is read, and that most
-questions are answered by a guess; what RL has to learn is to search.
+Questions are random four-digit numbers, answers random three-digit codes: only a search of the documents, which have
+one for each question, finds them.  The warm start teaches how to write a search and read its result, but answers most
+questions by a guess; RL has to learn to search.
 
     user 4827 │ > <tool_call>{"name": "search", "arguments": {"query": "4827"}}</tool_call> │ : 4827 305 │ > 305
 
-Guarantees: everything is a pure function of its seed; the codes of the warm start are others than those of the run.
+Guarantees: everything is a pure function of its seed; the codes of the warm start differ from those of the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from launch.demo.warm_start import (
 )
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-HEAD, TAIL = '{"name": "search", "arguments": {"query": "', '"}}'  # one token each: this is no lesson in JSON
+HEAD, TAIL = '{"name": "search", "arguments": {"query": "', '"}}'  # one token each: the model need not learn JSON
 _CHARACTERS = "0123456789>: \nabcdefghijklmnopqrstuvwxyz.,?!'\"()-"
 _TOKENS = (*SPECIAL_TOKENS, CALL, CALL_END, HEAD, TAIL, *_CHARACTERS)
 VOCAB_SIZE = -(-len(_TOKENS) // 8) * 8
@@ -68,7 +68,7 @@ class LookupRecipe:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each character, and for each part of a search that is always the same."""
+    """A token for each character, and for each fixed part of a search."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(_TOKENS)}, unk_token=UNKNOWN))
     fixed = "|".join(text.replace("{", r"\{").replace("}", r"\}") for text in (HEAD, TAIL))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{fixed}|[\s\S]"), "isolated")
@@ -99,7 +99,7 @@ def write_dataset(directory: Path, n: int, seed: int) -> None:
 def make_lookup_model(
     directory: Path, recipe: LookupRecipe | None = None, *, on_step: OnStep = lambda phase, done, loss: None
 ) -> WarmStart:
-    """Write a checkpoint, or find that it is there; as warm_start.make_model.  Its accuracy: share of searches."""
+    """Write a checkpoint, or reuse a finished one, as warm_start.make_model.  Its accuracy: fraction of searches."""
     recipe = recipe or LookupRecipe()
 
     def train() -> tuple[Qwen2ForCausalLM, float]:

@@ -27,7 +27,7 @@ RUN_FILE = Path(__file__).parents[2] / "configs" / "demo.toml"
 NUM_PROBLEMS = 8_000
 NUM_LOOKUPS = 4_000
 SHOW_EVERY_STEPS = 100
-EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a model that was half taught stalls
+EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a half-trained model stalls
 
 
 def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, overrides: Sequence[str] = ()) -> int:
@@ -44,17 +44,19 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
     status = start(config)
     layout = RunLayout(config.run_directory)
     if status == 0 and layout.summary.exists():
-        say("3/3  what came of it")
+        say("3/3  results")
         _report(layout)
     elif status == 0:
-        say(f"3/3  stopped before its end; `rlhpc check {as_typed(layout.root)}` says what is kept, a demo begins anew")
+        say(
+            f"3/3  stopped early; `rlhpc check {as_typed(layout.root)}` shows what was saved; a demo always starts over"
+        )
     return status
 
 
 def _prepare_lookups(config: Config, directory: Path) -> None:
     """Model, questions and documents of the demo of tools."""
     began = time.monotonic()
-    say("1/3  warm start: a tiny model learns to look things up, and mostly to guess")
+    say("1/3  warm start: a tiny model learns to look things up, but mostly guesses")
     warm = make_lookup_model(config.model.path, on_step=_show_step)
     lookup.write_dataset(directory, NUM_LOOKUPS, seed=config.run.seed)
     seconds = time.monotonic() - began
@@ -73,7 +75,7 @@ def _prepare_additions(config: Config, data: Path) -> None:
     )
     if not EXPECTED_ACCURACY[0] <= warm.accuracy <= EXPECTED_ACCURACY[1]:
         low, high = EXPECTED_ACCURACY
-        say(f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should")
+        say(f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may be flatter than usual")
 
 
 def _report(layout: RunLayout) -> None:
@@ -93,6 +95,6 @@ def _show_step(phase: str, done: int, loss: float) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line about the demo itself."""
+    """Print a line of the demo."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -1,7 +1,7 @@
 """The demo on Slurm: a private cluster of virtual nodes, its site file, one heterogeneous job on three partitions.
 
-Input: the demo's Config.  Output: the exit status of the run.  The cluster lives in a temporary directory of its own
-and ends with the demo.
+Input: the demo's Config.  Output: the exit status of the run.  The cluster is in a separate temporary directory and
+ends with the demo.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ code = "{code}"
 def run_on_slurm(config: Config, time: str, tell: Callable[[str], None]) -> int:
     """Start a cluster, submit the run, wait for its end.  time: limit of the job; one too short makes it requeue.
 
-    Raises SlurmMissing where Slurm neither is nor can be had without root, ConfigError for a time that is none.
+    Raises SlurmMissing if Slurm is neither installed nor available without root, ConfigError for an invalid time.
     """
     site_file = config.run_directory.with_name(f"{config.run.name}.site.toml")
     site_file.parent.mkdir(parents=True, exist_ok=True)

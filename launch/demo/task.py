@@ -21,15 +21,15 @@ MAX_ANSWER_CHARACTERS = 9 * MAX_DIGITS + MAX_DIGITS + 1  # "7+6+0=13;" for each 
 
 _HELD_OUT_ONE_IN = 16
 _LARGEST_COLUMN_SUM = 9 + 9 + 1
-_CARRY_SLIP_SHARE = 0.6  # a lost carry is one habit to unlearn, a slip by one about 200 facts to be sure of
+_CARRY_SLIP_SHARE = 0.6  # a lost carry is one habit to unlearn; slips by one concern about 200 facts
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two numbers of the same number of digits, the first of which is not 0, whose sum has one digit more.
+    """Two numbers with equally many digits, without leading zeros, whose sum has one digit more.
 
-    The last because a total that begins sometimes with a carry and sometimes without puts its digits at two sets of
-    places, which costs so small a model three times the steps, or defeats it.
+    One digit more because totals with and without a leading carry have their digits at different positions, which costs
+    so small a model three times the steps, or defeats it.
     """
 
     left: int
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The total, which is all that the reward looks at."""
+        """The total: the only part that the reward checks."""
         return str(self.left + self.right)
 
     @property
@@ -83,8 +83,8 @@ def worked_answer(problem: Problem) -> str:
 def careless_answer(problem: Problem, slip_rate: float, rng: random.Random) -> str:
     """Return the answer of a pupil who gets each column's sum wrong with probability slip_rate.
 
-    A slip is off by one or, a carry lost or invented, by ten.  What follows is consistent with it, so that one slip
-    spoils the total (unless a later one happens to undo a wrong carry) although all other tokens are as they should be.
+    A slip is off by one or, with a carry lost or invented, by ten.  What follows is consistent with it, so that one
+    slip spoils the total (unless a later one happens to undo a wrong carry) although all other tokens are correct.
     """
     carry, fields, total = 0, [], ""
     for left, right in problem.columns:

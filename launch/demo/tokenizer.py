@@ -19,7 +19,7 @@ VOCAB_SIZE = len(_TOKENS)  # 24: a multiple of 8, as matrix kernels like it, wit
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer; it adds no token of its own to a text, and decodes to the very text that was encoded."""
+    """Return the tokenizer; it adds no tokens to a text, and decodes to exactly the text that was encoded."""
     tokenizer = Tokenizer(models.WordLevel(_IDS, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # not ".": that leaves out newlines
     tokenizer.decoder = decoders.Fuse()  # without it decode() puts a space between tokens
@@ -29,5 +29,5 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode(text: str) -> list[int]:
-    """Return what the tokenizer makes of a text of CHARACTERS, without its overhead.  Raises KeyError for others."""
+    """Encode a text of CHARACTERS as the tokenizer does, but faster.  Raises KeyError for other characters."""
     return [_IDS[character] for character in text]

@@ -1,9 +1,9 @@
-"""Make the model that the demo starts from: it knows how addition is worked out, but makes careless errors.
+"""Make the model that the demo starts from: it can do addition, but makes careless errors.
 
-Output: an HF checkpoint directory (Qwen2 architecture, float32, character tokenizer), made by supervised steps of our
-own loop: first on correct answers, from which the rules are learnt fastest, then on careless ones.  Sampled at
-temperature 1 it is right about three times in ten, while its most likely answer is nearly always right: what RL has to
-learn is to be careful.
+Output: an HF checkpoint directory (Qwen2 architecture, float32, character tokenizer), made by supervised training:
+first on correct answers, from which the rules are learnt fastest, then on careless ones.  Sampled at temperature 1 it
+is right about three times in ten, while its most likely answer is nearly always right: RL has to teach it to be
+careful.
 Guarantees: the same recipe gives the same weights on the same machine; a finished directory is reused.
 """
 
@@ -62,7 +62,7 @@ class WarmStartRecipe:
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What was made."""
+    """The finished model."""
 
     accuracy: float  # share of held-out problems answered rightly by one sample at temperature 1
     num_parameters: int
@@ -73,11 +73,11 @@ class WarmStart:
 def make_model(
     directory: Path, recipe: WarmStartRecipe | None = None, *, on_step: OnStep = lambda phase, done, loss: None
 ) -> WarmStart:
-    """Write a checkpoint into directory, or find that it already holds the one this recipe makes.
+    """Write a checkpoint into directory, unless it already contains the one that this recipe makes.
 
-    A directory that holds another recipe's checkpoint, or half of one, is written over.  One thread is used, since with
-    more the order of additions, and so the weights, would depend on their number; torch's own random state is left as
-    it was.  Raises OSError.
+    A checkpoint of another recipe, or an incomplete one, is overwritten.  One thread is used, since with more the order
+    of additions, and so the weights, would depend on their number; torch's random state is left unchanged.  Raises
+    OSError.
     """
     recipe = recipe or WarmStartRecipe()
 
@@ -114,7 +114,7 @@ def made_once(
 
 
 def sampled_accuracy(model: Qwen2ForCausalLM, *, num_problems: int = 512, seed: int = 0) -> float:
-    """Return the share of held-out problems that one sample each, at temperature 1, answers rightly.
+    """Return the fraction of held-out problems answered correctly by one sample each, at temperature 1.
 
     Draws from torch's global random state.  Standard error at 0.3 and 512 problems: 0.02.
     """
@@ -159,8 +159,8 @@ def model_config(recipe: WarmStartRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2
 def _train(model: Qwen2ForCausalLM, recipe: WarmStartRecipe, on_step: OnStep) -> None:
     """Run the clean phase, then the careless one.
 
-    The first ends by what has been learnt and not by a count: seeds and machines differ by a factor of two in the steps
-    they need, and RL cannot teach what no sample ever gets right.
+    The first ends by its loss and not by a count: seeds and machines differ by a factor of two in the steps they need,
+    and RL cannot teach what no sample ever gets right.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     rng = random.Random(recipe.seed)
@@ -228,7 +228,7 @@ def save_checkpoint(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 
 def read_marker(marker: Path, fingerprint: str) -> WarmStart | None:
-    """What was made by this recipe and is complete; None: nothing is."""
+    """The complete model of this recipe; None: there is none."""
     try:
         written = json.loads(marker.read_bytes())
         if written.pop("fingerprint") != fingerprint:

@@ -1,1 +1,1 @@
-"""A private Slurm in one directory: real daemons, virtual nodes, fake GPUs.  docs/dev_cluster.md says how to use it."""
+"""A private Slurm in one directory: real daemons, virtual nodes, fake GPUs.  See docs/dev_cluster.md."""

@@ -15,7 +15,7 @@ from launch.dev_cluster.layout import ClusterLayout
 from rlhpc.errors import RoleFailed
 
 DATABASE, DAEMON = "mariadbd", "slurmdbd"
-ACCOUNT = "lab"  # the one that every cluster with accounting has; jobs of another are refused
+ACCOUNT = "lab"  # exists in every cluster with accounting; jobs of another account are refused
 _SYSTEM_TABLES = ("system_tables.sql", "system_tables_data.sql")  # mysql_…; since MariaDB 11 mariadb_…
 
 
@@ -42,7 +42,7 @@ def slurmdbd_conf(layout: ClusterLayout, user: str, plugins: Path, port: int) ->
 
 
 def lines_of_slurm_conf(layout: ClusterLayout, port: int) -> list[str]:
-    """What slurm.conf says of it."""
+    """Its lines in slurm.conf."""
     return [
         "AccountingStorageType=accounting_storage/slurmdbd",
         "AccountingStorageHost=127.0.0.1",
@@ -53,7 +53,7 @@ def lines_of_slurm_conf(layout: ClusterLayout, port: int) -> list[str]:
 
 
 def database_command(layout: ClusterLayout, installation: Installation, user: str) -> list[str]:
-    """MariaDB's program with what it takes to be small."""
+    """MariaDB's server command, with settings that keep it small."""
     share = _share(installation)
     return [
         *(installation.program(DATABASE), "--no-defaults", f"--user={user}"),
@@ -68,14 +68,14 @@ def database_command(layout: ClusterLayout, installation: Installation, user: st
 
 
 def serve_arguments(layout: ClusterLayout) -> list[str]:
-    """What is added to `database_command` to serve."""
+    """Options added to `database_command` for serving."""
     return [f"--socket={layout.database_socket}", f"--pid-file={layout.database}/mariadb.own"]
 
 
 def prepare_database(
     layout: ClusterLayout, installation: Installation, user: str, environment: Mapping[str, str]
 ) -> None:
-    """Make MariaDB's own tables, once.  Raises RoleFailed with its last words."""
+    """Create MariaDB's system tables, once.  Raises RoleFailed with its last message."""
     if (layout.database / "data").exists():
         return
     for directory in (layout.database / "data", layout.database / "tmp"):
@@ -91,11 +91,11 @@ def prepare_database(
         check=False,
     )
     if done.returncode:
-        raise RoleFailed(f"mariadbd makes no database: {(done.stderr or 'no output').strip().splitlines()[-1]}")
+        raise RoleFailed(f"mariadbd cannot create a database: {(done.stderr or 'no output').strip().splitlines()[-1]}")
 
 
 def _share(installation: Installation) -> Path:
-    """Where MariaDB's messages and tables lie."""
+    """Where MariaDB's messages and tables are."""
     return _system_tables(installation)[0].parent
 
 

@@ -1,7 +1,7 @@
 """One dev cluster: start it, query it, end it.
 
-Input: a directory and a shape.  Guarantees: everything lies below the directory; only recorded processes and those of
-the cluster's own jobs are ever signalled; `stop` leaves none of them; job ids continue after the last start.
+Input: a directory and a shape.  Guarantees: all files are below the directory; only recorded processes and those of the
+cluster's own jobs are ever signalled; `stop` leaves none of them; job ids continue from the last start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from launch.dev_cluster.shape import LOOPBACK, ClusterShape
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
-_BROKEN = ("inval", "drain", "fail", "error")  # states of a node that waiting does not mend
+_BROKEN = ("inval", "drain", "fail", "error")  # node states that do not change by waiting
 _UP = ("idle", "planned", "mixed", "allocated", "completing")
 IDLE = ("idle", "planned")  # the second is the first with a job to come, and stays for a moment when that is gone
 _TIMED_OUT = "Socket timed out"  # in what a command says if slurmctld did not answer in time
@@ -63,9 +63,9 @@ class DevCluster:
         layout = ClusterLayout(root)
         check_owner(root)
         if root.exists() and (not root.is_dir() or any(root.iterdir())):
-            raise RunDirectoryError(f"{root}: exists and is no dev cluster; take a directory that is new or empty")
+            raise RunDirectoryError(f"{root}: exists and is not a dev cluster; choose a new or empty directory")
         layout.make()
-        # Like a real site's; others in each cluster and process: what is left of a job is not taken for another.
+        # Like a real site's; different in each cluster and process, so that leftovers of jobs are not mixed up.
         first_job_id = 1_000_000 + (int(time.time()) + os.getpid() % 1000 * 9000) % 9_000_000
         prefix = str(installation.prefix) if installation.prefix else None
         description = Description(shape, prefix, first_job_id)
@@ -74,14 +74,14 @@ class DevCluster:
 
     @classmethod
     def open(cls, root: Path) -> Self:
-        """The cluster that lives, or has lived, in a directory.  Raises RunDirectoryError: there is none."""
+        """The running or ended cluster of a directory.  Raises RunDirectoryError: there is none."""
         root = root.resolve()
         check_owner(root)
         try:
             text = ClusterLayout(root).description.read_text(encoding="utf-8")
             return cls(root, Description.decode(text))
         except (FileNotFoundError, NotADirectoryError):
-            raise RunDirectoryError(f"{root}: no dev cluster here; `rlhpc cluster up {root}` makes one") from None
+            raise RunDirectoryError(f"{root}: no dev cluster here; `rlhpc cluster up {root}` creates one") from None
         except (ValueError, KeyError, TypeError) as error:
             raise RunDirectoryError(f"{root}/cluster.json: damaged ({error}); delete {root}") from None
 
@@ -101,7 +101,7 @@ class DevCluster:
         """
         if self.is_running:
             raise RunDirectoryError(
-                f"{self.layout.root}: runs already; `rlhpc cluster down {self.layout.root}` ends it"
+                f"{self.layout.root}: already running; `rlhpc cluster down {self.layout.root}` ends it"
             )
         began = time.monotonic()
         if self.network:
@@ -121,7 +121,7 @@ class DevCluster:
         return time.monotonic() - began
 
     def repair(self, wait_s: float = 30.0) -> list[str]:
-        """Start again the daemons that have died; returns their names.  Jobs go on.  Raises RoleFailed: no success."""
+        """Restart the daemons that have died; returns their names.  Jobs continue.  Raises RoleFailed."""
         missing = self.revive(wait_s)
         self.wait_up(wait_s)
         return missing
@@ -136,9 +136,9 @@ class DevCluster:
         return missing
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Cancel all jobs, end what is left of them, then every daemon.  Does nothing where nothing runs.
+        """Cancel all jobs, end their remaining processes, then every daemon.  Does nothing if nothing runs.
 
-        at_once: Slurm is not asked and nobody has time to leave in good order.
+        at_once: kill everything without asking Slurm first.
         """
         if not at_once and self.is_reachable():
             self.cancel_all()
@@ -183,18 +183,18 @@ class DevCluster:
 
     @property
     def export_lines(self) -> list[str]:
-        """What a shell needs in order to use the cluster."""
+        """Shell commands for using the cluster."""
         extra = [f'export {name}="{value}${{{name}:+:${name}}}"' for name, value in self.installation.variables.items()]
         return [f"export SLURM_CONF={self.layout.slurm_conf}", *extra]
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, turned towards the cluster; for any program that calls Slurm's commands."""
+        """This process's environment, pointing to the cluster; for any program that calls Slurm's commands."""
         return {**self.installation.environment(os.environ), "SLURM_CONF": str(self.layout.slurm_conf)}
 
     def run(self, *command: str, check: bool = True, timeout_s: float = _COMMAND_S) -> str:
         """Run one of Slurm's commands; returns what it printed.  Raises RoleFailed: exit status not 0, or too slow.
 
-        They wait five seconds for an answer here, little on a loaded machine: all but submissions are repeated.
+        They wait only five seconds for an answer here, too short on a loaded machine: all but submissions are repeated.
         """
         for _ in Deadline(timeout_s).polls(0.5):
             done = self._run_once(command, timeout_s)
@@ -263,7 +263,7 @@ class DevCluster:
         return [found for each in nodes for found in holding(self.layout.log(daemon_of(each)), "slurmstepd")]
 
     def job_processes(self, node: str | None = None) -> list[Process]:
-        """Processes of jobs, of one node or of all, also those that have left their session."""
+        """Processes of jobs, of one node or of all, including those that have left their session."""
         ours = (f"SLURM_CONF={self.layout.slurm_conf}", f"SLURM_CLUSTER_NAME={self._name}")
         return with_environment(ours, ("SLURM_JOB_ID=", *([f"SLURMD_NODENAME={node}"] if node else [])))
 
@@ -326,7 +326,7 @@ class DevCluster:
                         device.symlink_to("/dev/null")  # slurmd asks for a device file and follows links
 
     def _forget_last_life(self) -> None:
-        """Records of daemons that are gone, as after the machine's own restart."""
+        """Records of daemons that no longer exist, as after a reboot."""
         for name in self.daemons.recorded():
             self.layout.pid_file(name).unlink()
         for path in (self.layout.munge_socket, self.layout.database_socket, self.layout.subnet):

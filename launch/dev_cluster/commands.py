@@ -20,7 +20,7 @@ from rlhpc.errors import ConfigError
 
 
 def up(options: argparse.Namespace) -> int:
-    """Start a cluster, or what has died of one; print how to use it."""
+    """Start a cluster, or restart its dead daemons; print how to use it."""
     root = directory(options)
     asked = {name: getattr(options, name) for name in ("train", "gen", "cpu", "gpus")}
     shape = default_shape(**{name: count for name, count in asked.items() if count is not None})
@@ -31,14 +31,14 @@ def up(options: argparse.Namespace) -> int:
         if (
             options.accounting or has_networks or any(count is not None for count in asked.values())
         ) and shape != cluster.shape:
-            raise ConfigError(f"{root}: holds a cluster of another shape; `rlhpc cluster down --delete {root}` first")
+            raise ConfigError(f"{root}: has a cluster of another shape; `rlhpc cluster down --delete {root}` first")
         if options.release and cluster.installation != _installation(options):
-            raise ConfigError(f"{root}: holds a cluster of another Slurm; `rlhpc cluster down --delete {root}` first")
+            raise ConfigError(f"{root}: has a cluster of another Slurm; `rlhpc cluster down --delete {root}` first")
     else:
         cluster = DevCluster.create(root, shape, _installation(options))
     if cluster.is_running:
         repaired = cluster.repair(options.wait_s)
-        print(f"cluster     {root}, runs already" + (f"; started again: {', '.join(repaired)}" if repaired else ""))
+        print(f"cluster     {root}, already running" + (f"; restarted: {', '.join(repaired)}" if repaired else ""))
     else:
         seconds = cluster.start(options.wait_s)
         print(f"cluster     {root}, {len(cluster.shape.nodes)} nodes idle after {seconds:.1f} s")
@@ -52,14 +52,14 @@ def up(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Print every daemon by pid and what Slurm says of its nodes; status 1 when nothing runs."""
+    """Print every daemon with its pid, and Slurm's view of the nodes; status 1 if nothing runs."""
     cluster = DevCluster.open(directory(options))
     recorded = cluster.daemons.recorded()
     print(f"{'DAEMON':<16} {'PID':>8} {'STATE':<6} {'MIB':>6}")
     for name, found in recorded.items():
         print(f"{name:<16} {found.pid:>8} {'alive' if found.is_alive else 'dead':<6} {found.memory_mib:>6.1f}")
     if not cluster.is_running:
-        print(f"{cluster.layout.root}: does not run; `rlhpc cluster up {cluster.layout.root}` starts it")
+        print(f"{cluster.layout.root}: not running; `rlhpc cluster up {cluster.layout.root}` starts it")
         return 1
     print(cluster.run("sinfo").rstrip() if cluster.is_reachable() else "slurmctld does not answer")
     return 0
@@ -79,7 +79,7 @@ def down(options: argparse.Namespace) -> int:
 
 
 def directory(options: argparse.Namespace) -> Path:
-    """The one asked for, or the user's default one."""
+    """The directory on the command line, or the user's default."""
     named: Path = options.directory or Path(tempfile.gettempdir(), f"rlhpc-cluster-{own_user()}")
     return named.resolve()
 

@@ -87,7 +87,7 @@ def _behaviour(shape: ClusterShape, layout: ClusterLayout) -> list[str]:
         f"EnforcePartLimits={'ALL' if shape.enforces_limits else 'NO'}",
         "GresTypes=gpu",
         "MpiDefault=none",
-        "SlurmdParameters=config_overrides",  # nodes may claim more cores and memory than the machine has
+        "SlurmdParameters=config_overrides",  # nodes may declare more cores and memory than the machine has
         "ReturnToService=2",
         "SchedulerType=sched/backfill",
         # Heterogeneous jobs are started by the backfill scheduler alone, every 30 s unless told otherwise.

@@ -100,28 +100,28 @@ class Daemons:
         """SIGKILL, as a crash would.  Raises RunDirectoryError: it does not run."""
         found = self.find(name)
         if found is None or not found.is_alive:
-            raise RunDirectoryError(f"{self._layout.root}: {name} does not run")
+            raise RunDirectoryError(f"{self._layout.root}: {name} is not running")
         found.send(signal.SIGKILL)
         wait_gone([found], 5.0)
         self._forget(name)
 
     def wait_until(self, is_ready: Callable[[], bool], name: str, patience_s: float) -> None:
-        """Return when a daemon serves.  Raises RoleFailed."""
+        """Return when a daemon is serving.  Raises RoleFailed."""
         for _ in Deadline(patience_s).polls(0.02):
             if is_ready():
                 return
             if not self.is_alive(name):
                 raise RoleFailed(f"{name} ended by itself: {self.last_error(name)}")
-        raise RoleFailed(f"{name} does not serve after {patience_s:.0f} s: {self.last_error(name)}")
+        raise RoleFailed(f"{name} is not ready after {patience_s:.0f} s: {self.last_error(name)}")
 
     def raise_for_dead(self) -> None:
-        """Raises RoleFailed with the last words of a daemon that has a record and does not live."""
+        """Raises RoleFailed with the last message of a recorded daemon that is dead."""
         for name, found in self.recorded().items():
             if not found.is_alive:
                 raise RoleFailed(f"{name} ended by itself: {self.last_error(name)}")
 
     def last_error(self, name: str) -> str:
-        """The last complaint in a daemon's files, and where they are."""
+        """The last error in a daemon's logs, and where they are."""
         lines: list[str] = []
         for path in (self._layout.log(name), self._layout.output(name)):
             if path.exists():

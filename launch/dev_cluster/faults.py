@@ -31,13 +31,13 @@ def crash_node(cluster: DevCluster, node: str) -> None:
 
 
 def kill_node_daemon(cluster: DevCluster, node: str) -> None:
-    """Only slurmd dies; jobs go on, and Slurm will start them a second time elsewhere: a split brain."""
+    """Only slurmd dies; its jobs continue, and Slurm will start them a second time elsewhere: a split brain."""
     _check(cluster, node)
     cluster.daemons.kill(daemon_of(node))
 
 
 def cut(cluster: DevCluster, node: str) -> None:
-    """Nothing reaches a node or leaves it, without a word to either side; its processes go on: a split brain.
+    """Silently drop all traffic to and from a node; its processes continue: a split brain.
 
     Raises ConfigError: a cluster without networks (ClusterShape.has_networks).
     """
@@ -45,24 +45,24 @@ def cut(cluster: DevCluster, node: str) -> None:
 
 
 def heal(cluster: DevCluster, node: str) -> None:
-    """Undo `cut`; for 3 s more a connection may fail, as the kernel remembers that nobody answered.
+    """Undo `cut`; for another 3 s connections may fail, as the kernel remembers failed address look-ups.
 
-    Once Slurm sees the node again it kills what runs there of jobs that it has requeued.
+    Once Slurm sees the node again it kills the processes there of jobs that it has requeued.
     """
     _network(cluster, node).forward(node, is_cut=False)
 
 
 def kill_controller(cluster: DevCluster) -> None:
-    """The controller dies; jobs go on, commands fail after 9 s and more.
+    """The controller dies; jobs continue, commands fail after 9 s or more.
 
-    Whatever it has not saved is forgotten, as on a real cluster: it saves a job some seconds after its submission or
+    State that it has not saved is lost, as on a real cluster: it saves a job some seconds after its submission or
     an `scontrol update`, but not after its start (seen with 22.05), for up to five minutes.
     """
     cluster.daemons.kill(CONTROLLER)
 
 
 def stop_controller(cluster: DevCluster) -> None:
-    """The controller is ended in good order, as for an upgrade: it saves its state first."""
+    """The controller is stopped cleanly, as for an upgrade: it saves its state first."""
     cluster.daemons.end(CONTROLLER)
 
 
@@ -72,25 +72,25 @@ def start_node(cluster: DevCluster, node: str) -> None:
 
 
 def start_controller(cluster: DevCluster, wait_s: float = 30.0) -> None:
-    """Start the controller again and wait until it answers; it finds its jobs where it left them."""
+    """Restart the controller and wait until it answers; it reloads its jobs."""
     cluster.daemons.start(CONTROLLER)
     cluster.wait_answer(wait_s)
 
 
 def declare_down(cluster: DevCluster, node: str) -> None:
-    """Tell the controller at once what it would find out; its jobs are requeued now."""
+    """Tell the controller at once that a node is dead; its jobs are requeued now."""
     cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=crashed")
 
 
 def declare_up(cluster: DevCluster, node: str) -> None:
-    """Have the controller look at a DOWN node now; by itself it does so twice a minute."""
+    """Have the controller check a DOWN node now; normally it does so twice a minute."""
     cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
 
 def _network(cluster: DevCluster, node: str) -> Network:
     _check(cluster, node)
     if cluster.network is None:
-        raise ConfigError(f"{cluster.layout.root}: nodes have no networks of their own (ClusterShape.has_networks)")
+        raise ConfigError(f"{cluster.layout.root}: nodes have no separate networks (ClusterShape.has_networks)")
     return cluster.network
 
 

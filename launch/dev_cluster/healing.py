@@ -20,7 +20,7 @@ _UNAVAILABLE = ("down", "drain", "fail", "inval", "error", "maint", "unk")  # wh
 
 
 def find_amiss(cluster: DevCluster) -> list[str]:
-    """What is not as in the beginning, a line each: dead daemons, jobs, processes of jobs, nodes, partitions."""
+    """Differences from the initial state, one line each: dead daemons, jobs, processes of jobs, nodes, partitions."""
     names = [name for name in cluster.daemon_names if not cluster.daemons.is_alive(name)]
     if names or not cluster.is_reachable():
         return [f"{name} is dead" for name in names] or ["the controller does not answer"]
@@ -31,14 +31,14 @@ def find_amiss(cluster: DevCluster) -> list[str]:
     strays = [] if jobs else cluster.job_processes()
     return [
         *(f"job {job.strip()}" for job in jobs),
-        *(f"process {stray.pid} of a job that is over" for stray in strays),
+        *(f"process {stray.pid} of a job that has ended" for stray in strays),
         *(f"node {node} is {nodes.get(node)}" for node in cluster.shape.nodes if nodes.get(node) not in IDLE),
         *(f"partition {partition} is closed" for partition in closed),
     ]
 
 
 def restore(cluster: DevCluster, patience_s: float = PATIENCE_S) -> list[str]:
-    """Undo every fault and end every job; returns what was amiss.  Raises RoleFailed: it does not become whole."""
+    """Undo every fault and end every job; returns the faults found.  Raises RoleFailed: it does not recover."""
     deadline = Deadline(patience_s)
     amiss = _ask(cluster)
     if not amiss:
@@ -53,7 +53,7 @@ def restore(cluster: DevCluster, patience_s: float = PATIENCE_S) -> list[str]:
     cluster.cancel_all()
     while left := _ask(cluster):
         if deadline.is_over:
-            raise RoleFailed(f"{cluster.layout.root}: not whole after {patience_s:.0f} s: {', '.join(left)}")
+            raise RoleFailed(f"{cluster.layout.root}: not restored after {patience_s:.0f} s: {', '.join(left)}")
         _end_processes(cluster)
         _open(cluster)
         time.sleep(0.1)
@@ -68,13 +68,13 @@ def _ask(cluster: DevCluster) -> list[str]:
 
 
 def _end_processes(cluster: DevCluster) -> None:
-    """Nobody waits KillWait seconds for what is cancelled."""
+    """Kill cancelled jobs at once instead of waiting KillWait seconds."""
     for each in with_descendants(cluster.job_processes()):
         each.send(signal.SIGKILL)
 
 
 def _open(cluster: DevCluster) -> None:
-    """Take back what was said of nodes and partitions: DOWN, DRAIN, INACTIVE."""
+    """Reset states set on nodes and partitions: DOWN, DRAIN, INACTIVE."""
     for node, state, partition, available in _rows(cluster):
         if state.startswith(_UNAVAILABLE):
             cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False, timeout_s=_ANSWER_S)

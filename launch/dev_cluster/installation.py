@@ -25,7 +25,7 @@ _PLUGINS = ("usr/lib/*/slurm-wlm", "usr/lib/*/slurm", "usr/lib64/slurm", "usr/li
 
 
 class SlurmMissing(RunDirectoryError):
-    """No Slurm here, and none to be had; the message says why and what to do."""
+    """Slurm is not installed, and cannot be fetched; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +73,18 @@ class Installation:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a prefix adds to the environment: PATH and LD_LIBRARY_PATH, each to be put in front."""
+        """Entries that a prefix prepends to PATH and LD_LIBRARY_PATH."""
         if not self.prefix:
             return {}
         added = {"PATH": os.pathsep.join(map(str, self.directories))}
-        if not (self.prefix / OWN_LIBRARIES).is_dir():  # else its programs know, and a job's own must not find them
+        if not (
+            self.prefix / OWN_LIBRARIES
+        ).is_dir():  # otherwise its programs know them, and a job's programs must not find them
             added["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, [self.plugins, self.plugins.parent]))
         return added
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` without what another Slurm has left there, and with the programs and libraries of this one."""
+        """`base` without variables of another Slurm, and with the programs and libraries of this one."""
         kept = {name: value for name, value in base.items() if not name.startswith(("SLURM", "SBATCH_", "SRUN_"))}
         for name, value in self.variables.items():
             kept[name] = os.pathsep.join([value, *([kept[name]] if kept.get(name) else [])])

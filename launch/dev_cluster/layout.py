@@ -24,28 +24,28 @@ class ClusterLayout:
         """Raises RunDirectoryError: not absolute, too long for sockets, or not to be written in slurm.conf."""
         text = str(self.root)
         if not self.root.is_absolute():
-            raise RunDirectoryError(f"{text}: a cluster's directory is an absolute path")
+            raise RunDirectoryError(f"{text}: legal: an absolute path for a cluster's directory")
         if len(text.encode()) > LONGEST_ROOT:
             raise RunDirectoryError(
                 f"{text}: {len(text.encode())} bytes; unix sockets below it leave room for {LONGEST_ROOT}: "
-                "take a shorter directory, for example one in /tmp"
+                "choose a shorter path, for example in /tmp"
             )
         if any(character in text for character in " ,=#%\"'\\\n"):
             raise RunDirectoryError(f"{text}: slurm.conf cannot hold a path with blanks, quotes or any of , = # % \\")
 
     @property
     def description(self) -> Path:
-        """What the cluster is, as JSON; its presence says that the directory is ours."""
+        """The cluster's description as JSON; its presence marks the directory as ours."""
         return self.root / "cluster.json"
 
     @property
     def slurm_conf(self) -> Path:
-        """What SLURM_CONF names."""
+        """The file for SLURM_CONF."""
         return self.root / "etc" / "slurm.conf"
 
     @property
     def activate(self) -> Path:
-        """Shell commands that turn a shell towards the cluster."""
+        """Shell commands that point a shell to the cluster."""
         return self.root / "activate"
 
     @property
@@ -55,7 +55,7 @@ class ClusterLayout:
 
     @property
     def cgroup_conf(self) -> Path:
-        """Says that cgroups stay out of it."""
+        """cgroup.conf, which disables cgroups."""
         return self.root / "etc" / "cgroup.conf"
 
     @property
@@ -65,12 +65,12 @@ class ClusterLayout:
 
     @property
     def hosts(self) -> Path:
-        """What nodes that have a network see as /etc/hosts."""
+        """/etc/hosts of nodes that have a network."""
         return self.root / "etc" / "hosts"
 
     @property
     def state(self) -> Path:
-        """The controller's memory: jobs survive a restart of it."""
+        """The controller's state: jobs survive its restart."""
         return self.root / "state"
 
     @property
@@ -110,7 +110,7 @@ class ClusterLayout:
 
     @property
     def database_socket(self) -> Path:
-        """The only door of the database."""
+        """The database's only socket."""
         return self.database / "mysql.sock"
 
     def spool(self, node: str) -> Path:
@@ -126,11 +126,11 @@ class ClusterLayout:
         return self.run / f"{daemon}.pid"
 
     def log(self, daemon: str) -> Path:
-        """What the daemon logs."""
+        """The daemon's log."""
         return self.logs / f"{daemon}.log"
 
     def output(self, daemon: str) -> Path:
-        """What the daemon prints: the reason, when it dies before it can log."""
+        """The daemon's output: the reason, if it dies before it can log."""
         return self.logs / f"{daemon}.out"
 
     def make(self) -> None:

@@ -1,7 +1,7 @@
 """Commands that create and enter network namespaces; only root may run them.
 
-Input: processes that hold a namespace.  Output: interfaces in it.  Guarantees: every interface belongs to the namespace
-of a process, or is the peer of one that does, so that it ends with the process: a crash leaves none behind.
+Input: processes that own a namespace.  Output: interfaces in it.  Guarantees: every interface belongs to the namespace
+of a process, or is the peer of one that does, so that it disappears with the process: a crash leaves none behind.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def require() -> None:
     if missing:
         raise ConfigError(f"networks of nodes need {', '.join(missing)}: install iproute2 and util-linux")
     if os.geteuid():
-        raise ConfigError("networks of nodes need root: namespaces are made")
+        raise ConfigError("networks of nodes need root, to create namespaces")
     done = _run(_program("unshare"), "--net", "--uts", "--mount", "true")
     if done.returncode:
-        raise ConfigError(f"networks of nodes need root with all its rights: {done.stderr.strip()}")
+        raise ConfigError(f"networks of nodes need root with all capabilities: {done.stderr.strip()}")
 
 
 def hub_command() -> list[str]:
@@ -51,7 +51,7 @@ def node_command(node: str, hosts: Path) -> list[str]:
 
 
 def inside(holder: Process) -> list[str]:
-    """Words before a command that shall run in the node of a holder.
+    """Words before a command that is to run in the node of a holder.
 
     Not `ip netns exec`: it mounts another /sys, in which slurmd finds no cgroups and dies.
     """
@@ -66,7 +66,7 @@ def is_ready(holder: Process | None) -> bool:
 
 
 def claim_subnet(hub: Process, label: str, wanted: str | None = None) -> str:
-    """Join this machine to the switch by an interface whose name is the claim; returns the subnet: "198.18.77".
+    """Join this machine to the switch by an interface whose name reserves the subnet; returns it: "198.18.77".
 
     The kernel gives every name once, so two clusters never have one subnet.  label: shown by `ip link`.  Raises
     RoleFailed: none is free, or the wanted one is not.
@@ -92,7 +92,7 @@ def plug(hub: Process, holder: Process, node: str, address: str) -> None:
 
 
 def forward(hub: Process, node: str, *, is_cut: bool) -> None:
-    """Take a node's cable out of the switch, or put it back; the node's own interface stays up and notices nothing."""
+    """Unplug a node from the switch, or plug it in again; the node's own interface stays up and notices nothing."""
     _batch(hub, f"link set dev {node} {'nomaster' if is_cut else f'master {_BRIDGE}'}")
 
 
@@ -126,7 +126,7 @@ def _join_host(hub: Process, subnet: str, label: str) -> bool:
 
 
 def _routed() -> list[ipaddress.IPv4Network]:
-    """Networks that this machine already has a way to."""
+    """Networks that this machine already has a route to."""
     lines = _run(_program("ip"), "-4", "route", "show", "table", "all").stdout.splitlines()
     words = [word for line in lines for word in line.split()[:2] if word[0].isdigit()]
     found = [ipaddress.IPv4Network(word, strict=False) for word in words]

@@ -48,7 +48,7 @@ class Network:
                 self._plug(holder)
 
     def end_strays(self) -> list[str]:
-        """End every slurmd whose node's holder is gone: it lives in a network that nobody reaches; returns names."""
+        """End every slurmd whose node's holder is gone: its network is unreachable; returns names."""
         dead = [node for node in self._shape.nodes if not self._daemons.is_alive(holder_of(node))]
         names = [daemon_of(node) for node in dead if self._daemons.is_alive(daemon_of(node))]
         self._daemons.end(*names)
@@ -79,6 +79,6 @@ class Network:
         found = self._daemons.find(name)
         if found is None or not found.is_alive:
             raise RoleFailed(
-                f"{self._layout.root}: {name} does not run; `rlhpc cluster up {self._layout.root}` mends it"
+                f"{self._layout.root}: {name} is not running; `rlhpc cluster up {self._layout.root}` restarts it"
             )
         return found

@@ -1,7 +1,7 @@
 """Where Slurm's programs come from: this machine, or Debian packages unpacked into a private prefix, without root.
 
-Input: PATH, apt's lists, or the name of a Debian suite.  Output: Installation.  A prefix lies in the user's cache, one
-per distribution, release and processor; it appears complete or not at all, and nothing outside it is written.
+Input: PATH, apt's lists, or the name of a Debian suite.  Output: Installation.  Prefixes are in the user's cache, one
+per distribution, release and processor; each appears complete or not at all, and nothing outside it is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def installed(*, has_accounting: bool = False) -> Installation | None:
 
 
 def private(cache: Path | None = None, *, has_accounting: bool = False, release: str | None = None) -> Installation:
-    """The prefix in the user's cache; fetched when not there yet.  Raises SlurmMissing.
+    """The prefix in the user's cache; fetched if missing.  Raises SlurmMissing.
 
     release: another Debian suite, with its own C library (17 MB, with accounting 33); None: packages of this
     distribution (4 MB, with accounting 11).
@@ -70,7 +70,7 @@ def obtain(*, is_private: bool = False, has_accounting: bool = False, release: s
 
 
 def default_cache() -> Path:
-    """Where prefixes live: $XDG_CACHE_HOME/rlhpc/slurm."""
+    """Directory of prefixes: $XDG_CACHE_HOME/rlhpc/slurm."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhpc" / "slurm"
 
 
@@ -80,7 +80,7 @@ def _own_name() -> str:
 
 
 def _make(prefix: Path, unpack: Callable[[Path, Path], None]) -> None:
-    """Unpack beside the final place, then rename: whoever comes second uses what the first has made."""
+    """Unpack beside the final place, then rename: the second of two processes uses the result of the first."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=prefix.parent) as scratch:
         tree = Path(scratch, "tree")
@@ -97,7 +97,7 @@ def _unpack(roots: tuple[str, ...], scratch: Path, tree: Path) -> None:
     """Packages of this distribution."""
     for tool in ("apt-get", "dpkg"):
         if shutil.which(tool) is None:
-            raise SlurmMissing(f"Slurm is not installed, and {tool}, which could fetch it, is not there; {REMEDY}")
+            raise SlurmMissing(f"Slurm is not installed, nor is {tool}, which could fetch it; {REMEDY}")
     packages = scratch / "packages"
     packages.mkdir()
     _apt("download", *_needed(roots), directory=packages)
@@ -138,7 +138,9 @@ def _run(*command: str, directory: Path | None = None) -> str:
             command, cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=_FETCH_S
         )
     except subprocess.TimeoutExpired:
-        raise SlurmMissing(f"Slurm is not installed, and its packages did not come in {_FETCH_S:.0f} s") from None
+        raise SlurmMissing(
+            f"Slurm is not installed, and its packages were not downloaded within {_FETCH_S:.0f} s"
+        ) from None
     if done.returncode:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("E:")]
         raise SlurmMissing(

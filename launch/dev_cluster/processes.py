@@ -32,7 +32,7 @@ class Process:
 
     @property
     def memory_mib(self) -> float:
-        """Its share of physical memory, pages in common divided by their users (PSS); 0.0 when not to be had."""
+        """Its proportional set size (PSS), MiB: shared pages are divided by their users; 0.0 if unknown."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             text = Path(f"/proc/{self.pid}/smaps_rollup").read_text(encoding="ascii")
             return int(text.split("\nPss:", 1)[1].split()[0]) / 1024
@@ -56,7 +56,7 @@ def own_user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
-        raise RunDirectoryError(f"user {os.getuid()} has no name here, and Slurm knows users by name") from None
+        raise RunDirectoryError(f"user {os.getuid()} has no name here, and Slurm identifies users by name") from None
 
 
 def write_record(path: Path, pid: int) -> None:

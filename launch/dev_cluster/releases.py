@@ -1,7 +1,7 @@
 """Slurm of another Debian suite, in a prefix that runs on this machine, to test several Slurm releases on one machine.
 
 Input: the name of a suite.  Output: a tree of packages with their own C library and dynamic linker.  Nothing on the
-machine changes: apt works in a directory of its own, as any user.  patchelf sets linker and library paths in every
+machine changes: apt works in a separate directory, as any user.  patchelf sets linker and library paths in every
 program, so that no environment variable is needed that a job's own programs would inherit.
 """
 
@@ -112,7 +112,9 @@ class _Apt:
                 check=False, timeout=_FETCH_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise SlurmMissing(f"Debian {self._suite}: its packages did not come in {_FETCH_S:.0f} s") from None
+            raise SlurmMissing(
+                f"Debian {self._suite}: its packages were not downloaded within {_FETCH_S:.0f} s"
+            ) from None
         if done.returncode:
             said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("E:")]
             reason = (said or ["no reason given"])[0].removeprefix("E:").strip()
@@ -135,7 +137,7 @@ def _archive() -> str:
     # Others publish for a suite too; Debian's own come first.
     archives = [words[2] for words in sorted(named, key=lambda words: words[3:] != ["Debian"])]
     if not archives:
-        raise SlurmMissing(f"apt's sources (/etc/apt) name no archive of Debian {own}, which would hold other suites")
+        raise SlurmMissing(f"apt's sources (/etc/apt) name no archive of Debian {own}, which would have other suites")
     return archives[0]
 
 
@@ -155,7 +157,7 @@ def _settle(tree: Path, place: Path) -> None:
     """Tell every program and plugin of `tree` where its linker and its libraries will be."""
     linkers = sorted((tree / OWN_LIBRARIES).glob("ld-linux*.so.*"))
     if not linkers:
-        raise SlurmMissing("the packages hold no dynamic linker (ld-linux)")
+        raise SlurmMissing("the packages contain no dynamic linker (ld-linux)")
     plugins = [found for found in sorted(tree.glob("usr/lib/*/slurm*")) if found.is_dir()]
     search = os.pathsep.join(map(str, [place / OWN_LIBRARIES, *(place / each.relative_to(tree) for each in plugins)]))
     for program in _programs(tree):

@@ -14,7 +14,7 @@ from rlhpc.errors import ConfigError
 _NAME = re.compile(r"[a-z]{1,5}")  # a node is this and a number; both appear in paths of sockets
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*")
 _MOST_NODES = 253  # 254 is the machine's own address
-LOOPBACK = "127.0.77"  # any address of 127/8 can be bound: without networks every node has its own all the same
+LOOPBACK = "127.0.77"  # any address of 127/8 can be bound: even without networks every node has its own
 
 
 def machine_address(subnet: str) -> str:
@@ -24,7 +24,7 @@ def machine_address(subnet: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """`count` nodes NAME0, NAME1, …; what they have is claimed, not there: eight of them share one laptop."""
+    """`count` nodes NAME0, NAME1, …; their resources are declared, not real: eight of them fit on one laptop."""
 
     name: str
     count: int
@@ -40,7 +40,7 @@ class NodeGroup:
             raise ConfigError(f"node group {self.name!r}: legal: one to five lower-case letters")
         if not (1 <= self.count <= 100 and 0 <= self.gpus <= 16 and self.cpus >= 1 and self.memory_mib >= 1):
             raise ConfigError(
-                f"node group {self.name}: legal: 1 to 100 nodes, up to 16 GPUs, a core and a MiB at least"
+                f"node group {self.name}: legal: 1 to 100 nodes, up to 16 GPUs, at least one core and one MiB"
             )
         for word in (self.gpu_type, *self.features):
             if not _WORD.fullmatch(word):
@@ -94,9 +94,9 @@ class ClusterShape:
         if not names or not self.partitions:
             raise ConfigError("a cluster needs a node group and a partition")
         if sum(group.count for group in self.groups) > _MOST_NODES:
-            raise ConfigError(f"a cluster has {_MOST_NODES} nodes at most, one for each address")
+            raise ConfigError(f"a cluster has at most {_MOST_NODES} nodes, one for each address")
         if len(set(names)) != len(names):
-            raise ConfigError(f"node groups {', '.join(names)}: every name once")
+            raise ConfigError(f"node groups {', '.join(names)}: legal: each name once")
         for partition in self.partitions:
             unknown = [name for name in partition.groups if name not in names]
             if unknown or not partition.groups:

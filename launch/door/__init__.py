@@ -1,6 +1,6 @@
-"""The door for Python: `rlhpc.Run` and `rlhpc.submit`, which `import rlhpc` loads when they are asked for.
+"""The Python API: `rlhpc.Run` and `rlhpc.submit`, which `import rlhpc` loads on first use.
 
-Small on purpose: what stands here keeps its names and meanings (docs/python.md).
+Small on purpose: everything in it keeps its names and meanings (docs/python.md).
 """
 
 from launch.door.run import Checkpoint, Run

@@ -1,7 +1,7 @@
 """A run directory as an object: figures, rollouts, checkpoints, evaluations.
 
-Input: a run directory, of a run that goes on as well.  Output: arrays and frames.  Nothing is kept: each question reads
-what is on disk at that moment.
+Input: a run directory, also of a running run.  Output: arrays and frames.  Nothing is cached: each call reads what is
+on disk at that moment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Run:
     """One run.  `Run.load("runs/first")`."""
 
     def __init__(self, layout: RunLayout) -> None:
-        """`load` is for people."""
+        """Use `load` instead."""
         self._layout = layout
 
     @classmethod
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """Where it lies."""
+        """The run directory."""
         return self._layout.root
 
     @property
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """Figures of the whole run; None until it is complete."""
+        """summary.json, the figures of the whole run; None until it is complete."""
         return document_of(self._layout, "summary") or None
 
     @property
@@ -87,12 +87,12 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Steps that it is to do."""
+        """Total number of steps, as configured."""
         return int(self.settings["run"]["num_steps"])
 
     @property
     def phase(self) -> str:
-        """ "complete", or what its controller said last: "training", "stopped", …; "new": it has not begun."""
+        """ "complete", or the last phase of its controller: "training", "stopped", …; "new": it has not begun."""
         return "complete" if self.summary is not None else str(self.status.get("phase", "new"))
 
     @property
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Complete ones, oldest first."""
+        """Complete checkpoints, oldest first."""
         found = []
         for step, path in KnownCheckpoints(self._layout.checkpoints).steps():
             try:
@@ -128,10 +128,10 @@ class Run:
         tokenizer: str | Path | None = None,
         tell: Callable[[str], None] = lambda remark: None,
     ) -> Iterator[SeenRollout]:
-        """Every rollout that is on disk and selected, as `rlhpc rollouts` shows them, one at a time.
+        """Yield every selected rollout that is on disk, as `rlhpc rollouts` shows them.
 
-        steps: first and last.  grep: a regular expression.  tell: is told what cannot be shown.
-        Raises ConfigError: grep without a tokenizer, or a selection that selects in no way.
+        steps: first and last.  grep: a regular expression.  tell: called with a line for what cannot be shown.
+        Raises ConfigError: grep without a tokenizer, or an invalid selection.
         """
         if steps is not None and not (isinstance(steps, tuple) and len(steps) == 2):
             raise ConfigError(f"steps={steps!r}; legal: (first, last)")
@@ -140,29 +140,29 @@ class Run:
         try:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
-            raise ConfigError(f"grep={grep!r} is no regular expression: {error}") from error
+            raise ConfigError(f"grep={grep!r}: not a regular expression: {error}") from error
         chosen = Selection(steps, task, verdict, min_reward, max_reward, pattern)
         directory = None if tokenizer is None else Path(tokenizer)
         return RunRollouts(self._layout, tokenizer_dir=directory, tell=tell).each(chosen)
 
     def frame(self, library: Literal["pandas", "polars"] = "pandas", **selection: Any) -> Any:
-        """The same as a frame, a row a rollout, without arrays of tokens; parts of rewards are columns part_NAME.
+        """The same as a frame, one row per rollout, without token arrays; parts of rewards are columns part_NAME.
 
-        selection: as of `rollouts`.  Raises ConfigError: the library is not installed.
+        selection: as for `rollouts`.  Raises ConfigError: the library is not installed.
         """
         return _frame(library, lambda: _columns(self.rollouts(**selection)))
 
     def metrics_frame(self, library: Literal["pandas", "polars"] = "pandas", *patterns: str) -> Any:
-        """The figures as a frame, a row a step: `step`, `unix_time_s`, the metrics, those of evaluations among them.
+        """The metrics as a frame, one row per step: `step`, `unix_time_s`, all metrics including those of evaluations.
 
-        patterns: of names, such as "reward/*"; without one, all.  As `rlhpc metrics` writes them.
+        patterns: of names, such as "reward/*"; default: all.  The same as `rlhpc metrics` writes.
         Raises ConfigError: no metrics yet, a pattern matches none, the library is not installed; OSError.
         """
         return _frame(library, metric_table(self._layout, patterns).columns)
 
 
 def _frame(library: str, columns: Callable[[], Mapping[str, list[Any]]]) -> Any:
-    """columns: are made once the library is known to be there."""
+    """columns: called once the library is known to be installed."""
     if library not in ("pandas", "polars"):
         raise ConfigError(f"library={library!r}; legal: pandas, polars")
     return optional_module(library, "frames").DataFrame(columns())

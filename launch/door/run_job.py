@@ -1,7 +1,7 @@
 """A submitted run as submitit's Job: `state`, `done`, `wait`, `result`, `cancel`, `stdout`.
 
-Input: a run directory with jobs.  The job meant is the one that hosts the controller, of several that follow each other
-the newest.  `result` is the run's summary.json, and nothing is unpickled for it.
+Input: a run directory with jobs.  The state is that of the job that hosts the controller, the newest if there are
+several in succession.  `result` is the run's summary.json; nothing is unpickled for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhpc.run_layout import RunLayout
 
 
 class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
-    """The jobs of one run, as one.  It can be made again from the run directory at any time, by any process."""
+    """The jobs of one run, as one job.  Any process can create it from the run directory at any time."""
 
     def __init__(self, directory: str | Path) -> None:
         """Raises RunDirectoryError: no job of a controller is recorded there."""
@@ -32,18 +32,18 @@ class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
 
     @property
     def run(self) -> Run:
-        """What it has written."""
+        """The run with its results."""
         return Run.load(self._layout.root)
 
     @property
     def state(self) -> str:
-        """Of the controller's job, as Slurm writes it: PENDING, RUNNING, COMPLETED …; as of the last look."""
+        """Slurm's state of the controller's job: PENDING, RUNNING, COMPLETED …; as of the last query."""
         job_id = str(self._newest().job_id)
         self.watcher.register_job(job_id)
         return str(self.watcher.get_state(job_id))
 
     def done(self, force_check: bool = False) -> bool:
-        """True if nothing more will come: also not after a requeue, or of a successor."""
+        """True if the run is over: neither a requeue nor a successor will continue it."""
         job_id = self._newest().job_id
         try:
             if is_listed(self._layout.logs / "slurm" / f"{job_id}_0_result.pkl"):
@@ -68,7 +68,7 @@ class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
         why = last_outcome(self._layout, name)
         where = f"`rlhpc status {self._layout.root}` says more"
         if not why:
-            return UncompletedJobError(f"job {name} ({self.state}) has ended without a word; {where}")
+            return UncompletedJobError(f"job {name} ({self.state}) ended without recording a reason; {where}")
         return FailedJobError(f"{why}; {where}")
 
     def cancel(self, check: bool = True) -> None:
@@ -81,17 +81,17 @@ class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
         self.watcher.look_soon(str(self._newest().job_id))
 
     def stdout(self) -> str | None:
-        """What the supervisor beside the controller has written, of all its lives; None: it has not begun."""
+        """The batch log of the controller's job, over all requeues; None: it has not begun."""
         record = self._newest()
         path = self._layout.logs / "slurm" / f"{record.name}-{record.job_id}.log"
         return path.read_text(errors="replace") if path.exists() else None
 
     def stderr(self) -> str | None:
-        """The same: both are one file."""
+        """The same as stdout: both are one file."""
         return self.stdout()
 
     def _newest(self) -> JobRecord:
         records = [record for record in read_records(self._layout) if record.hosts_controller]
         if not records:
-            raise RunDirectoryError(f"{self._layout.root}: no job of it is recorded; was it submitted?")
+            raise RunDirectoryError(f"{self._layout.root}: no job of this run is recorded; was it submitted?")
         return records[-1]

@@ -23,9 +23,9 @@ def submit(
 ) -> RunJob:
     """Check a run, submit its jobs, and return them as one job of submitit.
 
-    config: a run file, or what `rlhpc.config_file.load_config` has made of one.  site: a site file.
-    overrides: "section.key=value", of a run file.  after: a job id, or a dependency in sbatch's syntax.
-    tell: takes the lines that `rlhpc submit` prints.
+    config: a run file, or the result of `rlhpc.config_file.load_config`.  site: a site file.
+    overrides: "section.key=value" for the run file.  after: a job id, or a dependency in sbatch's syntax.
+    tell: called with the lines that `rlhpc submit` prints.
     Raises ConfigError, RunDirectoryError: refused, nothing was written; SlurmError: sbatch failed.
     """
     known = config if isinstance(config, Config) else load_config(Path(config), list(overrides))

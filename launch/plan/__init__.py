@@ -1,1 +1,1 @@
-"""Run file and site file → processes, or Slurm jobs and their scripts.  Pure: asks nobody, writes nothing."""
+"""Run file and site file → processes, or Slurm jobs and their scripts.  Pure: queries and writes nothing."""

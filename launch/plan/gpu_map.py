@@ -22,21 +22,21 @@ EVALUATION = "evaluation"  # the command that evaluates a run, beside its proces
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """What a run may use."""
+    """The GPUs that a run may use."""
 
     words: tuple[str, ...] = ()
     shown: str | None = None  # the caller's CUDA_VISIBLE_DEVICES
-    memory_gib: Mapping[str, float] = field(default_factory=dict)  # word → GiB, of those whose memory is known
+    memory_gib: Mapping[str, float] = field(default_factory=dict)  # word → GiB, for GPUs whose memory is known
 
     def describe(self) -> str:
-        """For messages: how many, and why not more."""
+        """For messages: how many there are, and what limits them."""
         variable = f"{VARIABLE} is not set" if self.shown is None else f"{VARIABLE}={self.shown!r}"
         return f"{len(self.words)} visible ({variable})"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMap:
-    """Who gets what.  Empty: there is no GPU, and nobody is told anything."""
+    """The GPUs of each process.  Empty: there is no GPU, and no process gets CUDA_VISIBLE_DEVICES."""
 
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # process → words, of those that use GPUs
     spare: tuple[str, ...] = ()  # what is left over
@@ -45,7 +45,7 @@ class GpuMap:
     def variable(self, name: str) -> str | None:
         """CUDA_VISIBLE_DEVICES of a process, None: as the caller's.
 
-        A reward service has what is left over, as a reward may be a model; the controller has none.
+        A reward service gets what is left over, since a reward may be a model; the controller gets none.
         """
         if not self.devices:
             return None
@@ -54,7 +54,7 @@ class GpuMap:
 
 
 def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
-    """Give GPUs to trainer ranks and engines.  Raises ConfigError: too few of them, or what cannot work with these."""
+    """Assign GPUs to trainer ranks and engines.  Raises ConfigError: too few GPUs, or MIG slices."""
     ranks, engines = _wanted(config)
     words = gpus.words
     if not words:
@@ -85,7 +85,7 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
 
 
 def _of_evaluation(config: Config, left: tuple[str, ...], gpus: VisibleGpus) -> dict[str, tuple[str, ...]]:
-    """Its engines have GPUs of their own, so that training does not notice them."""
+    """Its engines have separate GPUs, so that training is not slowed down."""
     each = config.generation.tensor_parallel if config.generation.engine == "vllm" else 0
     wanted = max((table.num_replicas for table in config.evaluation), default=0) * each
     if wanted > len(left):
@@ -98,7 +98,7 @@ def _of_evaluation(config: Config, left: tuple[str, ...], gpus: VisibleGpus) -> 
 
 
 def describe_gpus(gpu_map: GpuMap) -> str:
-    """One line: who has which."""
+    """One line: the GPUs of each process."""
     who = [f"{name}: {','.join(words)}" for name, words in gpu_map.devices.items()]
     spare = [f"left over: {','.join(gpu_map.spare)}"] if gpu_map.spare else []
     return "; ".join((*who, *spare))
@@ -121,11 +121,11 @@ def _refuse_gpu_settings_without_gpu(config: Config, gpus: VisibleGpus) -> None:
 
 
 def _refuse_parts(trainer: Mapping[str, tuple[str, ...]], engines: Mapping[str, tuple[str, ...]]) -> None:
-    """Parts of a GPU (MIG) that cannot do what they are to do."""
+    """Refuse MIG slices that cannot do what is asked of them."""
     parts = [word for words in trainer.values() for word in words if word.startswith(MIG)]
     if parts and len(trainer) > 1:
         raise ConfigError(
-            f"trainer.num_ranks={len(trainer)} on parts of a GPU ({parts[0]}, …): NCCL does not connect parts; "
+            f"trainer.num_ranks={len(trainer)} on MIG slices ({parts[0]}, …): NCCL does not connect slices of a GPU; "
             "legal: 1, or whole GPUs"
         )
     for name, words in engines.items():
@@ -133,13 +133,13 @@ def _refuse_parts(trainer: Mapping[str, tuple[str, ...]], engines: Mapping[str, 
         # of this index, of which there may be none (vllm/platforms/cuda.py of 0.32; older versions want a number).
         if parts := [word for word in words if word.startswith(MIG)]:
             raise ConfigError(
-                f"{name} on a part of a GPU, {parts[0]}: vLLM looks for a whole GPU with the part's number; legal: "
-                f"whole GPUs for engines, behind those of the trainer in {VARIABLE}"
+                f"{name} on a MIG slice, {parts[0]}: vLLM looks for a whole GPU with the slice's number; legal: "
+                f"whole GPUs for engines, after those of the trainer in {VARIABLE}"
             )
 
 
 def _can_share(config: Config, num_gpus: int) -> bool:
-    """The only shortage that can work: one trainer rank beside one engine."""
+    """The only case that works with too few GPUs: one trainer rank and one engine share one."""
     ranks, engines = _wanted(config)
     return num_gpus == ranks == sum(engines) == 1
 
@@ -148,8 +148,8 @@ def _refuse_shared_without_bound(config: Config, gpus: VisibleGpus) -> None:
     if config.generation.kv_cache_bytes is None:
         raise ConfigError(
             f"generation.kv_cache_bytes is not given, and trainer and engine share the one GPU, {gpus.describe()}: "
-            "neither can measure what the other will take; set it, such as to generation.kv_cache_bytes=4294967296: "
-            "`rlhpc check` then adds up both, and if that is too much says what would fit"
+            "neither can measure what the other will use; set it, for example generation.kv_cache_bytes=4294967296: "
+            "`rlhpc check` then adds up both, and says what would fit if that is too much"
         )
 
 
@@ -166,7 +166,7 @@ def _shortage(config: Config, gpus: VisibleGpus) -> str:
 
 
 def _what_fits(config: Config, num_gpus: int) -> str:
-    """The change that leaves most as it is and fits."""
+    """The smallest change that fits."""
     for change in _changes(config, num_gpus):
         changed = with_values(config, change)
         ranks, engines = _wanted(changed)

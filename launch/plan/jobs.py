@@ -2,7 +2,7 @@
 
 Input: Config, Site, RunLayout.  Output: JobPlan.  Component 0 is the controller, which runs in the batch step without
 srun; then trainer, generators, reward services.  A task is one process: a trainer rank, an engine replica, a service.
-Submits nothing and touches no file; script.py writes the scripts, report.py what people and programs read.
+Submits nothing and touches no file; script.py writes the scripts, report.py the texts for people and programs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A part of a job with nodes of its own.  Sizes are those of one array task where the job is an array."""
+    """A part of a job with separate nodes.  If the job is an array, sizes are those of one array task."""
 
     name: str  # a section of the site file
     roles: tuple[Share, ...]
@@ -58,7 +58,7 @@ class Component:
     tasks_per_node: int
     cpus_per_task: int
     gpus_per_task: int
-    memory_gib_per_task: int | None  # None: what the partition gives; 0: all of the node
+    memory_gib_per_task: int | None  # None: the partition's default; 0: all of the node
     allocation: Allocation
     gpu_request: GpuRequest = "gres"
     gres_type: str | None = None
@@ -79,7 +79,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one sbatch submits: several components are a heterogeneous job."""
+    """One submission: a job, heterogeneous if it has several components."""
 
     name: str  # also of its script
     components: tuple[Component, ...]
@@ -106,16 +106,16 @@ class JobPlan:
 
     @property
     def overlap_s(self) -> int:
-        """Seconds before the end of a job from which its successor may run beside it; 0: it begins afterwards.
+        """Seconds before a job's end during which its successor may run beside it; 0: it begins afterwards.
 
-        Only a heterogeneous job can be followed as a whole; parts of a run that are jobs of their own end one by one.
+        Only a heterogeneous job can be succeeded as a whole; with one job per role, jobs end one by one.
         """
         is_followed = self.cluster.continuation == "successor" and self.placement == "hetjob" and not self.is_elastic
         return self.cluster.overlap_s if is_followed else 0
 
     @property
     def log_directory(self) -> Path:
-        """Logs of batch steps; whoever submits makes it."""
+        """Directory for logs of batch steps; `rlhpc submit` creates it."""
         return self.layout.logs / "slurm"
 
 
@@ -186,7 +186,7 @@ def _components(config: Config, site: Site) -> tuple[Component, ...]:
 
 
 def _controller(config: Config, site: Site) -> Component:
-    """One task: the batch step, with the reward services in it where they have no nodes of their own."""
+    """One task: the batch step, which also runs the reward services if they have no separate nodes."""
     beside = config.rewards.num_replicas if site.rewards is None else 0
     derived = CONTROLLER_CPUS + beside * _reward_cpus(config)
     return Component(
@@ -213,8 +213,8 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
     allocation = _allocation(name, section, common)
     if shape.gpus_per_task and allocation.gres is not None and re.search(r"(?:^|,)gpu(?:$|[:,=])", allocation.gres):
         raise ConfigError(
-            f"{name}.gres={allocation.gres!r}: GPUs of this component are asked for by gpus_per_node, gres_type and "
-            "gpu_request; legal: other resources, or gres in [controller] and [rewards] alone"
+            f"{name}.gres={allocation.gres!r}: GPUs of this component are requested by gpus_per_node, gres_type and "
+            "gpu_request; legal: other resources here, GPUs only in gres of [controller] and [rewards]"
         )
     return Component(
         name=name,
@@ -254,7 +254,7 @@ def _allocation(name: str, section: CommonConfig, common: CommonConfig) -> Alloc
     values = {key: getattr(section if key in section.model_fields_set else common, key) for key in keys}
     time_s = values.pop("time")
     if time_s is None:
-        raise ConfigError(f"{name}.time: missing in the site file, and common.time too; a job needs a time limit")
+        raise ConfigError(f"{name}.time: missing in the site file, as is common.time; a job needs a time limit")
     return Allocation(time_s=time_s, **values)
 
 
@@ -262,7 +262,7 @@ def _allocation(name: str, section: CommonConfig, common: CommonConfig) -> Alloc
 
 
 def _single_job(component: Component, site: Site) -> Job:
-    """One job of one component.  Generators are an array: a replica each, or a node each where nodes are whole."""
+    """One job of one component.  Generators are an array: one replica per task, or one node if nodes are exclusive."""
     if component.name != "generation":
         return Job(component.name, (component,))
     is_whole = component.allocation.exclusive or site.generation.nodes is not None
@@ -281,7 +281,7 @@ def _cluster_of(site: Site) -> ClusterConfig:
 
 
 def _refuse_one_machine(config: Config) -> None:
-    """Components may lie on different nodes, and on one each sees its own GPUs: nothing may need a common machine."""
+    """Components may run on different nodes, and on one node each sees only its own GPUs: refuse IPC."""
     if config.transport.kind == "ipc":
         raise ConfigError("transport.kind='ipc' reaches one machine only, and a job has several; legal: 'auto', 'tcp'")
     if config.weights.transport == "ipc":
@@ -295,7 +295,7 @@ def _refuse_directory(layout: RunLayout, cluster: ClusterConfig) -> None:
     root, shared = layout.root, cluster.shared_directory
     if not root.is_relative_to(shared):
         raise ConfigError(
-            f"run.directory={str(root)!r} does not lie in cluster.shared_directory={str(shared)!r}: other nodes would "
+            f"run.directory={str(root)!r} is not in cluster.shared_directory={str(shared)!r}: other nodes would "
             f"not see it; legal: a path such as {str(shared / 'runs' / layout.root.name)!r}"
         )
     strange = re.search(r"[^\w./+@,:=-]", str(root))
@@ -307,7 +307,7 @@ def _refuse_directory(layout: RunLayout, cluster: ClusterConfig) -> None:
 
 
 def _refuse_different_times(components: tuple[Component, ...]) -> None:
-    """A component whose time is over dies alone, and the others would wait for it without end."""
+    """A component that reaches its time limit ends alone, and the others would wait for it forever."""
     first = components[0].allocation.time_s
     for component in components[1:]:
         if component.allocation.time_s != first:

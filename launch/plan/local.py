@@ -18,13 +18,13 @@ from launch.run_files.plan_file import LOCAL, SCHEMA, Limits, Share
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
 
-STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than an hour for one, and somebody looks on
+STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than an hour for one, and a user is watching
 
 
 def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int, num_cores: int) -> str:
     """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between; num_cores: of the machine.
 
-    Ranks have their share of the cores where they have use for them.
+    Ranks get their share of the cores where they can use it.
     """
     meet_s = ClusterConfig.model_fields["meet_s"].default
     limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, is_attended=True)

@@ -1,6 +1,6 @@
-"""Which processes a run consists of, and what each finds in its environment.  Pure.
+"""Which processes a run consists of, and the environment of each.  Pure.
 
-Input: Config.  Output: shares of roles; lines for people.  local.py and jobs.py say where they are started.
+Input: Config.  Output: shares of roles; lines for people.  local.py and jobs.py decide where they are started.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhpc.config_sections import NO_WINDOW, TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.run_layout import RunLayout
 
-# Nothing on a compute node may look for the internet.
+# Nothing on a compute node may try to reach the internet.
 ROLE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -24,19 +24,19 @@ ROLE_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 
-# A library that sees a GPU takes it, whatever it is told.
+# A library that sees a GPU uses it, whatever its settings.
 NO_GPU = {VARIABLE: ""}
 
 
 def thread_defaults(num_threads: int = 1) -> dict[str, str]:
-    """Of a process: a library that starts a thread per core of a shared node hurts everybody."""
+    """Thread limits of a process: a library that starts one thread per core slows down everything on a shared node."""
     return {"OMP_NUM_THREADS": str(num_threads)}
 
 
 def trainer_threads(config: Config, num_cores: int) -> int:
-    """Of a rank that has a GPU and num_cores cores: one, unless the GPU waits for work on all weights in host memory.
+    """Threads of a rank with a GPU and num_cores cores: one, unless the GPU waits for work on weights in host memory.
 
-    Deterministic runs do not ask how many cores there are: sums depend on how many threads add them up.
+    Deterministic runs ignore the number of cores: sums depend on the number of threads that add them up.
     """
     trainer = config.trainer
     has_average = trainer.ema_decay != "off" and trainer.ema_memory == "host"
@@ -60,7 +60,7 @@ def process_names(config: Config) -> list[str]:
 
 
 def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
-    """Say in a few lines what will run and what bounds it."""
+    """Describe in a few lines what will run, and its limits."""
     admission, generation, trainer = config.admission, config.generation, config.trainer
     counts = [f"{share.num_processes} {share.role}" for share in shares_of(config)]
     lines = [

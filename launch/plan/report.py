@@ -1,7 +1,7 @@
 """A job plan as text for people and as JSON for the supervisor.
 
 Input: JobPlan.  Output: text.  The JSON is an interface: the supervisor reads it with the standard library alone, on a
-node that may have nothing else.  docs/slurm.md lists its fields; new fields are added at the end.
+node that may have nothing else.  docs/slurm.md lists the fields; new fields are added at the end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def shared_layout(config: Config, site: Site) -> RunLayout:
 
 
 def describe_jobs(plan: JobPlan) -> str:
-    """Say in a few lines what will be asked for."""
+    """Describe in a few lines what will be requested."""
     nodes = sum(c.nodes * (job.array_size or 1) for job in plan.jobs for c in job.components)
     gpus = sum(c.num_tasks * c.gpus_per_task * (job.array_size or 1) for job in plan.jobs for c in job.components)
     is_heterogeneous = any(len(job.components) > 1 for job in plan.jobs)
@@ -66,7 +66,7 @@ def describe_jobs(plan: JobPlan) -> str:
 
 
 def _overlap(plan: JobPlan) -> list[str]:
-    """How long a successor may run beside a job, whose nodes are then there twice."""
+    """How long a successor may run beside a job, during which the run has twice the nodes."""
     time_s = plan.jobs[0].components[0].allocation.time_s
     after_min = successor_after_min(time_s, plan.overlap_s)
     if after_min is None:
@@ -137,7 +137,7 @@ def _component_document(plan: JobPlan, component: Component) -> dict[str, Any]:
 
 
 def srun_sizes(component: Component) -> list[str]:
-    """Sizes that every srun of the component says, whatever Slurm has put into the environment; none in a batch step.
+    """Sizes given to every srun of the component, whatever Slurm has put into the environment; none in a batch step.
 
     No GPUs: a step then has all of the component's on a node, and every task sees them.  --gpus-per-task would bind
     each task to its own, and NCCL between confined tasks (ConstrainDevices) fails; with --gpu-bind=none beside it,
@@ -150,7 +150,7 @@ def srun_sizes(component: Component) -> list[str]:
 
 
 def role_command(plan: JobPlan, component: Component) -> list[str]:
-    """What stands before `-m rlhpc.roles …`: an interpreter, in an image if the site has one."""
+    """The words before `-m rlhpc.roles …`: an interpreter, in an image if the site has one."""
     prologue = plan.prologue
     if prologue.image is None:
         return [prologue.python]

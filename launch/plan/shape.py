@@ -23,12 +23,12 @@ class Shape:
 
     @property
     def num_tasks(self) -> int:
-        """Of all nodes."""
+        """Number of tasks on all nodes."""
         return self.nodes * self.tasks_per_node
 
 
 def trainer_shape(config: Config, section: GpuConfig) -> Shape:
-    """A rank a task, a GPU a rank.  Raises ConfigError: ranks do not fill nodes, or a tensor group crosses them."""
+    """One rank per task, one GPU per rank.  Raises ConfigError: nodes cannot be filled evenly."""
     trainer = config.trainer
     if trainer.device == "cuda" and section.gpus_per_node is None:
         raise ConfigError("trainer.gpus_per_node: missing in the site file; trainer.device='cuda' needs GPUs")
@@ -39,14 +39,14 @@ def trainer_shape(config: Config, section: GpuConfig) -> Shape:
     tensor = trainer.tensor_parallel
     if ranks % tensor and tensor % ranks:
         raise ConfigError(
-            f"trainer.tensor_parallel={tensor} with {ranks} ranks on each of {nodes} nodes: groups that share every "
-            "matrix would lie across nodes unevenly; legal: a divisor or a multiple of the ranks of a node"
+            f"trainer.tensor_parallel={tensor} with {ranks} ranks on each of {nodes} nodes: tensor-parallel groups "
+            "would span nodes unevenly; legal: a divisor or a multiple of the ranks per node"
         )
     return Shape(nodes, ranks, 1 if on_gpu else 0)
 
 
 def generation_shape(config: Config, section: GpuConfig) -> Shape:
-    """A replica a task, tensor_parallel GPUs each, on one node.  Raises ConfigError: they do not fill nodes."""
+    """One replica per task, on tensor_parallel GPUs of one node.  Raises ConfigError: replicas do not fill nodes."""
     generation, gpus = config.generation, section.gpus_per_node
     each = generation.tensor_parallel
     if generation.engine != "vllm" or gpus is None:
@@ -59,14 +59,14 @@ def generation_shape(config: Config, section: GpuConfig) -> Shape:
     if each > gpus:
         raise ConfigError(
             f"generation.tensor_parallel={each} is more than generation.gpus_per_node={gpus} of the site file: a "
-            f"replica lies on one node; legal: up to {gpus}"
+            f"replica runs on one node; legal: up to {gpus}"
         )
     nodes = _nodes("generation.num_replicas", generation.num_replicas, gpus // each, section.nodes, "generation")
     return Shape(nodes, generation.num_replicas // nodes, each)
 
 
 def rewards_shape(config: Config, section: RewardsConfig) -> Shape:
-    """A service a task.  Raises ConfigError: they do not fill the nodes that the site file gives."""
+    """One service per task.  Raises ConfigError: services do not fill the nodes of the site file."""
     replicas = config.rewards.num_replicas
     nodes = _nodes("rewards.num_replicas", replicas, None, section.nodes, "rewards")
     return Shape(nodes, replicas // nodes, 0)

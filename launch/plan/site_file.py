@@ -1,7 +1,7 @@
-"""The site file: where runs run.  Partitions, GPUs, time limits, accounts, and what has to be loaded on a node.
+"""The site file: where runs run.  Partitions, GPUs, time limits, accounts, and the software to load on a node.
 
 Input: TOML.  Output: Site.  Unknown keys are refused.  slurm/sites/example.toml explains every key; docs/slurm.md lists
-all.  Keys have the same meaning as in Slurm; what a run needs of them is derived from its run file (jobs.py).
+all.  Keys mean the same as in Slurm; how much a run requests is derived from its run file (jobs.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _refuse_without(section: Section, key: str, other: str) -> None:
 
 
 class ClusterConfig(Section):
-    """[cluster]: what holds for the whole run."""
+    """[cluster]: settings of the whole run."""
 
     name: Word = "cluster"
     """Name of the cluster; appears in plans and scripts."""
@@ -101,7 +101,7 @@ class ClusterConfig(Section):
 
 
 class CommonConfig(Section):
-    """[common]: keys that hold for every component whose own section does not say otherwise."""
+    """[common]: keys that apply to every component whose own section does not set them."""
 
     partition: Word | None = None
     """Partition, or several with commas; none: the cluster's default."""
@@ -163,16 +163,16 @@ class GpuConfig(CommonConfig):
 
     @property
     def memory_gib(self) -> float:
-        """Of one GPU, as given or of the named GPU.  Raises ConfigError: the site file says neither."""
+        """Memory of one GPU, as given or by its name.  Raises ConfigError: the site file has neither."""
         if self.gpu_memory_gib is None and self.gpu is None:
-            raise ConfigError("gpu: missing in a section of the site file; without it no memory is known")
+            raise ConfigError("gpu: missing in a section of the site file; without it the GPU's memory is unknown")
         return self.gpu_memory_gib or GPU_MEMORY_GIB[str(self.gpu)]
 
     @model_validator(mode="after")
     def _memory_is_known(self) -> Self:
         if self.gpu_memory_gib is None and self.gpu is not None and self.gpu not in GPU_MEMORY_GIB:
             raise ValueError(
-                f"gpu={self.gpu!r}: its memory is not known here; give gpu_memory_gib, or one of "
+                f"gpu={self.gpu!r}: its memory is unknown; set gpu_memory_gib, or use one of "
                 f"{', '.join(sorted(GPU_MEMORY_GIB))}"
             )
         return self
@@ -297,7 +297,7 @@ def load_site(path: Path) -> Site:
 
 
 def legal_keys(section: str) -> list[str]:
-    """Keys of a section, its own first, then those that it shares with others."""
+    """Keys of a section: first its own, then those that it shares with others."""
     if not section:
         return list(Site.model_fields)
     fields = list(SECTIONS[section].model_fields)
@@ -306,7 +306,7 @@ def legal_keys(section: str) -> list[str]:
 
 
 def _explain(key: str, detail: ErrorDetails) -> str | None:
-    """What only a site file says of a fault."""
+    """The message for errors that only site files can have."""
     value, is_of_section = detail["input"], len(detail["loc"]) == 1
     match detail["type"]:
         case "extra_forbidden":

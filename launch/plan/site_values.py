@@ -17,7 +17,7 @@ MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 _TIME_FORMS = 'minutes (240), "H:MM:SS", "D-HH", "D-HH:MM" or "D-HH:MM:SS"'
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d\d))?(?::(?P<third>\d\d))?")
 
-# Directives that the plan writes itself, and the key that says the same.
+# Directives that the plan writes itself, and the key that sets each.
 OWN_DIRECTIVES = {
     "partition": "partition",
     "p": "partition",
@@ -50,7 +50,7 @@ OWN_DIRECTIVES = {
     "cluster": "RLHPC_SLURM_CLUSTER=NAME in the environment of every command",
     "M": "RLHPC_SLURM_CLUSTER=NAME in the environment of every command",
 }
-# Directives that would take the plan apart; no key says them.
+# Directives that would break the plan; no key sets them.
 FOREIGN_DIRECTIVES = {
     "ntasks", "n", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "tres-per-task",
     "array", "a", "output", "o", "error", "e", "open-mode", "job-name", "J", "requeue", "no-requeue", "dependency", "d",
@@ -94,7 +94,7 @@ def slurm_time(seconds: int) -> str:
 
 def _directive(value: str) -> str:
     """One directive without the "#SBATCH ", as it will stand in the script."""
-    wrong = ValueError('not a directive; legal: what stands behind #SBATCH, such as "--licenses=matlab:1"')
+    wrong = ValueError('not a directive; legal: the part after #SBATCH, such as "--licenses=matlab:1"')
     if not re.fullmatch(r"--[a-z][a-z0-9-]*([= ].*)?|-[A-Za-z].*", value) or not value.isprintable():
         raise wrong
     try:
@@ -108,7 +108,7 @@ def _directive(value: str) -> str:
 
 
 def _options_of(word: str) -> list[str]:
-    """Names in one word: "--time=1", "-t1", "-Wt1" (W takes no value); none in a value that stands by itself."""
+    """Option names in one word: "--time=1", "-t1", "-Wt1" (W takes no value); none in a separate value."""
     if word.startswith("--"):
         return [word[2:].partition("=")[0]]
     letters = word[1:] if word.startswith("-") else ""
@@ -122,9 +122,9 @@ def _refuse_option(name: str) -> None:
     full = name if known or len(name) < 2 else next((o for o in _long_options() if o.startswith(name)), name)
     said = "" if full == name else f"sbatch may read it as --{full}: "
     if full in OWN_DIRECTIVES:
-        raise ValueError(f"{said}written from a key of its own; legal: {OWN_DIRECTIVES[full]}")
+        raise ValueError(f"{said}set by a separate key; legal: {OWN_DIRECTIVES[full]}")
     if full in FOREIGN_DIRECTIVES:
-        raise ValueError(f"{said}the plan counts on its own value of this directive")
+        raise ValueError(f"{said}the plan relies on its own value of this directive")
 
 
 def _long_options() -> list[str]:
@@ -133,14 +133,14 @@ def _long_options() -> list[str]:
 
 def _shell_line(value: str) -> str:
     if not value.strip() or "\n" in value:
-        raise ValueError("not one line of shell")
+        raise ValueError("not a single line of shell")
     if value.endswith("\\"):
-        raise ValueError("a line that ends in a backslash swallows the one below it, which looks at its status")
+        raise ValueError("a line that ends in a backslash would join the next one, which checks its exit status")
     return value
 
 
 Several = Annotated[tuple[T, ...], Field(strict=False)]  # TOML has lists; a frozen site has tuples
-# A word of a directive.  No space, quote, backslash or #: sbatch reads those as something else than themselves.
+# A word of a directive.  No space, quote, backslash or #: these have a special meaning to sbatch.
 Word = Annotated[str, StringConstraints(pattern=r"^[^\s\"'\\#-][^\s\"'\\#]*$")]
 Walltime = Annotated[int, BeforeValidator(walltime_s), WithJsonSchema({"type": ["integer", "string"]})]
 Directive = Annotated[str, AfterValidator(_directive)]

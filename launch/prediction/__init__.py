@@ -1,1 +1,1 @@
-"""What a run will be like before it is paid for: the ring in virtual time, with the run's own ledger and packing."""
+"""Predict speed and cost of a run before it starts: the ring in virtual time, with the run's ledger and packing."""

@@ -1,12 +1,12 @@
-"""Many engines in virtual time: who decodes what, and which group is finished when.
+"""Many engines in virtual time: which engine decodes which samples, and when each group is finished.
 
-Input: samples with the number of their tokens.  Output: groups, in the order in which they are finished.  As in
-roles/controller/lease_dispatcher.py and roles/generator: an engine holds one group more than it decodes at once, the
-next free members go to the one with most credit, and a member that has ended is replaced within the same step.
+Input: samples with their numbers of tokens.  Output: groups, in the order in which they are finished.  As in
+roles/controller/lease_dispatcher.py and roles/generator: an engine leases one group more than it decodes at once, the
+next free members go to the engine with the most credit, and a finished member is replaced within the same step.
 
-Between two events of one engine every rollout that it decodes advances alike, so an event costs O(log) and not a step
-of every engine: the state of an engine is the number of tokens that its rollouts have advanced so far, and a rollout
-ends when that number reaches the one at which it is done.
+Between two events of one engine all rollouts that it decodes advance alike, so an event costs O(log) instead of a step
+of every engine: the state of an engine is the number of tokens by which its rollouts have advanced so far, and a
+rollout ends when that number reaches its own target.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FleetShape:
 
 
 class Fleet:
-    """All engines of a run.  Groups have places, numbers that are used again once a group is finished."""
+    """All engines of a run.  Groups have places: numbers that are reused once a group is finished."""
 
     def __init__(self, shape: FleetShape, rates: Rates) -> None:
         """Idle, at time 0."""
@@ -59,16 +59,16 @@ class Fleet:
         self.now_s = 0.0
 
     def add(self, place: int, prompt_tokens: int, tokens: NDArray[np.int64], *, stops: bool) -> None:
-        """Queue a group; `dispatch` has to follow.  stops: `advance` returns as soon as it is finished."""
+        """Queue a group; call `dispatch` afterwards.  stops: `advance` returns as soon as the group is finished."""
         self._stops[place] = stops
         fleet_loop.add(self._queue, self._left, self._marks, place, prompt_tokens, tokens)
 
     def dispatch(self) -> None:
-        """Hand what is queued to engines that have credit."""
+        """Lease queued samples to engines that have credit."""
         fleet_loop.dispatch(*self._state, self._shape.max_num_seqs, self._shape.group_size, self.now_s)
 
     def advance(self, until_s: float, most: int) -> list[int]:
-        """Go on until then, or until so many groups are finished, or one that stops; return their places."""
+        """Advance to that time, to that many finished groups, or to a group that stops; returns their places."""
         most = min(most, len(self._answer))
         limits = (self._shape.max_num_seqs, self._shape.group_size)
         self.now_s, found = fleet_loop.advance(
@@ -81,7 +81,7 @@ class Fleet:
         self._stops[place] = True
 
     def pause(self, seconds: float) -> None:
-        """No engine that decodes anything samples a token for so long."""
+        """All engines that decode stand still for this time."""
         fleet_loop.pause(self._engines, self._ends, self._order, self._rates, self.now_s, seconds)
 
     @property
@@ -101,7 +101,7 @@ class Fleet:
 
     @property
     def num_events(self) -> int:
-        """Ends of rollouts and deliveries so far: what a simulation costs."""
+        """Rollouts ended and delivered so far: the cost of a simulation."""
         return int(self._marks[NUM_EVENTS])
 
     @property

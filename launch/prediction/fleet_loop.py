@@ -1,6 +1,6 @@
-"""The loops of fleet.py, compiled: an event costs a microsecond and less.
+"""The loops of fleet.py, compiled: an event costs a microsecond or less.
 
-State, all of it arrays:
+The state consists of arrays:
     engines   [N, NUM_COLUMNS]  a row an engine, columns below
     ends      [N, M, 2]         a heap by the first of: tokens advanced at which a rollout is done, place of its group
     waiting   [N, M + G, 3]     a ring: samples held and not yet decoded: place, tokens, tokens of a prompt to read

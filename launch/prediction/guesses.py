@@ -1,6 +1,6 @@
-"""Rates from data sheets, for who has measured nothing yet.
+"""Rates from data sheets, for users without measurements.
 
-Input: names of GPUs, a model's config.json, Config.  Output: Rates, every figure of which says that it is a guess.
+Input: names of GPUs, a model's config.json, Config.  Output: Rates, every figure of which is marked as a guess.
 Peak rates are the vendors' (NVIDIA data sheets: dense bfloat16, for V100 float16; memory bandwidth of the SXM form
 where there are two); the shares of them that software reaches are round numbers that nobody measured here.
 
@@ -55,7 +55,7 @@ _FIXED_S = {
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Peak rates of one."""
+    """Peak rates of one GPU."""
 
     name: str
     flops: float
@@ -71,7 +71,7 @@ def gpu_named(name: str | None) -> Gpu | None:
 
 
 def fixed_guesses() -> dict[str, Figure]:
-    """Those that hang on no GPU."""
+    """Rates that do not depend on the GPU."""
     return {name: Figure(value, f"{GUESS}: {value:g} s anywhere") for name, value in _FIXED_S.items()}
 
 

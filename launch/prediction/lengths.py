@@ -1,4 +1,4 @@
-"""How long rollouts are, and which groups are dropped for rewards that are all equal.
+"""Lengths of rollouts, and which groups are dropped because their rewards are all equal.
 
 Input: the groups that a run has resolved, or a law with a mean.  Output: DrawnGroup.  Pure; randomness is passed in.
 """
@@ -20,7 +20,7 @@ OF_PROMPT = 0.5  # share of the variance of log lengths that the rollouts of a p
 
 @dataclass(frozen=True, slots=True)
 class DrawnGroup:
-    """A group before it is sampled: what the ring does not know yet."""
+    """A group before it is sampled: its lengths and fate, which the ring does not know yet."""
 
     prompt_tokens: int
     tokens: NDArray[np.int64]  # [G] of each completion
@@ -45,7 +45,7 @@ class Lengths(ABC):
 
 
 class RecordedLengths(Lengths):
-    """Groups of a run, drawn again with replacement, each with its fate: easy prompts are short and have no spread."""
+    """Groups of a run, drawn with replacement, each with its fate: easy prompts are short and have zero variance."""
 
     def __init__(self, groups: list[DrawnGroup], source: str) -> None:
         """groups: at least one, and none without a rollout."""
@@ -54,7 +54,7 @@ class RecordedLengths(Lengths):
         self.dropped_share = sum(not group.has_spread for group in groups) / len(groups)
 
     def draw(self, group_size: int, random: np.random.Generator) -> DrawnGroup:
-        """Where groups of the run had another size, members are drawn from the group's."""
+        """If the run's groups had another size, members are drawn from each group's own."""
         group = self._groups[int(random.integers(len(self._groups)))]
         if len(group.tokens) == group_size:
             return group
@@ -70,7 +70,7 @@ class LengthLaw:
 
     @classmethod
     def parsed(cls, text: str) -> LengthLaw:
-        """As --length-law says it.  Raises ConfigError."""
+        """Parse --length-law.  Raises ConfigError."""
         name, _, sigma = text.partition(":")
         if name in ("fixed", "geometric") and not sigma:
             return cls(name)
@@ -100,7 +100,7 @@ class LawfulLengths(Lengths):
         self._law, self._longest, self._prompt_tokens = law, longest, prompt_tokens
 
     def draw(self, group_size: int, random: np.random.Generator) -> DrawnGroup:
-        """Rollouts of a prompt are more alike than those of two."""
+        """Rollouts of one prompt are more alike than those of different prompts."""
         mean, sigma = self.mean_tokens, self._law.sigma
         if self._law.name == "fixed":
             tokens = np.full(group_size, round(mean))

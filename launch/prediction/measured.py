@@ -1,7 +1,7 @@
-"""Rates and lengths of a run that exists, from what it has written.
+"""Rates and lengths of an existing run, from the files that it has written.
 
-Input: a run directory, of a run that goes on as well.  Output: figures by the names of Rates, and the groups that it
-resolved.  The first tenth of the steps is left out: it compiles, and its ring is not full yet.
+Input: a run directory, also of a running run.  Output: figures by the names of Rates, and the groups that it resolved.
+The first tenth of the steps is left out: they include compilation, and the ring is not full yet.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run tells."""
+    """The measurements of one run."""
 
     figures: dict[str, Figure]  # by the names of Rates
     decoded_together: float  # by an engine, on average
@@ -57,7 +57,7 @@ class Measured:
 
 
 def measure(layout: RunLayout, cost: FlopCost) -> Measured:
-    """cost: of the model.  Raises ConfigError: no run is here, or it is too young or too old to tell."""
+    """cost: of the model.  Raises ConfigError: no run is here, or it is too young, or of too old a version."""
     run = read_figures(layout)
     steps = run.curves.get("time/step_s")
     if run.config is None:
@@ -70,8 +70,8 @@ def measure(layout: RunLayout, cost: FlopCost) -> Measured:
     source = f"{layout.root}, steps {first} to {steps.steps[-1]}"
     trained = [group for group in found if group.step >= first]
     if not trained:
-        raise ConfigError(f"--from {layout.root}: no trained group is in its segments; legal: a run with some on disk")
-    # Dropped ones are of no step: those of the same time, or the share of them would be too large.
+        raise ConfigError(f"--from {layout.root}: its segments have no trained group; legal: a run with some on disk")
+    # Dropped groups belong to no step: take those of the same period, or their share would be too large.
     oldest, newest = min(group.group_id for group in trained), max(group.group_id for group in trained)
     groups = trained + [group for group in found if group.step < 0 and oldest <= group.group_id <= newest]
     table = _Table(run, first)
@@ -91,7 +91,7 @@ def measure(layout: RunLayout, cost: FlopCost) -> Measured:
 
 
 class _Table:
-    """Metrics of the steps that count, a row a step."""
+    """Metrics of the steps that count, one row per step."""
 
     def __init__(self, run: RunFigures, first: int) -> None:
         self._run, steps = run, run.curves["time/step_s"].steps
@@ -173,7 +173,7 @@ def _slope(n: Float64, tau: Float64) -> float:
 
 
 def _of_trainer(table: _Table, trained: list[_Group], shape: RingShape) -> dict[str, float]:
-    """Batches are packed once more, as they were; what a step took is laid against what they cost."""
+    """Pack the batches again, as they were, and compare the time of each step with the cost of its batch."""
     rows: dict[int, list[NDArray[np.int64]]] = {}
     for group in trained:
         rows.setdefault(group.step, []).append(group.drawn.trained_tokens)
@@ -181,7 +181,7 @@ def _of_trainer(table: _Table, trained: list[_Group], shape: RingShape) -> dict[
     seconds = dict(zip(table.steps.tolist(), table["trainer/step_s"].tolist(), strict=True))
     pairs = [(shape.pflops(whole[step]), s) for step, s in seconds.items() if step in whole and np.isfinite(s)]
     if not pairs:
-        raise ConfigError(f"--from {table.root}: no batch of its steps is whole in its segments")
+        raise ConfigError(f"--from {table.root}: its segments have no complete batch of these steps")
     pflops, took_s = np.array(pairs).T
     slope, fixed = took_s.mean() / pflops.mean(), 0.0
     if len(pairs) >= FEWEST_STEPS and pflops.std() > 0.05 * pflops.mean():
@@ -192,7 +192,7 @@ def _of_trainer(table: _Table, trained: list[_Group], shape: RingShape) -> dict[
 
 
 def _between(table: _Table) -> float:
-    """What of a step is none of its named parts; the median, since checkpoints are in some steps."""
+    """The part of a step outside its named parts; the median, since some steps include checkpoints."""
     parts = [table[name] for name in ("time/wait_for_groups_s", "trainer/step_s")]
     working_s = np.nansum([*parts, table["time/pack_s"]], axis=0)
     live_s = np.nan_to_num(table["time/wait_for_weights_s"])
@@ -227,7 +227,7 @@ def _of_start(layout: RunLayout, steps: Curve) -> dict[str, float]:
 
 
 def _groups(layout: RunLayout) -> list[_Group]:
-    """Trained ones and those without spread, whole ones only; damaged files are passed over."""
+    """Trained and zero-variance groups, complete ones only; damaged files are skipped."""
     found = []
     for path in sorted(layout.rollouts.glob("segment_*.h5")):
         try:

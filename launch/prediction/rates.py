@@ -1,4 +1,4 @@
-"""How fast the parts of a ring are, and who says so.
+"""The speed of each part of the ring, and the source of each figure.
 
 Input: numbers from a site file, a run that was measured, or a table of guesses.  Output: Rates.  Pure.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-GUESS = "a guess"  # how the source of a figure begins that nobody has measured
+GUESS = "a guess"  # how the source of a guessed figure begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Figure:
 
     @property
     def is_guess(self) -> bool:
-        """Nobody has measured or given it."""
+        """It is neither measured nor given."""
         return self.source.startswith(GUESS)
 
 
@@ -54,7 +54,7 @@ class Rates:
                 raise ValueError(f"{field.name}={figure.value}: legal: 0 or more, finite")
 
     def token_s(self, num_decoded: float) -> float:
-        """Seconds between two tokens of a rollout, by how many are decoded beside it, itself included."""
+        """Seconds between two tokens of a rollout, by the number of rollouts decoded together."""
         return self.engine_step_s.value + self.engine_sample_s.value * num_decoded
 
     def items(self) -> Mapping[str, Figure]:

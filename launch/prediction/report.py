@@ -18,13 +18,13 @@ from launch.prediction.splits import WITHIN, Split
 from rlhpc.metrics.progress import format_count
 
 _WIDTH, _INDENT = 80, 12
-_FEW = 4  # names that are said
+_FEW = 4  # names that are shown
 _NEVER_IN_IT = "waiting in the queue, time limits and requeues, faults, evaluations"
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """All that is said."""
+    """The content of the report."""
 
     run: str
     rates: Rates
@@ -32,7 +32,7 @@ class Prediction:
     this: Split
     others: list[Split]
     best: Split
-    left_out: list[str] = field(default_factory=list)  # settings of this run that it does not know
+    left_out: list[str] = field(default_factory=list)  # settings of this run that the prediction ignores
     remarks: list[str] = field(default_factory=list)
 
 
@@ -88,7 +88,7 @@ def _head(prediction: Prediction) -> list[str]:
 
 
 def _rates(prediction: Prediction) -> list[str]:
-    """Each figure with a letter for where it comes from, and the letters below."""
+    """Each figure with a letter for its source, and a legend below."""
     sources: dict[str, str] = {}
 
     def letter(source: str) -> str:
@@ -180,7 +180,7 @@ def _wrapped(title: str, text: str) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """Three digits that count."""
+    """Three significant digits."""
     if value >= 10_000:
         return format_count(value)
     if value >= 1000:
@@ -190,7 +190,7 @@ def _short(value: float) -> str:
 
 
 def guesses_among(rates: Rates, lengths: Lengths) -> list[str]:
-    """A remark, where figures are guesses; none otherwise."""
+    """A remark if figures are guesses, otherwise none."""
     names = [name for name, figure in rates.items().items() if figure.is_guess]
     names += ["lengths"] if lengths.source.startswith(GUESS) else []
     if not names:

@@ -1,12 +1,12 @@
-"""The ring in virtual time: the run's own ledger and planner between engines and a trainer that only take time.
+"""The ring in virtual time: the run's own ledger and planner, with engines and a trainer that only take time.
 
-Input: RingShape, Rates, Lengths.  Output: Outcome.  What happens when is what roles/controller/train_loop.py does:
+Input: RingShape, Rates, Lengths.  Output: Outcome.  The order of events is that of roles/controller/train_loop.py:
 
     full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
                                        └──▶ live ───▶ release     a publication waits for the one before to be live
 
-A group is one member to the ledger, which is delivered when the last of its rollouts is: admission, window, staleness
-and release know only groups.  Who decodes what is launch/prediction/fleet.py.
+To the ledger a group is one member, delivered together with the last of its rollouts: admission, window, staleness and
+release know only groups.  launch/prediction/fleet.py decides which engine decodes which rollout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LEASE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RingShape:
-    """What of a run file decides how fast it is."""
+    """The settings of a run file that determine its speed."""
 
     admission: AdmissionConfig
     num_engines: int
@@ -68,7 +68,7 @@ class RingShape:
         )
 
     def split(self, num_engines: int, max_staleness: int) -> Self:
-        """The same with other numbers of these."""
+        """The same shape with other values of these."""
         admission = self.admission.model_copy(update={"max_staleness": max_staleness})
         return replace(self, num_engines=num_engines, admission=admission)
 
@@ -83,7 +83,7 @@ class RingShape:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a simulated run, from its first lease on; shares are of that time."""
+    """The result of a simulated run, from its first lease on; shares are of that time."""
 
     num_steps: int
     seconds: float
@@ -102,7 +102,7 @@ class Outcome:
 
     @property
     def trainer_idle(self) -> float:
-        """What a run calls trainer/idle_ratio, less what is between two steps."""
+        """The metric trainer/idle_ratio, without the time between two steps."""
         return self.trainer_waits_for_groups + self.trainer_waits_for_weights + self.trainer_saves
 
     @property
@@ -112,9 +112,9 @@ class Outcome:
 
 
 class Takeable:
-    """How many finished groups a batch may be chosen from, so that the ledger is not asked in vain thousands of times.
+    """Counts the finished groups that a batch may be chosen from, to save thousands of fruitless calls of the ledger.
 
-    Those less than `window` ids past the oldest group in flight; ids are given in turn.
+    These are the groups less than `window` ids past the oldest group in flight; ids are given in order.
     """
 
     def __init__(self, window: int) -> None:
@@ -131,7 +131,7 @@ class Takeable:
         self._next = group_id + 1
 
     def ended(self, group_id: int, *, is_ready: bool) -> None:
-        """It is in flight no more: finished, or dropped."""
+        """It is no longer in flight: finished, or dropped."""
         self._in_flight.remove(group_id)
         if is_ready and group_id < self.oldest + self._window:
             self.number += 1
@@ -183,7 +183,7 @@ class Ring:
         self._step_ends_s: list[float] = []
 
     def run(self, num_steps: int) -> Outcome:
-        """Go on until so many steps are done.  To be called once."""
+        """Run until this many steps are done.  Call it once."""
         self._admit()
         while self.trained < num_steps:
             self._take()
@@ -194,12 +194,12 @@ class Ring:
                 for place in places:
                     self._finished(place)
                 continue
-            assert self._events, f"step {self.trained}: nothing would ever happen again"
+            assert self._events, f"step {self.trained}: the simulated run is stuck: no event is left"
             getattr(self, f"_{heapq.heappop(self._events)[2]}")()
         return self._outcome()
 
     def _advance(self, until_s: float) -> list[int]:
-        """Groups may finish unheard while nothing can follow from it; one that will be dropped is heard of at once."""
+        """Groups may finish unnoticed while that has no effect; one that will be dropped is noticed at once."""
         admission = self._shape.admission
         if not self._wants_batch:
             return self.fleet.advance(until_s, admission.num_slots)
@@ -310,7 +310,7 @@ class Ring:
             getattr(self, f"_{what}")()
 
     def _report_progress(self) -> None:
-        """As generators do, so that no lease runs out; and ended ones are forgotten."""
+        """Renew leases, as generators do, so that none runs out; forget ended ones."""
         for group_id in self._at.values():
             self.ledger.renew(_FLEET, group_id, (0,))
         self.ledger.expire()

@@ -1,4 +1,4 @@
-"""Which figure counts where several are known: measured, then given, then guessed.
+"""Choose between several sources of a figure: measured, then given, then guessed.
 
 Input: a run's measurements, the site file, the model.  Output: Rates and Lengths.
 """
@@ -25,7 +25,7 @@ GIVEN = "given"
 
 @dataclass(frozen=True, slots=True)
 class LengthOptions:
-    """Of the command line; None: not given."""
+    """Options of the command line; None: not given."""
 
     mean_tokens: float | None = None
     law: str | None = None
@@ -33,7 +33,7 @@ class LengthOptions:
 
     @property
     def given(self) -> list[str]:
-        """Options that are."""
+        """Names of the given options."""
         pairs = {"--mean-tokens": self.mean_tokens, "--length-law": self.law, "--dropped-share": self.dropped_share}
         return [name for name, value in pairs.items() if value is not None]
 
@@ -42,7 +42,7 @@ def lengths_of(config: Config, measured: Measured | None, options: LengthOptions
     """Raises ConfigError: options that contradict each other or have no legal value."""
     if measured is not None:
         if options.given:
-            raise ConfigError(f"{options.given[0]}: --from has lengths of its own; legal: one of the two")
+            raise ConfigError(f"{options.given[0]}: --from already provides lengths; legal: one of the two")
         return measured.lengths
     longest = config.generation.max_completion_tokens
     share = options.dropped_share
@@ -62,7 +62,7 @@ def lengths_of(config: Config, measured: Measured | None, options: LengthOptions
 def rates_of(
     config: Config, site: Site, model: Mapping[str, Any], measured: Measured | None, mean_tokens: float
 ) -> Rates:
-    """mean_tokens: of a completion.  Raises ConfigError naming the first rate that nobody knows."""
+    """mean_tokens: of a completion.  Raises ConfigError naming the first rate without a source."""
     shape = ModelShape.of(model)
     trainer, engine = gpu_named(site.trainer.gpu), gpu_named(site.generation.gpu)
     guesses = fixed_guesses()
@@ -86,10 +86,10 @@ def rates_of(
 
 
 def _measured(measured: Measured, guesses: Mapping[str, Figure], engine: str) -> dict[str, Figure]:
-    """A run that always decoded as many at once tells one number of two: the guess divides it.
+    """A run that always decoded the same number at once gives one figure instead of two: divide it as the guess does.
 
-    vLLM without a GPU that is known is on a CPU, as far as anybody knows: there a step is arithmetic, and takes twice
-    as long for twice as many (docs/log.md).  The scripted engine only sleeps.
+    vLLM without a known GPU is taken to run on a CPU, where a step is bound by arithmetic and takes twice as long for
+    twice as many (docs/log.md).  The scripted engine only sleeps.
     """
     found = dict(measured.figures)
     is_guessed = "engine_sample_s" in guesses
@@ -100,7 +100,7 @@ def _measured(measured: Measured, guesses: Mapping[str, Figure], engine: str) ->
         step, sample = guesses["engine_step_s"].value, guesses["engine_sample_s"].value
     whole = found["engine_step_s"]
     scale = whole.value / (step + sample * n)
-    divided = f"{whole.source}, {'divided like the guess' if is_guessed else 'taken to be proportional'}"
+    divided = f"{whole.source}, {'divided like the guess' if is_guessed else 'assumed proportional'}"
     return found | {
         "engine_step_s": replace(whole, value=scale * step, source=divided),
         "engine_sample_s": Figure(scale * sample, divided),

@@ -1,4 +1,4 @@
-"""Other numbers of generators and other bounds on staleness, and which of them is recommended.
+"""Compare numbers of generators and bounds on staleness, and recommend one.
 
 Input: RingShape, Rates, Lengths.  Output: Split.  Pure.
 """
@@ -20,7 +20,7 @@ _FEWEST_STEPS, _MOST_STEPS = 30, 200
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a run takes while it has its jobs."""
+    """The resources that a run occupies while it has its jobs."""
 
     trainer_units: int  # GPUs, or processes of a run without any
     engine_units: int  # of one generator
@@ -30,7 +30,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A number of generators and a bound, and what becomes of a run with them."""
+    """A number of generators and a bound, with the predicted outcome."""
 
     num_engines: int
     max_staleness: int
@@ -40,7 +40,7 @@ class Split:
 
     @property
     def wall_s(self) -> float:
-        """From the start of the processes to the last step; steps beyond the simulated ones take what those took."""
+        """From the start of the processes to the last step; steps beyond the simulated ones take as long as those."""
         beyond = max(0, self.num_steps - self.outcome.num_steps)
         return self.price.start_s + self.outcome.seconds + beyond * self.outcome.step_s
 
@@ -68,7 +68,7 @@ def other_splits(shape: RingShape, rates: Rates, lengths: Lengths, price: Price,
 
 
 def numbers_of_engines(num_engines: int) -> list[int]:
-    """Around a number, up to twice as many: all of them where these are few."""
+    """Candidates around a number, up to twice as many; all of them if there are few."""
     if num_engines <= 4:
         return list(range(1, 2 * num_engines + 1))
     quarters = {max(1, round(num_engines * quarter / 4)) for quarter in (1, 2, 3, 4, 5, 6, 8)}
@@ -76,9 +76,9 @@ def numbers_of_engines(num_engines: int) -> list[int]:
 
 
 def recommended(splits: Sequence[Split], max_staleness: int) -> Split:
-    """Of those as fast as the fastest, give or take WITHIN, that with the fewest generators, then the lowest bound.
+    """Among the splits within WITHIN of the fastest, the one with the fewest generators, then the lowest bound.
 
-    max_staleness: of the run.  What a higher one would cost learning is not simulated, so that none is recommended.
+    max_staleness: of the run.  The effect of a higher one on learning is not simulated, so none is recommended.
     """
     allowed = [split for split in splits if split.max_staleness <= max_staleness]
     fastest = min(split.outcome.step_s for split in allowed)

@@ -1,4 +1,4 @@
-"""Runs as people look at them: rollouts with their texts and advantages, figures over steps, what happened when.
+"""Views of a run for people: rollouts with their texts and advantages, metrics over steps, a history of events.
 
-Reads run directories, of runs that go on as well, and writes none.
+Reads run directories, also of running runs; writes to none.
 """

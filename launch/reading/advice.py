@@ -1,7 +1,7 @@
-"""What the figures of a run recommend, with the numbers that recommend it.
+"""Recommendations from the figures of a run, with the numbers behind them.
 
-Input: RunFigures.  Output: sentences, the weightiest first.  Figures are means over the second half of the steps, which
-a run that is too young to say anything has no two of.
+Input: RunFigures.  Output: sentences, the most important first.  Figures are means over the second half of the steps; a
+run that is too young gets no recommendations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OTHER = 0.10  # a neighbour idle for less is the bottleneck
 
 
 def advice_for(figures: RunFigures) -> list[str]:
-    """Recommendations; none where all is well."""
+    """Recommendations; none if all is well."""
     steps = figures.curves.get("time/step_s")
     if steps is None or len(steps.steps) < FEWEST_STEPS:
         return [f"Too early to recommend anything: fewer than {FEWEST_STEPS} steps are done."]
@@ -53,13 +53,13 @@ def _balance(figures: RunFigures, mean: Reader) -> list[str]:
         fewer = f"{enough} instead of {number} would do" if enough < number else "fewer would not do"
         return [
             f"Generators idle {generators:.0%}, trainer {trainer:.0%}: a step waits for the trainer. Generators: "
-            f"{fewer}; or give the trainer more (trainer.num_ranks)."
+            f"{fewer}; or give the trainer more GPUs (trainer.num_ranks)."
         ]
     planned = figures.config.generation.num_replicas if figures.config is not None else 0
     if trainer > IDLE and mean("generator/live") < planned - 0.2:
         return [
-            f"Trainer idle {trainer:.0%}: of {planned} generators {mean('generator/live'):.1f} were there on average; "
-            "the list of what happened says where the others were."
+            f"Trainer idle {trainer:.0%}: of {planned} generators {mean('generator/live'):.1f} were alive on average; "
+            "the list of events shows when the others were lost."
         ]
     if trainer > IDLE and generators < _OTHER:
         wanted = math.ceil(number / max(0.05, 1 - trainer))
@@ -90,8 +90,8 @@ def _spread(figures: RunFigures, mean: Reader) -> list[str]:
         return []
     why = "too easy" if easy > share / 2 else "too hard"
     return [
-        f"{share:.0%} of finished groups have no spread of rewards and teach nothing, most of them because prompts are "
-        f"{why}: [curriculum] lets these rest, and {share:.0%} of sampling would be saved at most."
+        f"{share:.0%} of finished groups have zero reward variance and teach nothing, mostly because prompts are "
+        f"{why}: [curriculum] rests such prompts, which would save up to {share:.0%} of sampling."
     ]
 
 
@@ -111,8 +111,8 @@ def _packing(figures: RunFigures, mean: Reader) -> list[str]:
         return []
     budget = figures.config.trainer.token_budget if figures.config is not None else 0
     return [
-        f"Micro-batches are filled to {fill:.0%} ({rows:.1f} a rank and step): trainer.token_budget={budget} is more "
-        "than a rank has to do; more groups a step, or a smaller budget, which saves memory."
+        f"Micro-batches are {fill:.0%} full ({rows:.1f} per rank and step): trainer.token_budget={budget} is more "
+        "than a rank can fill; use more groups per step, or a smaller budget, which saves memory."
     ]
 
 
@@ -121,8 +121,8 @@ def _lockstep(figures: RunFigures, mean: Reader) -> list[str]:
     if slowdown < 1.15:
         return []
     return [
-        f"The slowest rank has {slowdown - 1:.0%} more work than the mean, and the others wait for it: more groups a "
-        "step (admission.groups_per_step) even that out."
+        f"The slowest rank has {slowdown - 1:.0%} more work than the mean, and the others wait for it: more groups per "
+        "step (admission.groups_per_step) would even that out."
     ]
 
 
@@ -132,7 +132,7 @@ def _preemptions(figures: RunFigures, mean: Reader) -> list[str]:
     if not total > 0.02 * max(1, figures.sampled.num_rollouts):
         return []
     return [
-        f"Engines have thrown {total:.0f} rollouts out of the KV cache and computed them again: lower "
+        f"Engines have preempted {total:.0f} rollouts for lack of KV cache and recomputed them: lower "
         "generation.max_num_seqs, or give the cache more memory."
     ]
 
@@ -146,7 +146,7 @@ def _verifier(figures: RunFigures, mean: Reader) -> list[str]:
             "`rlhpc rollouts RUN_DIR --verdict verifier_error` shows why."
         )
     if queued > 100:
-        said.append(f"{queued:.0f} completions wait at the reward services: raise rewards.workers_per_replica.")
+        said.append(f"{queued:.0f} completions are queued at the reward services: raise rewards.workers_per_replica.")
     return said
 
 
@@ -178,5 +178,5 @@ def _losses(figures: RunFigures, mean: Reader) -> list[str]:
         return []
     share = lost.last / (lost.last + kept.last)
     return [
-        f"{share:.1%} of tokens died with their generators: lower buffer.partial_interval_tokens or partial_interval_s."
+        f"{share:.1%} of tokens were lost with generators: lower buffer.partial_interval_tokens or partial_interval_s."
     ]

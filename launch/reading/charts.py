@@ -1,7 +1,7 @@
-"""Charts as SVG texts, for pages that need nothing else.
+"""Charts as SVG text, for self-contained pages.
 
-Input: arrays.  Output: an <svg> element.  Long curves are drawn by the mean of each of some hundred stretches, which
-the chart says; what is not finite is a gap.
+Input: arrays.  Output: an <svg> element.  Long curves are drawn as means over some hundred intervals, which the chart
+says; a value that is not finite is a gap.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def line_chart(
 
 
 def histogram(title: str, how_often: Mapping[int, int], *, x_label: str, most_bars: int = 40) -> str:
-    """How often each value, or each stretch of values, occurs."""
+    """A histogram, over single values or ranges of values."""
     if not how_often:
         return _svg([_title(title), _note("nothing yet")])
     values = np.array([*how_often])
@@ -72,7 +72,7 @@ def histogram(title: str, how_often: Mapping[int, int], *, x_label: str, most_ba
 
 
 def stacked_chart(title: str, steps: NDArray[np.int64], layers: Mapping[str, Numbers]) -> str:
-    """Layers on top of each other, what is not finite as nothing."""
+    """Layers on top of each other; values that are not finite count as 0."""
     thin_steps, thin, is_thinned = _thinned(steps.astype(float), layers)
     if not len(thin_steps):
         return _svg([_title(title), _note("nothing yet")])
@@ -122,7 +122,7 @@ class Scale:
 
 
 def _thinned(steps: Numbers, lines: Mapping[str, Numbers]) -> tuple[Numbers, dict[str, Numbers], bool]:
-    """Means of stretches, where there are more points than the chart has room for."""
+    """Means over intervals, if there are more points than the chart has room for."""
     if len(steps) <= MOST_POINTS:
         return steps, dict(lines), False
     borders = np.linspace(0, len(steps), MOST_POINTS + 1).astype(int)

@@ -1,8 +1,8 @@
-"""What happened to a run and when, from all who keep records: supervisors, controllers, launchers, the guard.
+"""The events of a run in order of time, from the records of supervisors, controllers, launchers and the guard.
 
 Input: jobs/*.events.jsonl, timeline.jsonl, attempts.jsonl, guard.jsonl, jobs/*.json of a run directory.
 Output: Happening, oldest first, and what each process did when (spells.py).  Lines that cannot be read are
-passed over: this is for looking.
+skipped: this is for viewing only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rlhpc.roles.controller.guard_file import GuardEntry
 from rlhpc.roles.controller.metrics.timeline import TimelineEntry
 from rlhpc.run_layout import RunLayout
 
-# Events of supervisors and controllers that are no fault and follow from one that is shown.
+# Events of supervisors and controllers that are not faults and follow from one that is shown.
 _AS_PLANNED = {"life", "part_left", "part_end", "start", "sbatch", "end", "submit"}
 _LONGEST, _HEAD = 240, 170  # characters of a text that is shown, and of its beginning
-# Counters whose growth is a happening: what of it, in the singular.
+# Counters whose growth is an event, with its text in the singular.
 _COUNTERS = {
     "checkpoint/failed_total": ("checkpoint", "checkpoint could not be written"),
     "trainer/skipped_steps": ("skipped", "step was skipped: not finite, or refused by the guard"),
@@ -52,7 +52,7 @@ _FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something that happened."""
+    """One event."""
 
     unix_time_s: float
     who: str  # a process, a job, or "run"
@@ -62,7 +62,7 @@ class Happening:
 
     @property
     def brief(self) -> str:
-        """The text without the middle of a long one: last words of a process may be a page, and what follows counts."""
+        """The text, without its middle if it is long: a process's last error may be a page, and the end matters."""
         text = " ".join(self.text.split())
         return text if len(text) <= _LONGEST else f"{text[:_HEAD]} … {text[_HEAD - _LONGEST :]}"
 
@@ -75,7 +75,7 @@ class Happening:
 
     @property
     def is_planned(self) -> bool:
-        """It goes without saying."""
+        """True if it is routine."""
         return self.kind in _AS_PLANNED
 
 
@@ -107,7 +107,7 @@ def place_of(process: str) -> tuple[int, int]:
 
 
 def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType({})) -> Story:
-    """What there is.  curves: of the run, whose counters tell of faults, too.  Raises OSError."""
+    """Read all events.  curves: of the run, whose counters show faults too.  Raises OSError."""
     recorded = read_timeline(layout.timeline)
     found = [
         *_of_supervisors(layout),
@@ -126,7 +126,7 @@ def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType
 
 
 def _of_counters(curves: Mapping[str, Curve]) -> Iterator[Happening]:
-    """One for each step with which a counter has grown; an attempt may begin it anew."""
+    """One event for each step in which a counter grew; an attempt may reset it."""
     for name, (kind, words) in _COUNTERS.items():
         if (curve := curves.get(name)) is not None:
             growth = np.diff(np.nan_to_num(curve.values), prepend=0.0)

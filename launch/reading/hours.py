@@ -1,7 +1,7 @@
-"""Where the hours of a run's GPUs went: by what was done with them, and by job.
+"""GPU-hours of a run, by use and by job.
 
-Input: Story, settings, plans of jobs.  Output: rows of a table.  Of a run without GPUs the hours of processes are
-counted.  Intervals of the timeline that were not recorded (a run of an earlier version) count nothing.
+Input: Story, settings, plans of jobs.  Output: rows of a table.  Without GPUs, hours of processes are counted.
+Intervals that the timeline did not record (a run of an earlier version) do not count.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _stood_by(story: Story) -> Iterator[tuple[float, str]]:
 
 
 def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None:
-    """Tokens that died with their generators, as a share of all that were sampled."""
+    """Tokens lost with their generators, as a fraction of all sampled tokens."""
     kept, lost = (curves[name].last if name in curves else 0.0 for name in _TOKENS)
     if lost > 0 and "generating" in uses:
         share = lost / (lost + kept)
@@ -121,7 +121,7 @@ class _PlannedJob:
 
 
 def _planned_job(layout: RunLayout, number: str) -> _PlannedJob | None:
-    """None: its plan cannot be read any more."""
+    """None: its plan can no longer be read."""
     try:
         record = json.loads((layout.jobs / f"{number}.json").read_bytes())
         jobs = json.loads(Path(record["plan"]).read_bytes())["jobs"]

@@ -1,6 +1,6 @@
 """The metrics of a run as one table: those of training, and those of evaluations made while it trained.
 
-Input: a run directory, of a run that goes on as well, and patterns of names.  Output: CurveTable.
+Input: a run directory, also of a running run, and patterns of names.  Output: CurveTable.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rlhpc.run_layout import RunLayout
 
 
 def metric_table(layout: RunLayout, patterns: Sequence[str] = ()) -> CurveTable:
-    """Metrics whose names match one of the patterns (*, ?, [seq]; * stands for slashes, too); without any, all.
+    """Metrics whose names match one of the patterns (*, ?, [seq]; * also matches slashes); without patterns, all.
 
-    Steps that a resume has undone are left out, attempts joined.  Figures of evaluations stand at the step of the
-    checkpoint that was evaluated.
+    Steps that a resume has undone are left out, attempts joined.  Figures of an evaluation are at the step of its
+    checkpoint.
     Raises ConfigError: no run is here, it has written nothing yet, or a pattern matches nothing; OSError.
     """
     if not layout.is_run:
         raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
     curves = read_curves(layout.tensorboard) | read_curves(layout.evaluations / layout.tensorboard.name)
     if not curves:
-        raise ConfigError(f"{layout.root}: no metrics yet: the first are written at the end of the first step")
+        raise ConfigError(f"{layout.root}: no metrics yet: the first ones are written after the first step")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in curves):
             raise ConfigError(f"--tag {pattern!r}: no metric of this run matches{_hint(pattern, [*curves])}")

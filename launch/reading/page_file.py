@@ -1,4 +1,4 @@
-"""Pages for a browser as files of their own: a template beside this module, filled in, and written whole."""
+"""Self-contained pages for a browser: a template beside this module, filled in and written atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhpc.files import write_atomically
 
 
 def embedded(document: object) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element, and it runs nothing."""
+    """JSON that is safe inside a script element: it cannot end the element or run code."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -25,6 +25,6 @@ def filled_template(name: str, *, DATA: str = "", **texts: str) -> bytes:  # noq
 
 
 def write_whole(path: Path, page: bytes) -> None:
-    """Whole or not at all.  Raises OSError."""
+    """Write the page atomically.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page)

@@ -1,4 +1,4 @@
-"""All that a report of a run says, before it is text or a page.
+"""The content of a run's report, before it is text or a page.
 
 Input: a run directory.  Output: RunReport.
 """
@@ -24,7 +24,7 @@ MOST_MARKS = 60
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Of one run, at the moment of reading."""
+    """The report of one run, at the moment of reading."""
 
     figures: RunFigures
     story: Story
@@ -34,7 +34,7 @@ class RunReport:
 
     @property
     def marks(self) -> list[tuple[int, Happening]]:
-        """What happened, numbered, oldest first; of very many the faults, and of these the last."""
+        """Events, numbered, oldest first; if there are too many, only faults, and only the last of these."""
         told = [each for each in self.story.happenings if not each.is_planned]
         if len(told) > MOST_MARKS:
             told = [each for each in told if each.is_fault][-MOST_MARKS:]
@@ -42,7 +42,7 @@ class RunReport:
 
     @property
     def headline(self) -> list[tuple[str, str]]:
-        """(what, value), those that one asks for first."""
+        """(name, value) of the key figures, the most important first."""
         return _headline(self.figures, self.story)
 
 
@@ -54,7 +54,7 @@ def read_report(layout: RunLayout, evaluations: Evaluations) -> RunReport:
 
 
 def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
-    """For a terminal: figures, what happened, recommendations."""
+    """For a terminal: figures, events, recommendations."""
     width = max(len(name) for name, _ in report.headline)
     lines = [f"{name:<{width}}  {value}" for name, value in report.headline]
     marks = report.marks

@@ -1,9 +1,9 @@
-"""Rollouts of a run, each with all that people ask about it.
+"""Rollouts of a run, each with all the details that people look for.
 
     segments, journal ─▶ FoundGroup ─▶ advantages of its step ─▶ texts ─▶ SeenRollout
 
-Input: a run directory, alive, killed or complete, on any machine.  Output: SeenRollout.  What cannot be known (the
-tokenizer is elsewhere, a critic made the advantages) is said once, and the rest is shown.
+Input: a run directory, alive, killed or complete, on any machine.  Output: SeenRollout.  What is not available
+(no tokenizer here, advantages from a critic) is reported once, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IN_A_BATCH = (Standing.TRAINED, Standing.SKIPPED, Standing.TAKEN)
 
 @dataclass(frozen=True, slots=True)
 class SeenRollout:
-    """One completion, what it was worth, and what became of it.  Arrays [Lc] are over the completion's tokens."""
+    """One completion, its reward and its fate.  Arrays [Lc] are over the completion's tokens."""
 
     group_id: int
     sample_index: int
@@ -72,7 +72,7 @@ class SeenRollout:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rollouts are looked at; nothing given selects all."""
+    """A selection of rollouts; the default selects all."""
 
     steps: tuple[int, int] | None = None  # first and last that count
     task: str | None = None
@@ -86,7 +86,7 @@ class Selection:
         return self.steps is None or self.steps[0] <= step <= self.steps[1]
 
     def wants_member(self, scored: ScoredRollout) -> bool:
-        """Judges task, verdict and reward.  A reward that a failed verifier left behind is none."""
+        """Checks task, verdict and reward.  With a failed verifier there is no reward."""
         if self.task not in (None, scored.rollout.prompt.task) or self.verdict not in (None, scored.verdict.value):
             return False
         if self.min_reward is None and self.max_reward is None:
@@ -96,7 +96,7 @@ class Selection:
         return scored.verdict.value != "verifier_error" and bool(low <= scored.reward <= high)
 
     def wants_text(self, *texts: str) -> bool:
-        """Judges the text."""
+        """Checks the text."""
         return self.pattern is None or any(self.pattern.search(text) for text in texts)
 
 
@@ -107,7 +107,7 @@ class RunRollouts:
     """The rollouts of one run directory."""
 
     def __init__(self, layout: RunLayout, *, tokenizer_dir: Path | None = None, tell: Tell) -> None:
-        """tell: is told, once each, what cannot be shown.  Raises ConfigError: no run, or no such tokenizer."""
+        """tell: called once for each thing that cannot be shown.  Raises ConfigError: no run, or no such tokenizer."""
         if not layout.is_run:
             raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
         self.layout, self._tell = layout, tell
@@ -118,12 +118,14 @@ class RunRollouts:
         self._maker = _sample_maker(self.config, tell)
 
     def each(self, selection: Selection = EVERYTHING) -> Iterator[SeenRollout]:
-        """Those that are selected, in the order in which their groups were resolved.
+        """The selected rollouts, in the order in which their groups were resolved.
 
         Raises ConfigError: text is searched, and there is no tokenizer.
         """
         if selection.pattern is not None and not self.texts.are_known:
-            raise ConfigError("--grep searches text, and the run's tokenizer is not here: give --tokenizer DIR")
+            raise ConfigError(
+                "--grep searches text, and the run's tokenizer is not on this machine: give --tokenizer DIR"
+            )
         for found, advantages in self._with_advantages(selection):
             for index, scored in enumerate(found.resolved.group.members):
                 if selection.wants_member(scored):
@@ -133,7 +135,7 @@ class RunRollouts:
                         yield seen
 
     def _with_advantages(self, selection: Selection) -> Iterator[tuple[FoundGroup, Sequence[Float32] | None]]:
-        """Groups of the selected steps with the advantages of their members; a step's groups are handed on together."""
+        """Groups of the selected steps with their members' advantages; a step's groups are yielded together."""
         held, step = list[FoundGroup](), -1
         for found in found_groups(self.layout.rollouts, self._tell, selection.steps):
             if not selection.wants_step(found.resolved.consumed_step):
@@ -152,7 +154,7 @@ class RunRollouts:
             yield found, known.get(found.resolved.group.group_id)
 
     def _advantages(self, batch: Sequence[FoundGroup]) -> dict[int, list[Float32]]:
-        """Of the groups of one step, by group; {} where they cannot be known."""
+        """Advantages of one step's groups, by group; {} if they are not available."""
         if self._maker is None or self.config is None:
             return {}
         is_whole = len(batch) == self.config.admission.groups_per_step
@@ -203,7 +205,7 @@ class RunRollouts:
 
 
 def sample_of(rollouts: Iterator[SeenRollout], number: int, choose: Callable[[int], int]) -> list[SeenRollout]:
-    """So many of them at random, each as likely as any other, in their order; choose(n): a number below n."""
+    """A uniform random sample, in the original order; choose(n): a random number below n."""
     kept = list[tuple[int, SeenRollout]]()
     for place, seen in enumerate(rollouts):
         if len(kept) < number:
@@ -225,7 +227,7 @@ def _sample_maker(config: Config | None, tell: Tell) -> SampleMaker | None:
     if config is None:
         return None
     if config.has_critic:
-        tell("algorithm.advantage=gae: advantages came of the critic and are not on disk: none are shown")
+        tell("algorithm.advantage=gae: advantages came from the critic and are not on disk: none are shown")
         return None
     try:
         return SampleMaker.of(config)

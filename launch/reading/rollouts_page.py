@@ -1,11 +1,11 @@
-"""Rollouts of a run as one page for a browser: an index of all, and as many with their text as a few megabytes hold.
+"""Rollouts of a run as one page for a browser: an index of all, and as many with text as fit into a few megabytes.
 
     SeenRollout … ─▶ index: a number a column         ─▶ JSON in rollouts_page.html
                   └▶ groups drawn at random, up to a ─▶ texts, tokens, their log-probabilities, versions, advantages
                      size
 
-The page needs no network and no file beside it.  Everything a model has sampled is put into it as data and shown as
-text, never as markup.
+The page needs no network and no other file.  Everything that a model has sampled is embedded as data and shown as text,
+never as markup.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUMBERS = ("step", "group", "sample", "reward", "advantage", "length", "stalene
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the page holds."""
+    """The size of the page."""
 
     num_rollouts: int
     num_with_text: int
@@ -121,7 +121,7 @@ def write_page(path: Path, rollouts: RunRollouts, rows: Iterable[SeenRollout], m
 
 @dataclass(slots=True)
 class _Contents:
-    """What is in the page in full."""
+    """The part of the page with texts."""
 
     texts: Texts
     pieces: dict[str, int] = field(default_factory=dict)  # text of a token → its place in the page's table
@@ -166,7 +166,7 @@ def _document(rollouts: RunRollouts, index: _Index, contents: _Contents, num_lef
         "most_advantage": worths[int(0.98 * len(worths))] if worths else 0.0,  # a rare one hides all others else
         "said": _said(len(index.columns["step"]), len(contents.full), num_left_out),
         "elsewhere": f"rlhpc rollouts {rollouts.layout.root}",
-        "no_advantage": "no advantage: it is in no batch, or advantages came of a critic",
+        "no_advantage": "no advantage: it is in no batch, or advantages came from a critic",
     }
 
 
@@ -209,7 +209,9 @@ def _rounded(value: float | None, digits: int) -> float | None:
 def _said(num_rows: int, num_full: int, num_left_out: int) -> str:
     said = [f"{num_rows:,} rollouts."]
     if num_full < num_rows:
-        said.append(f"{num_full:,} are here with their text, whole groups drawn at random; of the others, the figures.")
+        said.append(
+            f"{num_full:,} are shown with their text, as whole groups drawn at random; others only with figures."
+        )
     if num_left_out:
-        said.append(f"{num_left_out:,} more are left out altogether.")
+        said.append(f"{num_left_out:,} more are left out entirely.")
     return " ".join(said)

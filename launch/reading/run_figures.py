@@ -1,6 +1,6 @@
 """The figures of a run, gathered once: curves, distributions of what was trained, totals, settings.
 
-Input: a run directory, of a run that goes on as well.  Output: RunFigures.
+Input: a run directory, also of a running run.  Output: RunFigures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class Sampled:
-    """What is in segments: how many rollouts of each kind, for a long run has a hundred million."""
+    """The content of segments, as counts of rollouts, since a long run has a hundred million."""
 
     staleness: Counter[int] = field(default_factory=Counter)  # versions → trained rollouts
     lengths_trained: Counter[int] = field(default_factory=Counter)  # tokens of completions → trained rollouts
@@ -48,7 +48,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class RunFigures:
-    """What a run directory says in numbers."""
+    """The figures of a run directory."""
 
     layout: RunLayout
     curves: dict[str, Curve]
@@ -64,7 +64,7 @@ class RunFigures:
         return int(max([self.status.get("step", 0), *(int(c.steps[-1]) + 1 for c in self.curves.values())]))
 
     def mean_of(self, name: str) -> float | None:
-        """Over the second half of the steps: what a run settles to.  None: it was not written."""
+        """Mean over the second half of the steps, where a run has settled.  None: the metric was not written."""
         curve = self.curves.get(name)
         if curve is None:
             return None
@@ -93,7 +93,7 @@ def read_figures(layout: RunLayout) -> RunFigures:
 
 
 def document_of(layout: RunLayout, name: str) -> dict[str, Any]:
-    """One of the run's JSON files; {} where it is not, or not whole."""
+    """One of the run's JSON files; {} if it is missing or incomplete."""
     try:
         document = json.loads(getattr(layout, name).read_bytes())
     except (OSError, ValueError):
@@ -102,7 +102,7 @@ def document_of(layout: RunLayout, name: str) -> dict[str, Any]:
 
 
 def read_sampled(layout: RunLayout) -> Sampled:
-    """From segments, single columns without checksums; what cannot be read is left out."""
+    """Read single columns of segments, without checksums; unreadable parts are left out."""
     sampled = Sampled()
     for path in sorted(layout.rollouts.glob("segment_*.h5")):
         try:

@@ -1,7 +1,7 @@
-"""What each process of a run did and when, from timeline.jsonl: intervals of a long run in stretches.
+"""What each process of a run did when, from timeline.jsonl; intervals of a long run are merged.
 
-Input: the file, which may be written meanwhile.  Output: Recorded.  A month of 512 generators is 2.8 million shares of
-intervals in 150 MB: lines are read one by one, and neighbours put together as a chart would do.
+Input: the file, which may still be growing.  Output: Recorded.  A month of 512 generators is 2.8 million shares of
+intervals in 150 MB: lines are read one by one, and neighbours merged as a chart would do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GAP_S = 1.0  # between two intervals: the process was not there
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """What a process did in an interval, or in several that follow each other."""
+    """What a process did in an interval, or in several consecutive ones."""
 
     process: str
     begin_s: float
@@ -29,7 +29,7 @@ class Spell:
 
 @dataclass(slots=True)
 class Recorded:
-    """What a timeline says."""
+    """The content of a timeline."""
 
     spells: list[Spell] = field(default_factory=list)  # of each process, oldest first
     events: list[TimelineEntry] = field(default_factory=list)  # arrivals and losses, as they stand there
@@ -67,7 +67,7 @@ class _Stretch:
 
 
 def read_timeline(path: Path) -> Recorded:
-    """What there is; lines that cannot be read are passed over.  Raises OSError."""
+    """Read a timeline; lines that cannot be read are skipped.  Raises OSError."""
     recorded, begun, num_intervals = Recorded(), dict[str, _Stretch](), 0
     every = max(1, -(-_num_lines(path) // MOST_STRETCHES))
     for entry in LineFile(path, TimelineEntry).each():

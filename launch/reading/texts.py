@@ -1,6 +1,6 @@
-"""Tokens as text, where the run's tokenizer is at hand, and as numbers where it is not.
+"""Tokens as text if the run's tokenizer is available, otherwise as numbers.
 
-A run directory may lie on a machine that has no model: what was sampled is looked at all the same.
+A run directory may be on a machine without the model: its rollouts can be viewed all the same.
 """
 
 from __future__ import annotations
@@ -31,25 +31,23 @@ class Texts:
         return self._tokenizer.decode(token_ids, keep_special_tokens=True)
 
     def pieces(self, token_ids: Int32) -> list[str]:
-        """Text of each; a character of several tokens stands with its last one."""
+        """Text of each token; a character made of several tokens belongs to the last of them."""
         if self._tokenizer is None:
             return [f"{token} " for token in token_ids.tolist()]
         return self._tokenizer.pieces(token_ids)
 
 
 def texts_of(model_dir: Path | None, tokenizer_dir: Path | None) -> tuple[Texts, str]:
-    """The texts of a run, and what keeps them from being text; "": nothing does.
+    """The texts of a run, and the reason why tokens are shown as numbers; "": they are not.
 
-    model_dir: of the run's settings; None: these cannot be read.  tokenizer_dir: named by the user, None: not.
-    Raises ConfigError: the directory that the user names has no tokenizer.
+    model_dir: from the run's settings; None: these cannot be read.  tokenizer_dir: given by the user, or None.
+    Raises ConfigError: the user's directory has no tokenizer.
     """
     if tokenizer_dir is not None:
         return Texts(PromptTokenizer(tokenizer_dir)), ""
     if model_dir is None:
-        return Texts(None), "the run's settings cannot be read: tokens are shown by their numbers"
+        return Texts(None), "the run's settings cannot be read: tokens are shown as numbers"
     try:
         return Texts(PromptTokenizer(model_dir)), ""
     except ConfigError as error:
-        return Texts(
-            None
-        ), f"{error}; tokens are shown by their numbers; --tokenizer DIR names a copy of that directory"
+        return Texts(None), f"{error}; tokens are shown as numbers; --tokenizer DIR names a copy of that directory"

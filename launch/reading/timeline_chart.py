@@ -1,8 +1,8 @@
-"""Who worked and who waited for whom: a row a process over the time of the clock, and marks for what happened.
+"""Who worked and who waited for whom: one row per process over wall-clock time, and marks for events.
 
-Input: Story.  Output: an <svg> element.  A row's height is divided as the time was: work from below, above it what was
-waited for.  Where a process has no row it was not there.  Of a role with many processes a row shows their mean, and
-those to which something happened have rows of their own.
+Input: Story.  Output: an <svg> element.  A row's height is divided as the time was: work at the bottom, waiting above.
+A gap in a row means that the process was absent.  A role with many processes has one row for their mean, and a separate
+row for each process with an event.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Marked = tuple[int, Happening]
 
 
 def timeline_chart(story: Story, marks: Sequence[Marked]) -> str:
-    """marks: what happened, with the numbers under which a list beside the chart explains it."""
+    """marks: events, with their numbers in the list beside the chart."""
     rows = rows_of(story)
     if not rows:
         return '<p class="note">Nothing is recorded: the run has just begun, or wrote no timeline yet.</p>'
@@ -65,7 +65,7 @@ def rows_of(story: Story) -> dict[str, list[Spell]]:
 
 
 def thinned(spells: Sequence[Spell], most: int = MOST_COLUMNS) -> list[Spell]:
-    """Neighbours together, where there are more of them than columns; never over a time in which it was not there."""
+    """Merge neighbours if there are more of them than columns, but never across a time when the process was absent."""
     every = -(-len(spells) // most)
     found, held = list[Spell](), list[Spell]()
     for spell in spells:
@@ -95,7 +95,7 @@ def colour_of(what: str) -> str:
 
 
 def clock(unix_time_s: float, *, with_day: bool = False) -> str:
-    """Local time of whoever makes the page."""
+    """Local time on the machine that makes the page."""
     return time.strftime("%Y-%m-%d %H:%M:%S" if with_day else "%H:%M:%S", time.localtime(unix_time_s))
 
 

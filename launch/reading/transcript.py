@@ -1,7 +1,7 @@
 """Rollouts as text for a terminal, and as JSON for programs.
 
-Input: SeenRollout.  Output: lines.  What a model has sampled may hold anything: control characters, which would move
-the reader's cursor or do worse, are shown as what they are.
+Input: SeenRollout.  Output: lines.  Sampled text may contain anything: control characters, which could move the cursor
+or do worse, are shown escaped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 
 
 def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
-    """Lines to read: each group's prompt once, below it the completions that were selected."""
+    """Lines for people: each group's prompt once, below it the selected completions."""
     group_id: int | None = None
     for seen in rollouts:
         if seen.group_id != group_id:
@@ -32,13 +32,13 @@ def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
 
 
 def as_document(seen: SeenRollout) -> dict[str, Any]:
-    """The same for programs: every field, a number that is none as null, and staleness."""
+    """The same for programs: every field, NaN as null, and staleness."""
     document = {each.name: _plain(getattr(seen, each.name)) for each in fields(seen)}
     return document | {"staleness": seen.staleness, "advantage": seen.advantage}
 
 
 def shown(text: str) -> str:
-    """Text without a character that a terminal would obey."""
+    """Text without characters that a terminal would interpret."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
@@ -49,7 +49,7 @@ def ranges(versions: Int32) -> str:
 
 
 def fate(seen: SeenRollout) -> str:
-    """What became of it, in words."""
+    """Its fate, in words."""
     match seen.standing:
         case "trained":
             return f"trained in step {seen.step}"

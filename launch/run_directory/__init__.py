@@ -1,1 +1,1 @@
-"""The life cycle of a run directory: who owns it, which checkpoint a resume takes, which attempt begins."""
+"""The life cycle of a run directory: its owner, the checkpoint of a resume, the attempt that begins."""

@@ -2,9 +2,9 @@
 
 Runs in the roles' Python environment, called by the supervisor of the controller's job while no role of an earlier
 attempt is alive.  Clears the rendezvous directories, makes new keys, finds the checkpoint to resume from, and writes
-attempt.json last: whoever reads that file finds everything else.  Prints its content as its last line.
-A damaged checkpoint is set aside and the previous one is used, because nobody can be asked; the run ends if none is
-sound.
+attempt.json last: once that file exists, so does everything else.  Prints its content as its last line.
+A damaged checkpoint is set aside and the previous one is used, because there is no user to ask; the run ends if none
+is sound.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class FencedError(RlhpcError):
 def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str = "") -> dict[str, Any]:
     """Begin the next attempt; returns attempt.json.
 
-    follows: without Slurm, whose ids tell which of two supervisors is the later one, the owner that the attempt before
-    was; "" with Slurm.
+    follows: owner of the previous attempt, without Slurm; "" with Slurm, whose ids tell which of two supervisors is
+    the later one.
 
     Raises RunDirectoryError: no run directory, the run is complete, no usable checkpoint, model or dataset differ
     from those of the first start; UnreadableCheckpoint: a retry may help; ConfigError: config.json was altered;
@@ -87,9 +87,9 @@ def _refuse_stale(layout: RunLayout, life: tuple[int, int], follows: str) -> Non
 
 
 def _is_told() -> bool:
-    """Load what an attempt takes, then wait; False: whoever started this process has ended, or wants no attempt."""
+    """Load what an attempt needs, then wait; False: the parent process has ended, or wants no attempt."""
     import rlhpc.buffer.history
-    import rlhpc.transport.keys  # noqa: F401  with the one above a second of imports, of which a hand-over is free then
+    import rlhpc.transport.keys  # noqa: F401  with the one above a second of imports, which a hand-over then saves
 
     return bool(sys.stdin.readline())
 
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--job-id", type=int, required=True, help="Slurm's id of this job")
     parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued it")
-    parser.add_argument("--follows", default="", help="owner that the attempt before was; for runs without Slurm")
+    parser.add_argument("--follows", default="", help="owner of the previous attempt; for runs without Slurm")
     parser.add_argument("--when-told", action="store_true", help="load everything, then wait for a line on stdin")
     options = parser.parse_args(arguments)
     if options.when_told and not _is_told():

@@ -93,7 +93,7 @@ def put_aside(choice: Choice, tell: Tell) -> list[str]:
 
 
 def _rolled_back_to(layout: RunLayout) -> float:
-    """The step that the run is to go on from, or from one before it; infinite: any."""
+    """The latest step from which the run may resume; infinite: any."""
     from rlhpc.buffer.history import rollback_due  # with h5py, which `status` and `stop` need not wait for
 
     try:
@@ -135,12 +135,15 @@ def _none_is_sound(layout: RunLayout, states: Sequence[CheckpointState]) -> str:
 
 
 def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_to_bytes: float) -> None:
-    """Announce what is read, if that takes a while, and what is not."""
+    """Announce a verification that takes a while, or one that is left to the job."""
     candidates = [path for step, path in known.steps() if wanted.step in (None, step)]
     if wanted.from_start or not candidates:
         return
     num_bytes = sum(file.stat().st_size for file in candidates[-1].rglob("*") if file.is_file())
     if num_bytes > read_up_to_bytes:
-        tell(f"{candidates[-1].name} has {num_bytes / 1e9:.0f} GB: sizes are checked now, contents when the job starts")
+        tell(
+            f"{candidates[-1].name} has {num_bytes / 1e9:.0f} GB: file sizes are checked now, contents when the job "
+            "starts"
+        )
     elif num_bytes >= ANNOUNCED_BYTES:
         tell(f"verifying {num_bytes / 1e9:.0f} GB of {candidates[-1].name} before resuming from it")

@@ -1,7 +1,7 @@
 """The lock of a run directory: held by the launcher and every process that it starts, as long as one of them lives.
 
 Input: a RunLayout.  Output: an open file whose lock children inherit; the kernel releases it with the last of them,
-however they ended.  It answers whether a process of this run still lives on this machine, even where a killed launcher
+however they ended.  It tells whether a process of this run is still alive on this machine, even if a killed launcher
 has left a suspended process behind.  On filesystems without locks ownership.py alone keeps attempts apart.
 """
 
@@ -61,7 +61,7 @@ def lock_directory(layout: RunLayout) -> DirectoryLock:
                 raise
         if lock.is_of_the_directory:
             return lock
-        lock.close()  # the run was deleted between the two lines
+        lock.close()  # the run was deleted in between
 
 
 def holders(layout: RunLayout) -> list[ProcessIdentity]:

@@ -34,7 +34,7 @@ READ_BYTES = 8 << 20
 NUM_READERS = 8
 
 WEIGHTS = ".safetensors"
-# What decides about tokens, and what the model is.  Beside the weights, which are *.safetensors.
+# Files that determine tokens and model, in addition to the weights (*.safetensors).
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt", "tokenizer.model",
     "model.safetensors.index.json")  # fmt: skip
@@ -50,11 +50,11 @@ class InputFile:
     inode: int
     num_bytes: int
     mtime_ns: int
-    ctime_ns: int  # nobody can set it back: a file that was written to in place has another one
+    ctime_ns: int  # cannot be set by users: writing to a file in place changes it
     digest: str
 
     def is_untouched(self, other: InputFile) -> bool:
-        """True if both are the same file and nobody wrote to it in between; digests are not compared."""
+        """True if both are the same file, not written to in between; digests are not compared."""
         return asdict(self) | {"digest": ""} == asdict(other) | {"digest": ""}
 
 
@@ -67,7 +67,7 @@ class Inputs:
 
 
 def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
-    """Read what the settings name; what `known` holds and nobody has touched is not read again.
+    """Read the files that the settings name; files in `known` that have not changed are not read again.
 
     A file that is not there has no entry.  Raises RunDirectoryError if one cannot be read.
     """
@@ -89,7 +89,7 @@ def look_at_data(data: Path, split: str = "", known: Mapping[str, InputFile] = M
 
 
 def _files_of(data: Path, split: str) -> list[tuple[str, Path]]:
-    """Of a dataset, by name, in its order; none where none can be read."""
+    """Files of a dataset by name, in its order; empty if they cannot be listed."""
     try:
         files = dataset_files(data, split)
     except DataError:
@@ -98,14 +98,14 @@ def _files_of(data: Path, split: str) -> list[tuple[str, Path]]:
 
 
 def _datasets_of(config: Config) -> list[tuple[Path, str]]:
-    """What prompts are made of, and what environments look up, with its split; sources lie nowhere."""
+    """Paths of prompts and of documents for environments, with their split; a generated source has no path."""
     files = [(each.path, each.split) for each in config.data if each.path is not None]
     corpus = config.environment.corpus
     return [*files, *([] if corpus is None else [(corpus, "")])]
 
 
 def _look_at_datasets(datasets: Sequence[tuple[Path, str]], known: Mapping[str, InputFile]) -> Entries:
-    """All, as look_at_inputs does; names of files begin with the place of their dataset where there are several."""
+    """All datasets, as look_at_inputs does; with several, file names begin with the position of their dataset."""
     if len(datasets) == 1:
         return look_at_data(*datasets[0], known)
     named = {f"{n}/{name}": file for n, each in enumerate(datasets) for name, file in _files_of(*each)}
@@ -113,11 +113,13 @@ def _look_at_datasets(datasets: Sequence[tuple[Path, str]], known: Mapping[str, 
 
 
 def read_inputs(layout: RunLayout) -> Inputs | None:
-    """What was noted; None for a run that has noted nothing.  Raises RunDirectoryError if the file is damaged."""
+    """The recorded inputs; None if none were recorded.  Raises RunDirectoryError if the file is damaged."""
     try:
         document = json.loads(layout.inputs.read_bytes())
         if document["format_version"] != FORMAT_VERSION:
-            raise RunDirectoryError(f"{layout.inputs}: format version {document['format_version']} is not known here")
+            raise RunDirectoryError(
+                f"{layout.inputs}: format version {document['format_version']} is unknown to this version of rlhpc"
+            )
         return Inputs(*({name: InputFile(**e) for name, e in document[part].items()} for part in ("model", "data")))
     except FileNotFoundError:
         return None
@@ -134,30 +136,32 @@ def write_inputs(layout: RunLayout, inputs: Inputs) -> None:
 
 
 def refuse_other_inputs(config: Config, layout: RunLayout, *, may_lack_weights: bool = False) -> Inputs:
-    """Return the inputs as they are now, which are those that the run began with.  Changes nothing.
+    """Return the current inputs, after checking that the run began with the same ones.  Changes nothing.
 
-    may_lack_weights: on a node where no weights lie, none are compared.  Raises RunDirectoryError naming what differs.
+    may_lack_weights: do not compare weights on a node that has none.  Raises RunDirectoryError naming what differs.
     """
     noted = read_inputs(layout)
     now = look_at_inputs(config, noted)
     different = differences(noted, now, may_lack_weights=may_lack_weights) if noted is not None else []
     if different:
-        lines = [f"{layout.root}: model or data differ from those that this run began with:"]
+        lines = [f"{layout.root}: model or data differ from those this run started with:"]
         lines += [f"  {line}" for line in different]
-        lines.append("restore them; to use other ones start a new run (another run.name)")
+        lines.append("restore them; to use others, start a new run (another run.name)")
         raise RunDirectoryError("\n".join(lines))
     return now
 
 
 def differences(before: Inputs, now: Inputs, *, may_lack_weights: bool = False) -> list[str]:
-    """What is not the same: a line each that names key, file and digests."""
+    """Differences, one line each, with key, file and digests."""
     model = before.model
     if may_lack_weights and not any(name.endswith(WEIGHTS) for name in now.model):
         model = {name: entry for name, entry in model.items() if not name.endswith(WEIGHTS)}
     lines = list(_differences("model.path", model, now.model))
     # Of a dataset the order of its files counts and their names do not.
     if [entry.digest for entry in before.data.values()] != [entry.digest for entry in now.data.values()]:
-        lines += list(_differences("data.path", before.data, now.data)) or ["data.path: its files have another order"]
+        lines += list(_differences("data.path", before.data, now.data)) or [
+            "data.path: its files are in a different order"
+        ]
     return lines
 
 
@@ -165,11 +169,11 @@ def _differences(key: str, before: Mapping[str, InputFile], now: Mapping[str, In
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
         if new is None and old is not None:
-            yield f"{key}: {name} is missing; it was {old.path}"
+            yield f"{key}: {name} is missing; it was at {old.path}"
         elif old is None and new is not None:
-            yield f"{key}: {new.path} did not exist"
+            yield f"{key}: {new.path} is new: it did not exist at the first start"
         elif old is not None and new is not None and old.digest != new.digest:
-            yield f"{key}: {new.path} has other content ({_size(old, new)}digest {new.digest}, recorded {old.digest})"
+            yield f"{key}: {new.path} has changed ({_size(old, new)}digest {new.digest}, recorded {old.digest})"
 
 
 def _size(old: InputFile, new: InputFile) -> str:
@@ -214,7 +218,7 @@ def _blocks_of(path: Path) -> Iterator[bytes]:
 
 
 def _samples_of(path: Path) -> Iterator[bytes]:
-    """Size, header, and some of every tensor; of what is no safetensors file, all."""
+    """Digest of size, header and samples of every tensor; of the whole file if it is not a safetensors file."""
     spans = _tensor_spans(path)
     if not spans:
         yield from _blocks_of(path)
@@ -229,7 +233,7 @@ def _samples_of(path: Path) -> Iterator[bytes]:
 
 
 def _tensor_spans(path: Path) -> Sequence[tuple[int, int]]:
-    """Where tensors begin and end, in bytes from the file's beginning, in their order; none if it has no such header.
+    """Where tensors begin and end, in bytes from the beginning of the file; empty without such a header.
 
     The first one begins where the header ends.
     """

@@ -1,7 +1,7 @@
-"""When a resume does not go on from the journal: its files are set aside, and what they hold is sampled anew.
+"""Set the journal aside when a resume is not to repeat its steps; their rollouts are sampled again.
 
-A resume trains the steps after its checkpoint again, from the journal.  Who goes back on purpose, or has changed how
-the policy is trained or sampled, wants other steps than those.
+A resume trains the steps after its checkpoint again, from the journal.  A user who goes back on purpose, or has changed
+how the policy is trained or sampled, wants different steps.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SHAPES_STEPS = (
     "admission.",
     "rewards.",
     "shaping.",
-)  # a repeated step would be another
+)  # a repeated step would differ
 
 
 def set_journal_aside(
     layout: RunLayout, resume_from: ResumePoint, changed: Sequence[str], attempt: int, tell: Tell
 ) -> None:
-    """Move the journal to lost_attempt_N/, N: the attempt that begins, if this resume is not to repeat its steps.
+    """Move the journal to lost_attempt_N/ if this resume is not to repeat its steps.  N: the attempt that begins.
 
     changed: settings that differ from the attempt before, "key: old → new".  Raises RunDirectoryError.
     """

@@ -1,6 +1,6 @@
 """One launcher at a time for a run directory: on one machine by a lock, between machines by heartbeat files.
 
-Input: a run directory that somebody wants to start or resume.  Output: a RunOwner, or RunDirectoryError that names the
+Input: a run directory to start or resume.  Output: a RunOwner, or RunDirectoryError that names the
 owner.  Guarantees: of two simultaneous launchers on one machine one is refused; on a filesystem with locks no process
 of an earlier attempt is alive on this machine when ownership is granted.  A process on another machine that was
 suspended for longer than SILENCE_S is kept from doing harm by ownership.py.
@@ -30,12 +30,14 @@ from rlhpc.run_layout import RunLayout
 
 Tell = Callable[[str], None]
 
-SILENCE_S = 20.0  # of a run on another machine, whose controller writes twice a second, until it counts as dead
+SILENCE_S = (
+    20.0  # without a sign of life from another machine, where a controller writes twice a second: it counts as dead
+)
 RENEW_S = 2.0
 LEAVE_S = 10.0  # for processes of a dead launcher to exit; the kernel has signalled them, and they need about 4 s
 KILL_S = 10.0  # for the kernel to end what was killed
 POLL_S = 0.2
-OWN_FILES = {RunLayout(Path()).lock.name, RunLayout(Path()).launcher.name}  # there before there is a run
+OWN_FILES = {RunLayout(Path()).lock.name, RunLayout(Path()).launcher.name}  # files that exist before the run does
 
 
 class RunOwner:
@@ -69,7 +71,7 @@ class RunOwner:
         return () if self._lock is None else (self._lock.descriptor,)
 
     def begins(self, owner: str) -> None:
-        """An attempt begins whose processes write in the name of `owner`; "": nobody knows yet in whose."""
+        """An attempt begins whose processes write in the name of `owner`; "": the owner is not known yet."""
         self._fence = Fence(self._layout, owner) if owner else None
 
     def renew(self) -> None:
@@ -152,7 +154,7 @@ def refuse_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> None:
 
 
 def holds_something(directory: Path) -> bool:
-    """Whether anything is there that the launcher of a run does not lay down before there is one."""
+    """Whether the directory has anything but the files that a launcher writes before a run exists."""
     return directory.is_dir() and bool({*os.listdir(directory)} - OWN_FILES)  # noqa: PTH208  names are enough
 
 
@@ -160,9 +162,8 @@ def holds_something(directory: Path) -> bool:
 def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[RunOwner]:
     """Be the launcher of a run while the block runs.
 
-    may_take_over: False for a start that expects an empty directory (no --resume, no --fresh): then existing content is
-    left unchanged, and refused later.  Raises RunDirectoryError: the run is alive, or one of its processes cannot be
-    ended.
+    may_take_over: False for a start that expects an empty directory (no --resume, no --fresh): existing content is left
+    unchanged, and refused later.  Raises RunDirectoryError: the run is alive, or one of its processes cannot be ended.
     """
     if holds_something(layout.root) and not (may_take_over and layout.is_run):
         yield RunOwner(layout, None)
@@ -175,7 +176,7 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
 
 
 def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
-    """Get the lock; end processes that a dead launcher has left behind."""
+    """Acquire the lock; end processes that a dead launcher left behind."""
     deadline = Deadline(LEAVE_S)
     has_told = has_killed = False
     while True:
@@ -190,11 +191,11 @@ def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
             has_told = True
         if deadline.is_over:
             if has_killed or not left:
-                who = _describe(left) or "by a process of another machine or user"
+                who = _describe(left) or "by a process on another machine, or of another user"
                 raise RunDirectoryError(
                     f"{layout.root}: {layout.lock.name} is locked ({who}), so the run may still be running"
                 )
-            tell(f"killing     {_describe(left)}: left behind by a launcher that is dead")
+            tell(f"killing     {_describe(left)}: left behind by a dead launcher")
             for process in left:
                 _kill(process)
             has_killed, deadline = True, Deadline(KILL_S)

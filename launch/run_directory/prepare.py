@@ -1,7 +1,7 @@
 """The life cycle of a run directory: created once, resumed on request, never taken over from a run that is alive.
 
 Input: Config.  Output: the directory with settings, keys and one line per attempt.  A run is either processes on this
-machine, whose launcher counts attempts, or Slurm jobs, the first of which does (begin_attempt.py).
+machine, whose launcher numbers the attempts, or Slurm jobs, of which the first does so (begin_attempt.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("rlhpc.run_directory")
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "run.deterministic:", "model.", "data.",
     "admission.group_size:", "admission.groups_per_step:", "admission.max_staleness:",
     "admission.window_groups:")  # fmt: skip
-MAY_MOVE = ("model.path:", "data.path:")  # to another place, with the content recorded at the first start
+MAY_MOVE = ("model.path:", "data.path:")  # to another path with the same content as at the first start
 
 LIVES_ELSEWHERE_S = 60.0  # if the status file is younger, jobs may be alive although Slurm does not answer
 
@@ -140,7 +140,7 @@ def refuse_run_dir_for_jobs(
 
 
 def refuse_open_directory(layout: RunLayout, tell: Tell) -> None:
-    """Tell that others may read an existing directory.  Raises RunDirectoryError if they may change it."""
+    """Report that other users may read an existing directory.  Raises RunDirectoryError if they may change it."""
     rights = openness(layout.root)
     if rights.is_writable:
         raise RunDirectoryError(rights.text)
@@ -205,8 +205,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
     owner = layout.root.stat().st_uid
     if fresh and owner != os.geteuid():  # group write permission suffices to delete, and root may delete everything
         raise RunDirectoryError(
-            f"{layout.root} belongs to the user with uid {owner}: --fresh deletes only your own runs; choose another "
-            "run.name"
+            f"{layout.root} belongs to uid {owner}: --fresh deletes only your own runs; choose another run.name"
         )
     return True
 
@@ -241,7 +240,7 @@ def _refuse_complete(config: Config, layout: RunLayout) -> None:
 
 def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
     if step > config.run.num_steps:
-        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is at step {step} already")
+        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}")
 
 
 def _age_s(path: Path) -> float:
@@ -269,7 +268,7 @@ def _delete_contents(layout: RunLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Renewal:
-    """What a resume records again."""
+    """What a resume records."""
 
     changed: tuple[str, ...]
     inputs: Inputs
@@ -315,7 +314,7 @@ def _make(layout: RunLayout) -> None:
 
 
 def _is_of(text: str, keys: tuple[str, ...]) -> bool:
-    """Whether a difference is of one of these keys, of whichever dataset."""
+    """Whether a difference concerns one of these keys, in any dataset."""
     return re.sub(r"^data\.\d+\.", "data.", text).startswith(keys)
 
 
@@ -327,7 +326,7 @@ def _difference(old: Config, new: Config) -> tuple[str, ...]:
 
 
 def _uncompared(old: Config, new: Config) -> set[str]:
-    """Of other numbers of datasets there is nothing to compare, one by one."""
+    """Datasets are compared one by one only if there are as many as before."""
     return {"data"} if len(old.data) != len(new.data) else set()
 
 

@@ -42,7 +42,7 @@ class ProcessIdentity:
 
     @classmethod
     def parse(cls, document: dict[str, Any]) -> ProcessIdentity:
-        """What to_json made.  Raises KeyError or ValueError."""
+        """Inverse of to_json.  Raises KeyError or ValueError."""
         return cls(str(document["host"]), str(document["boot_id"]), int(document["pid"]), int(document["start_ticks"]))
 
     def to_json(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """True if it has ended, or can be assumed to have."""
+        """True if it has ended, or may be assumed to have ended."""
         if self.process.is_here:
             return not self.process.is_alive
         return self.process.host == socket.gethostname() or time.time() - self.unix_time_s > ABANDONED_S
@@ -123,8 +123,8 @@ def _changed_at(lock: Path) -> float:
 def _refusal(lock: Path) -> str:
     found = _read(lock)
     return (
-        f"{lock}: a submission is going on, by {_describe(found[1] if found else None)}; try again when it has ended, "
-        f"or, if that process is dead, `rm {lock}`"
+        f"{lock}: a submission is in progress, by {_describe(found[1] if found else None)}; try again when it has "
+        f"ended, or, if that process is dead, `rm {lock}`"
     )
 
 

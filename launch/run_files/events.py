@@ -1,4 +1,4 @@
-"""The events of each supervisor of a run: written, one JSON line each, to jobs/NAME.events.jsonl, and read again.
+"""The events of each supervisor of a run: write and read jobs/NAME.events.jsonl, one JSON line per event.
 
 A file that is missing or incomplete counts as absent.
 """
@@ -21,18 +21,18 @@ _TAIL_BYTES = 16384  # an event is a line of some hundred bytes
 
 
 class Log(Protocol):
-    """Takes what a supervisor tells of the run."""
+    """Receives the events of a supervisor."""
 
     attempt: int  # the current one
 
     def say(self, event: str, text: str) -> None:
-        """Tell one event: one word for programs, a sentence for people."""
+        """Report one event: one word for programs, a sentence for people."""
 
 
 class EventLog(Log):
-    """Appends to one file, and says the same in the batch log.
+    """Appends to one file, and writes the same to the batch log.
 
-    Each job (or array task) has its own, so that a file has only one writer.
+    Each job (or array task) has its own file, so that a file has only one writer.
     """
 
     def __init__(self, path: Path, restart: int) -> None:
@@ -66,7 +66,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Event:
-    """What a supervisor has done."""
+    """An event of a supervisor."""
 
     name: str  # of its job: JOB, or JOB_TASK
     unix_time_s: float
@@ -81,7 +81,7 @@ def last_events(layout: RunLayout) -> list[Event]:
 
 
 def last_outcome(layout: RunLayout, name: str) -> str:
-    """Outcome of the last life of a job, "given_up: …" (launch/run_files/outcome.py); "" if it left none."""
+    """Outcome of a job's last life, such as "given_up: …" (launch/run_files/outcome.py); "" if it left none."""
     for line in _lines_from_the_end(layout.job_events(name)):
         try:
             said = json.loads(line)

@@ -44,5 +44,5 @@ class Outcome:
     status: int | None = None  # as in a shell, of the process whose failure this is; None: none is known
 
     def __post_init__(self) -> None:
-        """Without details, the cause's own words are used."""
+        """Without details, the text of the cause."""
         self.text = self.text.strip() or self.cause.words

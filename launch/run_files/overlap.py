@@ -9,11 +9,11 @@ MINUTE_S = 60
 
 
 def successor_after_min(life_s: float, overlap_s: float) -> int | None:
-    """Whole minutes after the beginning of a job of this life after which its successor may start; None: at its end.
+    """Whole minutes from the start of a job of this length until its successor may start; None: at its end.
 
-    Slurm counts minutes only (--dependency=after:JOB+MINUTES), so that the overlap may be up to a minute longer than
-    asked for.  life_s: seconds, infinite without a time limit; a little less than the limit, which is in minutes, too,
-    where a supervisor has measured it.
+    Slurm counts whole minutes (--dependency=after:JOB+MINUTES), so that the overlap may be up to a minute longer than
+    requested.  life_s: seconds, infinite without a time limit; a little less than the limit where a supervisor has
+    measured it.
     """
     if not overlap_s or not math.isfinite(life_s):
         return None

@@ -59,8 +59,8 @@ class Limits:
     meet_s: float  # for another role
     stall_s: float  # without an optimiser step
     max_retries: int  # consecutive failed attempts without a new checkpoint
-    dead_after_s: float = 60.0  # what a signal has stopped for so long is killed and started again
-    is_attended: bool = False  # somebody waits for the message of what fails at its start: it is not tried again
+    dead_after_s: float = 60.0  # a process that a signal has stopped for this long is killed and restarted
+    is_attended: bool = False  # a user waits for the message of a failed start: it is not retried
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,11 @@ class ClusterFacts:
     associations: tuple[Association, ...] | None  # None: no accounting, or it does not answer
     default_account: str
     qos: tuple[Qos, ...]
-    hidden: frozenset[str] = frozenset()  # "partition", "node", "reservation": what the site shows to its staff alone
+    hidden: frozenset[str] = frozenset()  # "partition", "node", "reservation": what the site shows only to its staff
 
     @property
     def default_partition(self) -> str | None:
-        """The partition of a job that names none."""
+        """The default partition."""
         return next((partition.name for partition in self.partitions if partition.is_default), None)
 
     @property

@@ -1,4 +1,4 @@
-"""Cancel and requeue jobs, and ask for the states of this user's own jobs in few words.
+"""Cancel and requeue jobs, and ask for the states of this user's own jobs.
 
 Input: ids as squeue writes them.  Output: states in Slurm's words.  Raises SlurmError.
 """
@@ -22,7 +22,7 @@ TaskStates = dict["int | None", str]  # of one job; by task where it is an array
 
 
 def cancel(jobs: Iterable[int | str], *options: str, patience_s: float = 0.0) -> None:
-    """Run scancel, if there is anything to cancel; jobs that have ended by themselves are no error."""
+    """Run scancel if there is anything to cancel; jobs that have already ended are not an error."""
     listed = list(dict.fromkeys(map(str, jobs)))
     if not listed:
         return
@@ -80,7 +80,7 @@ def own_states_and_reasons() -> dict[str, tuple[str, str]]:
 
 
 def most_active(states: Iterable[str]) -> str:
-    """The state of what may still run, before one that waits, before one that is over; "" if there is none."""
+    """The most active state: one that may still run before a waiting one before a final one; "" if there is none."""
     return max(states, key=_activity, default="")
 
 

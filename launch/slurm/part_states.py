@@ -1,7 +1,7 @@
 """States of jobs, of their components and of their array tasks: squeue first, then sacct for what squeue has forgotten.
 
-Input: job ids.  Output: a state for J, J+1 and J_1.  A job that neither knows has ended: without accounting,
-nobody else would ever say so.
+Input: job ids.  Output: a state for J, J+1 and J_1.  A job that neither knows has ended: without accounting there is
+no other sign of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse_states(lines: str) -> dict[str, dict[str, str]]:
 
 
 def _of_all(states: list[str]) -> str:
-    """Of an array: what still happens, else what went wrong, else COMPLETED."""
+    """State of an array: that of a live task, else that of a failed one, else COMPLETED."""
     going_on = sorted(set(states) - FINAL, key=lambda state: state != "RUNNING")
     return next(iter([*going_on, *(state for state in states if state != "COMPLETED")]), "COMPLETED")
 

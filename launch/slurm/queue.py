@@ -50,7 +50,7 @@ class JobRow:
     used_s: int | None = None
     left_s: int | None = None
     limit_s: int | None = None  # None: no limit, or not known
-    start_unix_s: float | None = None  # of a pending job: Slurm's estimate
+    start_unix_s: float | None = None  # start of a pending job, as Slurm estimates it
     restarts: int | None = None  # None: not known, from sacct
 
     @property

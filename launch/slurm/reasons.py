@@ -23,7 +23,7 @@ REASONS = {
     "JobHeldAdmin": "held by an administrator, and only they can release it: ask them",
     "JobHoldMaxRequeue": "held: it has been requeued too often (max_batch_requeue); see its logs, then `scontrol "
     "release JOB`",
-    "JobLaunchFailure": "could not be started on its nodes (prolog, file system, a program that is not there), and has "
+    "JobLaunchFailure": "could not be started on its nodes (prolog, file system, a missing program), and has "
     "no log of it",
     "JobArrayTaskLimit": "the limit of running tasks of the array is reached",
     "PartitionDown": "the partition is down; waits for an administrator",
@@ -75,7 +75,7 @@ REASONS = {
     "OutOfMemory": "used more memory than it had requested",
 }
 
-# With these reasons a job stays in the queue until somebody acts.
+# With these reasons a job stays in the queue until a person acts.
 _STUCK = {
     "AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS", "JobHeldAdmin",
     "JobHeldUser", "JobHoldMaxRequeue", "PartitionTimeLimit", "QOSNotAllowed", "RequiresReservation",
@@ -119,7 +119,7 @@ def reason_in_words(reason: str) -> str:
 
 
 def is_stuck(reason: str) -> bool:
-    """True if a job with this reason does not start by itself, ever.
+    """True if a job with this reason never starts unless a person acts.
 
     A job that was requeued and held is PENDING again a moment later, and only its reason shows it.
     """

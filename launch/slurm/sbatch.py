@@ -76,12 +76,12 @@ def submit_script(
 
 
 def submit_once(script: Path, *options: str) -> str:
-    """Submit a script whose job may be there twice, and return its id.  options: of sbatch.  Raises SlurmError."""
+    """Submit a script whose job may safely exist twice; returns its id.  options: of sbatch.  Raises SlurmError."""
     return slurm("sbatch", "--parsable", *options, str(script)).strip().split(";")[0]
 
 
 def try_script(script: Path, patience_s: float) -> None:
-    """Have sbatch check a script, without submitting it.  Raises SlurmError with what sbatch says against it."""
+    """Have sbatch check a script without submitting it.  Raises SlurmError with sbatch's objection."""
     slurm("sbatch", "--test-only", str(script), patience_s=patience_s)
 
 
@@ -162,7 +162,7 @@ def _cancel(job_id: int) -> str:
         cancel([job_id], patience_s=LOOK_PATIENCE_S)
     except SlurmError as error:
         return f"job {job_id} was submitted; CANCEL BY HAND, `scancel {job_id}`: {error}"
-    return f"job {job_id} was submitted and is cancelled again"
+    return f"job {job_id} was submitted, and has been cancelled"
 
 
 class _HeldCtrlC:

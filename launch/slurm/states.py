@@ -1,4 +1,4 @@
-"""What each state of a Slurm job means for a run: is it alive, who ended it, does it come back, what to do.
+"""The meaning of each Slurm job state for a run: is it alive, who ended it, does it come back, what to do.
 
 Input: the states printed by squeue and sacct (22.05 to 26.05).  Output: values.  Pure.  States and flags are one list
 here, because squeue prints one word: a flag, if there is one, in place of the state below it.  A word that is not in
@@ -15,7 +15,7 @@ class Life(Enum):
     """Stage of a job."""
 
     WAITING = "waiting"  # in the queue
-    HELD = "held"  # in the queue until somebody releases it
+    HELD = "held"  # in the queue until it is released
     ON_NODES = "on nodes"
     ENDING = "ending"  # its processes are being ended; it may be requeued afterwards
     OVER = "over"
@@ -41,7 +41,7 @@ class JobState:
     code: str  # squeue's short form; "" if it has none
     life: Life
     ended_by: EndedBy
-    is_restarted_by_slurm: bool  # it starts again, or continues, by itself
+    is_restarted_by_slurm: bool  # it restarts or continues automatically
     is_worth_resuming: bool  # it has ended, and a resume from the last checkpoint can be expected to get further
     what: str  # for people
     remedy: str = ""  # how to continue a run whose jobs have all ended; "" if `what` says everything

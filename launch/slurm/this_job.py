@@ -45,7 +45,7 @@ class ThisJob:
 
     @classmethod
     def without_slurm(cls) -> ThisJob:
-        """What stands for a job where processes are started on this machine alone."""
+        """Takes the place of a job where processes are started on this machine alone."""
         return cls(job_id=0, array_id=None, array_task=None, restart=0, is_heterogeneous=False, began=time.time())
 
     @property
@@ -76,7 +76,7 @@ class ThisJob:
 
 
 class NoTimeLimit:
-    """Where nobody but people ends this life."""
+    """For a life without a time limit."""
 
     @property
     def end(self) -> float | None:

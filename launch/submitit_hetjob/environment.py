@@ -1,8 +1,8 @@
 """How a task of a heterogeneous job reacts to signals.
 
-Three signals.  The warning (USR2): rank 0 stores its checkpoint, writes a note and exits; the other ranks continue,
-because rank 0 may need them.  SIGTERM, which Slurm sends before it takes nodes away: the same.  USR1, sent by the
-supervisor: exit.
+There are three signals.  The warning (USR2): rank 0 stores its checkpoint, writes a note and exits; the other ranks
+continue, because rank 0 may need them.  SIGTERM, which Slurm sends before it takes nodes away: the same.  USR1, sent by
+the supervisor: exit.
 submitit would requeue the job from inside the task; that cancels a heterogeneous job on Slurm 25.11 and newer, so the
 note asks the supervisor to do it from the batch step once every task has ended (launch/submitit_hetjob/supervisor.py).
 """
@@ -25,7 +25,7 @@ class HeterogeneousSlurmJobEnvironment(TaskEnvironment):
     """submitit.JobEnvironment() inside a component: job id of the whole, ranks and nodes of the component."""
 
     def listen(self, checkpoint: Handler, ignore: Handler) -> None:
-        """Bind the three signals, and let in what has arrived since the process began."""
+        """Bind the three signals, and deliver those that have arrived since the process started."""
         warning = self.warning_signal
         signal.signal(signal.SIGCONT, ignore)  # Slurm sends it before every SIGTERM
         signal.signal(LEAVE_SIGNAL, _leave)
@@ -38,7 +38,7 @@ class HeterogeneousSlurmJobEnvironment(TaskEnvironment):
             signal.signal(warning, once)
         else:
             signal.signal(signal.SIGTERM, partial(self._follow_rank_0, ignore))
-            signal.signal(warning, checkpoint)  # which says that it is for rank 0
+            signal.signal(warning, checkpoint)  # which logs that only rank 0 handles it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {warning, signal.SIGTERM, LEAVE_SIGNAL})
 
     def ask_for_another_life(self, countdown: int) -> None:
@@ -47,27 +47,27 @@ class HeterogeneousSlurmJobEnvironment(TaskEnvironment):
         note = note_path(self.paths.folder, self.job_id)
         write_atomically(note, json.dumps({"remaining_timeouts": int(countdown)}).encode())
         for number in (self.warning_signal, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # an interpreter that ends takes away handlers, but not this
+            signal.signal(number, signal.SIG_IGN)  # an interpreter that exits removes handlers, but not this
 
     def _follow_rank_0(self, ignore: Handler, signum: int, frame: FrameType | None) -> None:
-        # Rank 0 may need this one for its checkpoint; once that is stored, to stay would cost the job KillWait seconds.
+        # Rank 0 may need this rank for its checkpoint; staying after that would cost the job KillWait seconds.
         if note_path(self.paths.folder, self.job_id).exists():
             _leave(signum, frame)
         ignore(signum, frame)
 
     def _be_taken_away(self, signum: int, frame: FrameType | None) -> None:
-        # Slurm wants the nodes.  Without a note the supervisor, whom Slurm may not have told, would see a failure.
+        # Slurm wants the nodes.  Without a note the supervisor, which may have got no signal, would see a failure.
         if self.global_rank == 0:
             self.ask_for_another_life(0)
         _leave(signum, frame)
 
     def hold_signals(self) -> None:
-        """Keep signals back until `listen`: before it, they would end the process without a checkpoint."""
+        """Block signals until `listen`: before it, they would end the process without a checkpoint."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {self.warning_signal, signal.SIGTERM, LEAVE_SIGNAL})
 
 
 class _Once:
-    """The first signal stores the checkpoint; one that arrives meanwhile must not begin a second into the same file."""
+    """The first signal stores the checkpoint; a later one must not start a second write into the same file."""
 
     def __init__(self, checkpoint: Handler, ignore: Handler) -> None:
         self._checkpoint, self._ignore = checkpoint, ignore
@@ -87,5 +87,5 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def _let_finish() -> None:
-    """From here on cleaning up is not to be cut short by the supervisor's request to leave; after a while it kills."""
+    """From here on the supervisor's request to exit does not interrupt cleaning up; after a while it kills."""
     signal.signal(LEAVE_SIGNAL, signal.SIG_IGN)

@@ -2,7 +2,7 @@
 
 Input: components.  Output: one sbatch, and one submitit job per component.  Guarantees: everything that a job needs is
 on disk in FOLDER/JOBID before the job begins; nothing in FOLDER is overwritten; a failed submission leaves nothing
-behind.  docs/executor.md explains it; launch/submitit_hetjob/supervisor.py is what runs in the job.
+behind.  docs/executor.md explains it; launch/submitit_hetjob/supervisor.py runs in the job.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Component", "HeterogeneousSlurmExecutor"]
 
 
 class HeterogeneousSlurmExecutor(SlurmExecutor):
-    """Submits heterogeneous jobs.  Parameters that hold for all components: update_parameters, as of SlurmExecutor.
+    """Submits heterogeneous jobs.  update_parameters sets parameters for all components, as in SlurmExecutor.
 
-    folder: on a filesystem that all nodes share.  max_num_timeout: so often a job whose time is up begins again.
+    folder: on a filesystem that all nodes share.  max_num_timeout: how often a timed-out job is restarted.
     python: command for the tasks, for example `apptainer exec image.sif python`.  batch_python: for the supervisor,
     which needs Slurm's commands, Python 3.9 and nothing else.  Raises ConfigError; SlurmError: there is no Slurm here.
     """
@@ -49,18 +49,20 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         batch_python: str | None = None,
     ) -> None:
         if self.affinity() <= 0:
-            raise SlurmError("srun: no such command here; is this a login node, is Slurm's module loaded?")
+            raise SlurmError("srun: no such command here; run this on a login node, with Slurm's module loaded")
         super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
         self.batch_python = batch_python or shlex.quote(sys.executable)
         if "%" in str(self.folder):
-            raise ConfigError(f"folder {self.folder}: Slurm and submitit read a '%' as a pattern")
+            raise ConfigError(
+                f"folder {self.folder}: Slurm and submitit treat '%' as a pattern; legal: a path without it"
+            )
 
     # ------------------------------------------------------------------------------------------------------- submission
 
     def submit_components(self, components: Sequence[Component]) -> dict[str, Job[Any]]:
         """Submit one job; returns a submitit job per component, by name.
 
-        Raises ConfigError: the components contradict themselves; SlurmError: sbatch refuses, in its own words.
+        Raises ConfigError: contradictory components; SlurmError with sbatch's message: it refuses.
         """
         return self._submit(components, [DelayedSubmission(component.function) for component in components])
 
@@ -74,12 +76,12 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         record: Callable[[int], object] = lambda job_id: None,
         hear: Callable[[str], object] = lambda remarks: None,
     ) -> Job[Any]:
-        """Submit a script that is ready; `options` go before it, for example --dependency=afterok:12.
+        """Submit a finished script; `options` go before it, for example --dependency=afterok:12.
 
-        Whoever runs in it may leave ("success", value) or ("error", text) as a pickle in FOLDER/JOBID_0_result.pkl,
-        which becomes the job's result.  environment: None is this process's without what belongs to another job.
-        record: called with the id before Ctrl-C is heard; if it raises, the job is cancelled.  hear: called with what
-        sbatch remarks of a job that it takes.  Raises SlurmError, with `name` in front.
+        The job may leave ("success", value) or ("error", text) as a pickle in FOLDER/JOBID_0_result.pkl, which becomes
+        its result.  environment: None means this process's, without variables of another job.  record: called with the
+        id before Ctrl-C takes effect; if it raises, the job is cancelled.  hear: called with sbatch's remarks on an
+        accepted job.  Raises SlurmError, with `name` in front.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         job_id = _sbatch(script, name, record, options, environment, hear)
@@ -108,7 +110,7 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         }
 
     def _write(self, staging: Path, parts: Sequence[Part], calls: Sequence[DelayedSubmission]) -> None:
-        """All that the job will need, under a name that nobody reads."""
+        """Write everything that the job needs, under a temporary name."""
         for part, call in zip(parts, calls, strict=True):
             directory = staging / part.component.name
             directory.mkdir(parents=True)
@@ -126,21 +128,23 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         (staging / "submission.sh").write_text(text, encoding="utf-8")
 
     def _publish(self, staging: Path, parts: Sequence[Part], job_id: int) -> None:
-        """Give the files their names, now that the job has its number; the job waits for the directory."""
+        """Rename the files, now that the job id is known; the job waits for the directory."""
         try:
             for part in parts:
                 directory = staging / part.component.name
                 (directory / "submitted.pkl").rename(directory / f"{job_id}_submitted.pkl")
                 (directory / f"{job_id}_submission.sh").symlink_to("../submission.sh")
             staging.rename(self.folder / str(job_id))
-        except OSError as error:  # Slurm counts anew after its state was lost: those would be another job's results
+        except (
+            OSError
+        ) as error:  # Slurm restarts its numbering after losing its state: these would be another job's results
             taken = self.folder / str(job_id)
-            raise RunDirectoryError(f"{taken}: cannot be taken ({error}); use a new folder") from error
+            raise RunDirectoryError(f"{taken}: cannot be created ({error}); use a new folder") from error
 
     # ------------------------------------------------------------------------------------------- submitit's own entries
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
-        """Behind submit and map_array: a job of one component each, for Slurm has no arrays of heterogeneous jobs."""
+        """Implements submit and map_array: one single-component job each, as Slurm has no heterogeneous arrays."""
         return [self._submit([Component("task", call.function)], [call])["task"] for call in delayed_submissions]
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
@@ -175,6 +179,6 @@ def _sbatch(
 
 
 def _code() -> Path | None:
-    """The directory that holds `launch`, if Python would not find it by itself: a checkout."""
+    """The directory that contains `launch`, if Python would not find it otherwise: a checkout."""
     root = Path(__file__).parents[2]
     return root if (root / "pyproject.toml").exists() else None

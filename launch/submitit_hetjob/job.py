@@ -22,17 +22,17 @@ R = TypeVar("R", covariant=True)
 
 
 class StateWatcher(Watcher):
-    """States of jobs J, components J+1 and array tasks J_1.  One for all jobs, asked in good measure."""
+    """States of jobs J, components J+1 and array tasks J_1.  One for all jobs; limits how often Slurm is asked."""
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
-        """As Slurm writes it, GONE, or UNKNOWN as long as Slurm does not answer."""
+        """Slurm's word for the state; GONE; or UNKNOWN while Slurm does not answer."""
         if mode != "cache":
             self.get_info(base_id(job_id), mode=mode)
         info = self.known(job_id) or self.known(base_id(job_id))
         return info.get("State", "UNKNOWN")
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """True if nothing more will come: also not after a requeue, in which case squeue says PENDING."""
+        """True if the job is over for good; a requeued job is not, squeue shows it as PENDING."""
         return self.get_state(job_id, mode=mode) in FINAL
 
     def ask(self, bases: set[str]) -> dict[str, dict[str, str]] | None:
@@ -74,7 +74,7 @@ class HeterogeneousSlurmJob(SlurmJob[R]):
         return self.watcher.known(self.slurm_id) or self.watcher.known(self.job_id)
 
     def done(self, force_check: bool = False) -> bool:
-        """True if every task has a result, or the component has ended without."""
+        """True if every task has a result, or the component has ended without one."""
         if self.num_tasks > 1:
             return all(task.done(force_check) for task in sub_jobs(self))
         if self._has_result():

@@ -18,21 +18,21 @@ from rlhpc.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 DEFAULT_MINUTES, DEFAULT_WARN_S = 5, 90  # submitit's time and signal_delay_s
-# Of the whole job, or set here: a component says none of them for itself.
+# Of the whole job, or set here: a component cannot set any of them.
 _OF_THE_JOB = ("setup", "teardown", "use_srun", "array_parallelism", "signal_delay_s")
 _OURS = ("output", "error", "open-mode", "signal", "requeue", "no-requeue", "array", "hetjob")
-# sbatch heeds them for the job, that is for its first component alone.
+# sbatch applies them to the job, that is, only to its first component.
 _FIRST_ONLY = ("dependency", "mail-type", "mail-user")
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One part of a job: what it runs, on what.
+    """One component of a job: its function and its resources.
 
-    function: called without arguments in every task; with a method `checkpoint` it can be continued.  parameters:
-    submitit's for Slurm, without `slurm_`, over those of the executor.  essential: if it fails, the job has failed.
-    restarts: how often it is begun again in the same allocation.  in_batch_step: run without srun, for the first
-    component; None: if it has one task and no GPU.
+    function: called without arguments in every task; with a method `checkpoint` it can be resumed.  parameters:
+    submitit's for Slurm, without `slurm_`; they override the executor's.  essential: if it fails, the job has failed.
+    restarts: how often it is restarted in the same allocation.  in_batch_step: run the first component without srun;
+    None: if it has one task and no GPU.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Part:
 
     @property
     def runs_in_batch_step(self) -> bool:
-        """As wished, or as can be; only the first component has a batch step."""
+        """As requested, or if possible; only the first component has a batch step."""
         wish = self.component.in_batch_step
         return (self.num_tasks == 1 and not self._has_gpus) if wish is None else wish
 
@@ -93,10 +93,10 @@ class Part:
 
 
 def check_parts(parts: Sequence[Part]) -> None:
-    """Raises ConfigError: what Slurm would refuse late, or would do otherwise than meant."""
+    """Raises ConfigError for requests that Slurm would refuse late, or misunderstand."""
     names = [part.component.name for part in parts]
     if not parts or len(set(names)) != len(names):
-        raise ConfigError(f"components {names}: one at least, every name once")
+        raise ConfigError(f"components {names}: legal: at least one, each name once")
     times = {part.parameters.get("time", DEFAULT_MINUTES) for part in parts}
     if len(times) > 1:
         raise ConfigError(f"time={sorted(times)}: the components of a job end together; give all of them the same")
@@ -133,7 +133,7 @@ def script_text(parts: Sequence[Part], folder: Path, *, batch_python: str, code:
 def plan_text(parts: Sequence[Part], *, python: str, has_checkpoint: Sequence[bool]) -> str:
     """plan.json: what the supervisor (launch/submitit_hetjob/supervisor.py) starts.
 
-    Where no component has a checkpoint, all hear the warning, and submitit's rule says whether they begin again.
+    If no component has a checkpoint, all receive the warning, and submitit's rule decides whether they restart.
     """
     any_has = any(has_checkpoint)
     command = [*shlex.split(python), "-u", "-m", "launch.submitit_hetjob.task"]
@@ -165,13 +165,13 @@ def _component_directives(part: Part, folder: Path, *, is_first: bool) -> Iterat
     if is_first:
         # Not into the job's own directory: it does not exist before the job has its number.
         yield shlex.quote(f"--output={folder}/%j_batch.log")
-        yield "--open-mode=append"  # a requeued job goes on in the log that it began
+        yield "--open-mode=append"  # a requeued job continues its log
         # To the batch step alone (B:); mixed with a signal to tasks, 22.05 loses one of them.
         yield f"--signal=B:{warning_signal_name()}@{_warn_s(part)}"
 
 
 def _warn_s(part: Part) -> int:
-    """Half of the time at most: a job that is warned as soon as it begins would do nothing but begin."""
+    """At most half of the time limit: a job warned right after its start would do nothing else."""
     asked_s, time_s = (
         part.parameters.get("signal_delay_s", DEFAULT_WARN_S),
         60 * part.parameters.get("time", DEFAULT_MINUTES),
@@ -180,7 +180,7 @@ def _warn_s(part: Part) -> int:
 
 
 def _srun_sizes(part: Part) -> Iterator[str]:
-    """All sizes in words: what srun would read from the batch step's environment are those of the first component."""
+    """All sizes as explicit options: those in the batch step's environment are the first component's."""
     yield from ("-N", str(part.nodes), "-n", str(part.num_tasks), f"--ntasks-per-node={part.tasks_per_node}")
     for key in ("cpus_per_task", "gpus_per_node", "gpus_per_task", "gres"):
         if part.parameters.get(key):

@@ -27,7 +27,7 @@ _INTO_OWN_LOG = 'exec >> "$1${SLURM_PROCID}_log.out" 2>> "$1${SLURM_PROCID}_log.
 
 
 def note_path(folder: Path, job_id: str) -> Path:
-    """The file by which rank 0 says that its checkpoint is stored and that it asks for a requeue."""
+    """The file by which rank 0 reports that its checkpoint is stored, and asks for a requeue."""
     return folder / f"{job_id}_requeue.json"
 
 

@@ -1,4 +1,4 @@
-"""Every private part of submitit that the heterogeneous executor depends on, each behind a name of ours.
+"""Every private part of submitit that the heterogeneous executor depends on, each behind our own name.
 
 Nothing else in this package uses a submitit name that begins with an underscore, except by overriding it in a subclass
 of a class defined here.  tests/unit/launch/test_het_executor_seams.py checks each seam against the installed version;
@@ -40,7 +40,7 @@ check_version(submitit.__version__)
 
 
 def directives(folder: Path, parameters: Mapping[str, Any]) -> list[str]:
-    """What sbatch is told about `parameters`, without `#SBATCH`: `--partition=gen`.
+    """The sbatch directives for `parameters`, without `#SBATCH`: `--partition=gen`.
 
     Seam: `_make_sbatch_string` is the only place where submitit turns parameters into directives.
     """
@@ -68,15 +68,15 @@ def sub_jobs(job: Job[R]) -> Sequence[Job[R]]:
 
 
 class Watcher(submitit_slurm.SlurmInfoWatcher):
-    """Asks for the states of all registered jobs at once, now and then.
+    """Asks for the states of all registered jobs at once, at intervals.
 
-    Seam: the base class keeps the ids in `_registered` and what it knows in `_info_dict`, and decides by
+    Seam: the base class keeps the ids in `_registered` and known states in `_info_dict`, and decides by
     `_last_status_check` when to call `update`.
     """
 
     @abstractmethod
     def ask(self, bases: set[str]) -> dict[str, dict[str, str]] | None:
-        """State of jobs, of their components (J+1) and array tasks (J_1); None: no answer, what was known stands.
+        """State of jobs, of their components (J+1) and array tasks (J_1); None: no answer, known states are kept.
 
         bases: job ids without component or array task.
         """
@@ -91,12 +91,12 @@ class Watcher(submitit_slurm.SlurmInfoWatcher):
             self._info_dict.update(self.ask(bases) or {})
 
     def _is_settled(self, base: str) -> bool:
-        """True if the job, each of its components and tasks is known to be final: they do not end in one instant."""
+        """True if the job and all its components and tasks are known to be final: they end at different moments."""
         parts = [each for each in self._info_dict if base_id(each) == base]
         return bool(parts) and all(self.is_done(each, mode="cache") for each in parts)
 
     def known(self, job_id: str) -> dict[str, str]:
-        """What the last answer said, without a call."""
+        """The last answer, without a call."""
         return self._info_dict.get(job_id, {})
 
     def look_soon(self, job_id: str) -> None:
@@ -105,7 +105,7 @@ class Watcher(submitit_slurm.SlurmInfoWatcher):
 
 
 class TaskEnvironment(submitit_slurm.SlurmJobEnvironment):
-    """What a task knows of its job, and who hears its signals.
+    """A task's view of its job, and the handler of its signals.
 
     Seams: process_job calls `_handle_signals` once before the callable; SignalHandler writes the checkpoint over the
     submitted pickle, calls `_requeue(countdown)` and exits.
@@ -113,7 +113,7 @@ class TaskEnvironment(submitit_slurm.SlurmJobEnvironment):
 
     @classmethod
     def name(cls) -> str:
-        """As submitit's own, in whose place it stands: a process that a callable starts finds that one."""
+        """Same name as submitit's own environment, which processes that a callable starts will find."""
         return "slurm"
 
     @abstractmethod
@@ -122,7 +122,7 @@ class TaskEnvironment(submitit_slurm.SlurmJobEnvironment):
 
     @abstractmethod
     def ask_for_another_life(self, countdown: int) -> None:
-        """The checkpoint is stored, `countdown` more may follow."""
+        """The checkpoint is stored; `countdown` more restarts may follow."""
 
     def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
         handler = job_environment.SignalHandler(self, paths, submission)
@@ -146,9 +146,9 @@ def run_task(folder: str, environment: TaskEnvironment) -> None:
     """Load the callable of `folder`, run it, pickle its result.  Raises whatever the callable raises.
 
     Seam: JobEnvironment() looks into the cached dict of get_job_environments for one that is `activated`.  An entry
-    point would do as well, but only where this package is installed, not where it stands on PYTHONPATH.
+    point would also work, but only where this package is installed, not where it is on PYTHONPATH.
     """
-    from submitit.core import submission  # imports numpy, which a login node can do without
+    from submitit.core import submission  # imports numpy, which a login node may lack
 
     os.environ["SUBMITIT_EXECUTOR"] = environment.name()
     environments = plugins.get_job_environments()

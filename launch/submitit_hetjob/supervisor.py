@@ -1,7 +1,7 @@
 """Supervise a heterogeneous job whose tasks are callables: `python -m launch.submitit_hetjob.supervisor --folder F`.
 
 Input: FOLDER/plan.json, written by script.py; runs in the batch step; FOLDER is named after the job id.
-Output: one step per component; results are written by the ranks themselves (step.py).
+Output: one step per component; the ranks write their own results (step.py).
 Guarantees: a component succeeds only with exit status 0 and a result from every rank; if an essential component fails,
 the others are ended; a requested requeue is done by `scontrol requeue` from here after every srun has ended, the one
 form that works on Slurm 22.05 to 26.05 (from inside a step, 25.11 cancels the job instead).
@@ -94,7 +94,7 @@ class CallablesSupervisor:
         return True
 
     def _finish(self, step: Step) -> None:
-        """It has succeeded: it is not started again after a requeue."""
+        """It has succeeded: it is not restarted after a requeue."""
         step.is_finished = True
         write_atomically(self._finished_file, json.dumps([*self._read_finished(), step.name]).encode())
 
@@ -141,7 +141,7 @@ class CallablesSupervisor:
         return self._requeue()
 
     def _is_over(self, silent: list[Step]) -> bool:
-        """True if the job must not be requeued.  silent: components that ended by themselves without a checkpoint."""
+        """True if the job must not be requeued.  silent: components that ended on their own, without a checkpoint."""
         for step in silent:
             if step.exit_status == 0 and step.has_all_results(RESULT_PATIENCE_S):
                 self._finish(step)

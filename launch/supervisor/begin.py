@@ -1,4 +1,4 @@
-"""Begin an attempt by a command in the roles' Python environment, which can read checkpoints and make keys."""
+"""Begin an attempt through a command in the roles' Python environment, which can read checkpoints and make keys."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class AttemptStarter:
     def __init__(
         self, plan: JobPart, job: ThisJob, say: Callable[[str, str], None], signals: Signals, tether: Tether | None
     ) -> None:
-        """`say` is told of checkpoints that are skipped."""
+        """say: called with a line for each checkpoint that is skipped."""
         self._job, self._say, self._signals = job, say, signals
         self._descriptors = () if tether is None else tether.descriptors
         part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
         self._program = [*part.python, "-P", "-m", "launch.run_directory.begin_attempt"]
         self._words = ["--run-dir", str(plan.layout.root), "--job-id", str(job.job_id), "--restart", str(job.restart)]
         self._environment = {**part.defaults, **os.environ, **part.environment}
-        self._waiting: _Command | None = None  # that is loaded already
+        self._waiting: _Command | None = None  # a command that has already loaded
 
     def load(self) -> None:
-        """Start the command ahead, so that the next attempt begins without waiting for interpreter and libraries."""
+        """Start the command ahead of time, so that the next attempt need not wait for interpreter and libraries."""
         self.forget()
         self._waiting = _Command([*self._program, *self._words, "--when-told"], self._environment, self._descriptors)
 
@@ -60,8 +60,8 @@ class AttemptStarter:
     def begin(self, is_over: Callable[[], bool], follows: str = "") -> Attempt:
         """Make directories and keys, find the checkpoint to resume from, write attempt.json.
 
-        is_over: whether no attempt is wanted any more.  follows: owner that the attempt before was, where Slurm does
-        not tell which of two supervisors is the later one.  Raises BeginError.
+        is_over: whether an attempt is no longer wanted.  follows: owner of the previous attempt, where Slurm does not
+        tell which of two supervisors is the later one.  Raises BeginError.
         """
         program = " ".join([self._program[0], *self._program[-2:]])
         try:
@@ -78,7 +78,7 @@ class AttemptStarter:
         return Attempt.parse(document)
 
     def _run(self, words: list[str], is_over: Callable[[], bool]) -> tuple[int, str, str]:
-        """Run the command; it is killed when nobody waits for it any more.  Returns exit status, output, errors."""
+        """Run the command; it is killed once it is no longer wanted.  Returns exit status, output, errors."""
         deadline = Deadline(BEGIN_S)
         command, self._waiting = self._waiting, None
         if command is None or words or not command.go():
@@ -98,7 +98,7 @@ class AttemptStarter:
 
 
 class _Command:
-    """A process, what it prints, and a line by which it may be told to go on."""
+    """A process, its output, and a line on its stdin that tells it to continue."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str], descriptors: tuple[int, ...]) -> None:
         self._out, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115  end()
@@ -113,7 +113,7 @@ class _Command:
         )
 
     def go(self) -> bool:
-        """Tell it; False: it does not live any more."""
+        """Tell it to continue; False: it has ended."""
         if self.process.poll() is not None or self.process.stdin is None:
             return False
         try:
@@ -130,7 +130,7 @@ class _Command:
         return self.process.wait(), self._out.read(), self._errors.read()
 
     def end(self) -> None:
-        """End it if it lives, and forget what it has printed."""
+        """End it if it is alive, and discard its output."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self._out, self._errors):

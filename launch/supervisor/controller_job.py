@@ -69,9 +69,9 @@ class ControllerJobSupervisor:
         tether: Tether | None = None,
         begins: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """first: an attempt that has begun already.  tether: of processes, where no Slurm job ends with all of them.
+        """first: an attempt that has begun already.  tether: ties processes to this one, where no Slurm job ends them.
 
-        begins: called with the owner of each attempt that begins, and with "" before, while the owner changes.
+        begins: called with the owner of each attempt that begins, and before that with "", while the owner changes.
         """
         self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
         self._first, self._begins = first, begins
@@ -107,7 +107,7 @@ class ControllerJobSupervisor:
                 )
                 if pause_s is None:
                     if outcome.cause.follows == "requeue" or outcome.cause is Cause.SIGNAL:
-                        release(self._plan, self._job)  # before generators have left, which serve no attempt any more
+                        release(self._plan, self._job)  # before the generators, now unused, have exited
                     return outcome
                 self._log.say("retry", f"{outcome.text}; another attempt in {pause_s:.0f} s")
                 self._pause(pause_s)
@@ -214,7 +214,7 @@ class ControllerJobSupervisor:
             self._part_ended(step)
 
     def _lost(self, attempt: Attempt) -> Outcome | None:
-        """Whether the run has been taken over, or its keys replaced, by somebody else."""
+        """Whether another supervisor has taken the run over, or replaced its keys."""
         if lost_to := self._signals.lost_to():
             return Outcome(Cause.FENCED, lost_to)
         latest = read_attempt(self._layout)
@@ -229,7 +229,7 @@ class ControllerJobSupervisor:
         """Let the controller finish its step and save, for the first reason that applies."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if self._signals.end_requested:
-            self._ask_controller(Cause.SIGNAL, f"{self._signals.sender} asks for the end", progress)
+            self._ask_controller(Cause.SIGNAL, f"{self._signals.sender} asks the run to stop", progress)
         elif wants_stop(self._layout):
             self._ask_controller(Cause.STOP, f"{self._layout.stop_request} exists", progress)
         elif save_requests(self._layout):
@@ -254,7 +254,7 @@ class ControllerJobSupervisor:
             self._controller.ask_to_leave()
 
     def _interrupt_if_asked(self) -> None:
-        """Let the controller write its state, within seconds, whatever it was asked before."""
+        """Have the controller write its state within seconds, whatever it was asked to do before."""
         if not self._signals.interrupts and not wants_abort(self._layout):
             return
         if self._is_urgent:
@@ -274,7 +274,7 @@ class ControllerJobSupervisor:
         last_moment_s = min(LAST_MOMENT_S, self._limit.life_s / 8)
         if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > last_moment_s):
             return
-        self._log.say("kill", f"the controller is killed: it has not exited {waited_s:.0f} s after it was asked to")
+        self._log.say("kill", f"the controller is killed: it did not exit within {waited_s:.0f} s of being asked to")
         self._controller.kill()
 
     def _stop_if_stuck(self, progress: Progress | None, stall: StallWatch) -> None:
@@ -312,7 +312,7 @@ class ControllerJobSupervisor:
             self._end_alone(step, summary, progress)
 
     def _end_alone(self, step: Step, summary: str, progress: Progress | None) -> None:
-        """Nobody of a role is left: save what has been trained, without waiting for roles that cannot come back."""
+        """A role has no process left: save the trained state, without waiting for roles that cannot come back."""
         has_news = progress is not None and progress.step > saved_step(self._layout)
         cause = Cause.SETTINGS if step.status() == EXIT_CONFIG else Cause.FAILED
         self._ask_controller(cause, f"no {ROLE_WORDS[step.role]} is left: {summary}", progress)
@@ -327,13 +327,13 @@ class ControllerJobSupervisor:
         status = 1 if self.controller_status is None else self.controller_status
         progress = read_progress(self._layout)
         is_left = self._cause is Cause.HAND_OVER and not is_complete(self._layout)
-        if is_left:  # saved, or in the journal; who of this attempt still lives will be fenced
+        if is_left:  # saved, or in the journal; processes of this attempt that are still alive will be fenced
             release(self._plan, self._job)
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
         # A trainer that has not connected to the controller yet was not told to exit.
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S)
-        outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever becomes of the run in the other job meanwhile
+        outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever the other job does with the run meanwhile
         if not is_left:
             outcome = self._classifier.classify(status, attempt, self._cause, self._why, self._signals.end_requested)
         trained = progress.step if progress is not None else 0

@@ -41,21 +41,21 @@ def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog) -> int:
 
 
 def release(plan: JobPart, job: ThisJob) -> None:
-    """Tell a successor that stands by that this job has saved and begins no attempt any more."""
+    """Tell a successor that stands by that this job has saved and will begin no further attempt."""
     if plan.overlap_s:
         with suppress(OSError):  # it sees the end of this job, too
             plan.layout.released(job.job_id).touch()
 
 
 def dependency_of_successor(job: str, life_s: float, overlap_s: float) -> str:
-    """When a successor may start, as an option of sbatch; whatever ends the job before that, it may start then."""
+    """When a successor may start, as an sbatch option; if this job ends earlier, it may start then."""
     after_min = successor_after_min(life_s, overlap_s)
     early = "" if after_min is None else f"after:{job}+{after_min}?"
     return f"--dependency={early}afterany:{job}"
 
 
 def submit_successor(plan: JobPart, job: ThisJob, log: EventLog, life_s: float = math.inf) -> int | None:
-    """Submit the same script again, to start when this job has ended or is about to (dependency_of_successor).
+    """Submit the same script again, to start when this job has ended or is about to end (dependency_of_successor).
 
     life_s: from the beginning of this job to its time limit.  Returns the id; None: it was not possible.
     """

@@ -74,10 +74,10 @@ def pause_before_another(
 
 
 class StallWatch:
-    """How long there has been no step.
+    """Measures the time since the last step.
 
-    Before training begins, roles may be waiting for each other, each with a timeout of its own (meet_s); the limit of
-    the first step starts when training begins, so that loading a large model does not use it up.
+    Before training begins, roles may be waiting for each other, each with its own timeout (meet_s); the limit for the
+    first step counts from the beginning of training, so that loading a large model does not use it up.
     """
 
     def __init__(self, stall_s: float, meet_s: float, now: float) -> None:
@@ -88,7 +88,7 @@ class StallWatch:
         self.has_moved = False  # a step was trained that no attempt before had trained
 
     def look(self, step: int, is_training: bool, now: float) -> float | None:
-        """Record the current state; returns the limit in seconds if it is exceeded, else None.
+        """Record the current step; returns the limit in seconds if it is exceeded, else None.
 
         step: steps trained so far, -1 if unknown.
         """

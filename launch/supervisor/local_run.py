@@ -1,13 +1,13 @@
-"""The supervisor of a run without Slurm: all processes on this machine, for as long as somebody's command runs.
+"""The supervisor of a run without Slurm: all processes on this machine, for as long as the user's command runs.
 
     Ctrl-C                            the controller writes its state; everything has ended within ten seconds
     Ctrl-C twice                      everything is killed
     SIGTERM, `rlhpc stop`             the controller finishes its step and saves
     another start takes the run over  everything is killed
 
-Everything else is the supervisor of a Slurm job (controller_job.py): generators and reward services are started again,
-a controller or a trainer that fails begins another attempt, within a retry budget.  Python 3.9 and the standard
-library.
+Everything else is as in the supervisor of a Slurm job (controller_job.py): generators and reward services are
+restarted; if the controller or a trainer fails, a new attempt begins, within a retry budget.  Python 3.9 and the
+standard library.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from launch.supervisor.steps import Tether
 from rlhpc.errors import OwnershipLost
 from rlhpc.run_layout import RunLayout
 
-_QUIET = {"attempt_end", "part_missed", "part_left"}  # events that the next one repeats, or that were to be expected
+_QUIET = {"attempt_end", "part_missed", "part_left"}  # events that are expected, or that the next one repeats
 
 
 class LocalSignals(Signals):
-    """The signals of a terminal, and what has to happen while the supervisor waits."""
+    """Signals from a terminal, and the work to do while the supervisor waits."""
 
     sender = "SIGTERM"
 
@@ -66,7 +66,7 @@ class LocalSignals(Signals):
             self._hear(call)
 
     def lost_to(self) -> str:
-        """Who has taken the run over, in words; "": nobody."""
+        """The owner that has taken the run over, in words; "" if none has."""
         self._hear(self._check_owner)
         return self._lost_to
 
@@ -82,17 +82,17 @@ class LocalSignals(Signals):
 
 
 class TerminalLog(Log):
-    """Tells the user what the supervisor does, and notes it for those who look at the run later."""
+    """Tells the user what the supervisor does, and records it."""
 
     def __init__(self, tell: Callable[[str], None], first: int, path: Path) -> None:
-        """`tell` takes a line.  first: the attempt that the user has asked for.  path: of the events."""
+        """tell: prints a line.  first: the attempt that the user started.  path: file for the events."""
         self.attempt = -1
         self._tell, self._first, self._path = tell, first, path
 
     def say(self, event: str, text: str) -> None:
-        """Tell one event, unless it goes without saying or the next one repeats it.  All are noted."""
+        """Record an event, and print it unless it is obvious or the next one repeats it."""
         line = {"unix_time_s": time.time(), "restart": 0, "attempt": self.attempt, "event": event, "text": text}
-        with suppress(OSError):  # the disk is full: whoever watches is told
+        with suppress(OSError):  # the disk is full: print it all the same
             append_line(self._path, line)
         if event not in _QUIET and (event != "attempt" or self.attempt != self._first):
             self._tell(text)
@@ -137,15 +137,15 @@ def supervise_locally(
         return Cause.FAILED.status if status == Cause.INTERRUPTED.status else status  # nobody has pressed Ctrl-C
     if outcome.cause is Cause.COMPLETE or supervisor.controller_status == 0:
         return 0
-    if supervisor.controller_status not in (None, 128 + signal.SIGKILL):  # which is how it ends if it took too long
+    if supervisor.controller_status not in (None, 128 + signal.SIGKILL):  # its exit status if it took too long
         tell(supervisor.controller_summary)
     return Cause.INTERRUPTED.status
 
 
 def private_temporary_directory() -> Path:
-    """Make the directory for all temporary files of a run, mode 0700; whoever calls deletes it at the end.
+    """Make the directory for all temporary files of a run, mode 0700; the caller deletes it at the end.
 
-    vLLM leaves the sockets between its processes behind, and sends pickle over them: no other user may reach them.
+    vLLM leaves the sockets between its processes behind and sends pickles over them: other users must not reach them.
     """
     directory = Path(tempfile.mkdtemp(prefix="rlhpc-"))
     if len(str(directory)) <= LONGEST_TEMPORARY_PATH - 12:  # each process has a directory of its own in it

@@ -23,7 +23,7 @@ from launch.slurm.this_job import ThisJob
 from rlhpc.deadline import Deadline
 from rlhpc.run_layout import RunLayout
 
-FAREWELL_S = 60.0  # for other jobs of the run to end by themselves
+FAREWELL_S = 60.0  # for other jobs of the run to end on their own
 PATIENCE_S = 300.0
 SKEW_S = 30.0  # between the clocks of the submitting host and this node
 
@@ -74,9 +74,9 @@ def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
 
 
 def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog, *, is_told: bool) -> None:
-    """Cancel every other job: pending ones at once, running ones after they have had time to end by themselves.
+    """Cancel every other job: pending ones at once, running ones after they have had time to end on their own.
 
-    is_told: the run directory says that the run is over; if not, a successor that stands by would not end by itself.
+    is_told: the run directory says that the run is over; if not, a successor that stands by would not exit.
     """
     _cancel([other for other in other_jobs(layout, job) if other.state == "PENDING"], log)
     if not is_told:

@@ -39,14 +39,14 @@ class Processes:
         return self.controller is not None and self.controller.status() is None
 
     def stand_by(self, attempt: Attempt) -> None:
-        """Start everything for an attempt that has not begun: it loads, and waits until it begins."""
+        """Start everything for an attempt that has not begun yet: processes load, then wait for its beginning."""
         self._end_awaited()
         self._start_all(attempt)
         self._awaited = attempt
 
     @property
     def are_loaded(self) -> bool:
-        """True once everything that stands by has loaded, and lives."""
+        """True once everything that stands by has loaded and is alive."""
         if self._awaited is None:
             return False
         return all(step.status() is None and self._is_loaded(step) for step in self._all)
@@ -62,7 +62,7 @@ class Processes:
         self._start_all(attempt)
 
     def _end_awaited(self) -> None:
-        """End what belongs to one attempt, if it stands by; generators and reward services may serve any."""
+        """End standing-by processes that belong to one attempt; generators and reward services may serve any."""
         if self._awaited is None:
             return
         self._awaited = None
@@ -89,7 +89,7 @@ class Processes:
                     self._start_beside(part, share.role, index, attempt)
 
     def ended(self) -> list[Step]:
-        """What has ended without having been asked to, once in each attempt; reports what its task starts again."""
+        """Components that ended unasked, each once per attempt; also reports processes that their task restarts."""
         found = []
         for name, step in self._steps.items():
             if step.status() is None:
@@ -109,7 +109,7 @@ class Processes:
         return progress is not None and any(name not in own for name in progress.names(role))
 
     def end_trainer(self, patience_s: float) -> None:
-        """Wait for all ranks, and kill those that have not ended in time."""
+        """Wait for all ranks; kill those that do not end in time."""
         deadline = Deadline(patience_s)
         for step in self._of("trainer"):
             step.asked = True
@@ -138,7 +138,7 @@ class Processes:
         deadline = Deadline(grace_s)
         for step in left:
             if not step.wait(deadline.left_s, self._signals.sleep):
-                self._log.say("kill", f"{step.name} is killed: it has not exited in time")
+                self._log.say("kill", f"{step.name} is killed: it did not exit in time")
                 step.kill()
 
     # ------------------------------------------------------------------------------------------------------- internals
@@ -171,9 +171,9 @@ class Processes:
         return self._starts[name]
 
     def _report_restart(self, name: str, step: Step) -> None:
-        """Say that a process beside the supervisor has ended, and that its task is starting it again."""
+        """Report that a process beside the supervisor has ended, and that its task restarts it."""
         if step.is_srun or (record := read_record(self._plan.layout, name, step.attempt.index)) is None:
             return
         if record.starts > self._ends[name] and not record.is_final:
             self._ends[name] = record.starts
-            self._log.say("restart", f"{record.cause}; it is started again")
+            self._log.say("restart", f"{record.cause}; it is restarted")

@@ -182,7 +182,7 @@ class _Tries:
         return self._count.get(key, 0) > self._most
 
     def take(self, key: _Key) -> bool:
-        """Use up one try; False: not now, or not any more."""
+        """Use up one try; False: too early for another one, or none is left."""
         now = time.monotonic()
         if now < self._not_before.get(key, 0.0):
             return False

@@ -41,8 +41,8 @@ LOG_TAIL_BYTES = 20_000
 _SIGNALS: list[int] = []  # that this process has received
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.  Not so
-# numba: a few files beside our source, without which every controller would compile for ten seconds of a core.
+# Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.  Numba
+# writes only a few files, beside our source; without them every controller would compile for ten seconds on one core.
 _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -79,11 +79,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--role", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--resume-step", type=int, default=None)
-    parser.add_argument("--owner", default="", help="of the run directory: the attempt")
-    parser.add_argument("--index", type=int, default=None, help="of the process in its share; default: SLURM_PROCID")
+    parser.add_argument("--owner", default="", help="attempt file in the run directory")
+    parser.add_argument(
+        "--index", type=int, default=None, help="index of the process in its component; default: SLURM_PROCID"
+    )
     parser.add_argument("--start", type=int, default=0, help="number of earlier starts of this component in this life")
-    parser.add_argument("--stand-by", action="store_true", help="load everything, then wait for this job's attempt")
-    parser.add_argument("--hold", type=int, nargs="*", default=(), help="file descriptors that the role keeps open")
+    parser.add_argument(
+        "--stand-by", action="store_true", help="load everything, then wait until this job begins an attempt"
+    )
+    parser.add_argument(
+        "--hold", type=int, nargs="*", default=(), help="inherited file descriptors that the role keeps open"
+    )
     return parser.parse_args()
 
 
@@ -212,7 +218,7 @@ class _Task:
         return progress.step if progress is not None else -1
 
     def _has_begun(self) -> bool:
-        """Whether the attempt that is on is this job's."""
+        """Whether the current attempt belongs to this job."""
         attempt = read_attempt(self._plan.layout)
         return attempt is not None and attempt.owner == (self._job.job_id, self._job.restart)
 
@@ -241,7 +247,7 @@ class _Task:
 
 
 def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:
-    """Show a task its own of the GPUs that its component has on the node.  Raises TaskError if there are too few."""
+    """Restrict a task to its share of its component's GPUs on the node.  Raises TaskError if there are too few."""
     for variable in _FOREIGN:
         environment.pop(variable, None)
     if not is_step or part.gpus_per_task == 0:
@@ -259,17 +265,17 @@ def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None
 
 
 def _bound(python: Sequence[str], base: Path) -> list[str]:
-    """The interpreter; in an image it sees the job's directory on this node, where TMPDIR and caches lie."""
-    if python[0] != "apptainer" or Path("/tmp") in base.parents:  # which every image sees
+    """The interpreter; in an image, with the job's directory on this node mounted, for TMPDIR and caches."""
+    if python[0] != "apptainer" or Path("/tmp") in base.parents:  # which is visible in every image
         return [*python]
     return [*python[:2], "--bind", str(base), *python[2:]]
 
 
 def _name_host(environment: dict[str, str], job_id: int, component: str) -> None:
-    """To NCCL, processes of this component on this node are a host of their own, unless NCCL_HOSTID is set.
+    """Make NCCL treat this component's processes on this node as a separate host, unless NCCL_HOSTID is set.
 
     Where Slurm confines jobs to their GPUs (ConstrainDevices), NCCL would try direct access to a GPU of another job or
-    component on the node, and fail.  Over the network it reaches all.  Empty: as NCCL itself tells hosts apart.
+    component on the node, and fail; over the network it reaches all.  Empty: NCCL's own way to tell hosts apart.
     """
     # The component too: all of a heterogeneous job have the SLURM_JOB_ID of its leader.
     if not environment.setdefault("NCCL_HOSTID", f"{_node(environment)}.{job_id}.{component}"):
@@ -297,9 +303,9 @@ def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) ->
 
 
 def _before_the_role(parent: int) -> None:
-    """In the role before it begins: Slurm's warning signals must not kill a role without a handler.
+    """Runs in the role's process before its program: Slurm's warning signals must not kill a role without a handler.
 
-    It dies with this process; once it has started, by a signal of its own choice (lifecycle.py).
+    The role dies with this process; once it has started, by the signal that it chooses itself (lifecycle.py).
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -307,7 +313,7 @@ def _before_the_role(parent: int) -> None:
 
 
 def _outlive_signals() -> None:
-    """Ignore signals that are meant for the role, die with the supervisor, and outlive all that the role starts."""
+    """Ignore signals meant for the role, die with the supervisor, and outlive everything that the role starts."""
     for number in _DEAF_TO:
         signal.signal(number, lambda number, _: _SIGNALS.append(number))  # not SIG_IGN: the role would inherit that
     end_with_parent()

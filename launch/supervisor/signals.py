@@ -13,14 +13,14 @@ from types import FrameType
 
 
 class Signals:
-    """What has been asked of this supervisor so far."""
+    """The requests that this supervisor has received so far."""
 
     sender = ""  # of a signal that asks for the end
 
     def __init__(self) -> None:
         self.warned = False  # of the time limit
         self.end_requested = False  # after the current step, which is saved
-        self.interrupts = 0  # ends within seconds; a second one at once
+        self.interrupts = 0  # ends within seconds; a second signal: at once
         self._reader, self._writer = os.pipe()  # a signal between reading the flags and poll must not be lost
         os.set_blocking(self._writer, False)
         self._poll = select.poll()  # select() knows no descriptor above 1023
@@ -32,7 +32,7 @@ class Signals:
             os.read(self._reader, 64)
 
     def lost_to(self) -> str:
-        """Who has taken the run over, in words; "": nobody that is known here."""
+        """The owner that has taken the run over, in words; "" if none is known here."""
         return ""
 
     def _warn(self, number: int, frame: FrameType | None) -> None:

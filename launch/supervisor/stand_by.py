@@ -5,7 +5,7 @@
       └── the other job has begun another attempt ◀──────────────────────────────────┤
                                           the run is complete, or is stopped: leave ◀┘
 
-Guarantees: nothing is written to the run before an attempt of this job begins, and that is judged by the fence alone
+Guarantees: nothing is written to the run before an attempt of this job begins, and the fence alone decides on that
 (begin_attempt.py): a wrong guess here costs the other job its attempt, not the run.
 """
 
@@ -69,7 +69,7 @@ class StandBy:
                     break
                 self._load()
                 for step in self._processes.ended():
-                    self._log.say("part_end", f"{step.name} has ended while it stood by: it is started again later")
+                    self._log.say("part_end", f"{step.name} ended while standing by: it is restarted later")
                 self._ask_if_loaded()
                 self._signals.sleep(POLL_S)
         finally:
@@ -80,7 +80,7 @@ class StandBy:
         return None
 
     def _why_now(self) -> str | None:
-        """Why the run is free for this job; None: it is not."""
+        """The reason why this job may take the run; None: it may not."""
         attempt = read_attempt(self._layout)
         if attempt is None or attempt.owner >= (self._job.job_id, self._job.restart):
             return "no other job owns the run"  # or a later one, which begin_attempt will find
@@ -89,7 +89,7 @@ class StandBy:
         return f"job {attempt.job_id} has ended" if self._is_over(attempt.job_id) else None
 
     def _is_over(self, job_id: int) -> bool:
-        """Whether Slurm says so of a job; no answer, or an incomplete one, counts as no."""
+        """Whether Slurm reports that a job has ended; no answer, or an incomplete one, counts as no."""
         now = time.monotonic()
         if now - self._asked_slurm_at < ASK_SLURM_S:
             return False
@@ -114,9 +114,9 @@ class StandBy:
         if over:
             return Outcome(Cause.NOT_NEEDED, over)
         if self._signals.end_requested or self._signals.interrupts:
-            return Outcome(Cause.SIGNAL, f"ended by {self._signals.sender} while it stood by")
+            return Outcome(Cause.SIGNAL, f"ended by {self._signals.sender} while standing by")
         if self._limit.left_s() < LEAST_LEFT_S:
-            return Outcome(Cause.TIME, "its time is over, and the job before it still owns the run")
+            return Outcome(Cause.TIME, "its time limit is near, and the job before it still owns the run")
         return None
 
     def _load(self) -> None:
@@ -145,7 +145,7 @@ class Heirs:
         self._next_look = float("-inf")
 
     def first(self) -> int | None:
-        """The job to leave the run to; None: nobody asks, or who has asked does not run any more."""
+        """The job to hand the run over to; None: none asks, or the one that asked is no longer running."""
         if not self._plan.overlap_s:
             return None
         asking = [job for job in hand_over_requests(self._plan.layout) if job > self._job.job_id]

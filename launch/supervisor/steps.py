@@ -1,8 +1,8 @@
 """Start the processes of a component: one srun for all its tasks, or each directly in the batch step.
 
 Input: Part.  Output: Step, which can be asked to exit, killed, and polled.  Every srun is given its sizes explicitly:
-otherwise the values that Slurm sets for component 0 would apply to it.  What is started directly leaves nothing behind
-when it ends.
+otherwise the values that Slurm sets for component 0 would apply to it.  A process that is started directly leaves
+nothing behind when it ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KILL_PATIENCE_S = 10.0  # for srun to have ended its tasks
 
 @dataclass(frozen=True)
 class Tether:
-    """What ties processes to a supervisor without Slurm, whose job would end with all of them."""
+    """Ties processes to a supervisor without Slurm, where no job ends them all."""
 
     descriptors: tuple[int, ...] = ()  # that each keeps open: the lock of the run directory
     environment: Mapping[str, str] = field(default_factory=dict)  # on top of the supervisor's

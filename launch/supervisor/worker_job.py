@@ -32,7 +32,7 @@ from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.files import names_in
 
 POLL_S = 0.5
-STATUS_S = 5.0  # between two reads of the status by one of hundreds of generators' jobs, which have little use for it
+STATUS_S = 5.0  # between two reads of the status by one of hundreds of generators' jobs, which hardly need it
 LEAVE_S = 45.0  # for generators to hand back their leases, and for engines to close
 STOP_S = 900.0  # at least, for the controller to finish its step and save
 MAX_STARTS = 6  # of a component in one life, without a step in between
@@ -97,7 +97,7 @@ class WorkerJobSupervisor:
         return None if is_running else self._start_unless_ended(attempt, progress)
 
     def _look_at_status(self) -> Progress | None:
-        """What the controller has written; where this job does not follow it, up to STATUS_S ago, or meet_s / 10."""
+        """The controller's status; for a job that does not depend on it, up to STATUS_S or meet_s / 10 old."""
         now, known = time.monotonic(), self._progress
         keeps_s = 0.0 if self._follows_attempts else min(STATUS_S, self._plan.limits.meet_s / 10)
         if known is not None and now - self._read_at < keeps_s:
@@ -147,7 +147,7 @@ class WorkerJobSupervisor:
         return None
 
     def _outcome_of_exit(self, attempt: Attempt) -> Outcome | None:
-        """The component has exited by itself while the run continues: an outcome if it must not be restarted."""
+        """The component exited while the run continues: returns an outcome if it must not be restarted."""
         records = [r for r in read_records(self._layout, self._role, attempt.index).values() if r.job == self._job.name]
         for record in records:
             if record.status == EXIT_CONFIG:
@@ -172,7 +172,7 @@ class WorkerJobSupervisor:
         return Outcome(Cause.TIME, Cause.TIME.words)
 
     def _make_use_of_grace(self) -> Outcome:
-        """Slurm ends this job after its KillWait: the controller may be quick enough to save."""
+        """Slurm ends this job after KillWait: the controller may be quick enough to save."""
         if self._follows_attempts:
             self._ask_to_save("Slurm is ending this job")
             self._wait_for_end(LEAVE_S)

@@ -117,7 +117,7 @@ def test_another_tokenizer_of_the_same_vocabulary_is_refused_before_anything_mov
     finally:
         tokenizer.write_bytes(content)
     assert refused.returncode == 2
-    assert f"model.path: {tokenizer} has other content" in refused.stderr
+    assert f"model.path: {tokenizer} has changed" in refused.stderr
     assert names_below(layout) == before
     assert layout.config.read_bytes() == settings
 

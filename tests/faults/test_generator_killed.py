@@ -59,7 +59,7 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()  # the engine workers of the dead one neither
     assert f"{victim['name']} on " in run.output
-    assert "it is started again" in run.output
+    assert "it is restarted" in run.output
     assert_full_batches_trained_once(layout.rollouts, run.status()["step"], 4, 4)
     assert last_scalar(layout, "group/regranted_total") > 0
     assert max(r.trained_version - r.admitted_version for r in consumed(layout.rollouts)) <= 1

@@ -363,7 +363,7 @@ def test_a_step_that_a_run_comes_by_twice_is_evaluated_as_it_is_now(lab: Lab) ->
     before = drawn(directory)
     again = rlhpc(*words)
     assert again.returncode == 0, again.stderr
-    assert "is deleted, and the evaluation begun anew" in again.stderr
+    assert "is deleted, and the evaluation starts over" in again.stderr
     assert drawn(directory) == before
 
 

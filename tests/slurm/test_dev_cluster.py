@@ -235,7 +235,7 @@ def test_the_command_line_starts_shows_mends_and_ends_a_cluster(
         assert main(["cluster", "up", str(root), *few]) == 0
         assert f"export SLURM_CONF={root}/etc/slurm.conf" in capsys.readouterr().out
         assert main(["cluster", "up", str(root), *few]) == 0
-        assert "runs already" in capsys.readouterr().out
+        assert "already running" in capsys.readouterr().out
         assert main(["cluster", "status", str(root)]) == 0
         shown = capsys.readouterr().out
         daemons = {line.split()[0]: process(int(line.split()[1])) for line in shown.splitlines() if " alive " in line}
@@ -243,7 +243,7 @@ def test_the_command_line_starts_shows_mends_and_ends_a_cluster(
         assert "scavenge" in shown
         faults.kill_node_daemon(DevCluster.open(root), "g0")
         assert main(["cluster", "up", str(root)]) == 0
-        assert "started again: slurmd-g0" in capsys.readouterr().out
+        assert "restarted: slurmd-g0" in capsys.readouterr().out
     finally:
         assert main(["cluster", "down", str(root), "--delete"]) == 0
     assert not root.exists()

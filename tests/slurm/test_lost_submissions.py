@@ -74,7 +74,7 @@ def test_ctrl_c_while_sbatch_works_leaves_no_job(
     (tmp_path / "go").touch()
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == EXIT_INTERRUPTED, err
-    assert "is cancelled again" in err
+    assert "and has been cancelled" in err
     assert desk.queued() == []
     layout = desk.lab.layout(name)
     assert read_records(layout) == []
@@ -130,7 +130,7 @@ def test_of_two_submissions_at_once_one_is_refused(
     wait_until((tmp_path / "begun").exists, "the first is at work")
     for words in ((), ("--fresh",)):
         assert desk.submit("two", site, *words) == EXIT_CONFIG
-        assert f"a submission is going on, by pid {first.pid} on " in capsys.readouterr().err
+        assert f"a submission is in progress, by pid {first.pid} on " in capsys.readouterr().err
     (tmp_path / "go").touch()
     out, err = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 0, err
@@ -149,7 +149,7 @@ def test_of_two_submissions_at_once_one_is_refused(
     )  # fmt: skip
     wait_until((tmp_path / "begun").exists, "the first is at work")
     assert main(code) == EXIT_CONFIG
-    assert f"a submission is going on, by pid {other.pid} on " in capsys.readouterr().err
+    assert f"a submission is in progress, by pid {other.pid} on " in capsys.readouterr().err
     (tmp_path / "go").touch()
     other.communicate(timeout=PATIENCE_S)
     assert other.returncode == 0

@@ -171,7 +171,7 @@ def test_two_networks_at_once_have_different_subnets(networked: NetworkedCluster
 
 
 def test_a_cluster_without_networks_has_no_link_to_cut(slurm: DevCluster) -> None:
-    with pytest.raises(ConfigError, match="no networks of their own"):
+    with pytest.raises(ConfigError, match="no separate networks"):
         faults.cut(slurm, "g0")
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints against segments, and what several files say of the same group.
+"""Compare checkpoints with segments, and what several files record of the same group.
 
-Input: Evidence.  A checkpoint is a cut of the run: what was admitted before it is open in it, or stands in a segment
-that it counts on, and never both.
+Input: Evidence.  A checkpoint is a cut of the run: a group admitted before it is either open in it, or in a segment
+that it relies on, and never both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launch.checks.audit.segments import segment_name
 
 
 def checkpoints(evidence: Evidence) -> Check:
-    """Hold each checkpoint against the segments before it."""
+    """Compare each checkpoint with the segments before it."""
     check = Check("checkpoints agree")
     check.looked_at = f"{len(evidence.checkpoints.sound)} checkpoints"
     for name, why in evidence.checkpoints.unreadable:
@@ -36,17 +36,17 @@ def _look_at(check: Check, evidence: Evidence, saved: CheckpointEvidence, *, is_
     before = rows[rows["index"] < saved.next_segment]
     for row in before[np.isin(before["group"], list(saved.open_groups))]:
         fate = f"trained at step {row['step']}" if row["step"] >= 0 else "dropped"
-        text = f"group {row['group']} is open in {saved.name}, and stands as {fate} in a segment before it"
+        text = f"group {row['group']} is open in {saved.name}, but is recorded as {fate} in a segment before it"
         where = segment_name(int(row["index"]))
         offence = Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest)
         check.accuse(offence)
     for row in before[before["step"] >= saved.step]:
-        text = f"step {row['step']} stands in a segment before {saved.name}, which goes on with step {saved.step}"
+        text = f"step {row['step']} is in a segment before {saved.name}, which continues with step {saved.step}"
         where = segment_name(int(row["index"]))
         offence = Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest)
         check.accuse(offence)
     for row in before[before["group"] >= saved.next_group]:
-        text = f"group {row['group']} stands in a segment before {saved.name}, which has admitted {saved.next_group}"
+        text = f"group {row['group']} is in a segment before {saved.name}, which has admitted {saved.next_group}"
         where = segment_name(int(row["index"]))
         check.accuse(Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest))
     if not evidence.first_segment:

@@ -1,9 +1,9 @@
-"""The quick audit that a resume begins with: refuse what going on would make worse, warn of the rest.
+"""The quick audit at the beginning of a resume: refuse what resuming would make worse, warn of the rest.
 
-Input: a run directory and the point that the user wants to go on from.  Of segments those after the newest checkpoint
-are read, and the last ones before it.  Going on is refused where it would train something a second time: where the
-checkpoint that is taken holds groups as open, or steps as still to be done, that segments before it hold as done.
-What is missing is missing whether or not the run goes on; what is damaged, the resume says itself.
+Input: a run directory and the point to resume from.  Reads the segments after the newest checkpoint, and the last ones
+before it.  A resume is refused if it would train something a second time: if the chosen checkpoint has groups as open,
+or steps as not yet done, that segments before it record as done.  Missing data stay missing whether or not the run
+resumes; damage is reported by the resume itself.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ DEPTH = Depth(is_quick=True, last_segments=16)
 
 
 def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Callable[[str], None]) -> None:
-    """Audit what a resume goes on from; tell is called with each warning.
+    """Audit the point that a resume starts from; tell is called with each warning.
 
-    Raises RunDirectoryError: it would train something a second time.
+    Raises RunDirectoryError: the resume would train something a second time.
     """
     if not layout.is_run or resume_from.from_start:
         return
     try:
         audit = audit_run(layout, DEPTH, _unheard)
-    except (RlhpcError, OSError) as error:  # what it needs itself, a resume will miss as well, and say it better
+    except (RlhpcError, OSError) as error:  # a resume that needs it reports it better
         tell(f"the history of the run cannot be audited: {error}")
         return
     forbidding = [each for check in audit.checks for each in check.offences if each.forbids_going_on]
     if forbidding and resume_from.step is None:
         others = [step for step, _ in KnownCheckpoints(layout.checkpoints).steps() if step != audit.resume_step]
-        older = f"go on from an older one, --step N of {', '.join(map(str, others))}, or " if others else ""
+        older = f"resume from an older one, --step N of {', '.join(map(str, others))}, or " if others else ""
         raise RunDirectoryError(
-            f"{layout.root}: going on from its newest checkpoint would train something twice: {forbidding[0].text}; "
-            f"{older}begin anew with --from-start; `rlhpc audit {layout.root}` names everything"
+            f"{layout.root}: resuming from its newest checkpoint would train something twice: {forbidding[0].text}; "
+            f"{older}start over with --from-start; `rlhpc audit {layout.root}` lists everything"
         )
     for check in audit.checks:
         if check.verdict is Verdict.VIOLATED and check.name != "files":
             count = f" and {check.num_offences - 1} more" if check.num_offences > 1 else ""
             first = f"{check.offences[0].text}{count}"
-            tell(f"audit: {check.name}: {first}; `rlhpc audit {layout.root}` names everything")
+            tell(f"audit: {check.name}: {first}; `rlhpc audit {layout.root}` lists everything")
 
 
 def _unheard(_: str) -> None:

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run say of its groups: open ones, and how many were trained or dropped before.
+"""Groups in the checkpoints of a run: open ones, and how many were trained or dropped before.
 
 Input: checkpoints/step_*/{COMPLETE, controller.json, buffered.h5}.  The quick way compares sizes of files, the full way
 reads every byte.

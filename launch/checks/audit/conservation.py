@@ -73,7 +73,7 @@ def _accuse_two_places(check: Check, evidence: Evidence) -> None:
     rows = evidence.segments.rows
     ids, counts = np.unique(rows["group"], return_counts=True)
     for group, file, row in places_of(rows, ids[counts > 1].tolist()):
-        text = f"group {group} stands in segments {counts[np.searchsorted(ids, group)]} times"
+        text = f"group {group} is in segments {counts[np.searchsorted(ids, group)]} times"
         check.accuse(Offence(text, group=group, file=file, row=row))
     for row in rows[(rows["step"] >= 0) == (rows["reason"] >= 0)]:
         text = f"group {row['group']} is {'trained and dropped' if row['step'] >= 0 else 'neither trained nor dropped'}"

@@ -1,4 +1,4 @@
-"""What the event logs of a run say, read line by line, and again from where the last look ended.
+"""Read the event logs of a run line by line, and continue later where the last reading ended.
 
 Input: rollouts/events_*.jsonl.  Output: who was admitted, taken, trained, dropped, in the timeline that counts, and
 what no single attempt can have done.  An attempt repeats steps of the one before; where it takes another batch, what

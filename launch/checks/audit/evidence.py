@@ -1,4 +1,4 @@
-"""Everything that an audit reads, in an order in which a run that goes on cannot be accused falsely.
+"""Everything that an audit reads, in an order that gives no false alarms on a running run.
 
     attempts ─▶ events ─▶ journal ─▶ checkpoints ─▶ segments ─▶ events again ─▶ attempts again
 

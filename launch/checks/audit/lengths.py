@@ -1,4 +1,4 @@
-"""Whether what was lost or dropped is longer or shorter than what was trained: a loss that prefers lengths is a bias.
+"""Whether lost or dropped rollouts are longer or shorter than trained ones: losing by length is a bias.
 
 Input: completion lengths as histograms.  Output: per kind its number, mean and median, and how it stands to what was
 trained: the share of pairs in which it is the longer one (Vargha & Delaney 2000; 0.5: no difference), with the rank-sum

@@ -22,7 +22,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Offence:
-    """Who breaks a rule, and where it stands; -1 and "": that has no number, or no file."""
+    """A violation and its place; -1 and "": it has no such number, or no file."""
 
     text: str
     group: int = -1

@@ -123,7 +123,7 @@ class SegmentEvidence:
         within = owner.astype(np.int64) * MEMBERS + samples
         order = np.argsort(within, kind="stable")
         for row in order[1:][within[order][1:] == within[order][:-1]]:
-            self._accuse("stands in its group twice", rows, owner, samples, int(row))
+            self._accuse("is in its group twice", rows, owner, samples, int(row))
 
     def _look_at_versions(
         self,

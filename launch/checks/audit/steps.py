@@ -107,7 +107,7 @@ def _num_restored(evidence: Evidence, number: int, mine: NDArray[np.void]) -> in
 def _accuse_order(check: Check, row: np.void, groups: NDArray[np.int64], fates: NDArray[np.int64], place: int) -> None:
     fate = f"trained at step {fates[place]}" if fates[place] >= 0 else "dropped"
     found = f"trained at step {row['step']}" if row["step"] >= 0 else "dropped"
-    text = f"group {groups[place]}, {fate}, is next by the events, and here stands group {row['group']}, {found}"
+    text = f"group {groups[place]}, {fate}, is next according to the events, but here is group {row['group']}, {found}"
     group, file = int(row["group"]), segment_name(int(row["index"]))
     check.accuse(Offence(text, group=group, step=int(row["step"]), file=file, row=int(row["row"])))
 
@@ -143,7 +143,7 @@ def _look_at_groups(check: Check, evidence: Evidence, step: int, sealed: SealedS
     known, expected = evidence.events.steps.get(step), evidence.config.admission.groups_per_step
     if known is not None:
         for group in sorted({*sealed.groups}.difference(known.groups)):
-            text = f"group {group} stands as trained at step {step}, and events say {sorted(known.groups)}"
+            text = f"group {group} is recorded as trained at step {step}, but events say {sorted(known.groups)}"
             check.accuse(Offence(text, group=group, step=step, file=sealed.file, row=sealed.row))
     is_cut = is_last and not evidence.is_complete  # the rest of it may not be sealed yet
     is_cut |= bool(evidence.first_segment)  # or be in a segment that was not looked at

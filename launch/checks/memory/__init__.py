@@ -1,1 +1,1 @@
-"""What a run needs of a GPU, by formulas, and whether that fits."""
+"""GPU memory that a run needs, by formulas, and whether it fits."""

@@ -1,4 +1,4 @@
-"""Whether everything that one GPU of this machine is to hold fits it, the processes of a run added up.
+"""Whether all processes of a run that share one GPU of this machine fit into its memory.
 
 Input: a Config, its model, who gets which GPU, and how large each is.  Output: a line, or a ConfigError that names
 every share, and a change that fits.  An estimate (plan.py, engine.py).  Peaks are added although they rarely coincide:

@@ -1,4 +1,4 @@
-"""Whether the host memory that a trainer's task requests holds its rank, which Slurm would kill otherwise.
+"""Whether the host memory that a trainer's task requests is enough for its rank, which Slurm would kill otherwise.
 
 Input: a Config, a ModelShape and a site file.  Output: lines, or a ConfigError.  An estimate (plan.py).
 """

@@ -1,1 +1,1 @@
-"""What compute nodes say of themselves, asked by tiny jobs."""
+"""Inspect compute nodes with tiny jobs."""

@@ -67,7 +67,7 @@ def tell_gloo() -> None:
 
 
 def _store(distributed: Any, file: Path, host: str, rank: int) -> Any:
-    """Where the ranks find each other.  Rank 0 binds a free port itself, and then tells it: nobody can take it."""
+    """The store where the ranks find each other.  Rank 0 binds a free port itself and then announces it."""
     if rank == 0:
         store = distributed.TCPStore(host, 0, 2, True, TIMEOUT, wait_for_workers=False)
         partial = file.with_name(file.name + ".partial")

@@ -27,12 +27,12 @@ CONNECT_S = 15.0
 
 
 def channel_layout(directory: Path) -> RunLayout:
-    """Where keys and addresses of the probe lie: as in a run directory, below the doctor's own."""
+    """Where keys and addresses of the probe are: as in a run directory, below the doctor's own."""
     return RunLayout(directory / "channel")
 
 
 def main(arguments: list[str]) -> int:
-    """Serve or connect; what goes wrong is said in the line that is printed."""
+    """Serve or connect; the printed line reports errors."""
     directory, name = Path(arguments[0]), arguments[1]
     began = time.monotonic()
     try:

@@ -169,7 +169,7 @@ class _Round:
                 results[name] = json.loads(path.read_bytes())
 
     def _is_complete(self, now: float) -> bool:
-        """Everybody is here who can be expected to come."""
+        """All probes that can be expected have reported."""
         if self.first_ready_at is None:
             return False
         awaited = [name for probe in self.probes if probe.ended_at is None for name in probe.names]
@@ -206,7 +206,7 @@ def last_error(lines: list[str]) -> str:
 
 
 def _introduction(ready: dict[str, dict[str, Any]], names: frozenset[str]) -> dict[str, Any]:
-    """Who is there, and who tests what with whom."""
+    """The nodes that reported, and which pairs run which test."""
     there = [probe for name in sorted(names) if (probe := ready[name])["address"]]
     by_name = {probe["name"]: probe for probe in there}
     pairs = [pair for pair in (("trainer", "generation"), ("trainer", "trainer-1")) if set(pair) <= set(by_name)]

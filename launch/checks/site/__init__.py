@@ -1,1 +1,1 @@
-"""What Slurm's answers and this login node say of a plan: sizes, partitions, directories, space."""
+"""Check a plan against Slurm's answers and this login node: sizes, partitions, directories, space."""

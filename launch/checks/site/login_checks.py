@@ -137,7 +137,7 @@ def check_caches(plan: JobPlan, shell: Mapping[str, str] = os.environ, mounts: s
 def _cache_trouble(given: str, mounts: str | None) -> str | None:
     """What is wrong with a place for caches, as far as this node can tell."""
     if re.match(r"\$\{?TMPDIR\b(?!:?-)", given):
-        return "Slurm does not set TMPDIR by itself: without it this is a directory at the root"
+        return "Slurm does not set TMPDIR: without it this is a directory at the root"
     path = Path(os.path.expandvars(given))
     while path.is_absolute() and not path.exists():
         path = path.parent

@@ -1,4 +1,4 @@
-"""What [[evaluation]] of a run file asks for, beside a run on this machine: `rlhpc evaluate RUN_DIR --follow`.
+"""Run the [[evaluation]] tables of a run file beside a run on this machine: `rlhpc evaluate RUN_DIR --follow`.
 
 Input: the settings and GPUs of a run.  Output: evaluations in its directory, and evaluations/follow.log.  The process
 ends with this one.  The run never waits for it, and goes on if it fails.
@@ -78,10 +78,10 @@ class EvaluationBesideRun:
         self._process = None
         if status != 0:
             why = last_error_line(self.log.read_bytes()[-LOG_TAIL_BYTES:]) or f"status {status}"
-            self._tell(f"[evaluation] has failed, and the run goes on without: {why}; see {self.log}")
+            self._tell(f"[evaluation] has failed, and the run continues without it: {why}; see {self.log}")
 
     def finish(self) -> None:
-        """Wait for the evaluation of a run that is complete, and say what it has found."""
+        """Wait for the evaluation of a complete run, and report its results."""
         if not self._is_wanted:
             return
         if self._process is not None and self._process.poll() is None:
@@ -89,7 +89,7 @@ class EvaluationBesideRun:
             try:
                 self._process.wait()
             except KeyboardInterrupt:
-                self._tell(f"`rlhpc evaluate {self._layout.root}` goes on with the evaluation")
+                self._tell(f"`rlhpc evaluate {self._layout.root}` continues the evaluation")
                 return
         self.look()
         for line in lines_about(past_evaluations(self._layout)):

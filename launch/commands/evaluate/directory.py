@@ -43,7 +43,7 @@ def evaluation_directory(
         if before is not None and not is_fresh:
             _refuse_other_samples(directory, before, settings)
         elif before is not None:
-            tell(f"{directory} is deleted, and the evaluation begun anew")
+            tell(f"{directory} is deleted, and the evaluation starts over")
             _clear(directory)
         settings.write(directory)
         yield lock

@@ -60,7 +60,9 @@ def refuse_how(options: argparse.Namespace) -> None:
             if value is not None:
                 raise ConfigError(f"{option} {value}: not with --follow, which evaluates the newest checkpoints")
         if options.site is not None and options.data is not None:
-            raise ConfigError(f"--site {options.site}: a job that follows a run evaluates what its [[evaluation]] says")
+            raise ConfigError(
+                f"--site {options.site}: not with a dataset: a job that follows a run evaluates its [[evaluation]]"
+            )
         return
     of_following = {"--every": options.every, "--keep-best": options.keep_best, "--stop-after": options.stop_after}
     for option, value in of_following.items():
@@ -72,7 +74,7 @@ def run_of(options: argparse.Namespace) -> RunLayout:
     """The run that is followed.  Raises ConfigError: there is none."""
     layout = RunLayout(without_dots(options.model))
     if not layout.is_run:
-        raise ConfigError(f"--follow: {layout.root} is no run directory")
+        raise ConfigError(f"--follow: {layout.root} is not a run directory")
     return layout
 
 

@@ -1,4 +1,4 @@
-"""What evaluations of a run have found so far, from their directories.
+"""Results of a run's evaluations so far, from their directories.
 
 Input: a run directory.  Output: figures by dataset and step; lines for people.  Steps that a later attempt has undone
 are left out: their models are not the run's any more.

@@ -114,5 +114,5 @@ def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
         if dataset.title in named or (not named and is_here):
             return dataset
     names = ", ".join(dataset.title for dataset in run.data)
-    said = f"data.name={named[0]}: no such dataset" if named else f"{data}: is of none of the run's datasets"
-    raise ConfigError(f"{said}; add data.name=NAME, whose template, reward and limits are taken; legal: {names}")
+    said = f"data.name={named[0]}: no such dataset" if named else f"{data}: belongs to none of the run's datasets"
+    raise ConfigError(f"{said}; add data.name=NAME, to use its template, reward and limits; legal: {names}")

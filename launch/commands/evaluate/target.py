@@ -77,7 +77,7 @@ def find_target(path: Path, step: int | None) -> Target:
     if RunLayout(path).is_run:
         return _of_run(RunLayout(path), step)
     if step is not None:
-        raise ConfigError(f"--step {step}: {path} is no run directory")
+        raise ConfigError(f"--step {step}: {path} is not a run directory")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: neither an HF checkpoint directory (no config.json) nor a run directory")
     return Target(path.name, Path("evaluations").absolute(), None, None, path)

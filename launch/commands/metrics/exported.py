@@ -1,4 +1,4 @@
-"""A run as other programs are told of it."""
+"""A run as exported to other programs."""
 
 from __future__ import annotations
 

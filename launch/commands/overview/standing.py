@@ -91,7 +91,7 @@ def _records(files: RunFiles) -> tuple[JobRecord, ...]:
     records = tuple(read_records(files.layout)) if "jobs" in files.names else ()
     for record in records:
         if not isinstance(record.job_id, int) or not isinstance(record.submitted_unix_s, int | float):
-            raise RunDirectoryError(f"{record.job_id!r} is no job id, or {record.submitted_unix_s!r} no time")
+            raise RunDirectoryError(f"{record.job_id!r} is not a job id, or {record.submitted_unix_s!r} not a time")
     return records
 
 

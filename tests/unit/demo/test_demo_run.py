@@ -19,8 +19,8 @@ def test_a_demo_that_was_stopped_in_good_order_says_so_instead_of_a_result(
     overrides = [f"run.directory={tmp_path / 'run'}", f"data.path={tmp_path / 'train.jsonl'}"]
     assert demo.run_demo(lambda config: 0, overrides=overrides) == 0
     said = capsys.readouterr().err
-    assert "stopped before its end" in said
-    assert "what came of it" not in said
+    assert "stopped early" in said
+    assert "3/3  results" not in said
 
 
 @pytest.mark.parametrize("words", [(), ("0",), ("0", "1"), ("GPU-1", "GPU-2", "GPU-3", "GPU-4")])

@@ -57,7 +57,7 @@ def test_going_on_is_refused_where_a_group_would_be_trained_twice(run: AuditedRu
             RunDirectoryError, match=f"twice: group {falsified.group} is open in step_000006"
         ) as refusal:
             warnings(run.layout, point)
-        assert "--step N of 3, or begin anew with --from-start" in str(refusal.value)
+        assert "--step N of 3, or start over with --from-start" in str(refusal.value)
     assert any(f"group {falsified.group} is open" in line for line in warnings(run.layout, ResumePoint(step=3)))
     assert warnings(run.layout, ResumePoint(from_start=True)) == []
     assert sorted(run.layout.root.rglob("*")) == before
@@ -79,7 +79,7 @@ def test_what_going_on_makes_no_worse_is_a_warning(run: AuditedRun) -> None:
     assert a_line_is_gone("trained")(run.layout, random.Random(0)) is not None
     lines = warnings(run.layout)
     assert lines[0].startswith("audit: steps: step ")
-    assert all(line.endswith(f"`rlhpc audit {run.layout.root}` names everything") for line in lines)
+    assert all(line.endswith(f"`rlhpc audit {run.layout.root}` lists everything") for line in lines)
 
 
 def test_an_older_checkpoint_that_disagrees_forbids_nothing(run: AuditedRun) -> None:

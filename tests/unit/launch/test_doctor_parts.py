@@ -102,7 +102,7 @@ def test_caches_on_a_network_filesystem_or_below_an_unset_directory_are_warned_o
     local = {"TRITON_CACHE_DIR": "${SLURM_TMPDIR:-/tmp}/$USER/triton", "CUDA_CACHE_PATH": "/tmp/$USER"}
     assert not wrong({})
     assert not wrong({}, **local)
-    assert "Slurm does not set TMPDIR by itself" in wrong({}, TRITON_CACHE_DIR="$TMPDIR/triton")[0]
+    assert "Slurm does not set TMPDIR" in wrong({}, TRITON_CACHE_DIR="$TMPDIR/triton")[0]
     lines = wrong({"VLLM_CACHE_ROOT": "/nowhere/vllm"}, TRITON_CACHE_DIR="/nowhere/$USER/triton")
     assert [line.split("=")[0] for line in lines] == ["prologue.environment.TRITON_CACHE_DIR", "shell: VLLM_CACHE_ROOT"]
 

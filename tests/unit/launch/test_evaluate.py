@@ -129,7 +129,7 @@ def test_of_a_run_on_several_datasets_one_says_how_its_kind_is_asked_and_judged(
     write_resolved(type(config).model_validate(tables), layout, "")
     target, data = find_target(layout.root, None), model.parent / "test.jsonl"
     with pytest.raises(
-        ConfigError, match=r"test.jsonl: is of none of the run's datasets; add data.name=NAME.*sums, essays"
+        ConfigError, match=r"test.jsonl: belongs to none of the run's datasets; add data.name=NAME.*sums, essays"
     ):
         evaluation_config(target, data, [])
     with pytest.raises(ConfigError, match=r"data.name=all: no such dataset; .*legal: sums, essays"):
@@ -269,7 +269,7 @@ def test_samples_of_another_evaluation_are_not_mixed_in(
     assert text in str(refusal.value)
     assert (tmp_path / "e" / "samples-0.jsonl").exists()
     assert open_directory(tmp_path / "e", other, is_fresh=True) == [
-        f"{tmp_path / 'e'} is deleted, and the evaluation begun anew"
+        f"{tmp_path / 'e'} is deleted, and the evaluation starts over"
     ]
     assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".lock", NAME]
 
@@ -394,7 +394,7 @@ def test_a_run_file_says_what_the_words_of_a_command_would(model: Path) -> None:
         (["--follow", "--step", "4"], "--step 4: not with --follow"),
         (
             ["d.jsonl", "--follow", "--site", "s.toml"],
-            "a job that follows a run evaluates what its [[evaluation]] says",
+            "a job that follows a run evaluates its [[evaluation]]",
         ),
         (["--keep-best", "reward"], "--keep-best reward: legal with --follow only"),
     ],

@@ -110,7 +110,7 @@ def test_components_without_a_checkpoint_hear_the_warning_only_where_nobody_has_
     ("parts", "why"),
     [
         ((), "one at least"),
-        ((part("a"), part("a")), "every name once"),
+        ((part("a"), part("a")), "each name once"),
         ((part("a"), part("b", time=60)), "the components of a job end together"),
         ((part("a"), part("b", in_batch_step=True)), "only for a first component"),
         ((part("a", nodes=2, in_batch_step=True),), "of one task"),
@@ -182,7 +182,7 @@ def test_a_folder_with_a_percent_sign_is_refused(executor: HeterogeneousSlurmExe
 
 def test_a_machine_without_slurm_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SlurmError, match="is this a login node"):
+    with pytest.raises(SlurmError, match="run this on a login node"):
         HeterogeneousSlurmExecutor(tmp_path)
 
 

@@ -67,13 +67,13 @@ def append(path: Path, text: str) -> None:
     [
         (
             lambda root: append(root / "model" / "tokenizer.json", " "),
-            "model.path: .*/tokenizer.json has other content",
+            "model.path: .*/tokenizer.json has changed",
         ),
-        (lambda root: append(root / "model" / "config.json", " "), "model.path: .*/config.json has other content"),
-        (lambda root: (root / "model" / "chat_template.jinja").write_text("x"), "chat_template.jinja did not exist"),
+        (lambda root: append(root / "model" / "config.json", " "), "model.path: .*/config.json has changed"),
+        (lambda root: (root / "model" / "chat_template.jinja").write_text("x"), "chat_template.jinja is new"),
         (lambda root: (root / "model" / "tokenizer_config.json").unlink(), "tokenizer_config.json is missing"),
-        (lambda root: write_model(root / "model", "b2"), "model-00002-of-00002.safetensors has other content"),
-        (lambda root: append(root / "train.jsonl", "\n"), "data.path: .*/train.jsonl has other content"),
+        (lambda root: write_model(root / "model", "b2"), "model-00002-of-00002.safetensors has changed"),
+        (lambda root: append(root / "train.jsonl", "\n"), "data.path: .*/train.jsonl has changed"),
     ],
 )
 def test_another_model_or_dataset_is_refused_before_anything_moves(
@@ -84,7 +84,7 @@ def test_another_model_or_dataset_is_refused_before_anything_moves(
     longer = override(config, ["run.num_steps=999"])
     for take_up in (prepare_run_dir, prepare_run_dir_for_jobs):
         with pytest.raises(
-            RunDirectoryError, match=rf"(?s)differ from those that this run began with.*{named}.*restore them"
+            RunDirectoryError, match=rf"(?s)differ from those this run started with.*{named}.*restore them"
         ):
             take_up(longer, layout, resume=True, fresh=False)
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_CONFIG
@@ -199,5 +199,5 @@ def test_files_of_several_datasets_may_have_one_name_and_each_is_compared(
     assert list(look_at_inputs(mixed).data) == ["0/train.jsonl", "1/train.jsonl"]
     prepare_run_dir(mixed, place, resume=True, fresh=False)
     append(paths[1], "\n")
-    with pytest.raises(RunDirectoryError, match=r"data.path: .*more/train.jsonl has other content"):
+    with pytest.raises(RunDirectoryError, match=r"data.path: .*more/train.jsonl has changed"):
         prepare_run_dir(mixed, place, resume=True, fresh=False)

@@ -166,7 +166,7 @@ def test_an_array_task_is_a_node_where_nodes_are_whole(keys: dict[str, Any]) -> 
         (["run.directory=/home/me/run"], {}, ["run.directory='/home/me/run'", "'/shared'", "'/shared/runs/run'"]),
         (["run.directory=/shared/my runs"], {}, ["run.directory='/shared/my runs': ' ' is not safe in a batch script"]),
         (["run.directory=/shared/50%"], {}, ["'%' is not safe in a batch script"]),
-        ([], {"common": {"time": None}}, ["controller.time: missing in the site file, and common.time too"]),
+        ([], {"common": {"time": None}}, ["controller.time: missing in the site file, as is common.time"]),
         ([], {"trainer": {"gres": "gpu:1"}}, ["trainer.gres='gpu:1'", "gpus_per_node", "[controller]"]),
         ([], {"common": {"gres": "disk:9,gpu:a100:1"}}, ["trainer.gres='disk:9,gpu:a100:1'"]),
         ([], {"trainer": {"time": 30}}, ["trainer.time='0:30:00' differs from", "='1:00:00'", "common.time"]),

@@ -104,7 +104,7 @@ def test_a_controller_that_ends_well_ends_the_run_well(lab: Lab) -> None:
 def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_last_error(lab: Lab) -> None:
     program = "sys.exit('2026-01-01 trainer-0 rlhpc.lifecycle ERROR CheckpointError: torn')"
     assert lab.run(controller_0=PATIENT, trainer_0=program, generator_0=PATIENT) == 1
-    (line,) = (line for line in lab.told if "is killed: it has not exited in time" not in line)  # on a busy machine
+    (line,) = (line for line in lab.told if "is killed: it did not exit in time" not in line)  # on a busy machine
     assert "ended with exit status 1: CheckpointError: torn (log: " in line
     assert str(lab.layout.root / "logs/trainer-0/attempt_0.log") in line
 
@@ -134,7 +134,7 @@ def test_a_generator_that_had_registered_is_started_again(lab: Lab) -> None:
         "(root / 'seen').touch()\n"
     )
     assert lab.run(controller_0=TRAINS + ends, generator_0=dies_once + KILLED) == 0
-    assert any("generator-0 on " in line and line.endswith("step 5; it is started again") for line in lab.told)
+    assert any("generator-0 on " in line and line.endswith("step 5; it is restarted") for line in lab.told)
 
 
 def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab: Lab) -> None:
@@ -145,7 +145,7 @@ def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab: Lab
             (lab.layout.root / "told").touch()
 
     assert lab.run(let_end, controller_0=ends, generator_0=KILLED, generator_1=PATIENT) == 0
-    (line,) = (line for line in lab.told if "is killed: it has not exited in time" not in line)  # on a busy machine
+    (line,) = (line for line in lab.told if "is killed: it did not exit in time" not in line)  # on a busy machine
     assert line.startswith("generator-0 has ended: ")
     assert "signal SIGKILL: step 5" in line
 
@@ -189,7 +189,7 @@ def test_sigterm_lets_the_controller_save(lab: Lab) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     assert lab.run(end, controller_0=saves, generator_0=PATIENT) == 0
-    assert lab.told == ["SIGTERM asks for the end: the controller finishes its step and saves"]
+    assert lab.told == ["SIGTERM asks the run to stop: the controller finishes its step and saves"]
 
 
 def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab: Lab) -> None:

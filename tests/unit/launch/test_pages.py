@@ -105,7 +105,7 @@ def test_of_20_000_rollouts_a_page_has_an_index_of_all_and_as_many_texts_as_fit(
     assert written.num_rollouts == NUM_ROLLOUTS
     assert 1000 < written.num_with_text < NUM_ROLLOUTS
     assert (tmp_path / "page.html").stat().st_size == written.num_bytes <= MOST_BYTES
-    assert f"{written.num_with_text:,} are here with their text" in (tmp_path / "page.html").read_text()
+    assert f"{written.num_with_text:,} are shown with their text" in (tmp_path / "page.html").read_text()
     steps = {int(row) * 5 // NUM_ROLLOUTS for row in data_of(tmp_path / "page.html")["full"]}  # type: ignore[attr-defined]
     assert steps == {0, 1, 2, 3, 4}  # drawn from the whole run
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_S

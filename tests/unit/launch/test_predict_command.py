@@ -167,7 +167,7 @@ def test_an_option_without_a_legal_value_is_refused(options: LengthOptions, said
 
 
 def test_lengths_are_measured_or_given_not_both(measured: MeasuredRun) -> None:
-    with pytest.raises(ConfigError, match="--mean-tokens: --from has lengths of its own"):
+    with pytest.raises(ConfigError, match="--mean-tokens: --from already provides lengths"):
         lengths_of(config_of(), measure(measured.layout, COST), LengthOptions(mean_tokens=3))
 
 

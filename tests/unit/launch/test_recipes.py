@@ -93,7 +93,7 @@ def test_a_name_that_does_not_exist_is_refused_with_those_that_do(capsys: pytest
 
 
 def test_a_directory_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         copy_recipe("gsm8k", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

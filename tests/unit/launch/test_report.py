@@ -62,7 +62,7 @@ class ToldRun(TextRun):
         begun = {"index": 0, "resume_step": None, "unix_time_s": BEGAN_S}
         self.layout.attempts.write_text(json.dumps(begun) + "\n")
         path = self.layout.job_events("4711")
-        EventLog(path, 0).say("restart", "generator-1 on n1 ended with signal SIGKILL: …; it is started again")
+        EventLog(path, 0).say("restart", "generator-1 on n1 ended with signal SIGKILL: …; it is restarted")
         self._move_to(path, BEGAN_S + 41)
         GuardFile(self.layout.guard).append(GuardEntry(0, 12, 12, "warn", {}, [], "grad_norm 9", BEGAN_S + 98))
         self.write_scalars({"checkpoint/failed_total": 0.0} | dict(scalars or {}))
@@ -236,14 +236,14 @@ def test_the_time_in_which_a_successor_stood_by_is_a_use_of_its_own(tmp_path: Pa
             {"trainer/idle_ratio": 0.5, "generator/live": 2.0},
             "Trainer idle 50%.*4 generators instead of 2.*generation.num_replicas=4",
         ),
-        ({"trainer/idle_ratio": 0.5, "generator/live": 1.0}, "of 2 generators 1.0 were there"),
+        ({"trainer/idle_ratio": 0.5, "generator/live": 1.0}, "of 2 generators 1.0 were alive"),
         (
             {"trainer/idle_ratio": 0.4, "generator/idle_ratio": 0.4, "generator/live": 2.0, "staleness/bound": 1.0},
             "max_staleness=1 .*try 2",
         ),
         ({"reward/zero_spread_share": 0.6, "group/all_correct_share": 0.5}, "60% of finished groups.*too easy"),
         ({"length/truncated_share": 0.3, "length/completion_max": 512.0}, "30% of completions are cut off at 512"),
-        ({"packing/fill": 0.4, "packing/num_microbatches": 1.0}, "filled to 40%"),
+        ({"packing/fill": 0.4, "packing/num_microbatches": 1.0}, "Micro-batches are 40% full"),
         ({"reward/verifier_error_share": 0.05}, "5.0% of verdicts are verifier errors"),
         ({"policy/ess": 0.1}, "effective sample size is 10%"),
     ],

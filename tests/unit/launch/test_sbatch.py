@@ -156,7 +156,7 @@ SUBMITS = (
 def test_ctrl_c_waits_for_sbatch_and_cancels_what_it_submits(fake: FakeSlurm, ending: str) -> None:
     fake.program("sbatch", "touch {here}/begun; while [ ! -e {here}/go ]; do sleep 0.05; done; " + TAKES + ending)
     out, err = _interrupted(fake, times=1)
-    assert out == "interrupted: job 77 was submitted and is cancelled again\n"
+    assert out == "interrupted: job 77 was submitted, and has been cancelled\n"
     assert "waiting for sbatch" in err
     assert fake.calls("scancel") == ["77"]
 

@@ -85,7 +85,7 @@ def test_a_successor_that_comes_before_the_end_and_one_that_has_loaded_are_told(
     assert living.document["next"][-1] == "job 28 begins before job 12 ends, and takes the run over"
     living.layout.hand_over_request(28).touch()
     living.queue(UP + line("28", "RUNNING", nodes="t1"))
-    told = "job 28 stands by: it has loaded everything, and is left the run after the current step"
+    told = "job 28 stands by: it has loaded everything, and takes the run over after the current step"
     assert living.document["next"][-1] == told
 
 
