@@ -23,7 +23,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_reference(reference: str) -> None:
-    """Raises ValueError if it is no regular expression."""
+    """Raises ValueError if it is not a regular expression."""
     _compiled(reference)
 
 

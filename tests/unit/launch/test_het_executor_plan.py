@@ -109,7 +109,7 @@ def test_components_without_a_checkpoint_hear_the_warning_only_where_nobody_has_
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ((), "one at least"),
+        ((), "at least one"),
         ((part("a"), part("a")), "each name once"),
         ((part("a"), part("b", time=60)), "the components of a job end together"),
         ((part("a"), part("b", in_batch_step=True)), "only for a first component"),

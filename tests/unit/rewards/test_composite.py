@@ -88,7 +88,7 @@ def test_references_of_all_parts_are_checked_each_in_its_field():
     assert check is not None
     check(json.dumps(RECORD))
     for change, why in (
-        ({"pattern": "("}, "no regular expression"),
+        ({"pattern": "("}, "not a regular expression"),
         ({"solution": ""}, "cannot be read as mathematics"),
         ({"solution": None}, "no field 'solution'"),
         ({"kwargs": []}, "is shorter"),

@@ -344,7 +344,7 @@ def make_config(**judge: Any) -> Config:
         ({"requests_per_s": 0.2}, r"judge\.requests_per_s=0\.2 .* every 5 s; legal: every 4 s .*=8,"),
         ({"best": 0.0}, r"judge\.best=0 is not above judge\.worst=0"),
         ({"correct_from": 11.0}, r"legal: 0 to 10"),
-        ({"grade_pattern": "("}, "is no regular expression"),
+        ({"grade_pattern": "("}, "is not a regular expression"),
         ({"grade_pattern": "grade"}, "has no group"),
         ({"key_variable": "A", "key_file": "b"}, "legal: one of them"),
     ],
