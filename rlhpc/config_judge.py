@@ -75,7 +75,9 @@ class JudgeConfig(Section):
         try:
             groups = re.compile(self.grade_pattern).groups
         except re.error as error:
-            raise ValueError(f"judge.grade_pattern={self.grade_pattern!r} is not a regular expression: {error}") from error
+            raise ValueError(
+                f"judge.grade_pattern={self.grade_pattern!r} is not a regular expression: {error}"
+            ) from error
         if groups < 1:
             raise ValueError(f"judge.grade_pattern={self.grade_pattern!r} has no group; legal: one around the grade")
         if self.key_variable and self.key_file:
