@@ -7,6 +7,8 @@ token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,21 +32,56 @@ class InFlight:
     is_submitted: bool = False
     has_output: bool = False
     is_aborted: bool = False  # by who asked for it
-    begins_anew: bool = False  # aborted by us, to be given to vLLM again
+    begins_anew: bool = False  # is aborted by us, to be submitted again
+    is_doubted: bool = False  # nobody knows whether it had begun when weights changed
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    came_back: asyncio.Event = field(default_factory=asyncio.Event)  # from vLLM, of one that begins anew
+    aborting: asyncio.Future[None] | None = None  # of one that begins anew: until it has come back
+    _versions: tuple[int, int] = (0, 0)  # the one it was submitted under, the one that came then
 
     def submit(self, policy_version: int) -> None:
         """It is given to vLLM now, while this version is live."""
         self.record, self.is_submitted = VersionRecord(policy_version), True
+        self._versions = policy_version, policy_version
 
-    def must_run_again(self, finish_reason: str | None) -> bool:
-        """True if this is the end of a request that begins anew; asked once.
+    def end(self) -> None:
+        """Nothing more happens to it."""
+        self.ended.set()
+        self.came_back.set()
 
-        One that vLLM has sampled whole before it heard of our abort is as good.
+    def weights_changed(self, policy_version: int, has_begun: bool | None) -> None:
+        """Without a token it begins anew: keys and values of its prompt would be of older weights than its tokens."""
+        if has_begun:
+            return
+        self.begins_anew, self.is_doubted = has_begun is False, has_begun is None
+        self._versions = self._versions[0], policy_version
+        self.came_back.clear()
+
+    def may_keep(self, spans: Any, num_tokens: int) -> bool:
+        """Whether this output counts; asked once per output.  spans: see `versions`.
+
+        It does not if its first token is newer than the version it was submitted under, whose name its prompt has in
+        vLLM's cache: vLLM had not added the request yet when weights changed, and heard of no abort.
         """
-        is_ours = self.begins_anew and not self.is_aborted and finish_reason == "abort"
-        self.begins_anew, self.is_submitted = False, self.is_submitted and not is_ours
-        return is_ours
+        is_open, is_doubted = self.begins_anew or self.is_doubted, self.is_doubted
+        self.begins_anew = self.is_doubted = False
+        self.came_back.set()
+        if not is_open or (is_doubted and spans is None):
+            return True
+        before, after = self._versions
+        found = [int(span.version) for span in spans or ()] if num_tokens else []
+        # One that had no token when weights were counted may get some before vLLM hears of the new version's name.
+        is_older = before != after and set(found[:1] if is_doubted else found) == {before}
+        self.is_submitted = is_older
+        return is_older
+
+    def versions_so_far(self, num_tokens: int, spans: Callable[[], Any]) -> Int32 | None:
+        """Version of every token, int32 [num_tokens], by our count, else by vLLM's record; None if neither tells."""
+        versions = self.record.versions(num_tokens)
+        if versions is None and (known := spans()) is not None:
+            with contextlib.suppress(ValueError):  # it says so again when the request ends, and then it matters
+                versions = versions_of_spans(known, num_tokens)
+        return versions
 
     def versions(self, spans: Any, num_tokens: int) -> Int32:
         """Version of every token, int32 [num_tokens].  spans: vLLM's own record; None: it keeps none.

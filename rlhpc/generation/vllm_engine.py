@@ -25,7 +25,7 @@ from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.generation.in_flight import InFlight, by_either_name
 from rlhpc.generation.pause_switch import PauseSwitch
-from rlhpc.generation.version_record import VersionRecord, versions_of_spans
+from rlhpc.generation.version_record import VersionRecord
 from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
 from rlhpc.generation.vllm_request import (
     end_of_sequence_ids,
@@ -122,6 +122,8 @@ class VllmEngine(GenerationEngine):
         self._busy.enter()
         try:
             output = await self._run(request_id, flight)
+            if output is None:
+                return rollout_of(request, FinishedRequest.nothing("abort"))
             flight.has_output = True
             # Tokens sampled after a load may overtake the load's reply, which says from which token on they are new.
             await self._weights.adopted.wait()
@@ -131,7 +133,7 @@ class VllmEngine(GenerationEngine):
             del self._in_flight[request_id]
             if self._newest.get(request.request_id) == request_id:
                 del self._newest[request.request_id]
-            flight.ended.set()
+            flight.end()
 
     async def score(self, token_ids: Int32) -> RowScore:
         """By vLLM's log-probabilities of a prompt, which stands before all others in the queue; see GenerationEngine.
@@ -159,14 +161,11 @@ class VllmEngine(GenerationEngine):
             return None
         flight = self._in_flight[key]
         first = max(0, start - flight.request.num_done)
-        partial = None if flight.begins_anew else partial_completion(self._llm, key, first)
+        partial = None if flight.begins_anew or flight.is_doubted else partial_completion(self._llm, key, first)
         if partial is None:
             return None
         length = first + len(partial.token_ids)
-        versions = flight.record.versions(length)
-        if versions is None and (spans := spans_so_far(self._llm, key, length)) is not None:
-            with contextlib.suppress(ValueError):  # it says so again when the request ends, and then it matters
-                versions = versions_of_spans(spans, length)
+        versions = flight.versions_so_far(length, lambda: spans_so_far(self._llm, key, length))
         if versions is None:
             return None
         return piece_of(flight.request, FinishedRequest.of_vllm(partial, versions[first:]), start)
@@ -252,7 +251,7 @@ class VllmEngine(GenerationEngine):
             await self._call(self._llm.update_weight_version(str(self._policy_version)))
 
     async def _run(self, request_id: str, flight: InFlight) -> Any:
-        """Return vLLM's only output for this request; of one that begins anew, the last."""
+        """Return vLLM's only output for this request, or the last if it began anew; None: aborted without a token."""
         request = flight.request
         tokens = request.prompt.token_ids.tolist()
         if request.prefix is not None:
@@ -261,9 +260,10 @@ class VllmEngine(GenerationEngine):
         while True:
             await self._weights.adopted.wait()  # asked for while weights are loaded, it would be given the old salt
             flight.submit(self._policy_version)
-            output = await self._output_of(request_id, tokens, params)
-            if not flight.must_run_again(output.outputs[0].finish_reason):
-                return output
+            completion = (output := await self._output_of(request_id, tokens, params)).outputs[0]
+            is_kept = flight.may_keep(getattr(completion, "weight_versions", None), len(completion.token_ids))
+            if is_kept or flight.is_aborted:
+                return output if is_kept else None
 
     async def _output_of(self, request_id: str, tokens: list[int], params: Any, *, priority: int = 0) -> Any:
         # A new request must not combine new weights with the KV cache of older ones.  The count, not the version: after
@@ -299,12 +299,13 @@ class VllmEngine(GenerationEngine):
 
     async def _abort(self, key: str, flight: InFlight) -> None:
         flight.is_aborted = True
-        while not flight.ended.is_set() and not self._death:
+        await self._abort_until(flight.ended, key)
+
+    async def _abort_until(self, is_over: asyncio.Event, key: str) -> None:
+        while not is_over.is_set() and not self._death:
             await self._call(self._llm.abort(key))
-            try:
-                await asyncio.wait_for(flight.ended.wait(), ABORT_AGAIN_S)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_over.wait(), ABORT_AGAIN_S)
 
     async def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:
         """Record a version that is loaded from now on; requests without a token begin anew.
@@ -319,14 +320,15 @@ class VllmEngine(GenerationEngine):
             num_tokens = None if counts is None else counts.get(key)
             if not flight.is_submitted or (num_tokens is None and flight.has_output and self._counts_all):
                 continue  # it is submitted from now on, or had ended when the weights were loaded
-            if not (flight.has_output or (has_begun(self._llm, key) if num_tokens is None else num_tokens)):
-                flight.begins_anew = True  # unless it ends whole before it hears of that
-                waiting.append(key)
             if num_tokens is None and counts is not None and not self._has_spans:
                 num_tokens = 0  # paused and drained: a request that the worker does not know has not begun
+            is_begun = flight.has_output or (has_begun(self._llm, key) if num_tokens is None else num_tokens > 0)
+            flight.weights_changed(policy_version, is_begun)
+            waiting += [(key, flight)] if flight.begins_anew else []
             flight.record.weights_changed(policy_version, num_tokens)
-        for key in waiting:
+        for key, flight in waiting:
             await self._call(self._llm.abort(key))
+            flight.aborting = asyncio.ensure_future(self._abort_until(flight.came_back, key))  # it may not be there yet
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension on every worker.  Its errors do not cross as classes."""

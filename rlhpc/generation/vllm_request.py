@@ -120,10 +120,10 @@ def num_tokens(llm: Any, request_id: str) -> int:
     return len(detokenizer.output_token_ids) if detokenizer is not None else 0
 
 
-def has_begun(llm: Any, request_id: str) -> bool:
-    """False: vLLM has this request, and has sampled no token for it.  True: it has, or does not tell."""
+def has_begun(llm: Any, request_id: str) -> bool | None:
+    """Whether vLLM has sampled a token for this request; None: it has none of this name, or does not tell."""
     detokenizer = getattr(_state_of(llm, request_id), "detokenizer", None)
-    return detokenizer is None or bool(detokenizer.output_token_ids)
+    return None if detokenizer is None else bool(detokenizer.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import itertools
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +273,36 @@ async def test_requests_that_are_asked_for_during_an_update_begin_on_nothing_tha
         assert_well_formed(rollout)
         if set(rollout.versions) == {new}:
             assert_sampled_by(subject, new, rollout)
+
+
+async def test_a_request_that_vllm_adds_only_after_an_update_begins_on_nothing_that_is_old(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for before, under the old version's name for its prompt; an abort does not find it yet."""
+    if not isinstance(subject, VllmSubject):
+        pytest.skip("no front end that adds requests later")
+    llm, gate = subject.engine._llm, asyncio.Event()
+    generate, requests = llm.generate, [request_of(50 + index, prompt=LONG_PROMPT) for index in range(4)]
+    await subject.engine.generate(request_of(0, prompt=LONG_PROMPT))
+
+    async def add_late(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        await gate.wait()
+        async with aclosing(generate(*arguments, **options)) as outputs:
+            async for output in outputs:
+                yield output
+
+    monkeypatch.setattr(llm, "generate", add_late)
+    late = [asyncio.create_task(subject.engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    new = subject.engine.policy_version + 1
+    await subject.update(new)
+    aborting = asyncio.create_task(subject.engine.abort(requests[3].request_id))
+    gate.set()
+    for rollout in await asyncio.wait_for(asyncio.gather(*late[:3]), PATIENCE_S):
+        assert rollout.finish_reason is FinishReason.LENGTH
+        assert_sampled_by(subject, new, rollout)
+    await asyncio.wait_for(aborting, PATIENCE_S)
+    assert (await late[3]).finish_reason is FinishReason.ABORT
 
 
 async def test_a_request_that_waited_over_an_update_is_aborted_like_any_other(subject: Subject) -> None:
