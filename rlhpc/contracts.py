@@ -387,7 +387,7 @@ class TokenRow:
 
     behaviour: Tensor  # float32 [T] log-probability by the policy that sampled the token
     proximal: Tensor  # float32 [T] as passed to TrainerBackend.step; behaviour if none was passed
-    reference: Tensor  # float32 [T] likewise, from a frozen model
+    reference: Tensor  # float32 [T] log-probability by a frozen model
     entropy: Tensor  # float32 [T] entropy of the current policy's distribution at the token
     advantages: Tensor  # float32 [T]
     loss_mask: Tensor  # bool [T] tokens that count; other fields are undefined where it is False

@@ -148,7 +148,7 @@ class Elastic:
     first_replica: int
     placement: Placement  # of the run that they join
     partition: str | None = None  # instead of the site file's
-    time_s: int | None = None  # likewise
+    time_s: int | None = None  # instead of the site file's
 
 
 def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic) -> JobPlan:

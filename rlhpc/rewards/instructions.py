@@ -105,7 +105,7 @@ def _divided(text: str, divider: str) -> list[str]:
 
 
 def _begins_paragraph_with(text: str, to: Arguments) -> bool:
-    """Divided by blank lines: so many there are, and the n-th begins with this word."""
+    """This number of paragraphs, divided by blank lines; the n-th begins with this word."""
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
     if len(paragraphs) != to["num_paragraphs"]:
         return False
