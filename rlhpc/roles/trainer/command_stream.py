@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,8 @@ from rlhpc.transport.codec import Codec, Frame
 from rlhpc.types import PackedBatch
 
 ROWS_S = 60.0  # for rows that were sent before their command, and to another rank's command
+# The exception of a signal's handler is lost where Python runs a destructor: it is looked for as often as this.
+_LOOK_S = 0.5
 _PATIENCE = timedelta(days=30)  # ranks wait for commands as long as the controller takes
 _FIRST_BYTES = 1 << 16  # of a command, in the first broadcast: almost all fit
 _LENGTH = struct.Struct("<Q")
@@ -55,9 +58,10 @@ class CommandStream:
     def next(self, interrupted: Callable[[], bool]) -> Any:
         """Return the next command, a batch with the rows of this rank's replica alone.
 
-        Raises ProtocolError; RoleFailed when rank 0 is gone, or rows are lost.
+        interrupted: whether this process has been asked to leave.
+        Raises KeyboardInterrupt if so; ProtocolError; RoleFailed when rank 0 is gone, or rows are lost.
         """
-        command = self._next_command() if self._rank == 0 else None
+        command = self._next_command(interrupted) if self._rank == 0 else None
         if self._group is not None:
             try:
                 command = self._share(command)
@@ -67,10 +71,14 @@ class CommandStream:
                 raise RoleFailed(f"the trainer's ranks lost each other while waiting for a command: {error}") from error
         return self._with_rows(command) if isinstance(command, TrainBatch) else command
 
-    def _next_command(self) -> Any:
-        while isinstance(message := self._channel.receive(), BatchRows):
-            self._rows = message
-        return message
+    def _next_command(self, interrupted: Callable[[], bool]) -> Any:
+        while not interrupted():
+            with suppress(ChannelTimeout):
+                message = self._channel.receive(_LOOK_S)
+                if not isinstance(message, BatchRows):
+                    return message
+                self._rows = message
+        raise KeyboardInterrupt
 
     def _with_rows(self, command: TrainBatch) -> PackedBatch:
         while self._rows is None or self._rows.number < command.rows:

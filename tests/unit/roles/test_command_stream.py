@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -129,4 +130,33 @@ async def test_rows_that_were_lost_end_the_rank_with_a_message(tmp_path: Path, m
     await link.tell(TrainBatch(5, PackedBatch(3, 3, ())))
     with pytest.raises(RoleFailed, match=r"rank 0 has not received rows 5, of step 3, within 0\.01 s"):
         await rank
+    await server.close()
+
+
+async def test_a_rank_asked_to_leave_does_so_though_the_exception_of_the_handler_was_lost(
+    tmp_path: Path,
+) -> None:
+    # As where the handler ran while Python freed an object: it raises, and the interpreter only prints that.
+    server = ZmqServer(
+        BATCHES, name="controller-0", config=CONFIG, secrets=tmp_path, clock=time.monotonic, interface="127.0.0.1"
+    )
+    is_asked = threading.Event()
+
+    def wait_for_a_command() -> str:
+        channel = ZmqBlockingClient(
+            BATCHES, server.address, name="trainer-0", incarnation="one", server_name="controller-0", config=CONFIG,
+            secrets=tmp_path,
+        )  # fmt: skip
+        channel.send(TrainerReady(0, MANIFEST, ""))
+        try:
+            return f"heard {CommandStream(channel, 0, 1).next(is_asked.is_set)}"
+        except KeyboardInterrupt:
+            return "left"
+        finally:
+            channel.close()
+
+    rank, link = asyncio.create_task(asyncio.to_thread(wait_for_a_command)), TrainerLink(server)
+    await link.ready(PATIENCE_S, list)
+    is_asked.set()
+    assert await asyncio.wait_for(rank, PATIENCE_S) == "left"
     await server.close()
