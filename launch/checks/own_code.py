@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from rlhpc.data.prompt_form import task_of
 from rlhpc.data.records import Record
 from rlhpc.data.row_formats import read_rows
 from rlhpc.errors import ConfigError, RoleFailed
+from rlhpc.python_child import child_command, child_environment
 from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import Judgement, RewardPool
 from rlhpc.rewards.registry import BUILT_IN
@@ -179,12 +178,12 @@ def _try_formulas(config: Config) -> None:
 
 def _try_formula(key: str, path: str) -> None:
     """In a process of its own: it may import torch, and do anything."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "launch.checks.own_formulas", key, path]
+    command = child_command("launch.checks.own_formulas", key, path)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=_MOST_S, check=False, errors="replace"
-        )
+            command, capture_output=True, text=True, env=child_environment(), timeout=_MOST_S, check=False,
+            errors="replace",
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{key}={path!r}: its trial has not ended within {_MOST_S:g} s") from error
     if done.returncode == 0:

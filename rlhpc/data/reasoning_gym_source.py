@@ -23,6 +23,7 @@ from rlhpc.config_data import MOST_PROBLEMS, DataConfig
 from rlhpc.data.cache import cached
 from rlhpc.data.records import Record
 from rlhpc.errors import DataError
+from rlhpc.python_child import child_command, child_environment
 from rlhpc.sandbox.values import encode
 
 PREFIX = "reasoning_gym:"
@@ -66,8 +67,8 @@ def made_records(data: DataConfig) -> list[Record]:
 
 
 def _made_in_a_child(question: str) -> bytes:
-    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "rlhpc.data.reasoning_gym_source"]
+    environment = child_environment(PYTHONHASHSEED="0", PYTHONWARNINGS="ignore")
+    command = child_command("rlhpc.data.reasoning_gym_source")
     done = subprocess.run(command, input=question.encode(), capture_output=True, env=environment, check=False)
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]

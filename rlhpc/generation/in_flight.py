@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
@@ -23,6 +24,14 @@ def by_either_name(counts: dict[str, int] | None) -> dict[str, int] | None:
     return {key: num_tokens for name, num_tokens in counts.items() for key in (name, name.rpartition("-")[0])}
 
 
+class Beginning(Enum):
+    """Which weights the keys and values of a prompt are of, as far as it is known after an update."""
+
+    KNOWN = "those of the version that is recorded"
+    DOUBTED = "nobody knows whether it had begun when weights changed"
+    ANEW = "it had not: it is aborted by us, to be submitted again"
+
+
 @dataclass(slots=True)
 class InFlight:
     """A request that vLLM has, or is about to be given."""
@@ -32,8 +41,7 @@ class InFlight:
     is_submitted: bool = False
     has_output: bool = False
     is_aborted: bool = False  # by who asked for it
-    begins_anew: bool = False  # is aborted by us, to be submitted again
-    is_doubted: bool = False  # nobody knows whether it had begun when weights changed
+    beginning: Beginning = Beginning.KNOWN
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     came_back: asyncio.Event = field(default_factory=asyncio.Event)  # from vLLM, of one that begins anew
     aborting: asyncio.Future[None] | None = None  # of one that begins anew: until it has come back
@@ -53,7 +61,7 @@ class InFlight:
         """Without a token it begins anew: keys and values of its prompt would be of older weights than its tokens."""
         if has_begun:
             return
-        self.begins_anew, self.is_doubted = has_begun is False, has_begun is None
+        self.beginning = Beginning.DOUBTED if has_begun is None else Beginning.ANEW
         self._versions = self._versions[0], policy_version
         self.came_back.clear()
 
@@ -63,10 +71,10 @@ class InFlight:
         It does not if its first token is newer than the version it was submitted under, whose name its prompt has in
         vLLM's cache: vLLM had not added the request yet when weights changed, and heard of no abort.
         """
-        is_open, is_doubted = self.begins_anew or self.is_doubted, self.is_doubted
-        self.begins_anew = self.is_doubted = False
+        beginning, self.beginning = self.beginning, Beginning.KNOWN
+        is_doubted = beginning is Beginning.DOUBTED
         self.came_back.set()
-        if not is_open or (is_doubted and spans is None):
+        if beginning is Beginning.KNOWN or (is_doubted and spans is None):
             return True
         before, after = self._versions
         found = [int(span.version) for span in spans or ()] if num_tokens else []

@@ -23,7 +23,7 @@ from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.core_thread import CoreThread
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
-from rlhpc.generation.in_flight import InFlight, by_either_name
+from rlhpc.generation.in_flight import Beginning, InFlight, by_either_name
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord
 from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
@@ -161,7 +161,7 @@ class VllmEngine(GenerationEngine):
             return None
         flight = self._in_flight[key]
         first = max(0, start - flight.request.num_done)
-        partial = None if flight.begins_anew or flight.is_doubted else partial_completion(self._llm, key, first)
+        partial = None if flight.beginning is not Beginning.KNOWN else partial_completion(self._llm, key, first)
         if partial is None:
             return None
         length = first + len(partial.token_ids)
@@ -324,7 +324,7 @@ class VllmEngine(GenerationEngine):
                 num_tokens = 0  # paused and drained: a request that the worker does not know has not begun
             is_begun = flight.has_output or (has_begun(self._llm, key) if num_tokens is None else num_tokens > 0)
             flight.weights_changed(policy_version, is_begun)
-            waiting += [(key, flight)] if flight.begins_anew else []
+            waiting += [(key, flight)] if flight.beginning is Beginning.ANEW else []
             flight.record.weights_changed(policy_version, num_tokens)
         for key, flight in waiting:
             await self._call(self._llm.abort(key))

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
+from rlhpc.python_child import child_command, child_environment
 from rlhpc.rewards.failures import DIED, TIMED_OUT
 from rlhpc.rewards.frames import HEADER_BYTES, Ready, Replies, Reply, Turn, body_length
 
@@ -52,17 +52,11 @@ class WorkerProcess:
         the thread that starts it (PR_SET_PDEATHSIG counts threads, not processes).
         Raises OSError if no process can be started.
         """
-        # The parent's import path, so that a reward function found when the configuration was checked is found there.
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": "1",
-            **settings,
-        }
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "rlhpc.rewards.worker", str(os.getpid()), str(memory_limit_bytes), *tasks),
+            *child_command("rlhpc.rewards.worker", str(os.getpid()), str(memory_limit_bytes), *tasks),
             stdin=PIPE,
             stdout=PIPE,
-            env=environment,
+            env=child_environment(**settings),
             start_new_session=True,
         )
         return cls(process)

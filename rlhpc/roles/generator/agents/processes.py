@@ -12,13 +12,13 @@ import json
 import logging
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.errors import RoleFailed
+from rlhpc.python_child import child_command, child_environment
 
 log = logging.getLogger("rlhpc.agents")
 START_TIMEOUT_S = 120.0  # for the user's imports
@@ -97,16 +97,11 @@ class AgentProcesses:
 
     async def _open(self) -> None:
         """Start the host and wait until it has imported the user's module."""
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",  # the engine's are not theirs
-        }
         host = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "rlhpc.roles.generator.agents.host", str(os.getpid()), *self._what),
+            *child_command("rlhpc.roles.generator.agents.host", str(os.getpid()), *self._what),
             stdin=PIPE,
             stdout=PIPE,
-            env=environment,
+            env=child_environment(CUDA_VISIBLE_DEVICES=""),  # the engine's are not theirs
             start_new_session=True,
             limit=_LONGEST_LINE,
         )
