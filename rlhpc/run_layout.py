@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.errors import RunDirectoryError
+
 
 @dataclass(frozen=True)
 class RunLayout:
@@ -31,6 +33,11 @@ class RunLayout:
             return False
         except (ValueError, TypeError):
             return True
+
+    def require_run(self) -> None:
+        """Raises RunDirectoryError if this is not a run directory."""
+        if not self.is_run:
+            raise RunDirectoryError(f"{self.root}: not a run directory: it has no {self.config.name} of a run")
 
     @property
     def inputs(self) -> Path:

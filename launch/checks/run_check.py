@@ -35,9 +35,8 @@ from rlhpc.transport.keys import refuse_loose_keys
 
 
 def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
-    """Look at everything; progress is told what is being read.  Raises ConfigError if it is no run directory."""
-    if not layout.is_run:
-        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+    """Look at everything; progress is told what is being read.  Raises RunDirectoryError: not a run directory."""
+    layout.require_run()
     first = first_rollout(layout)
     parts = (_rights, _settings, _inputs, _attempts, _checkpoints, _segments)
     rows = [row for part in parts for row in part(layout, progress)]

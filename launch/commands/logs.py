@@ -43,8 +43,7 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
     role: "trainer" for all its ranks, "generator-1" for one process, "slurm" for batch steps, None for all.  Returns
     the exit status, 130 after Ctrl-C.  Raises RunDirectoryError: no run directory; no such role.
     """
-    if not layout.is_run:
-        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    layout.require_run()
     there = log_files(layout, role)
     found = _newest(there)
     if not found and not (follow and _may_come(layout, role)):

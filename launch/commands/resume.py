@@ -11,7 +11,7 @@ from pathlib import Path
 from launch.commands.submit import Tell, submit_run
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
 from rlhpc.config_file import override, read_resolved
-from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
 
@@ -23,8 +23,7 @@ def resume_run(
     words: overrides key=value, and at most one site file, which replaces the old one.  Raises RunDirectoryError: not a
     run, complete, or still running; ConfigError and SlurmError as submit_run does.
     """
-    if not layout.is_run:
-        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    layout.require_run()
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"{files[1]!r}: legal: at most one site file, and overrides (key=value)")

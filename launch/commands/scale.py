@@ -73,8 +73,7 @@ def _scale(layout: RunLayout, change: int, placement: str, how: Addition, *, dry
 
 def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
     """The directory by the path that compute nodes use, and the placement of the run."""
-    if not layout.is_run:
-        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    layout.require_run()
     if layout.summary.exists():
         raise RunDirectoryError(f"{layout.root}: the run is complete")
     try:

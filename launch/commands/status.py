@@ -19,7 +19,7 @@ from launch.common.text_table import printable
 from launch.plan.processes import process_names
 from launch.run_directory.owner import launcher_of
 from rlhpc.config_file import read_resolved
-from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.errors import ConfigError
 from rlhpc.rewards.failures import BATCH_FAILED, FAILURES, FORKED, JUDGED
 from rlhpc.run_layout import RunLayout
 
@@ -43,8 +43,7 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
 
     Raises RunDirectoryError if this is no run directory.
     """
-    if not layout.is_run:
-        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    layout.require_run()
     status, view = read_status(layout), look_at_run(layout) if is_slurm_run(layout) else None
     notes = read_notes(layout)
     if as_json:

@@ -17,7 +17,6 @@ from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.states import Life
 from rlhpc.deadline import Deadline
-from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
@@ -37,8 +36,7 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     allowed.
     Raises RunDirectoryError: not a run directory; SlurmError: it has jobs, and Slurm does not answer.
     """
-    if not layout.is_run:
-        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    layout.require_run()
     launcher = find_launcher(layout, tell)
     if launcher is not None:
         write_atomically(layout.abort_request if now else layout.stop_request, b"")

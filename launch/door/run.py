@@ -43,10 +43,9 @@ class Run:
 
     @classmethod
     def load(cls, directory: str | Path) -> Run:
-        """Raises ConfigError: no run is in this directory."""
+        """Raises RunDirectoryError: no run is in this directory."""
         layout = RunLayout(without_dots(Path(directory)))
-        if not layout.is_run:
-            raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+        layout.require_run()
         return cls(layout)
 
     def __repr__(self) -> str:

@@ -20,10 +20,10 @@ def metric_table(layout: RunLayout, patterns: Sequence[str] = ()) -> CurveTable:
 
     Steps that a resume has undone are left out, attempts joined.  Figures of an evaluation are at the step of its
     checkpoint.
-    Raises ConfigError: no run is here, it has written nothing yet, or a pattern matches nothing; OSError.
+    Raises RunDirectoryError: no run is here; ConfigError: it has written nothing yet, or a pattern matches nothing;
+    OSError.
     """
-    if not layout.is_run:
-        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+    layout.require_run()
     curves = read_curves(layout.tensorboard) | read_curves(layout.evaluations / layout.tensorboard.name)
     if not curves:
         raise ConfigError(f"{layout.root}: no metrics yet: the first ones are written after the first step")

@@ -107,9 +107,11 @@ class RunRollouts:
     """The rollouts of one run directory."""
 
     def __init__(self, layout: RunLayout, *, tokenizer_dir: Path | None = None, tell: Tell) -> None:
-        """tell: called once for each thing that cannot be shown.  Raises ConfigError: no run, or no such tokenizer."""
-        if not layout.is_run:
-            raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+        """tell: called once for each thing that cannot be shown.
+
+        Raises RunDirectoryError: no run is here; ConfigError: no such tokenizer.
+        """
+        layout.require_run()
         self.layout, self._tell = layout, tell
         self.config = _settings(layout, tell)
         self.texts, remark = texts_of(None if self.config is None else self.config.model.path, tokenizer_dir)

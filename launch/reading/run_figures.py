@@ -74,9 +74,8 @@ class RunFigures:
 
 
 def read_figures(layout: RunLayout) -> RunFigures:
-    """Read a run.  Raises ConfigError: no run is here; OSError."""
-    if not layout.is_run:
-        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+    """Read a run.  Raises RunDirectoryError: no run is here; OSError."""
+    layout.require_run()
     try:
         config = read_resolved(layout)[0]
     except ConfigError:

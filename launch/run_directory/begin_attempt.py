@@ -45,8 +45,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     from those of the first start; UnreadableCheckpoint: a retry may help; ConfigError: config.json was altered;
     FencedError: a later job, a later life of this one, or another start owns the run.
     """
-    if not layout.is_run:
-        raise RunDirectoryError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
+    layout.require_run()
     if layout.summary.exists():
         raise RunDirectoryError(f"{layout.root}: the run is complete")
     _refuse_stale(layout, (job_id, restart), follows)

@@ -14,17 +14,15 @@ from launch.checks.audit.poison import poison
 from launch.checks.audit.report import Audit
 from launch.checks.audit.rollouts import members, staleness, versions
 from launch.checks.audit.steps import order, steps
-from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
 
 def audit_run(layout: RunLayout, depth: Depth, progress: Progress) -> Audit:
     """Look at everything; progress is told what is being read.
 
-    Raises ConfigError if it is no run directory; RunDirectoryError if it is started again and again meanwhile; OSError.
+    Raises RunDirectoryError: not a run directory, or it is started again and again meanwhile; OSError.
     """
-    if not layout.is_run:
-        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+    layout.require_run()
     lost = LostRollouts(layout.rollouts)
     evidence = gather(layout, depth, progress, lost.found)
     law, places = conservation(evidence)

@@ -71,10 +71,9 @@ def refuse_how(options: argparse.Namespace) -> None:
 
 
 def run_of(options: argparse.Namespace) -> RunLayout:
-    """The run that is followed.  Raises ConfigError: there is none."""
+    """The run that is followed.  Raises RunDirectoryError: there is none."""
     layout = RunLayout(without_dots(options.model))
-    if not layout.is_run:
-        raise ConfigError(f"--follow: {layout.root} is not a run directory")
+    layout.require_run()
     return layout
 
 

@@ -115,7 +115,8 @@ def test_what_another_try_would_not_mend_ends_with_status_2(
     layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--run-dir", str(tmp_path / "nowhere"), "--job-id", "1"]) == EXIT_CONFIG
-    assert capsys.readouterr().err == f"rlhpc: {tmp_path / 'nowhere'}: not a run directory: it has no config.json\n"
+    said = capsys.readouterr().err
+    assert said == f"rlhpc: {tmp_path / 'nowhere'}: not a run directory: it has no config.json of a run\n"
     layout.config.write_text(layout.config.read_text().replace('"seed": ', '"seed": 1'))
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_CONFIG
     assert "altered since the run was started" in capsys.readouterr().err

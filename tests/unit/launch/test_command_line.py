@@ -316,7 +316,7 @@ def test_a_directory_that_is_no_run_is_refused(
 ) -> None:
     nowhere = tmp_path / "nowhere"
     for directory, said in (
-        (tmp_path, "not a run directory"),
+        (tmp_path, "not a run directory: it has no config.json of a run"),
         (nowhere, "no such directory; `rlhpc list` shows your runs"),
     ):
         assert main([command, str(directory)]) == EXIT_CONFIG

@@ -76,7 +76,7 @@ def test_a_run_is_arrays_rollouts_and_checkpoints(first: FirstRun) -> None:
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run directory"):
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
         rlhpc.Run.load(tmp_path)
 
 

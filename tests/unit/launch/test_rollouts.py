@@ -23,7 +23,7 @@ from launch.reading.transcript import as_document, transcripts
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.buffer.history import START, read_history
 from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.errors import ConfigError
+from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.unit.doc_pages import ROOT
@@ -211,7 +211,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run directory"):
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunRollouts(RunLayout(tmp_path), tell=_pass_over)
 
 
