@@ -69,7 +69,7 @@ class Record:
             return False
 
     def holds_several(self, name: str) -> bool:
-        """Whether a field is a list or an object; it is there."""
+        """Whether a field, which must exist, is a list or an object."""
         return isinstance(self.value(name, ""), list | dict)
 
     def _missing(self, name: str, key: str, inside: str, here: Any) -> str:
@@ -130,7 +130,7 @@ def is_unicode(text: str) -> bool:
 
 
 def _inner(value: Any, part: str) -> tuple[Any, bool]:
-    """What `part` names in an object or a list, or in JSON as text; and True.  Else what there is, and False."""
+    """(What `part` names in an object, a list or JSON text, True), or (the value itself, False) if there is none."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):  # CSV has no other way
         try:
             value = json.loads(value)

@@ -84,7 +84,7 @@ class PromptTokenizer:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Of the checkpoint.  Raises ConfigError if there is none."""
+        """The checkpoint's own.  Raises ConfigError if there is none."""
         if self._chat_template is None:
             self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
         return self._chat_template
@@ -126,10 +126,11 @@ class PromptTokenizer:
         return found
 
     def _character_ends(self, token_ids: Int32, *, keep_special_tokens: bool = False) -> NDArray[np.int64]:
-        """Characters of the text that are whole with each token, [L]; a few tokens at a time, since decoding is linear.
+        """Characters of the text that are whole after each token, [L]; a few tokens at a time, since decoding is
+        linear.
 
-        A character of several tokens is there with its last one: until then, the decoder shows U+FFFD.  It shows that
-        for ever for bytes that are no character, which four tokens tell: no character has more bytes.
+        A character of several tokens is whole after its last one; until then the decoder shows U+FFFD.  For bytes that
+        are no character it always shows that; after four tokens this is certain, since no character has more bytes.
         """
         begin = read = num_characters = 0  # tokens from `begin` on are decoded together, those up to `read` are counted
         known, ends = "", np.zeros(len(token_ids), np.int64)
@@ -155,7 +156,7 @@ class PromptTokenizer:
 
     @property
     def eos_tokens(self) -> list[object]:
-        """As eos_token_ids, in any order, whatever the files hold."""
+        """eos_token_id of generation_config.json and config.json, unchecked, in any order."""
         found: list[object] = []
         for name in ("generation_config.json", "config.json"):
             ids = self._read_json(name).get("eos_token_id")

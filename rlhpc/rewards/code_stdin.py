@@ -50,7 +50,7 @@ def check_reference(reference: str, settings: SandboxConfig | None = None) -> No
 
 
 def _read(reference: str) -> tuple[list[tuple[str, str]], OwnLimits]:
-    """Pairs of input and output, and what else it says."""
+    """Pairs of input and output, and the record's own limits."""
     try:
         read: Any = json.loads(reference)
         if isinstance(read, dict):

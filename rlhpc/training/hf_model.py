@@ -32,7 +32,7 @@ from rlhpc.types import TensorSpec
 
 TRIAL_TOLERANCE = 1e-3  # float32 round-off is 1e-6; attending across samples shows as 1e-2 to 3
 TRIAL_LENGTHS = (5, 7)
-TRIAL_WINDOW = 3  # tokens: sliding windows are so short in the trial, that its segments are longer
+TRIAL_WINDOW = 3  # tokens: width of sliding windows in the trial, less than its segments have
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class CausalLM:
     parameters: dict[str, nn.Parameter]
     head_weight: nn.Parameter  # [V, H]; also among `parameters`, under the embedding's name if tied
     trunk: Callable[..., Any]
-    head: Callable[..., tuple[Tensor, Tensor | None]] = chunked_logprobs  # or token_values, of a critic
+    head: Callable[..., tuple[Tensor, Tensor | None]] = chunked_logprobs  # or token_values, for a critic
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan) -> Tensor:
         """Final hidden states [T, H] of one packed row; token_ids and position_ids int64 [T]."""
@@ -156,7 +156,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
         positions = torch.cat([torch.arange(length, device=device) for length in TRIAL_LENGTHS])
         try:
             hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
-        except TypeError as error:  # the plan of the row is an argument that they do not know, or do not hand on
+        except TypeError as error:  # its layers do not accept the plan of the row, or do not pass it on
             raise ConfigError(
                 f"model.path={path}: the layers of {type(module).__name__} do not hand the borders of packed samples "
                 f"on to their attention: {error}"
@@ -173,7 +173,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
 
 @contextmanager
 def _narrow_windows(module: nn.Module) -> Iterator[None]:
-    """Every sliding window of a model is TRIAL_WINDOW tokens wide, wherever its layers have it from."""
+    """Meanwhile every sliding window of a model is TRIAL_WINDOW tokens wide, wherever its layers read the width."""
     places: dict[int, Any] = {}
     for part in module.modules():
         places |= {id(place): place for place in (part, getattr(part, "config", None))}
