@@ -86,11 +86,9 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
         module.config.output_router_logits = False  # otherwise the trunk keeps those of every layer
     model = _without_logits(module)
     _refuse_unknown_experts(model, path)
+    _drop_nothing(module)
     _refuse_unfaithful(model, path)
     module.train()  # HF recomputes activations only in training mode
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0  # the sampled policy has none
     if recompute_activations:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module.to(device)
@@ -121,6 +119,16 @@ def _without_logits(module: Any) -> CausalLM:
     )
 
 
+def _drop_nothing(module: nn.Module) -> None:
+    """The sampled policy has no dropout, neither in modules nor where a layer hands its probability to a function."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
 def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
     """Weights are exported under the names of hf_names, which every loader must know."""
     expected = {renamed.name for spec in model.tensor_specs() for renamed in on_disk(spec) if renamed.name != spec.name}
@@ -140,7 +148,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
     """Packed log-probabilities must be those of HF's own attention and logits, segment by segment.
 
     Catches layers that do not use the attention interface, attention with a soft cap, sinks or a bias, windows that are
-    not handed on, and heads with a bias, a scale or a soft cap.
+    not handed on, heads with a bias, a scale or a soft cap, and noise of layers in training mode.
     """
     device, vocabulary = model.head_weight.device, model.head_weight.shape[0]
     module: Any = model.module
@@ -154,6 +162,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
         module.set_attn_implementation(PACKED_ATTENTION)
         borders = np.cumsum((0, *TRIAL_LENGTHS), dtype=np.int32)
         positions = torch.cat([torch.arange(length, device=device) for length in TRIAL_LENGTHS])
+        module.train()  # as it will be: noise of its own would show
         try:
             hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
         except TypeError as error:  # the plan of the row is an argument that they do not know, or do not hand on
@@ -167,7 +176,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
         raise ConfigError(
             f"model.path={path}: {type(model.module).__name__} gives packed log-probabilities that differ by "
             f"{difference:.2g} from its own logits; it ignores the attention interface, changes attention scores "
-            "(a soft cap, sinks, a bias), or transforms its logits"
+            "(a soft cap, sinks, a bias), transforms its logits, or draws random numbers in training"
         )
 
 

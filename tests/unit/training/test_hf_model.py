@@ -14,9 +14,12 @@ from transformers import (
     GraniteConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
     Qwen2Config,
     StableLmConfig,
+    Starcoder2Config,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from rlhpc.errors import ConfigError
 from rlhpc.training.hf_model import load_causal_lm
@@ -58,6 +61,39 @@ def test_another_architecture_that_honours_the_interface_is_welcome(tmp_path):
     model = load_causal_lm(save_other(tmp_path, config), device=CPU)
     assert model.module.training
     assert not any(part.p for part in model.module.modules() if isinstance(part, torch.nn.Dropout))
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+WITH_FUNCTIONAL_DROPOUT = {
+    "starcoder2": Starcoder2Config(
+        **SIZES, num_key_value_heads=2, intermediate_size=64, residual_dropout=0.5, embedding_dropout=0.5
+    ),
+    "opt": OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5),
+}
+
+
+@pytest.mark.parametrize("family", WITH_FUNCTIONAL_DROPOUT)
+def test_nothing_is_dropped_where_layers_call_dropout_as_a_function(family, tmp_path):
+    model = load_causal_lm(save_other(tmp_path, WITH_FUNCTIONAL_DROPOUT[family]), device=CPU)
+    row, plan = torch.arange(1, 13), SegmentPlan.of(np.array([0, 12], np.int32), CPU)
+    positions = torch.arange(12)
+    assert model.module.training
+    trained = model.hidden_states(row, positions, plan)
+    model.module.eval()
+    torch.testing.assert_close(trained, model.hidden_states(row, positions, plan), rtol=0, atol=0)
+
+
+def test_layers_that_draw_random_numbers_in_training_are_refused(tmp_path, monkeypatch):
+    make_tiny_checkpoint(tmp_path, hidden=32)
+    plain = Qwen2MLP.forward
+
+    def noisy(self, hidden):
+        """As a router with jitter."""
+        return plain(self, hidden * torch.empty_like(hidden).uniform_(0.5, 1.5) if self.training else hidden)
+
+    monkeypatch.setattr(Qwen2MLP, "forward", noisy)
+    with pytest.raises(ConfigError, match=r"model\.path=.*draws random numbers in training"):
+        load_causal_lm(tmp_path, device=CPU)
 
 
 def test_logits_that_are_not_a_plain_product_are_refused(tmp_path):
