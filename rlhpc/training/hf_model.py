@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.errors import ConfigError
@@ -65,15 +65,20 @@ class CausalLM:
         )
 
 
-def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: bool = False) -> CausalLM:
+def load_causal_lm(
+    path: Path, *, device: torch.device, recompute_activations: bool = False, max_tokens: int = 0
+) -> CausalLM:
     """Load a checkpoint in float32 on `device`.
 
+    max_tokens: of the longest sequence that the engine may sample (_rotate_as_engines).
     Raises ConfigError naming model.path if there is none, or if the architecture cannot be trained here.
     """
     disable_progress_bar()  # it prints progress bars into the log
     try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        _rotate_as_engines(config, max_tokens)
         module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
+            path, config=config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path}: transformers cannot load this model: {error}") from error
@@ -108,6 +113,16 @@ def with_value_head(model: CausalLM) -> CausalLM:
     is_tied = embedding.weight is head
     kept = {name: each for name, each in model.parameters.items() if is_tied or each is not head}
     return replace(model, parameters=kept | {VALUE_HEAD: weight}, head_weight=weight, head=token_values)
+
+
+def _rotate_as_engines(config: Any, max_tokens: int) -> None:
+    """LongRoPE (Phi) has two sets of frequencies; transformers chooses by the row at hand, and vLLM once.
+
+    vLLM takes those for long sequences if it may sample one (its PR 27431): so do we, for short ones too.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_tokens > rope["original_max_position_embeddings"]:
+        rope["short_factor"] = rope["long_factor"]
 
 
 def _without_logits(module: Any) -> CausalLM:

@@ -15,6 +15,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     OPTConfig,
+    Phi3Config,
     Qwen2Config,
     StableLmConfig,
     Starcoder2Config,
@@ -140,6 +141,25 @@ def test_sliding_windows_are_those_of_transformers_longer_than_which_segments_ar
     )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert (logits[2] - without)[WINDOW:].abs().max() > 0.01  # the window does something here
+
+
+@pytest.mark.parametrize(("max_tokens", "are_long"), [(8, False), (9, True)])
+def test_long_frequencies_turn_every_row_if_the_engine_may_sample_a_long_one(max_tokens, are_long, tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
+    config = Phi3Config(
+        **{key: size for key, size in SMALL.items() if key != "head_dim"},
+        max_position_embeddings=64, original_max_position_embeddings=8, rope_parameters=rope | factors, pad_token_id=0,
+    )  # fmt: skip
+    model = load_causal_lm(save_other(tmp_path, config), device=CPU, max_tokens=max_tokens)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    segment = torch.arange(3, 9)
+    with torch.no_grad():  # by transformers, what follows turns what stands before
+        alone, in_a_long_row = (plain(input_ids=row[None]).logits[0].log_softmax(-1) for row in
+                                (segment, torch.arange(3, 20)))  # fmt: skip
+    short, long = (each[: len(segment) - 1].gather(1, segment[1:, None])[:, 0] for each in (alone, in_a_long_row))
+    assert (short - long).abs().max() > 0.01
+    torch.testing.assert_close(logprobs_of_packed(model, [segment]), long if are_long else short, atol=1e-4, rtol=0)
 
 
 def test_attention_that_changes_its_scores_is_refused(tmp_path):
