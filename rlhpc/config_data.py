@@ -76,6 +76,11 @@ class DataConfig(Section):
     """Sampling of its completions stops here; none, and at most: generation.max_completion_tokens."""
 
     @property
+    def may_be_chat(self) -> bool:
+        """Whether the chat template may make its prompts: it makes those of prompt_field that are chat messages."""
+        return self.use_chat_template or bool(self.prompt_field)
+
+    @property
     def title(self) -> str:
         """What it is called."""
         return self.name or (title_of(self.path) if self.path is not None else self.source.rpartition(":")[2])

@@ -101,6 +101,11 @@ class GenerationConfig(Section):
     short ones (docs/algorithms.md). False: rollouts continue from the prefixes that generators report, which is nearly
     as good."""
 
+    @property
+    def max_tokens(self) -> int:
+        """Of a prompt with its completion."""
+        return self.max_prompt_tokens + self.max_completion_tokens
+
 
 NO_WINDOW = 1 << 30  # groups: a batch may pass whom it will, as far as the bound on staleness lets it
 

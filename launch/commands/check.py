@@ -52,7 +52,7 @@ def check_run_file(options: argparse.Namespace) -> int:
         print("\n".join(first_prompt(config, place, found)))
     has_dialogues = any(dataset.environment for dataset in config.data)
     template = dialogue_template(config, findings.tokenizer) if has_dialogues else None
-    print(stop_tokens(findings.tokenizer, template))
+    print(stop_tokens(findings.tokenizer, template, is_chat=any(dataset.may_be_chat for dataset in config.data)))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     print("\n".join([*own, *sandbox, *evaluations, memory, *biases(config)]))
     return 0

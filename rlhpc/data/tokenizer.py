@@ -23,6 +23,8 @@ from rlhpc.errors import ConfigError
 from rlhpc.types import Int32
 
 _MOST_BYTES = 4  # of a character in UTF-8
+_ASKED = {"role": "user", "content": "Q"}
+_ANSWERED = {"role": "assistant", "content": "~the~answer~"}  # which occurs in no template
 
 
 class PromptTokenizer:
@@ -176,6 +178,25 @@ class PromptTokenizer:
             token_id = self._tokenizer.token_to_id(token)
             found.update([] if token_id is None else [token_id])
         return tuple(sorted(found))
+
+    def ends(self, *, is_chat: bool) -> tuple[int, ...]:
+        """Every token that ends a completion, ascending."""
+        return self.chat_end_ids if is_chat else self.eos_token_ids
+
+    @cached_property
+    def chat_end_ids(self) -> tuple[int, ...]:
+        """Every token that ends the answer to a chat, ascending: eos_token_ids, and what the template ends a turn with.
+
+        A base model may have a template of turns and name the end of a document alone (Qwen): it would go on behind its
+        answer, and make up further turns.  Only a special token counts; a template that is none adds nothing.
+        """
+        try:
+            text = self.chat_template.render([_ASKED, _ANSWERED], add_generation_prompt=False)
+        except ConfigError:
+            return self.eos_token_ids
+        _, _, after = text.partition(_ANSWERED["content"])  # "" too where the answer is not there as it was
+        ends = {token for token in self.encode_rendered(after)[:1].tolist() if self.is_special(token)}
+        return tuple(sorted({*self.eos_token_ids, *ends}))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Int32:
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)

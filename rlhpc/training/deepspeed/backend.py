@@ -114,6 +114,7 @@ class DeepSpeedBackend(ReplicatedBackend):
             config.model.path,
             device=torch.device("cpu"),
             recompute_activations=config.trainer.recompute_activations == "full",
+            max_tokens=config.generation.max_tokens,
         )
         model = with_value_head(model) if has_value_head else model
         settings = ZeroSettings(config.trainer, DTYPES[config.model.dtype], config.generation.temperature)

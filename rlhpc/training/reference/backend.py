@@ -93,7 +93,10 @@ class ReferenceBackend(ReplicatedBackend):
         device = device_of(config.trainer.device, context.rank)
         torch.manual_seed(config.run.seed)
         model = load_causal_lm(
-            config.model.path, device=device, recompute_activations=config.trainer.recompute_activations == "full"
+            config.model.path,
+            device=device,
+            recompute_activations=config.trainer.recompute_activations == "full",
+            max_tokens=config.generation.max_tokens,
         )
         model = with_value_head(model) if has_value_head else model
         owns_group = context.world_size > 1 and not dist.is_initialized()

@@ -51,6 +51,23 @@ def test_the_end_of_a_sequence_is_looked_for_in_every_file(tmp_path):
     assert PromptTokenizer(tmp_path / "bare").eos_token_ids == ()  # tokenizer_config.json says that there is none
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, (2, 5)),  # the model names <eos> alone, the template ends a turn with </turn>
+        (CHATML.replace("</turn>", "\n"), (2,)),
+        (CHATML.replace("| trim", "| trim | upper"), (2,)),
+        ("{{ raise_exception('no assistant') }}", (2,)),
+        (None, (2,)),
+    ],
+    ids=["turns", "no special token", "shouts", "refuses", "none"],
+)
+def test_an_answer_to_a_chat_ends_where_the_template_ends_a_turn(tmp_path, template, ends):
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path, chat_template=template))
+    assert tokenizer.ends(is_chat=True) == ends
+    assert tokenizer.ends(is_chat=False) == tokenizer.eos_token_ids == (2,)
+
+
 def test_what_ends_a_sequence_is_asked_for_with_every_group_and_read_once(tmp_path):
     tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path))
     ends = tokenizer.eos_token_ids

@@ -52,4 +52,6 @@ def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
     nameless = PromptTokenizer(make_tokenizer_files(tmp_path / "nameless", eos_token=None))
     ends = DialogueTemplate(PromptTokenizer(make_tokenizer_files(tmp_path / "chat", chat_template=CHATML)))
     assert stop_tokens(PromptTokenizer(tmp_path / "chat"), ends) == "stop        '<eos>' (2), '</turn>' (5)"
+    one_turn = PromptTokenizer(tmp_path / "chat")
+    assert stop_tokens(one_turn, is_chat=True) == "stop        '<eos>' (2), '</turn>' (5)"
     assert stop_tokens(nameless).startswith("warning     the model names no end-of-sequence token")
