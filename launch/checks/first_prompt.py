@@ -31,7 +31,7 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
 
 def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None) -> str:
     """What ends a completion before its limit, or the turns of a dialogue."""
-    tokens = tokenizer.eos_token_ids if dialogue is None else dialogue.stop_token_ids
+    tokens = tokenizer.stop_token_ids if dialogue is None else dialogue.stop_token_ids
     if not tokens:
         return "warning     the model names no end-of-sequence token: every completion ends at max_completion_tokens"
     named = ", ".join(f"{tokenizer.decode([token], keep_special_tokens=True)!r} ({token})" for token in tokens)

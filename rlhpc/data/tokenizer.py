@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +24,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.types import Int32
 
 _MOST_BYTES = 4  # of a character in UTF-8
+_MARK = "~the~answer~"  # an answer that occurs in no template
 
 
 class PromptTokenizer:
@@ -175,6 +177,21 @@ class PromptTokenizer:
             token_id = self._tokenizer.token_to_id(token)
             found.update([] if token_id is None else [token_id])
         return tuple(sorted(found))
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion, ascending: eos_token_ids, and what the chat template ends an answer with.
+
+        For base models with a template that is no end of a sequence (Qwen2.5: <|im_end|> beside <|endoftext|>), and
+        without it they go on to write the user's next message.
+        """
+        ends = set(self.eos_token_ids)
+        dialogue = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": _MARK}]
+        with suppress(ConfigError):  # there is no template, or it refuses to be asked so
+            _, found, after = self.chat_template.render(dialogue, add_generation_prompt=False).rpartition(_MARK)
+            first = self.encode_rendered(after.lstrip() if found else "")[:1]
+            ends.update(token for token in first.tolist() if self.is_special(token))
+        return tuple(sorted(ends))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Int32:
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)

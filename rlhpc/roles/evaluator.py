@@ -103,7 +103,7 @@ class Evaluator:
         self._sampling = SamplingParams(
             max_tokens=settings.config.generation.max_completion_tokens,
             temperature=settings.temperature,
-            stop_token_ids=self._tokenizer.eos_token_ids,
+            stop_token_ids=self._tokenizer.stop_token_ids,
         )
 
     async def sample(self, places: list[tuple[int, int]], stop: asyncio.Event) -> None:

@@ -194,7 +194,7 @@ def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
 
 
 def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:
-    config, admission, ends = context.config, context.config.admission, tokenizer.eos_token_ids
+    config, admission, ends = context.config, context.config.admission, tokenizer.stop_token_ids
 
     def sampling(prompt_id: int) -> SamplingParams:
         limit = config.max_completion_tokens(prompt_id)

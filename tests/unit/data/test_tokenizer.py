@@ -58,6 +58,23 @@ def test_what_ends_a_sequence_is_asked_for_with_every_group_and_read_once(tmp_pa
     assert tokenizer.eos_token_ids == ends == (2,)
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, (2, 5)),  # of a base model: its end of sequence is no end of a turn
+        ("{% for m in messages %}<turn>{{ m['content'] }} {{ eos_token }}{% endfor %}", (2,)),
+        ("{% for m in messages %}<turn>{{ m['content'] }} and so on{% endfor %}", (2,)),
+        ("<turn>{{ messages[0]['content'] }}", (2,)),  # which shows no answer
+        ("{{ raise_exception('only tools') }}", (2,)),
+        (None, (2,)),
+    ],
+)
+def test_what_ends_an_answer_in_the_template_ends_a_completion(tmp_path, template, ends):
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path, chat_template=template))
+    assert tokenizer.stop_token_ids == ends
+    assert tokenizer.eos_token_ids == (2,)
+
+
 def test_the_special_tokens_map_is_used_where_the_config_is_silent(tmp_path):
     make_tokenizer_files(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()

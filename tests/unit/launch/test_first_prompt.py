@@ -51,5 +51,6 @@ def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
     assert stop_tokens(PromptTokenizer(make_tokenizer_files(tmp_path / "model"))) == "stop        '<eos>' (2)"
     nameless = PromptTokenizer(make_tokenizer_files(tmp_path / "nameless", eos_token=None))
     ends = DialogueTemplate(PromptTokenizer(make_tokenizer_files(tmp_path / "chat", chat_template=CHATML)))
+    assert stop_tokens(PromptTokenizer(tmp_path / "chat")) == "stop        '<eos>' (2), '</turn>' (5)"
     assert stop_tokens(PromptTokenizer(tmp_path / "chat"), ends) == "stop        '<eos>' (2), '</turn>' (5)"
     assert stop_tokens(nameless).startswith("warning     the model names no end-of-sequence token")
