@@ -51,12 +51,16 @@ class PromptTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = self._read_json("tokenizer_config.json")
+        self._bos = self._special_tokens().get("bos_token", "")
         self._now = now
         self._chat_template: ChatTemplate | None = None
 
     def encode(self, text: str) -> Int32:
-        """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one)."""
-        return self._encode(text, add_special_tokens=True)
+        """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one).
+
+        A text that begins with BOS has been rendered already, and gets no second one.
+        """
+        return self._encode(text, add_special_tokens=not self._has_bos(text))
 
     def encode_chat(self, user_message: str) -> Int32:
         """Tokens [L] of the chat template up to the assistant's answer.
@@ -76,8 +80,9 @@ class PromptTokenizer:
     def lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
         """Numbers of tokens of many texts, by all processors; with each, whether render_chat returned it."""
         lengths = [0] * len(texts)
-        for is_rendered in {rendered for _, rendered in texts}:
-            places = [place for place, (_, rendered) in enumerate(texts) if rendered is is_rendered]
+        is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
+        for is_rendered in set(is_whole):
+            places = [place for place, whole in enumerate(is_whole) if whole is is_rendered]
             batch = [texts[place][0] for place in places]
             encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=not is_rendered)
             for place, encoding in zip(places, encoded, strict=True):
@@ -192,6 +197,9 @@ class PromptTokenizer:
             first = self.encode_rendered(after.lstrip() if found else "")[:1]
             ends.update(token for token in first.tolist() if self.is_special(token))
         return tuple(sorted(ends))
+
+    def _has_bos(self, text: str) -> bool:
+        return self._bos != "" and text.startswith(self._bos)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Int32:
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)

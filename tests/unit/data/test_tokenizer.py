@@ -40,6 +40,13 @@ def test_plain_text_gets_the_tokenizers_own_bos_and_a_chat_gets_the_templates(tm
     assert tokenizer.decode(chat, keep_special_tokens=True) == "<bos><turn>user: 1+1</turn>\n<turn>assistant: "
 
 
+def test_a_text_that_was_rendered_before_gets_no_second_beginning(tmp_path):
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path, adds_bos=True))
+    text = "<bos><turn>user: 1</turn>"
+    assert tokenizer.encode(text).tolist() == tokenizer.encode_rendered(text).tolist()
+    assert tokenizer.lengths([(text, False), ("1", False), ("1", True)]) == [len(tokenizer.encode(text)), 2, 1]
+
+
 def test_the_end_of_a_sequence_is_looked_for_in_every_file(tmp_path):
     assert PromptTokenizer(make_tokenizer_files(tmp_path)).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
