@@ -162,7 +162,7 @@ def _model_of(config: Config, *, is_trained: bool = True) -> tuple[dict[str, Any
     """config.json and the tokenizer of the policy, after a look at whether a critic begins with the same tokens."""
     document = read_model(config.model.path)
     place = config.model.path / "config.json"
-    tokenizer = PromptTokenizer(config.model.path)
+    tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
     refuse_other_vocabulary(document, place, tokenizer.num_words, tokenizer.eos_tokens)
     if is_trained and config.critic.path is not None:
         _refuse_other_critic(config.critic.path, document, place)

@@ -33,8 +33,16 @@ class PromptTokenizer:
     Example: ``PromptTokenizer(path).encode("1 + 1 =")``, or ``.encode_chat("What is 1 + 1?")``.
     """
 
-    def __init__(self, model_dir: Path, now: Callable[[], datetime] = datetime.now) -> None:
-        """`now` is for templates that write the date; such prompts change from day to day.  Raises ConfigError."""
+    def __init__(
+        self,
+        model_dir: Path,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """chat_template_kwargs: of [model].  `now` is for templates that write the date; such prompts change from day
+        to day.  Raises ConfigError.
+        """
+        self._kwargs = dict(chat_template_kwargs or {})
         self._model_dir = model_dir
         if not model_dir.is_dir():
             raise ConfigError(f"model.path={model_dir} is not a directory; legal: an HF checkpoint directory")
@@ -93,7 +101,7 @@ class PromptTokenizer:
     def chat_template(self) -> ChatTemplate:
         """Of the checkpoint.  Raises ConfigError if there is none."""
         if self._chat_template is None:
-            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
+            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now, self._kwargs)
         return self._chat_template
 
     def is_special(self, token_id: int) -> bool:

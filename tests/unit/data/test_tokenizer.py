@@ -104,6 +104,33 @@ def test_a_template_may_ask_for_the_date_and_for_json(tmp_path):
     assert tokenizer.decode(tokenizer.encode_chat("<a>")) == '2031 [{"role": "user", "content": "<a>"}]'
 
 
+THINKS = (
+    "{% for m in messages %}<turn>{{ m['content'] }}</turn>{% endfor %}{% if add_generation_prompt %}<turn>"
+    "{% if enable_thinking is defined and enable_thinking is false %}no thought{% endif %}{% endif %}"
+)
+DATED = (
+    "{% if not date_string is defined %}{% if strftime_now is defined %}{% set date_string = strftime_now('%d') %}"
+    "{% else %}{% set date_string = '26' %}{% endif %}{% endif %}{{ date_string }}{{ bos_token }}"
+)
+
+
+def test_variables_of_a_template_are_set_and_what_it_does_not_read_is_refused(tmp_path):
+    make_tokenizer_files(tmp_path, chat_template=THINKS)
+
+    def prompt(**kwargs):
+        tokenizer = PromptTokenizer(tmp_path, kwargs)
+        return tokenizer.decode(tokenizer.encode_chat("1"), keep_special_tokens=True)
+
+    assert prompt() == prompt(enable_thinking=True) == "<turn>1</turn><turn>"
+    assert prompt(enable_thinking=False) == "<turn>1</turn><turn>no thought"
+    with pytest.raises(ConfigError, match=r"has 'enable_thought', which the chat template .*legal: enable_thinking$"):
+        prompt(enable_thought=False)
+    with pytest.raises(ConfigError, match=r"has 'messages', which the chat template .*legal: enable_thinking$"):
+        prompt(messages="x")
+    (tmp_path / "chat_template.jinja").write_text(DATED)
+    assert prompt(date_string="1 Jan") == "1 Jan<bos>"
+
+
 @pytest.mark.parametrize(
     ("source", "why"),
     [
