@@ -12,6 +12,7 @@ from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 
 _MOST_LINES = 12
+MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
 
 def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]:
@@ -26,7 +27,24 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
         share = found.num_references_longer / found.num_references_counted
         limit = config.max_completion_tokens(place)
         said.append(f"warning     {share:.1%} of the references have more tokens than completions may have ({limit:,})")
+    tasks = {part for task in config.data[place].all_tasks for part in config.parts_of(task)}
+    if "math_answer" in tasks and not any(mark in found.example for mark in MARKS):
+        said.append(
+            "warning     this prompt asks for no \\boxed{…} and no ####, and math_answer reads no other answer; "
+            "prompt_template or system_prompt can ask for it"
+        )
     return said
+
+
+def date_in_prompts(config: Config, tokenizer: PromptTokenizer) -> list[str]:
+    """A warning where the chat template writes today's date into prompts."""
+    has_chats = any(each.use_chat_template or each.prompt_field or each.environment for each in config.data)
+    if not has_chats or not tokenizer.writes_date:
+        return []
+    return [
+        "warning     the chat template writes today's date, so that prompts change from day to day, also within a run; "
+        "model.chat_template_kwargs can set it, if the template has a variable for it"
+    ]
 
 
 def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None) -> str:

@@ -25,6 +25,7 @@ from rlhpc.types import Int32
 
 _MOST_BYTES = 4  # of a character in UTF-8
 _MARK = "~the~answer~"  # an answer that occurs in no template
+_DIALOGUE = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": _MARK})
 
 
 class PromptTokenizer:
@@ -192,6 +193,19 @@ class PromptTokenizer:
         return tuple(sorted(found))
 
     @cached_property
+    def writes_date(self) -> bool:
+        """Whether the chat template asks for today's date."""
+        asked: list[datetime] = []
+
+        def now() -> datetime:
+            asked.append(self._now())
+            return asked[-1]
+
+        with suppress(ConfigError):  # as below
+            ChatTemplate(self._template_source(), self._special_tokens(), now, self._kwargs).render(_DIALOGUE[:1])
+        return bool(asked)
+
+    @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion, ascending: eos_token_ids, and what the chat template ends an answer with.
 
@@ -199,9 +213,8 @@ class PromptTokenizer:
         without it they go on to write the user's next message.
         """
         ends = set(self.eos_token_ids)
-        dialogue = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": _MARK}]
         with suppress(ConfigError):  # there is no template, or it refuses to be asked so
-            _, found, after = self.chat_template.render(dialogue, add_generation_prompt=False).rpartition(_MARK)
+            _, found, after = self.chat_template.render(_DIALOGUE, add_generation_prompt=False).rpartition(_MARK)
             first = self.encode_rendered(after.lstrip() if found else "")[:1]
             ends.update(token for token in first.tolist() if self.is_special(token))
         return tuple(sorted(ends))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.checks.first_prompt import first_prompt, stop_tokens
+from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.dialogue_template import DialogueTemplate
@@ -45,6 +45,24 @@ def test_references_that_do_not_fit_are_a_warning() -> None:
     assert first_prompt(CONFIG, 0, found("Q", longer=3))[-1] == (
         "warning     7.5% of the references have more tokens than completions may have (7)"
     )
+
+
+def test_a_prompt_that_does_not_say_how_to_mark_an_answer_is_a_warning() -> None:
+    config = CONFIG.model_copy(update={"data": (CONFIG.data[0].model_copy(update={"task": "math_answer"}),)})
+    warned = "warning     this prompt asks for no \\boxed{…} and no ####"
+    assert first_prompt(config, 0, found("1+1=?"))[-1].startswith(warned)
+    for text in ("1+1=? Answer in \\boxed{}.", "1+1=?\n#### "):
+        assert not any("warning" in line for line in first_prompt(config, 0, found(text)))
+    assert not any("warning" in line for line in first_prompt(CONFIG, 0, found("1+1=?")))
+
+
+def test_a_date_in_prompts_is_a_warning_unless_it_is_set(tmp_path: Path) -> None:
+    template = "{% if not day is defined %}{% set day = strftime_now('%d') %}{% endif %}{{ day }}"
+    make_tokenizer_files(tmp_path, chat_template=template)
+    chat = CONFIG.model_copy(update={"data": (CONFIG.data[0].model_copy(update={"use_chat_template": True}),)})
+    assert "writes today's date" in date_in_prompts(chat, PromptTokenizer(tmp_path))[0]
+    assert date_in_prompts(chat, PromptTokenizer(tmp_path, {"day": "1"})) == []
+    assert date_in_prompts(CONFIG, PromptTokenizer(tmp_path)) == []
 
 
 def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
