@@ -60,6 +60,8 @@ class ModelConfig(Section):
     """HF checkpoint directory: config.json, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the forward pass in trainer and engine; master weights and log-probabilities are float32."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={})
+    """Variables of the chat template, for every prompt: {enable_thinking = false}, {date_string = "26 Jul 2024"}."""
 
 
 class GenerationConfig(Section):

@@ -12,6 +12,7 @@ from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 
 _MOST_LINES = 12
+MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
 
 def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]:
@@ -26,12 +27,29 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
         share = found.num_references_longer / found.num_references_counted
         limit = config.max_completion_tokens(place)
         said.append(f"warning     {share:.1%} of the references have more tokens than completions may have ({limit:,})")
+    tasks = {part for task in config.data[place].all_tasks for part in config.parts_of(task)}
+    if "math_answer" in tasks and not any(mark in found.example for mark in MARKS):
+        said.append(
+            "warning     this prompt asks for no \\boxed{…} and no ####, and math_answer reads no other answer; "
+            "prompt_template or system_prompt can ask for it"
+        )
     return said
 
 
-def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None, *, is_chat: bool = False) -> str:
+def date_in_prompts(config: Config, tokenizer: PromptTokenizer) -> list[str]:
+    """A warning where the chat template writes today's date into prompts."""
+    has_chats = any(each.may_be_chat or each.environment for each in config.data)
+    if not has_chats or not tokenizer.writes_date:
+        return []
+    return [
+        "warning     the chat template writes today's date, so that prompts change from day to day, also within a run; "
+        "model.chat_template_kwargs can set it, if the template has a variable for it"
+    ]
+
+
+def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None) -> str:
     """What ends a completion before its limit, or the turns of a dialogue."""
-    tokens = tokenizer.ends(is_chat=is_chat) if dialogue is None else dialogue.stop_token_ids
+    tokens = tokenizer.stop_token_ids if dialogue is None else dialogue.stop_token_ids
     if not tokens:
         return "warning     the model names no end-of-sequence token: every completion ends at max_completion_tokens"
     named = ", ".join(f"{tokenizer.decode([token], keep_special_tokens=True)!r} ({token})" for token in tokens)

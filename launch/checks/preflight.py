@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.checks.memory.engine import least_cache_bytes
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
-from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_untrainable
+from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD
@@ -115,14 +115,16 @@ def _look_at_prompts(
             f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'}); "
             f"legal: {positions} or less together"
         )
-    return Findings(
-        model,
-        tokenizer,
-        shape,
-        positions,
-        validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox)),
-        sandbox,
-    )
+    found = _looked_through(config)
+    for dataset in found:
+        refuse_unknown_tokens(
+            model, config.model.path, tokenizer.encode_rendered(dataset.example), dataset.example_source
+        )
+    return Findings(model, tokenizer, shape, positions, found, sandbox)
+
+
+def _looked_through(config: Config) -> list[DatasetSummary]:
+    return validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox))
 
 
 def _tasks_are_there(config: Config) -> None:
@@ -162,7 +164,7 @@ def _model_of(config: Config, *, is_trained: bool = True) -> tuple[dict[str, Any
     """config.json and the tokenizer of the policy, after a look at whether a critic begins with the same tokens."""
     document = read_model(config.model.path)
     place = config.model.path / "config.json"
-    tokenizer = PromptTokenizer(config.model.path)
+    tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
     refuse_other_vocabulary(document, place, tokenizer.num_words, tokenizer.eos_tokens)
     if is_trained and config.critic.path is not None:
         _refuse_other_critic(config.critic.path, document, place)

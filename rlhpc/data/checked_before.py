@@ -40,6 +40,7 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
         "generation": [config.generation.max_prompt_tokens, config.generation.max_completion_tokens],
         "files": _states(files),
         "library": library_version() if data.source else "",
+        "chat_template_kwargs": config.model.chat_template_kwargs,
         "tokenizer": _states(config.model.path / name for name in _TOKENIZER),
         "code": _states(file for part in _CODE for file in sorted(package.glob(part))),
     }

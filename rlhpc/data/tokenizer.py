@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
@@ -23,8 +24,8 @@ from rlhpc.errors import ConfigError
 from rlhpc.types import Int32
 
 _MOST_BYTES = 4  # of a character in UTF-8
-_ASKED = {"role": "user", "content": "Q"}
-_ANSWERED = {"role": "assistant", "content": "~the~answer~"}  # which occurs in no template
+_MARK = "~the~answer~"  # an answer that occurs in no template
+_DIALOGUE = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": _MARK})
 
 
 class PromptTokenizer:
@@ -33,8 +34,16 @@ class PromptTokenizer:
     Example: ``PromptTokenizer(path).encode("1 + 1 =")``, or ``.encode_chat("What is 1 + 1?")``.
     """
 
-    def __init__(self, model_dir: Path, now: Callable[[], datetime] = datetime.now) -> None:
-        """`now` is for templates that write the date; such prompts change from day to day.  Raises ConfigError."""
+    def __init__(
+        self,
+        model_dir: Path,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """chat_template_kwargs: of [model].  `now` is for templates that write the date; such prompts change from day
+        to day.  Raises ConfigError.
+        """
+        self._kwargs = dict(chat_template_kwargs or {})
         self._model_dir = model_dir
         if not model_dir.is_dir():
             raise ConfigError(f"model.path={model_dir} is not a directory; legal: an HF checkpoint directory")
@@ -51,12 +60,16 @@ class PromptTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = self._read_json("tokenizer_config.json")
+        self._bos = self._special_tokens().get("bos_token", "")
         self._now = now
         self._chat_template: ChatTemplate | None = None
 
     def encode(self, text: str) -> Int32:
-        """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one)."""
-        return self._encode(text, add_special_tokens=True)
+        """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one).
+
+        A text that begins with BOS has been rendered already, and gets no second one.
+        """
+        return self._encode(text, add_special_tokens=not self._has_bos(text))
 
     def encode_chat(self, user_message: str) -> Int32:
         """Tokens [L] of the chat template up to the assistant's answer.
@@ -76,8 +89,9 @@ class PromptTokenizer:
     def lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
         """Numbers of tokens of many texts, by all processors; with each, whether render_chat returned it."""
         lengths = [0] * len(texts)
-        for is_rendered in {rendered for _, rendered in texts}:
-            places = [place for place, (_, rendered) in enumerate(texts) if rendered is is_rendered]
+        is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
+        for is_rendered in set(is_whole):
+            places = [place for place, whole in enumerate(is_whole) if whole is is_rendered]
             batch = [texts[place][0] for place in places]
             encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=not is_rendered)
             for place, encoding in zip(places, encoded, strict=True):
@@ -88,7 +102,7 @@ class PromptTokenizer:
     def chat_template(self) -> ChatTemplate:
         """The checkpoint's own.  Raises ConfigError if there is none."""
         if self._chat_template is None:
-            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
+            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now, self._kwargs)
         return self._chat_template
 
     def is_special(self, token_id: int) -> bool:
@@ -179,24 +193,35 @@ class PromptTokenizer:
             found.update([] if token_id is None else [token_id])
         return tuple(sorted(found))
 
-    def ends(self, *, is_chat: bool) -> tuple[int, ...]:
-        """Every token that ends a completion, ascending."""
-        return self.chat_end_ids if is_chat else self.eos_token_ids
+    @cached_property
+    def writes_date(self) -> bool:
+        """Whether the chat template asks for today's date."""
+        asked: list[datetime] = []
+
+        def now() -> datetime:
+            asked.append(self._now())
+            return asked[-1]
+
+        with suppress(ConfigError):  # as below
+            ChatTemplate(self._template_source(), self._special_tokens(), now, self._kwargs).render(_DIALOGUE[:1])
+        return bool(asked)
 
     @cached_property
-    def chat_end_ids(self) -> tuple[int, ...]:
-        """Every token that ends the answer to a chat, ascending: eos_token_ids, and what the template ends a turn with.
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion, ascending: eos_token_ids, and what the chat template ends an answer with.
 
-        A base model may have a template of turns and name the end of a document alone (Qwen): it would go on behind its
-        answer, and make up further turns.  Only a special token counts; a template that is none adds nothing.
+        For base models with a template that is no end of a sequence (Qwen2.5: <|im_end|> beside <|endoftext|>), and
+        without it they go on to write the user's next message.
         """
-        try:
-            text = self.chat_template.render([_ASKED, _ANSWERED], add_generation_prompt=False)
-        except ConfigError:
-            return self.eos_token_ids
-        _, _, after = text.partition(_ANSWERED["content"])  # "" too where the answer is not there as it was
-        ends = {token for token in self.encode_rendered(after)[:1].tolist() if self.is_special(token)}
-        return tuple(sorted({*self.eos_token_ids, *ends}))
+        ends = set(self.eos_token_ids)
+        with suppress(ConfigError):  # there is no template, or it refuses to be asked so
+            _, found, after = self.chat_template.render(_DIALOGUE, add_generation_prompt=False).rpartition(_MARK)
+            first = self.encode_rendered(after.lstrip() if found else "")[:1]
+            ends.update(token for token in first.tolist() if self.is_special(token))
+        return tuple(sorted(ends))
+
+    def _has_bos(self, text: str) -> bool:
+        return self._bos != "" and text.startswith(self._bos)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Int32:
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)

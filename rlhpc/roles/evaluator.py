@@ -97,13 +97,13 @@ class Evaluator:
     ) -> None:
         self._settings, self._engine, self._pool, self._file = settings, engine, pool, file
         self._prompts: SeededPrompts = open_prompts(settings.config)
-        self._tokenizer = PromptTokenizer(settings.config.model.path)
+        self._tokenizer = PromptTokenizer(settings.config.model.path, settings.config.model.chat_template_kwargs)
         (self._dataset,) = settings.config.data
         self._template = dialogue_template(settings.config, self._tokenizer) if self._dataset.environment else None
         self._sampling = SamplingParams(
             max_tokens=settings.config.generation.max_completion_tokens,
             temperature=settings.temperature,
-            stop_token_ids=self._tokenizer.ends(is_chat=self._dataset.may_be_chat),
+            stop_token_ids=self._tokenizer.stop_token_ids,
         )
 
     async def sample(self, places: list[tuple[int, int]], stop: asyncio.Event) -> None:

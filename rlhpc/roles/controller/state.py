@@ -66,7 +66,8 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
     saved = read_saved_state(layout, context.resume_step) if context.resume_step is not None else None
-    tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompt_source(config), Membership()
+    tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
+    prompts, membership = open_prompt_source(config), Membership()
     if saved is not None:
         prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
     lost_leases = _read_lost_leases(layout)
@@ -197,9 +198,9 @@ def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
 
 def sampling_of(config: Config, tokenizer: PromptTokenizer) -> Callable[[int], SamplingParams]:
     """How completions of a prompt are drawn, by its number."""
+    ends = tokenizer.stop_token_ids
 
     def sampling(prompt_id: int) -> SamplingParams:
-        ends = tokenizer.ends(is_chat=config.dataset_of(prompt_id).may_be_chat)
         return SamplingParams(config.max_completion_tokens(prompt_id), config.generation.temperature, ends)
 
     return sampling

@@ -1,4 +1,4 @@
-"""How completions of each dataset are drawn."""
+"""How completions of a prompt are drawn."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
 from tests.unit.roles.small_ring import small_config
 
 
-def test_a_completion_ends_with_a_turn_where_its_dataset_may_be_a_chat(tmp_path: Path) -> None:
+def test_a_completion_ends_where_the_chat_template_ends_an_answer(tmp_path: Path) -> None:
     tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path, chat_template=CHATML))
     config = small_config(1)
-    ways = ({}, {"use_chat_template": True}, {"prompt_field": "prompt"})
-    datasets = tuple(config.data[0].model_copy(update=way) for way in ways)
-    sampling = sampling_of(config.model_copy(update={"data": datasets}), tokenizer)
-    assert [sampling(prompt_id).stop_token_ids for prompt_id in range(4)] == [(2,), (2, 5), (2, 5), (2,)]
+    assert sampling_of(config, tokenizer)(0).stop_token_ids == (2, 5)
