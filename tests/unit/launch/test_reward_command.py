@@ -66,12 +66,12 @@ def test_an_own_function_judges_whole_records_from_standard_input(tmp_path, monk
     lines = [json.dumps({"text": text, "n": n}) for n, text in enumerate(["abc", "hang", "abcd"])]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
     fields = ["--completion", "text", "--reference", "*"]
-    assert main(["reward", "own_shares:shares", *fields, "--json", "rewards.timeout_s=0.5"]) == 1
+    assert main(["reward", "own_shares:shares", *fields, "--json", "rewards.timeout_s=3"]) == 1
     first, hung, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["line"], first["verdict"], first["reward"]) == (1, "wrong", 0.25)
     assert first["parts"] == {"length": 3.0, "wanted": 0.0}
     assert (hung["verdict"], hung["reward"]) == ("verifier_error", None)
-    assert "no answer within 0.5 s" in hung["detail"]
+    assert "no answer within 3 s" in hung["detail"]
     assert (last["line"], last["parts"]["wanted"]) == (3, 2.0)
 
 
