@@ -9,9 +9,13 @@ from launch.common.text_table import printable_line
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.thinking import THINKING_END
 from rlhpc.data.tokenizer import PromptTokenizer
 
 _MOST_LINES = 12
+JUDGE_EVERYTHING = {  # what stands before an answer, or looks like one
+    *("exact_match", "instruction_following", "json_schema", "llm_judge", "multiple_choice", "regex", "token_f1"),
+}
 MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
 
@@ -45,6 +49,21 @@ def date_in_prompts(config: Config, tokenizer: PromptTokenizer) -> list[str]:
         "warning     the chat template writes today's date, so that prompts change from day to day, also within a run; "
         "model.chat_template_kwargs can set it, if the template has a variable for it"
     ]
+
+
+def thinking_in_answers(config: Config, tokenizer: PromptTokenizer) -> list[str]:
+    """A warning for each dataset where the model may think, and what it thinks is judged."""
+    if not tokenizer.may_think:
+        return []
+    said = []
+    for dataset in config.data:
+        tasks = {part for task in dataset.all_tasks for part in config.parts_of(task)} & JUDGE_EVERYTHING
+        if tasks and dataset.may_be_chat and not dataset.thinking_end and not dataset.environment:
+            said.append(
+                f"warning     {dataset.title}: {', '.join(sorted(tasks))} may judge the model's thinking too; "
+                f'data.thinking_end = "{THINKING_END}" leaves it out, if the model thinks'
+            )
+    return said
 
 
 def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None) -> str:

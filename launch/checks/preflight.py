@@ -116,11 +116,25 @@ def _look_at_prompts(
             f"legal: {positions} or less together"
         )
     found = _looked_through(config)
-    for dataset in found:
-        refuse_unknown_tokens(
-            model, config.model.path, tokenizer.encode_rendered(dataset.example), dataset.example_source
-        )
+    for dataset, summary in zip(config.data, found, strict=True):
+        tokens = tokenizer.encode_rendered(summary.example)
+        refuse_unknown_tokens(model, config.model.path, tokens, summary.example_source)
+        _refuse_thinking_that_never_ends(dataset.thinking_end, tokenizer, summary)
     return Findings(model, tokenizer, shape, positions, found, sandbox)
+
+
+def _refuse_thinking_that_never_ends(end: str, tokenizer: PromptTokenizer, found: DatasetSummary) -> None:
+    """Nothing would be judged, and every reward would be that of an empty answer."""
+    if end and end not in tokenizer.decode(tokenizer.encode_rendered(end)):
+        raise ConfigError(
+            f"data.thinking_end={end!r} is a special token, which the text that is judged does not show; legal: a text "
+            "that it shows"
+        )
+    if end and found.example.rstrip().endswith(end):
+        raise ConfigError(
+            f"data.thinking_end={end!r}: the prompt of {found.example_source} ends with it already, so completions "
+            "lack it; legal: leave it out, or a chat template that lets the model think"
+        )
 
 
 def _looked_through(config: Config) -> list[DatasetSummary]:

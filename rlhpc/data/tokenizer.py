@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from rlhpc.data.chat_template import ChatTemplate
+from rlhpc.data.thinking import THINKING_END
 from rlhpc.errors import ConfigError
 from rlhpc.types import Int32
 
@@ -205,6 +206,14 @@ class PromptTokenizer:
         with suppress(ConfigError):  # as below
             ChatTemplate(self._template_source(), self._special_tokens(), now, self._kwargs).render(_DIALOGUE[:1])
         return bool(asked)
+
+    @cached_property
+    def may_think(self) -> bool:
+        """Whether the chat template knows of thinking."""
+        try:
+            return THINKING_END in self._template_source()
+        except ConfigError:  # there is none
+            return False
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import GenerationEngine
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompts import SeededPrompts, dialogue_template, open_prompts
+from rlhpc.data.thinking import answer_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
@@ -137,7 +138,8 @@ class Evaluator:
             rollout = await self._engine.generate(request)
             has_ended = rollout.finish_reason is FinishReason.STOP
             text = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
-            judgement = await self._asked_again(partial(self._pool.judge, prompt.task, text, prompt.reference))
+            answer, _ = answer_of(text, self._dataset.thinking_end)
+            judgement = await self._asked_again(partial(self._pool.judge, prompt.task, answer, prompt.reference))
         else:
             rollout, judgement = await self._converse(request, self._template)
             text = self._tokenizer.decode(rollout.token_ids, keep_special_tokens=True)

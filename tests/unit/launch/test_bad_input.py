@@ -292,6 +292,25 @@ def test_a_token_that_was_added_to_the_tokenizer_alone_is_refused_where_prompts_
     )
 
 
+@pytest.mark.parametrize(
+    ("template", "end", "said"),
+    [
+        ("", "<eos>", "data.thinking_end='<eos>' is a special token"),
+        ("{{ messages[0]['content'][:3] }}</t>\n\n", "</t>", "ends with it already"),
+    ],
+)
+def test_thinking_whose_end_no_completion_can_have_is_refused(
+    bench: Bench, lab: Lab, template: str, end: str, said: str
+) -> None:
+    model = bench.root / "model"
+    shutil.copytree(lab.model, model)
+    (model / "chat_template.jinja").write_text(template)
+    bench.settings["model"]["path"] = str(model)
+    bench.settings["data"] |= {"use_chat_template": bool(template), "thinking_end": end}
+    (line,) = bench.refusal()
+    assert said in line
+
+
 def test_a_model_whose_config_is_not_json_is_refused(bench: Bench, lab: Lab) -> None:
     model = bench.root / "model"
     shutil.copytree(lab.model, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens
+from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens, thinking_in_answers
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.dialogue_template import DialogueTemplate
@@ -63,6 +63,28 @@ def test_a_date_in_prompts_is_a_warning_unless_it_is_set(tmp_path: Path) -> None
     assert "writes today's date" in date_in_prompts(chat, PromptTokenizer(tmp_path))[0]
     assert date_in_prompts(chat, PromptTokenizer(tmp_path, {"day": "1"})) == []
     assert date_in_prompts(CONFIG, PromptTokenizer(tmp_path)) == []
+
+
+def test_thinking_that_is_judged_too_is_a_warning_unless_it_is_left_out(tmp_path: Path) -> None:
+    thinks = PromptTokenizer(make_tokenizer_files(tmp_path / "thinks", chat_template=CHATML + "<think></think>"))
+    plain = PromptTokenizer(make_tokenizer_files(tmp_path / "plain", chat_template=CHATML))
+
+    def config(**changes: object) -> Config:
+        data = CONFIG.data[0].model_copy(update={"use_chat_template": True, **changes})
+        return CONFIG.model_copy(update={"data": (data,)})
+
+    assert thinking_in_answers(config(), thinks) == [
+        "warning     train: regex may judge the model's thinking too; "
+        'data.thinking_end = "</think>" leaves it out, if the model thinks'
+    ]
+    for settings in (
+        config(thinking_end="</think>"),
+        config(task="math_answer"),
+        config(use_chat_template=False),
+        config(environment="tools"),
+    ):
+        assert thinking_in_answers(settings, thinks) == []
+    assert thinking_in_answers(config(), plain) == []
 
 
 def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:

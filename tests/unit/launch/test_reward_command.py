@@ -120,6 +120,33 @@ def test_a_file_that_is_not_there_or_holds_no_json_is_named(tmp_path, capsys):
     assert "half.jsonl:2: malformed JSON" in said
 
 
+def test_what_a_model_thinks_is_not_judged_where_the_run_file_says_so(tmp_path, capsys):
+    records = [
+        {"completion": "1+1=3? No.</think>\n\n2", "answer": "2"},
+        {"completion": "2</think>3", "answer": "2"},
+        {"completion": "2", "answer": "2"},  # it thought to the end
+    ]
+    file, run = write(tmp_path / "answers.jsonl", records), tmp_path / "run.toml"
+    table = """
+        run = {{ name = "test", num_steps = 1 }}
+        model.path = "model"
+        data = [{}]
+        generation = {{ max_prompt_tokens = 8, max_completion_tokens = 8 }}
+        trainer.token_budget = 64
+    """
+    first = '{ path = "train.jsonl", task = "exact_match", thinking_end = "</think>" }'
+    run.write_text(table.format(first))
+    assert main(["reward", "exact_match", str(file), "--run", str(run), "--json"]) == 0
+    assert [json.loads(line)["verdict"] for line in capsys.readouterr().out.splitlines()] == [
+        "correct",
+        "wrong",
+        "wrong",
+    ]
+    run.write_text(table.format(first + ', { path = "other.jsonl", task = "exact_match" }'))
+    assert main(["reward", "exact_match", str(file), "--run", str(run)]) == EXIT_CONFIG
+    assert "data.thinking_end of the datasets that 'exact_match' judges is '' and '</think>'" in capsys.readouterr().err
+
+
 def test_a_run_file_gives_the_settings_and_the_field_of_the_reference(file, tmp_path, capsys):
     (tmp_path / "RUN.toml").write_text(
         '[run]\nname = "a"\nnum_steps = 1\n[model]\npath = "m"\n'
