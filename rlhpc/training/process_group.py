@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -99,8 +100,15 @@ def open_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def close_process_group() -> None:
-    """Leave the default group and every group made from it.  Idempotent."""
-    if dist.is_initialized():
+    """Leave the default group and every group made from it.  Idempotent.
+
+    While an exception is handled NCCL's groups stay, for the process to end by leave_at_once (lifecycle.py).
+    """
+    if not dist.is_initialized():
+        return
+    # All ranks destroy NCCL's groups together: one that has failed alone would wait for the others' kernels, and they,
+    # in a collective, for it, until a time-out of half an hour (pytorch/torchtitan#1342).
+    if sys.exception() is None or dist.get_backend() != "nccl":
         dist.destroy_process_group()
 
 
