@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from rlhpc.errors import ConfigError
 from rlhpc.host_address import interface_of
+from rlhpc.open_files import allow_many_connections
 from rlhpc.training.rendezvous import connect_ranks
 from rlhpc.training.step_vote import all_ranks_agree
 
@@ -47,8 +48,9 @@ class RankContext:
 def open_process_group(context: RankContext, device: torch.device) -> None:
     """Connect the ranks; NCCL on CUDA, gloo on CPU.  A collective.  One rank may open a group too.
 
-    Raises ChannelTimeout, which names the ranks that are missing.
+    Raises the process's limit of open files.  Raises ChannelTimeout, which names the ranks that are missing.
     """
+    allow_many_connections()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=context.rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from contextlib import ExitStack
 
 import pytest
@@ -57,3 +58,15 @@ def test_a_rank_that_fails_alone_does_not_destroy_what_all_ranks_have_to_destroy
     assert dist.is_initialized() is not has_left
     close_process_group()  # in the order of the program
     assert not dist.is_initialized()
+
+
+def test_ranks_may_have_as_many_connections_as_the_node_allows() -> None:
+    """Each group of gloo takes one for every other rank, and the usual limit is 1,024."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        open_process_group(RankContext(), torch.device("cpu"))
+        close_process_group()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
