@@ -162,7 +162,7 @@ def leave_at_once(status: int) -> NoReturn:
     """End this process, and nothing of what libraries do when Python exits.
 
     There torch aborts NCCL's groups, which may hang as long as other ranks are in a collective (NVIDIA/nccl#1777); and
-    these wait for this rank until the supervisor, who has to see it end, ends them.
+    these wait for this rank until the controller misses its heartbeats.
     """
     logging.shutdown()
     sys.stdout.flush()
