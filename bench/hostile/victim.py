@@ -23,8 +23,8 @@ from rlhpc import messages as m
 from rlhpc.config_sections import TransportConfig
 from rlhpc.crc import crc32
 from rlhpc.errors import ProtocolError
+from rlhpc.open_files import allow_many_connections
 from rlhpc.topology import CONTROL, TOPOLOGY, ChannelSpec
-from rlhpc.transport.sockets import allow_many_connections
 from rlhpc.transport.zmq_server import ZmqServer
 
 FRIEND = "generator-0"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from rlhpc.errors import ConfigError
 from rlhpc.host_address import interface_of
+from rlhpc.open_files import allow_many_connections
 from rlhpc.training.rendezvous import connect_ranks
 from rlhpc.training.step_vote import all_ranks_agree
 
@@ -46,8 +48,9 @@ class RankContext:
 def open_process_group(context: RankContext, device: torch.device) -> None:
     """Connect the ranks; NCCL on CUDA, gloo on CPU.  A collective.  One rank may open a group too.
 
-    Raises ChannelTimeout, which names the ranks that are missing.
+    Raises the process's limit of open files.  Raises ChannelTimeout, which names the ranks that are missing.
     """
+    allow_many_connections()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=context.rank,
@@ -99,8 +102,15 @@ def open_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def close_process_group() -> None:
-    """Leave the default group and every group made from it.  Idempotent."""
-    if dist.is_initialized():
+    """Leave the default group and every group made from it.  Idempotent.
+
+    While an exception is handled NCCL's groups stay, for the process to end by leave_at_once (lifecycle.py).
+    """
+    if not dist.is_initialized():
+        return
+    # All ranks destroy NCCL's groups together: one that has failed alone would wait for the others' kernels, and they,
+    # in a collective, for it, until a time-out of half an hour (pytorch/torchtitan#1342).
+    if sys.exception() is None or dist.get_backend() != "nccl":
         dist.destroy_process_group()
 
 

@@ -3,7 +3,7 @@
 Input: flat shards of parameters as a backend keeps them.  Output: whole tensors under their HF names on one rank.  Used
 for weights that go to the generators, and for master weights and moments that go into a checkpoint.
 Guarantees: extra memory is one bucket, or one item that is larger, and the tensors that one item is joined to; items
-arrive as announced and in order; every other rank only sends.
+arrive as announced and in order; every other rank only sends, so that no two wait for each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhpc.types import TensorSpec
 
 BUCKET_ELEMENTS = 64 << 20
+BUCKET_SHARDS = 256  # NCCL has hung on batches of many more messages (pytorch/pytorch#174288)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,15 @@ def gather_stream(
 
 
 def _buckets_of(items: Sequence[ShardedTensorSpec], bucket_elements: int) -> Iterator[list[int]]:
-    """Cut indices, in order, into runs of at most bucket_elements; a larger item has its own."""
+    """Cut indices, in order, into runs of at most bucket_elements and BUCKET_SHARDS; a larger item has its own."""
     bucket: list[int] = []
-    room = bucket_elements
+    room, places = bucket_elements, BUCKET_SHARDS
     for index, item in enumerate(items):
-        if bucket and item.num_elements > room:
+        if bucket and (item.num_elements > room or len(item.shards) > places):
             yield bucket
-            bucket, room = [], bucket_elements
+            bucket, room, places = [], bucket_elements, BUCKET_SHARDS
         bucket.append(index)
-        room -= item.num_elements
+        room, places = room - item.num_elements, places - len(item.shards)
     if bucket:
         yield bucket
 

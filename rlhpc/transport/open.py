@@ -17,6 +17,7 @@ from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import BlockingClientChannel, ServerChannel
 from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, ConfigError, RunDirectoryError
+from rlhpc.open_files import allow_many_connections
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.keys import load_secret, public_key
@@ -28,7 +29,6 @@ from rlhpc.transport.rendezvous import (
     withdraw,
 )
 from rlhpc.transport.sessions import peer_name
-from rlhpc.transport.sockets import allow_many_connections
 from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
 

@@ -11,7 +11,6 @@ Input: a ChannelSpec and the [transport] settings.  Output: configured sockets. 
 
 from __future__ import annotations
 
-import resource
 import shutil
 import tempfile
 import threading
@@ -38,7 +37,6 @@ FRAME_OVERHEAD_BYTES = 1 << 12  # upper bound of CURVE's nonce and tag
 ZERO_COPY_BYTES = 64 << 10  # when sending: below this a copy is cheaper than tracking
 SHARED_BUFFER_BYTES = 16 << 10  # when receiving: smaller frames are unaligned in ZeroMQ's 8 KiB buffers
 MAX_IPC_PATH_BYTES = 107
-MAX_OPEN_FILES = 1 << 16
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -77,18 +75,6 @@ def secure_client(socket: Socket, secrets: Path, name: str, server_name: str) ->
     secret = load_secret(secrets, name)
     socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
     socket.curve_serverkey = public_key(secrets, server_name)
-
-
-def allow_many_connections() -> None:
-    """Raise this process's soft limit of open files as far as allowed, to MAX_OPEN_FILES at most.
-
-    ZeroMQ accepts whoever connects, and closes those without a handshake after HANDSHAKE_MS.  With the usual limit of
-    1,024, that many silent connections would keep a controller from opening its own files.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import NoReturn, TypedDict, TypeVar
 
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
@@ -133,7 +133,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
 
 
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
-    """Do a role's work in a process of its own; return its exit status."""
+    """Do a role's work in a process of its own; return its exit status.  A trainer that has failed does not return."""
     # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
     end_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
     faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack
@@ -152,7 +152,22 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
             context.fence.check()
         work(context)
 
-    return exit_status_of(checked_work, log)
+    status = exit_status_of(checked_work, log)
+    if status and context.role == "trainer":
+        leave_at_once(status)
+    return status
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End this process, and nothing of what libraries do when Python exits.
+
+    There torch aborts NCCL's groups, which may hang as long as other ranks are in a collective (NVIDIA/nccl#1777); and
+    these wait for this rank until the controller misses its heartbeats.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def exit_status_of(work: Callable[[], None], log: logging.Logger) -> int:

@@ -115,6 +115,9 @@ def _experts(model: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def _layout(layout: ParallelLayout) -> dict[str, Any]:
     is_interleaved = layout.chunks > 1
+    # Of two interleaved stages each is before and behind the other, and messages of both directions would be confused
+    # in one batch.  With more, single messages hang on NCCL (NVIDIA/Megatron-LM#5240): it connects pair by pair.
+    is_sent_alone = is_interleaved and layout.pipeline == 2
     return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -123,9 +126,8 @@ def _layout(layout: ParallelLayout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": layout.is_sequence_parallel,
-        # Otherwise two messages between the same two stages can be confused.
-        "overlap_p2p_comm": is_interleaved,
-        "batch_p2p_comm": not is_interleaved,
+        "overlap_p2p_comm": is_sent_alone,
+        "batch_p2p_comm": not is_sent_alone,
     }
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +98,36 @@ def test_the_last_line_is_the_reason(end: End, error: BaseException | None, stat
     ended, said = end(error)
     assert ended == status
     assert re.search(last_line, said)
+
+
+def fail_before_a_slow_exit(directory: str) -> None:
+    """A trainer's process: torch ends NCCL's groups at exit too, and waits for ranks that wait for this one."""
+
+    def work(context: RoleContext) -> None:
+        atexit.register(time.sleep, 10 * PATIENCE_S)
+        raise RoleFailed("this rank alone")
+
+    sys.exit(run_role(parse_role(["trainer", "--run-dir", directory]), work))
+
+
+def test_a_trainer_that_has_failed_waits_for_nothing_at_its_exit(context: RoleContext) -> None:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from tests.unit.roles import test_lifecycle as t; t.fail_before_a_slow_exit(sys.argv[1])",
+            str(context.layout.root),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == EXIT_FAULT
+    assert said.splitlines()[-1].endswith("RoleFailed: this rank alone")
 
 
 def test_the_first_error_of_our_own_is_the_reason_however_deep_it_lies() -> None:

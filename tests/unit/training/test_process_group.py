@@ -1,12 +1,16 @@
-"""Where a rank computes."""
+"""Where a rank computes, and how it leaves the others."""
 
 from __future__ import annotations
 
+import resource
+from contextlib import ExitStack
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlhpc.errors import ConfigError
-from rlhpc.training.process_group import device_of
+from rlhpc.training.process_group import RankContext, close_process_group, device_of, open_process_group
 
 
 def test_a_rank_computes_on_the_cpu_where_it_shall_or_must() -> None:
@@ -35,3 +39,34 @@ def test_a_rank_whose_gpu_does_not_work_does_not_train_on_the_cpu(monkeypatch: p
     for hidden in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert device_of("auto", 0) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("backend", "has_left"), [("gloo", True), ("nccl", False)])
+def test_a_rank_that_fails_alone_does_not_destroy_what_all_ranks_have_to_destroy_together(
+    monkeypatch: pytest.MonkeyPatch, backend: str, has_left: bool
+) -> None:
+    open_process_group(RankContext(), torch.device("cpu"))
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)  # a group of NCCL needs a GPU
+
+    def fail() -> None:
+        with ExitStack() as stack:
+            stack.callback(close_process_group)
+            raise ConfigError("here alone")
+
+    with pytest.raises(ConfigError):
+        fail()
+    assert dist.is_initialized() is not has_left
+    close_process_group()  # in the order of the program
+    assert not dist.is_initialized()
+
+
+def test_ranks_may_have_as_many_connections_as_the_node_allows() -> None:
+    """Each group of gloo takes one for every other rank, and the usual limit is 1,024."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        open_process_group(RankContext(), torch.device("cpu"))
+        close_process_group()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

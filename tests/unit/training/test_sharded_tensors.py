@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec, gather_stream
+from rlhpc.training.sharded_tensors import BUCKET_SHARDS, Shard, ShardedTensorSpec, gather_stream
 from rlhpc.types import TensorSpec
 from tests.unit.training.live_bytes import LiveBytes
 from tests.unit.training.rank_processes import run_ranks
@@ -160,6 +160,24 @@ def test_one_rank_alone_needs_no_group_and_copies_nothing():
     ((name, tensor),) = stream(0, items, own=lambda index: [held])
     assert name == "whole"
     assert tensor.data_ptr() == held.data_ptr()
+
+
+def test_a_batch_has_a_bounded_number_of_messages_however_small_they_are():
+    """NCCL has hung on large batches; with 64 ranks of ZeRO-3 one bucket of a small model would have thousands."""
+    items = [
+        ShardedTensorSpec((TensorSpec(f"tensor {n}", "float32", (1,)),), (Shard(0, 1),), lambda pieces: pieces)
+        for n in range(3 * BUCKET_SHARDS)
+    ]
+    asked = []
+
+    def own(index):
+        asked.append(index)
+        return [torch.zeros(1)]
+
+    tensors = stream(0, items, own=own, bucket=1 << 20)
+    next(tensors)
+    assert len(asked) == BUCKET_SHARDS
+    tensors.close()
 
 
 def test_a_piece_of_another_size_or_dtype_than_announced_is_our_own_mistake():

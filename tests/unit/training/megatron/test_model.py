@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhpc.types import PackedMicrobatch
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.megatron.policy_ranks import Case, Seen, mixed_row, rank_results, unpacked_logprobs
 from tests.unit.training.rank_processes import run_ranks
@@ -35,22 +36,26 @@ def checkpoint(directory: Path, family: str, *, tied: bool = True, layers: int =
     return path
 
 
-def assert_as_transformers(cases: dict[str, Case], seen: list[list[Seen]], *, tolerance: float = 1e-5) -> None:
+def assert_as_transformers(
+    cases: dict[str, Case], seen: list[list[Seen]], rows: list[PackedMicrobatch] = ROWS, *, tolerance: float = 1e-5
+) -> None:
     """Every row was seen, on every rank that saw it as transformers sees its segments, and all gradients agree."""
     for index, (name, case) in enumerate(cases.items()):
         reference = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
-        expected = [unpacked_logprobs(reference, row).detach() for row in ROWS]
+        expected = [unpacked_logprobs(reference, row).detach() for row in rows]
         of_case = [of_rank[index] for of_rank in seen]
-        assert {row for of_rank in of_case for row in of_rank.rows} == set(range(len(ROWS))), name
+        assert {row for of_rank in of_case for row in of_rank.rows} == set(range(len(rows))), name
         for of_rank in of_case:
             for row, (logprobs, entropies) in of_rank.rows.items():
                 assert (logprobs - expected[row]).abs().max() <= tolerance, name
-                assert torch.equal(entropies > 0, torch.from_numpy(ROWS[row].loss_mask)), name
+                assert torch.equal(entropies > 0, torch.from_numpy(rows[row].loss_mask)), name
             assert of_rank.wrong_gradients == [], name
 
 
-def run_cases(cases: dict[str, Case], num_ranks: int, scratch: Path) -> list[list[Seen]]:
-    return run_ranks(num_ranks, rank_results, scratch, list(cases.values()), ROWS, timeout_s=240)
+def run_cases(
+    cases: dict[str, Case], num_ranks: int, scratch: Path, rows: list[PackedMicrobatch] = ROWS
+) -> list[list[Seen]]:
+    return run_ranks(num_ranks, rank_results, scratch, list(cases.values()), rows, timeout_s=240)
 
 
 def test_one_rank_computes_what_transformers_computes_and_nearly_so_in_bfloat16(tmp_path):
@@ -111,6 +116,17 @@ def test_two_ranks_share_experts(tmp_path):
         "all experts at once on every tensor rank": Case(model, SEQUENCE, groups_experts=True),
     }
     assert_as_transformers(cases, run_cases(cases, 2, tmp_path))
+
+
+@pytest.mark.long
+def test_three_stages_interleave(tmp_path):
+    cases = {
+        "interleaved pipeline": Case(
+            checkpoint(tmp_path / "a", "qwen3", layers=6), {"pipeline_parallel": 3, "chunks_per_stage": 2}
+        )
+    }
+    rows = ROWS * 3  # more than fill the pipeline: some go forward while others go backward
+    assert_as_transformers(cases, run_cases(cases, 3, tmp_path, rows), rows)
 
 
 @pytest.mark.long

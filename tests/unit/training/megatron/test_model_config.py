@@ -62,6 +62,18 @@ def test_rotation_is_that_of_transformers_bit_for_bit():
         assert torch.equal(rotary_frequencies(model), LlamaRotaryEmbedding(model).inv_freq)
 
 
+@pytest.mark.parametrize(
+    ("stages", "chunks", "is_batched"),
+    [(2, 1, True), (4, 1, True), (2, 2, False), (3, 2, True), (4, 2, True)],
+)
+def test_messages_of_stages_go_one_by_one_only_between_two_that_interleave(stages, chunks, is_batched):
+    """Between two a batch would confuse directions; between more, NCCL connects pair by pair and may wait for ever."""
+    trainer = TrainerConfig(token_budget=64, num_ranks=stages, pipeline_parallel=stages, chunks_per_stage=chunks)
+    model = LlamaConfig(**{**SIZES, "num_hidden_layers": stages * chunks})
+    config = transformer_config(model, trainer, torch.float32)
+    assert (config.batch_p2p_comm, config.overlap_p2p_comm) == (is_batched, not is_batched)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a stream orders sending before freeing")
 def test_a_stage_keeps_its_outputs_where_gloo_may_still_be_sending_them():
     """Freed too early they arrive as something else, now and then: too rarely for a test of numbers to rely on."""
