@@ -44,6 +44,9 @@ CPU_ENVIRONMENT = {
 CUDA_ENVIRONMENT = {
     # Its sampler is compiled with nvcc, which few nodes have, and says nothing of processed log-probabilities.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # So is its sum over tensor-parallel ranks, vLLM's first choice on Hopper and Blackwell: without nvcc the first
+    # small batch ends the engine, since only the making of its memory is tried (flashinfer_all_reduce.py of 0.32).
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
 # Kernels whose result for one sequence does not depend on the others of the batch, and so not on when they arrived.
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}

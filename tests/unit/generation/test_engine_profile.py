@@ -155,4 +155,19 @@ def test_on_cpu_a_deterministic_run_is_refused_in_bfloat16() -> None:
 
 
 def test_no_kernel_is_compiled_with_nvcc_which_compute_nodes_lack() -> None:
-    assert engine_profile(config_with(), seed=0, device="cuda").environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    environment = engine_profile(config_with(), seed=0, device="cuda").environment
+    assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
+
+
+@pytest.mark.starts
+def test_tensor_parallel_workers_do_not_sum_by_kernels_that_are_compiled_when_first_used() -> None:
+    """vLLM asks for this by the variable alone: not whether there is a compiler."""
+    code = (
+        "from rlhpc.generation.engine_profile import CUDA_ENVIRONMENT;"
+        "from rlhpc.generation.vllm_process import set_environment; set_environment(CUDA_ENVIRONMENT);"
+        "import vllm.envs as envs; print(envs.VLLM_ALLREDUCE_USE_FLASHINFER, envs.VLLM_USE_FLASHINFER_SAMPLER)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["False", "False"]
