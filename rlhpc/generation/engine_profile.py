@@ -86,6 +86,16 @@ def engine_profile(config: Config, *, seed: int, device: str, is_apart: bool = F
     return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
 
 
+def attention_args(profile: EngineProfile, *, capability: int, can_compile: bool) -> dict[str, Any]:
+    """Engine arguments for a card on which vLLM would take FlashInfer's attention, if its kernels cannot be had there.
+
+    capability: major number of the card's compute capability; 0: none.  can_compile: vLLM's has_flashinfer(), which it
+    asks for other kernels of FlashInfer and not for attention.  FLASH_ATTN is the next that it would take.
+    """
+    takes_flashinfer = capability == 10 and profile.engine_args["dtype"] != "float32"
+    return {"attention_backend": "FLASH_ATTN"} if takes_flashinfer and not can_compile else {}
+
+
 def _common_args(config: Config, seed: int) -> dict[str, Any]:
     generation = config.generation
     args: dict[str, Any] = {

@@ -10,7 +10,13 @@ from pydantic import ValidationError
 
 from rlhpc.config import Config, with_values
 from rlhpc.errors import EngineError
-from rlhpc.generation.engine_profile import CPU_KV_CACHE_BYTES, SEVERAL_WORKERS, WORKER_EXTENSION, engine_profile
+from rlhpc.generation.engine_profile import (
+    CPU_KV_CACHE_BYTES,
+    SEVERAL_WORKERS,
+    WORKER_EXTENSION,
+    attention_args,
+    engine_profile,
+)
 
 
 def config_with(**generation: object) -> Config:
@@ -171,3 +177,27 @@ def test_tensor_parallel_workers_do_not_sum_by_kernels_that_are_compiled_when_fi
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-2:] == ["False", "False"]
+
+
+def test_blackwell_does_without_the_attention_that_vllm_takes_there_if_its_kernels_cannot_be_compiled() -> None:
+    profile = engine_profile(with_values(config_with(), {"model.dtype": "bfloat16"}), seed=0, device="cuda")
+    exact = engine_profile(config_with(), seed=0, device="cuda")  # float32, which FlashInfer has no attention for
+    assert attention_args(profile, capability=10, can_compile=False) == {"attention_backend": "FLASH_ATTN"}
+    assert attention_args(profile, capability=10, can_compile=True) == {}
+    assert attention_args(exact, capability=10, can_compile=False) == {}
+    for capability in (0, 7, 8, 9, 12):
+        assert attention_args(profile, capability=capability, can_compile=False) == {}
+
+
+@pytest.mark.starts
+def test_vllm_takes_the_name_of_that_attention_and_asks_for_flashinfers_compiler_where_we_do() -> None:
+    code = (
+        "from vllm.engine.arg_utils import AsyncEngineArgs; from vllm.config.attention import AttentionConfig;"
+        "from vllm.utils.flashinfer import has_flashinfer; from vllm.platforms import current_platform;"
+        "assert not has_flashinfer() and current_platform.get_device_capability() is None;"
+        "AsyncEngineArgs(model='m', attention_backend='FLASH_ATTN');"
+        "print(AttentionConfig(backend='FLASH_ATTN').backend.name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "FLASH_ATTN"
