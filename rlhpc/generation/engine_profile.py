@@ -86,14 +86,19 @@ def engine_profile(config: Config, *, seed: int, device: str, is_apart: bool = F
     return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
 
 
-def attention_args(profile: EngineProfile, *, capability: int, can_compile: bool) -> dict[str, Any]:
-    """Engine arguments for a card on which vLLM would take FlashInfer's attention, if its kernels cannot be had there.
+def card_args(profile: EngineProfile, *, capability: int, can_compile: bool) -> dict[str, Any]:
+    """Engine arguments in place of the profile's, for what vLLM does not do right by itself on some cards.
 
-    capability: major number of the card's compute capability; 0: none.  can_compile: vLLM's has_flashinfer(), which it
-    asks for other kernels of FlashInfer and not for attention.  FLASH_ATTN is the next that it would take.
+    capability: major number of the card's compute capability; 0: none.  can_compile: vLLM's has_flashinfer().
     """
-    takes_flashinfer = capability == 10 and profile.engine_args["dtype"] != "float32"
-    return {"attention_backend": "FLASH_ATTN"} if takes_flashinfer and not can_compile else {}
+    is_16_bit = profile.engine_args["dtype"] != "float32"
+    if capability == 10 and is_16_bit and not can_compile:
+        # It would take FlashInfer's attention, whose kernels cannot be had; this is the next on its list.
+        return {"attention_backend": "FLASH_ATTN"}
+    if capability == 8 and is_16_bit and BATCH_INVARIANT.items() <= profile.environment.items():
+        # There its batch-invariant products replace those of cuBLAS, and there is none of 16 bits into float32.
+        return {"hf_overrides": {"head_dtype": "model"}}
+    return {}
 
 
 def _common_args(config: Config, seed: int) -> dict[str, Any]:

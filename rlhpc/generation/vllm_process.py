@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from rlhpc.errors import EngineError
-from rlhpc.generation.engine_profile import EngineProfile, attention_args
+from rlhpc.generation.engine_profile import EngineProfile, card_args
 from rlhpc.generation.sample_window import SampleWindow
 from rlhpc.loading import loading_libraries
 
@@ -55,7 +55,7 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
             set_environment(COUNTING_RUNNER)
         # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
         # permanently.
-        engine_args = profile.engine_args | _attention_here(profile)
+        engine_args = profile.engine_args | _args_of_the_card(profile)
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args)), _started_since(before)
     except Exception as error:  # any error at all leaves an engine process without an owner
         stop_processes(_started_since(before))
@@ -113,13 +113,13 @@ def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:
     )
 
 
-def _attention_here(profile: EngineProfile) -> dict[str, Any]:
+def _args_of_the_card(profile: EngineProfile) -> dict[str, Any]:
     # As in start_vllm.  NVML is asked: no CUDA context comes into being in this process.
     from vllm.platforms import current_platform
     from vllm.utils.flashinfer import has_flashinfer
 
     card = current_platform.get_device_capability()
-    return attention_args(profile, capability=card.major if card else 0, can_compile=has_flashinfer())
+    return card_args(profile, capability=card.major if card else 0, can_compile=has_flashinfer())
 
 
 def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:

@@ -14,7 +14,7 @@ from rlhpc.generation.engine_profile import (
     CPU_KV_CACHE_BYTES,
     SEVERAL_WORKERS,
     WORKER_EXTENSION,
-    attention_args,
+    card_args,
     engine_profile,
 )
 
@@ -182,11 +182,36 @@ def test_tensor_parallel_workers_do_not_sum_by_kernels_that_are_compiled_when_fi
 def test_blackwell_does_without_the_attention_that_vllm_takes_there_if_its_kernels_cannot_be_compiled() -> None:
     profile = engine_profile(with_values(config_with(), {"model.dtype": "bfloat16"}), seed=0, device="cuda")
     exact = engine_profile(config_with(), seed=0, device="cuda")  # float32, which FlashInfer has no attention for
-    assert attention_args(profile, capability=10, can_compile=False) == {"attention_backend": "FLASH_ATTN"}
-    assert attention_args(profile, capability=10, can_compile=True) == {}
-    assert attention_args(exact, capability=10, can_compile=False) == {}
+    assert card_args(profile, capability=10, can_compile=False) == {"attention_backend": "FLASH_ATTN"}
+    assert card_args(profile, capability=10, can_compile=True) == {}
+    assert card_args(exact, capability=10, can_compile=False) == {}
     for capability in (0, 7, 8, 9, 12):
-        assert attention_args(profile, capability=capability, can_compile=False) == {}
+        assert card_args(profile, capability=capability, can_compile=False) == {}
+
+
+def test_on_ampere_a_deterministic_run_has_a_head_whose_products_do_not_see_the_rest_of_the_batch() -> None:
+    """vLLM has no such product of 16-bit numbers into float32 there."""
+    exact = with_values(config_with(), {"run.deterministic": True, "model.dtype": "bfloat16"})
+    profile = engine_profile(exact, seed=0, device="cuda")
+    assert card_args(profile, capability=8, can_compile=False) == {"hf_overrides": {"head_dtype": "model"}}
+    for capability in (9, 10):  # products of cuBLAS, which vLLM keeps from splitting their sums
+        assert "hf_overrides" not in card_args(profile, capability=capability, can_compile=True)
+    for other in ({"run.deterministic": False}, {"model.dtype": "float32"}):
+        profile = engine_profile(with_values(exact, other), seed=0, device="cuda")
+        assert card_args(profile, capability=8, can_compile=True) == {}
+
+
+@pytest.mark.starts
+def test_batch_invariant_products_of_vllm_still_leave_out_the_one_of_16_bits_into_float32() -> None:
+    """Once it has one, card_args need not change the head."""
+    code = (
+        "import inspect; from vllm.model_executor.determinism import batch_invariant as b;"
+        "from vllm.model_executor.layers.logits_processor import LogitsProcessor as L;"
+        "print('aten::mm.dtype' in inspect.getsource(b), 'out_dtype=self.head_dtype' in inspect.getsource(L))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["False", "True"]
 
 
 @pytest.mark.starts
