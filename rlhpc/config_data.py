@@ -63,6 +63,9 @@ class DataConfig(Section):
     reference_field: str = "answer"
     """Field of the record that holds the reference, "reward_model.ground_truth" with a dot for each level; "*": the
     whole record."""
+    thinking_end: str = ""
+    """Text with which the model ends its thinking, "</think>": only what follows it is judged, and nothing if it never
+    comes; default: the whole completion is judged. Single-turn."""
     shuffle: bool = True
     """A new seeded order in every epoch; False: file order."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$")] = ""
@@ -74,6 +77,11 @@ class DataConfig(Section):
     generation.max_prompt_tokens."""
     max_completion_tokens: Positive | None = None
     """Sampling of its completions stops here; none, and at most: generation.max_completion_tokens."""
+
+    @property
+    def may_be_chat(self) -> bool:
+        """Whether the chat template may make its prompts: it makes those of prompt_field that are chat messages."""
+        return self.use_chat_template or bool(self.prompt_field)
 
     @property
     def title(self) -> str:
@@ -171,10 +179,21 @@ def tasks_of_records_are_named(config: Config) -> None:
             )
 
 
+def thinking_is_of_single_turns(config: Config) -> None:
+    """An environment and an agent's program are told whole turns."""
+    for place, dataset in enumerate(config.data):
+        if dataset.thinking_end and dataset.environment:
+            raise ValueError(
+                f"{_where(config, place, 'thinking_end')}={dataset.thinking_end!r} with "
+                f"environment={dataset.environment!r}, which is told whole turns; legal: leave one of them out"
+            )
+
+
 DATA = (
     records_are_from_one_place,
     datasets_are_told_apart,
     limits_of_datasets_are_within_those_of_all,
     prompts_are_made_in_one_way,
     tasks_of_records_are_named,
+    thinking_is_of_single_turns,
 )

@@ -60,6 +60,8 @@ class ModelConfig(Section):
     """HF checkpoint directory: config.json, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the forward pass in trainer and engine; master weights and log-probabilities are float32."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={})
+    """Variables of the chat template, for every prompt: {enable_thinking = false}, {date_string = "26 Jul 2024"}."""
 
 
 class GenerationConfig(Section):
@@ -100,6 +102,11 @@ class GenerationConfig(Section):
     """Redraw a sample that was lost with its generator exactly as before, so that losses do not bias rollouts towards
     short ones (docs/algorithms.md). False: rollouts continue from the prefixes that generators report, which is nearly
     as good."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a prompt with its completion."""
+        return self.max_prompt_tokens + self.max_completion_tokens
 
 
 NO_WINDOW = 1 << 30  # groups: a batch may pass whom it will, as far as the bound on staleness lets it

@@ -9,8 +9,8 @@ from rlhpc.config import Config
 from rlhpc.config_effects import as_toml
 
 OVERSAMPLING = (
-    "what is trained is 1–16 % shorter than what is sampled with 0.125, 1–26 % with 0.25, 2–36 % with 0.5, and the "
-    "more so the more lengths differ from prompt to prompt"
+    "what is trained is 1–16 % shorter than what is sampled with 0.125, 1–26 % with 0.25, 2–36 % with 0.5; the more "
+    "lengths differ from prompt to prompt, the larger the difference"
 )
 
 

@@ -9,9 +9,14 @@ from launch.common.text_table import printable_line
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.thinking import THINKING_END
 from rlhpc.data.tokenizer import PromptTokenizer
 
 _MOST_LINES = 12
+JUDGE_EVERYTHING = {  # what stands before an answer, or looks like one
+    *("exact_match", "instruction_following", "json_schema", "llm_judge", "multiple_choice", "regex", "token_f1"),
+}
+MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
 
 def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]:
@@ -26,12 +31,44 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
         share = found.num_references_longer / found.num_references_counted
         limit = config.max_completion_tokens(place)
         said.append(f"warning     {share:.1%} of the references have more tokens than completions may have ({limit:,})")
+    tasks = {part for task in config.data[place].all_tasks for part in config.parts_of(task)}
+    if "math_answer" in tasks and not any(mark in found.example for mark in MARKS):
+        said.append(
+            "warning     this prompt asks for no \\boxed{…} and no ####, and math_answer reads no other answer; "
+            "prompt_template or system_prompt can ask for it"
+        )
+    return said
+
+
+def date_in_prompts(config: Config, tokenizer: PromptTokenizer) -> list[str]:
+    """A warning where the chat template writes today's date into prompts."""
+    has_chats = any(each.may_be_chat or each.environment for each in config.data)
+    if not has_chats or not tokenizer.writes_date:
+        return []
+    return [
+        "warning     the chat template writes today's date, so that prompts change from day to day, also within a run; "
+        "model.chat_template_kwargs can set it, if the template has a variable for it"
+    ]
+
+
+def thinking_in_answers(config: Config, tokenizer: PromptTokenizer) -> list[str]:
+    """A warning for each dataset where the model may think, and what it thinks is judged."""
+    if not tokenizer.may_think:
+        return []
+    said = []
+    for dataset in config.data:
+        tasks = {part for task in dataset.all_tasks for part in config.parts_of(task)} & JUDGE_EVERYTHING
+        if tasks and dataset.may_be_chat and not dataset.thinking_end and not dataset.environment:
+            said.append(
+                f"warning     {dataset.title}: {', '.join(sorted(tasks))} may judge the model's thinking too; "
+                f'data.thinking_end = "{THINKING_END}" leaves it out, if the model thinks'
+            )
     return said
 
 
 def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None) -> str:
     """What ends a completion before its limit, or the turns of a dialogue."""
-    tokens = tokenizer.eos_token_ids if dialogue is None else dialogue.stop_token_ids
+    tokens = tokenizer.stop_token_ids if dialogue is None else dialogue.stop_token_ids
     if not tokens:
         return "warning     the model names no end-of-sequence token: every completion ends at max_completion_tokens"
     named = ", ".join(f"{tokenizer.decode([token], keep_special_tokens=True)!r} ({token})" for token in tokens)

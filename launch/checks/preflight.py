@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.checks.memory.engine import least_cache_bytes
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
-from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_untrainable
+from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD
@@ -115,14 +115,30 @@ def _look_at_prompts(
             f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'}); "
             f"legal: {positions} or less together"
         )
-    return Findings(
-        model,
-        tokenizer,
-        shape,
-        positions,
-        validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox)),
-        sandbox,
-    )
+    found = _looked_through(config)
+    for dataset, summary in zip(config.data, found, strict=True):
+        tokens = tokenizer.encode_rendered(summary.example)
+        refuse_unknown_tokens(model, config.model.path, tokens, summary.example_source)
+        _refuse_thinking_that_never_ends(dataset.thinking_end, tokenizer, summary)
+    return Findings(model, tokenizer, shape, positions, found, sandbox)
+
+
+def _refuse_thinking_that_never_ends(end: str, tokenizer: PromptTokenizer, found: DatasetSummary) -> None:
+    """Nothing would be judged, and every reward would be that of an empty answer."""
+    if end and end not in tokenizer.decode(tokenizer.encode_rendered(end)):
+        raise ConfigError(
+            f"data.thinking_end={end!r} is a special token, which the text that is judged does not show; legal: a text "
+            "that it shows"
+        )
+    if end and found.example.rstrip().endswith(end):
+        raise ConfigError(
+            f"data.thinking_end={end!r}: the prompt of {found.example_source} ends with it already, so completions "
+            "lack it; legal: leave it out, or a chat template that lets the model think"
+        )
+
+
+def _looked_through(config: Config) -> list[DatasetSummary]:
+    return validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox))
 
 
 def _tasks_are_there(config: Config) -> None:
@@ -162,7 +178,7 @@ def _model_of(config: Config, *, is_trained: bool = True) -> tuple[dict[str, Any
     """config.json and the tokenizer of the policy, after a look at whether a critic begins with the same tokens."""
     document = read_model(config.model.path)
     place = config.model.path / "config.json"
-    tokenizer = PromptTokenizer(config.model.path)
+    tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
     refuse_other_vocabulary(document, place, tokenizer.num_words, tokenizer.eos_tokens)
     if is_trained and config.critic.path is not None:
         _refuse_other_critic(config.critic.path, document, place)

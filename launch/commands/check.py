@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from launch.checks.bias import biases
-from launch.checks.first_prompt import first_prompt, stop_tokens
+from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens, thinking_in_answers
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
 from launch.checks.own_code import try_own_code
@@ -52,7 +52,9 @@ def check_run_file(options: argparse.Namespace) -> int:
         print("\n".join(first_prompt(config, place, found)))
     has_dialogues = any(dataset.environment for dataset in config.data)
     template = dialogue_template(config, findings.tokenizer) if has_dialogues else None
-    print(stop_tokens(findings.tokenizer, template))
+    tokenizer = findings.tokenizer
+    warnings = [*date_in_prompts(config, tokenizer), *thinking_in_answers(config, tokenizer)]
+    print("\n".join([stop_tokens(tokenizer, template), *warnings]))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     print("\n".join([*own, *sandbox, *evaluations, memory, *biases(config)]))
     return 0

@@ -23,6 +23,7 @@ from rlhpc.config_file import load_config, settled
 from rlhpc.config_sandbox import is_code
 from rlhpc.data.records import Record
 from rlhpc.data.row_formats import json_lines
+from rlhpc.data.thinking import answer_of
 from rlhpc.errors import ConfigError, DataError
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.open_pool import open_pool
@@ -50,7 +51,8 @@ def judge_records(options: argparse.Namespace) -> int:
         validate_task(part)
     check_sandbox(config.sandbox, is_needed=is_code(config, options.task))
     records = _records(files[0] if files else "-")
-    completions = [record.text(options.completion, "--completion") for record in records]
+    end = _thinking_end(config, options.task)
+    completions = [answer_of(record.text(options.completion, "--completion"), end)[0] for record in records]
     references = [_reference(record, field, options.completion) for record in records]
     asked = list(zip(completions, references, strict=True))
 
@@ -106,6 +108,17 @@ def _reference_field(config: Config, task: str) -> str:
             f"--reference is missing: the datasets of the run file have {', '.join(map(repr, sorted(fields)))}"
         )
     return fields.pop()
+
+
+def _thinking_end(config: Config, task: str) -> str:
+    """data.thinking_end of the datasets of a task; "" for another task."""
+    ends = {dataset.thinking_end for dataset in config.data if task in dataset.all_tasks} or {""}
+    if len(ends) > 1:
+        raise ConfigError(
+            f"data.thinking_end of the datasets that {task!r} judges is {' and '.join(map(repr, sorted(ends)))}; legal "
+            "here: the same for all"
+        )
+    return ends.pop()
 
 
 def _reference(record: Record, field: str, completion: str) -> str:

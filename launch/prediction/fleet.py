@@ -26,10 +26,10 @@ _LARGEST_ANSWER = 4096  # groups that one call returns at most
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """How large."""
+    """How large a fleet is."""
 
     num_engines: int
-    max_num_seqs: int  # an engine decodes together
+    max_num_seqs: int  # that an engine decodes together
     group_size: int
     num_groups: int  # in flight together at most
 
@@ -38,7 +38,7 @@ class Fleet:
     """All engines of a run.  Groups have places: numbers that are reused once a group is finished."""
 
     def __init__(self, shape: FleetShape, rates: Rates) -> None:
-        """Idle, at time 0."""
+        """All engines are idle, at time 0."""
         self._shape = shape
         credit = shape.max_num_seqs + shape.group_size
         self._engines = np.zeros((shape.num_engines, fleet_loop.NUM_COLUMNS))
@@ -81,17 +81,17 @@ class Fleet:
         self._stops[place] = True
 
     def pause(self, seconds: float) -> None:
-        """All engines that decode stand still for this time."""
+        """Have all engines that decode stand still for this time."""
         fleet_loop.pause(self._engines, self._ends, self._order, self._rates, self.now_s, seconds)
 
     @property
     def busy_s(self) -> NDArray[np.float64]:
-        """Of each engine so far, with at least one rollout to decode."""
+        """Seconds of each engine so far with at least one rollout to decode."""
         return fleet_loop.up_to_now(self._engines, self.now_s)[:, BUSY_S]
 
     @property
     def decoding_s(self) -> float:
-        """Of all so far, counted for each rollout that is decoded."""
+        """Seconds of all engines so far, counted for each rollout that is decoded."""
         return float(fleet_loop.up_to_now(self._engines, self.now_s)[:, DECODING_S].sum())
 
     @property

@@ -78,7 +78,7 @@ def _settle(engines: Array, rates: Array, i: int, now_s: float) -> None:
 
 @compiled
 def _plan_next(engines: Array, ends: Array, order: Array, rates: Array, i: int) -> None:
-    """When its next rollout ends."""
+    """Compute when an engine's next rollout ends."""
     num = engines[i, NUM_DECODED]
     if num == 0:
         engines[i, NEXT_S] = np.inf
@@ -97,7 +97,7 @@ def _stand_still(engines: Array, i: int, seconds: float) -> None:
 
 @compiled
 def _begin(engines: Array, ends: Array, rates: Array, i: int, place: float, tokens: float, prompt: float) -> None:
-    """Decode one more; the caller has settled, and plans."""
+    """Decode one more rollout; the caller calls _settle before, and _plan_next afterwards."""
     at, end = int(engines[i, NUM_DECODED]), engines[i, ADVANCED] + tokens
     engines[i, NUM_DECODED] += 1
     while at > 0 and ends[i, (at - 1) // 2, 0] > end:
@@ -133,7 +133,7 @@ def _end_first(engines: Array, ends: Array, i: int) -> float:
 def _hold(
     engines: Array, ends: Array, waiting: Array, queue: Array, marks: Array, rates: Array, i: int, most: int
 ) -> None:
-    """Give an engine the sample that waits longest; the caller has settled, and plans.  most: M."""
+    """Give an engine the sample that waits longest; the caller settles and plans as for _begin.  most: M."""
     first = marks[FIRST_QUEUED]
     marks[FIRST_QUEUED], marks[NUM_WAITING] = (first + 1) % len(queue), marks[NUM_WAITING] - 1
     engines[i, NUM_HELD] += 1
@@ -170,7 +170,7 @@ def advance(
     rates: Array, most: int, group_size: int, left: Array, stops: Array, answer: Array, num_wanted: int,
     until_s: float,
 ) -> tuple[float, int]:  # fmt: skip
-    """Returns the time that was reached, and how many places stand in `answer`."""
+    """See Fleet.advance; returns the time that was reached, and how many places are in `answer`."""
     found = 0
     while True:
         i = order[0, 0]
@@ -213,7 +213,7 @@ def advance(
 
 @compiled
 def pause(engines: Array, ends: Array, order: Array, rates: Array, now_s: float, seconds: float) -> None:
-    """Every engine that decodes stands still."""
+    """Have every engine that decodes stand still for some seconds."""
     for i in range(len(engines)):
         if engines[i, NUM_DECODED] > 0:
             _settle(engines, rates, i, now_s)

@@ -63,7 +63,7 @@ class Gpu:
 
 
 def gpu_named(name: str | None) -> Gpu | None:
-    """None: not in the table."""
+    """The GPU of this name; None: it is not in the table."""
     if name not in _TFLOPS_AND_GB_S:
         return None
     tflops, gb_s = _TFLOPS_AND_GB_S[name]

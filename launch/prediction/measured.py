@@ -33,7 +33,7 @@ _COLUMNS = (
     "groups/rollout_offsets",
     "rollouts/token_offsets",
 )
-_NUM_BLOCKS = 20  # of steps, in whose means the slope of an engine's step is looked for
+_NUM_BLOCKS = 20  # of steps; the slope of an engine's step is fitted to their means
 _WIDE, _CLEAR = 1.3, 0.7  # largest over smallest number decoded together, correlation: below these there is no slope
 Float64 = NDArray[np.float64]
 
@@ -51,13 +51,13 @@ class Measured:
 
     figures: dict[str, Figure]  # by the names of Rates
     decoded_together: float  # by an engine, on average
-    tells_slope: bool  # False: engine_sample_s is 0 because nothing is known of it
+    tells_slope: bool  # False: engine_sample_s is 0 because it is not known
     lengths: RecordedLengths
     run: RunFigures
 
 
 def measure(layout: RunLayout, cost: FlopCost) -> Measured:
-    """cost: of the model.  Raises ConfigError: no run is here, or it is too young, or of too old a version."""
+    """Measure a run.  cost: of the model.  Raises ConfigError: no run is here, or it is too young or too old."""
     run = read_figures(layout)
     steps = run.curves.get("time/step_s")
     if run.config is None:
@@ -98,7 +98,7 @@ class _Table:
         self.steps = steps[steps >= first]
 
     def __getitem__(self, name: str) -> Float64:
-        """nan where it was not written."""
+        """A metric of these steps; nan where it was not written."""
         found = np.full(len(self.steps), np.nan)
         curve = self._run.curves.get(name)
         if curve is not None:
@@ -107,7 +107,7 @@ class _Table:
         return found
 
     def mean(self, name: str) -> float | None:
-        """None: it was never written."""
+        """The mean of a metric; None: it was never written."""
         values = self[name]
         return float(np.nanmean(values)) if np.isfinite(values).any() else None
 
@@ -117,7 +117,7 @@ class _Table:
 
     @property
     def root(self) -> str:
-        """Of the run, for messages."""
+        """The run directory, for messages."""
         return str(self._run.layout.root)
 
 
@@ -161,7 +161,7 @@ def _of_verifiers(table: _Table) -> dict[str, float]:
 
 
 def _slope(n: Float64, tau: Float64) -> float:
-    """0: not told."""
+    """The slope of tau over n; 0 if it cannot be told."""
     if len(n) < 5 or n.min() <= 0 or n.max() / n.min() < _WIDE or tau.std() == 0:
         return 0.0
     if np.corrcoef(n, tau)[0, 1] < _CLEAR:
@@ -196,7 +196,7 @@ def _between(table: _Table) -> float:
     parts = [table[name] for name in ("time/wait_for_groups_s", "trainer/step_s")]
     working_s = np.nansum([*parts, table["time/pack_s"]], axis=0)
     live_s = np.nan_to_num(table["time/wait_for_weights_s"])
-    waited_s = np.maximum(0.0, live_s - working_s)  # for the version before, before the next one is published
+    waited_s = np.maximum(0.0, live_s - working_s)  # for the previous version to be live, before the next is published
     packed_s = np.nan_to_num(table["time/pack_s"])
     rest = table["time/step_s"] - working_s - waited_s - np.nan_to_num(table["weights/publish_s"]) + packed_s
     return max(0.0, float(np.nanmedian(rest)))
@@ -206,7 +206,7 @@ def _between(table: _Table) -> float:
 
 
 def _of_weights(table: _Table) -> dict[str, float]:
-    """Publication, and checkpoints."""
+    """Rates of publications and checkpoints."""
     names = {"publish_s": "weights/publish_s", "live_s": "time/wait_for_weights_s", "pause_s": "weights/pause_s"}
     found = {name: table.mean(metric) for name, metric in names.items()}
     saves = np.unique(table["time/checkpoint_s"])
@@ -217,7 +217,7 @@ def _of_weights(table: _Table) -> dict[str, float]:
 
 
 def _of_start(layout: RunLayout, steps: Curve) -> dict[str, float]:
-    """From the beginning of the first attempt until its first step began."""
+    """Seconds from the beginning of the first attempt until its first step began."""
     try:
         line: dict[str, Any] = json.loads(layout.attempts.read_bytes().splitlines()[0])
         seconds = float(steps.unix_times_s[0] - line["unix_time_s"] - steps.values[0])

@@ -58,5 +58,5 @@ class Rates:
         return self.engine_step_s.value + self.engine_sample_s.value * num_decoded
 
     def items(self) -> Mapping[str, Figure]:
-        """By name, in order."""
+        """All figures by name, in order."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

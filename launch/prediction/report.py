@@ -18,7 +18,7 @@ from launch.prediction.splits import WITHIN, Split
 from rlhpc.metrics.progress import format_count
 
 _WIDTH, _INDENT = 80, 12
-_FEW = 4  # names that are shown
+_FEW = 4  # names that are shown at most
 _NEVER_IN_IT = "waiting in the queue, time limits and requeues, faults, evaluations"
 
 
@@ -200,5 +200,5 @@ def guesses_among(rates: Rates, lengths: Lengths) -> list[str]:
 
 
 def left_out_of(settings: Sequence[tuple[bool, str]]) -> list[str]:
-    """The words of those that are set."""
+    """The words of the settings that are on."""
     return [words for is_set, words in settings if is_set]

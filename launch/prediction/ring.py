@@ -33,7 +33,7 @@ from rlhpc.packing.planner import plan
 from rlhpc.types import Prompt, SamplingParams
 
 PFLOP = 1e15
-_FLEET = "fleet"  # who holds every lease
+_FLEET = "fleet"  # the holder of every lease
 _PROMPT = Prompt(0, "", np.zeros(1, np.int32), "")
 _LEASE_S = 600.0
 
@@ -54,7 +54,7 @@ class RingShape:
 
     @classmethod
     def of(cls, config: Config, cost: FlopCost) -> Self:
-        """As configured; cost: of the model."""
+        """The shape of a configured run; cost: of the model."""
         return cls(
             admission=config.admission,
             num_engines=config.generation.num_replicas,
@@ -68,7 +68,7 @@ class RingShape:
         )
 
     def split(self, num_engines: int, max_staleness: int) -> Self:
-        """The same shape with other values of these."""
+        """The same shape with these values."""
         admission = self.admission.model_copy(update={"max_staleness": max_staleness})
         return replace(self, num_engines=num_engines, admission=admission)
 
@@ -91,13 +91,13 @@ class Outcome:
     trainer_works: float
     trainer_publishes: float
     trainer_waits_for_groups: float
-    trainer_waits_for_weights: float  # until the version before is live
+    trainer_waits_for_weights: float  # until the previous version is live
     trainer_saves: float
     engines_idle: float  # of engine time, without anything to decode
     engines_full: float  # decoded together over max_num_seqs, mean over time
     staleness: dict[int, int]  # versions → rollouts trained
     tokens_per_s: float  # trained, prompts included
-    num_dropped: int  # groups, for want of spread
+    num_dropped: int  # groups whose rewards are all equal
     num_events: int
 
     @property
@@ -107,7 +107,7 @@ class Outcome:
 
     @property
     def mean_staleness(self) -> float:
-        """Of a rollout."""
+        """Mean over rollouts."""
         return sum(age * count for age, count in self.staleness.items()) / sum(self.staleness.values())
 
 
@@ -126,12 +126,12 @@ class Takeable:
         self._next = 0
 
     def admitted(self, group_id: int) -> None:
-        """It is in flight."""
+        """A group is in flight."""
         self._in_flight.add(group_id)
         self._next = group_id + 1
 
     def ended(self, group_id: int, *, is_ready: bool) -> None:
-        """It is no longer in flight: finished, or dropped."""
+        """A group is no longer in flight: it is finished, or dropped."""
         self._in_flight.remove(group_id)
         if is_ready and group_id < self.oldest + self._window:
             self.number += 1
@@ -199,7 +199,7 @@ class Ring:
         return self._outcome()
 
     def _advance(self, until_s: float) -> list[int]:
-        """Groups may finish unnoticed while that has no effect; one that will be dropped is noticed at once."""
+        """Advance.  Groups may finish unnoticed while that has no effect; one to be dropped is noticed at once."""
         admission = self._shape.admission
         if not self._wants_batch:
             return self.fleet.advance(until_s, admission.num_slots)
@@ -252,7 +252,7 @@ class Ring:
         if not self._wants_batch or self._takeable.number < admission.groups_per_step:
             return
         batch = self.ledger.take(admission.groups_per_step, self.trained)
-        if batch is None:  # others would have no room in time: the next that finishes is looked at
+        if batch is None:  # other groups would miss their due date: try again when the next one finishes
             return
         self._wants_batch, self._batch = False, batch
         self._takeable.number -= len(batch)

@@ -39,7 +39,7 @@ class LengthOptions:
 
 
 def lengths_of(config: Config, measured: Measured | None, options: LengthOptions) -> Lengths:
-    """Raises ConfigError: options that contradict each other or have no legal value."""
+    """Choose the lengths.  Raises ConfigError: options contradict each other or have no legal value."""
     if measured is not None:
         if options.given:
             raise ConfigError(f"{options.given[0]}: --from already provides lengths; legal: one of the two")
@@ -62,7 +62,7 @@ def lengths_of(config: Config, measured: Measured | None, options: LengthOptions
 def rates_of(
     config: Config, site: Site, model: Mapping[str, Any], measured: Measured | None, mean_tokens: float
 ) -> Rates:
-    """mean_tokens: of a completion.  Raises ConfigError naming the first rate without a source."""
+    """Choose the rates.  mean_tokens: of a completion.  Raises ConfigError naming the first rate without a source."""
     shape = ModelShape.of(model)
     trainer, engine = gpu_named(site.trainer.gpu), gpu_named(site.generation.gpu)
     guesses = fixed_guesses()

@@ -13,7 +13,7 @@ from launch.prediction.rates import Rates
 from launch.prediction.ring import Outcome, Ring, RingShape
 
 STALENESS = (0, 1, 2, 4, 8)
-WITHIN = 0.05  # of the fastest: as fast
+WITHIN = 0.05  # of the fastest: counts as equally fast
 _ROLLOUTS = 60_000  # of a simulation for the table
 _FEWEST_STEPS, _MOST_STEPS = 30, 200
 
@@ -46,7 +46,7 @@ class Split:
 
     @property
     def hours(self) -> float:
-        """Of GPUs, or of processes."""
+        """Hours of GPUs, or of processes."""
         return (self.price.trainer_units + self.num_engines * self.price.engine_units) * self.wall_s / 3600
 
 

@@ -64,7 +64,7 @@ def _balance(figures: RunFigures, mean: Reader) -> list[str]:
     if trainer > IDLE and generators < _OTHER:
         wanted = math.ceil(number / max(0.05, 1 - trainer))
         how = f"generation.num_replicas={wanted}"
-        if figures.layout.job_plan.exists() and not figures.summary:  # of a run that is submitted and lives
+        if figures.layout.job_plan.exists() and not figures.summary:  # submitted and still running
             how = f"`rlhpc scale RUN_DIR --generators +{wanted - number}`"
         return [
             f"Trainer idle {trainer:.0%}, generators {generators:.0%}: batches wait for rollouts. {wanted} generators "

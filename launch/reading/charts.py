@@ -93,7 +93,7 @@ def stacked_chart(title: str, steps: NDArray[np.int64], layers: Mapping[str, Num
 
 
 def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers that enclose low to high, `most` or fewer and one."""
+    """Round numbers that enclose low to high, in at most `most` + 1 intervals."""
     span = high - low or abs(high) or 1.0
     step = 10.0 ** math.floor(math.log10(span / most))
     step = next(step * factor for factor in (1, 2, 2.5, 5, 10) if span / (step * factor) <= most)
@@ -103,21 +103,21 @@ def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -
 
 
 def number(value: float) -> str:
-    """Short, for an axis."""
+    """A number as short text, for an axis."""
     if abs(value) >= 10_000:
         return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k"
     return f"{value:.4g}"
 
 
 class Scale:
-    """Numbers to places."""
+    """Maps numbers to positions in the chart."""
 
     def __init__(self, low: float, high: float, first: float, last: float) -> None:
         self._low, self._first = low, first
         self._factor = (last - first) / (high - low or 1.0)
 
     def __call__(self, value: float) -> float:
-        """The place of a number."""
+        """The position of a number."""
         return self._first + (value - self._low) * self._factor
 
 
@@ -151,7 +151,7 @@ def _span(values: Numbers) -> tuple[float, float]:
 
 
 def _pieces(steps: Numbers, values: Numbers) -> list[list[tuple[float, float]]]:
-    """A curve between its gaps."""
+    """The pieces of a curve between its gaps."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for step, value in zip(steps.tolist(), values.tolist(), strict=True):
         if math.isfinite(value):

@@ -81,7 +81,7 @@ class Happening:
 
 @dataclass(slots=True)
 class Story:
-    """All of it."""
+    """All events of a run, and what its processes did when."""
 
     happenings: list[Happening] = field(default_factory=list)  # oldest first
     spells: list[Spell] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Story:
 
     @property
     def processes(self) -> list[str]:
-        """By role and number."""
+        """Names of the processes, by role and number."""
         return sorted({spell.process for spell in self.spells}, key=place_of)
 
     @property

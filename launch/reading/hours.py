@@ -33,12 +33,12 @@ class Hours:
 
     @property
     def total(self) -> float:
-        """Of all uses."""
+        """Hours of all uses."""
         return sum(self.by_use.values())
 
 
 def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Hours:
-    """Of trainers and generators."""
+    """The hours of trainers and generators."""
     each = gpus_of(layout)
     unit = "GPU-hours" if any(each.values()) else "process-hours"
     weights = each if any(each.values()) else dict.fromkeys(each, 1)
@@ -88,7 +88,7 @@ def _stood_by(story: Story) -> Iterator[tuple[float, str]]:
 
 
 def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None:
-    """Tokens lost with their generators, as a fraction of all sampled tokens."""
+    """Split the hours of generating by the share of tokens that were lost with their generators."""
     kept, lost = (curves[name].last if name in curves else 0.0 for name in _TOKENS)
     if lost > 0 and "generating" in uses:
         share = lost / (lost + kept)
@@ -121,7 +121,7 @@ class _PlannedJob:
 
 
 def _planned_job(layout: RunLayout, number: str) -> _PlannedJob | None:
-    """None: its plan can no longer be read."""
+    """The plan of a job; None if it can no longer be read."""
     try:
         record = json.loads((layout.jobs / f"{number}.json").read_bytes())
         jobs = json.loads(Path(record["plan"]).read_bytes())["jobs"]

@@ -26,7 +26,7 @@ from launch.reading.texts import Texts
 MOST_BYTES = 4_800_000
 MOST_INDEX_ROWS = 60_000  # of a page that has room for texts beside them
 _TEMPLATE = "rollouts_page.html"
-# The least JSON that they need besides texts: as many groups are kept until all are seen, and measured then.
+# The least bytes of JSON that each needs besides texts: groups are kept by this estimate, and measured at the end.
 _BYTES_PER_TOKEN, _BYTES_PER_ROLLOUT, _BYTES_PER_GROUP = 4, 60, 60
 _WORDS = ("standing", "task", "verdict", "finish")
 _NUMBERS = ("step", "group", "sample", "reward", "advantage", "length", "staleness", "admitted")
@@ -50,13 +50,13 @@ class Written:
 
 @dataclass(slots=True)
 class _Index:
-    """A column of numbers for each fact; words are numbers of a list of their own."""
+    """A column of numbers for each field; words are stored as indices into a list."""
 
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in (*_NUMBERS, *_WORDS)})
     words: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in _WORDS})
 
     def add(self, seen: SeenRollout) -> int:
-        """The row of a rollout."""
+        """Add a rollout; return its row."""
         standing = f"{seen.standing}: {seen.drop_reason}" if seen.drop_reason else seen.standing
         facts: dict[str, Any] = {
             "step": seen.step,
@@ -83,10 +83,10 @@ class _Drawn:
     def __init__(self, most_bytes: int) -> None:
         self._left, self._random = most_bytes, random.Random(0)
         self._heap: list[tuple[float, int, int, list[tuple[int, SeenRollout]]]] = []  # -lot, number, bytes, members
-        self._limit = 2.0  # lots above it were given up before
+        self._limit = 2.0  # groups with higher lots were given up before
 
     def offer(self, members: list[tuple[int, SeenRollout]]) -> None:
-        """members: with their rows, all of one group."""
+        """Keep a group if it fits.  members: all of the group, with their rows."""
         lot, size = self._random.random(), _estimate([seen for _, seen in members])
         if lot >= self._limit:
             return
@@ -98,7 +98,7 @@ class _Drawn:
             self._limit = min(self._limit, -given_up)
 
     def groups(self) -> list[list[tuple[int, SeenRollout]]]:
-        """In the order of their lots."""
+        """The groups kept, in the order of their lots."""
         return [members for _, _, _, members in sorted(self._heap, key=lambda each: -each[0])]
 
 
@@ -130,7 +130,7 @@ class _Contents:
     full: dict[int, dict[str, Any]] = field(default_factory=dict)  # by row
 
     def take_in(self, drawn: Iterable[Sequence[tuple[int, SeenRollout]]], most_bytes: int) -> None:
-        """Groups in their order, until the next one does not fit."""
+        """Add groups in their order, until the next one does not fit."""
         for members in drawn:
             known, first = len(self.pieces), members[0][1]
             group = {"group": first.group_id, "prompt": first.prompt, "reference": first.reference}
@@ -163,7 +163,7 @@ def _document(rollouts: RunRollouts, index: _Index, contents: _Contents, num_lef
         "full": contents.full,
         "pieces": list(contents.pieces),
         "ids": contents.ids,
-        "most_advantage": worths[int(0.98 * len(worths))] if worths else 0.0,  # a rare one hides all others else
+        "most_advantage": worths[int(0.98 * len(worths))] if worths else 0.0,  # a rare one would hide all others
         "said": _said(len(index.columns["step"]), len(contents.full), num_left_out),
         "elsewhere": f"rlhpc rollouts {rollouts.layout.root}",
         "no_advantage": "no advantage: it is in no batch, or advantages came from a critic",

@@ -42,7 +42,7 @@ class Sampled:
 
     @property
     def num_rollouts(self) -> int:
-        """Trained or not."""
+        """Rollouts in segments, trained or not."""
         return self.lengths_trained.total() + self.lengths_dropped.total()
 
 

@@ -33,7 +33,7 @@ class Recorded:
 
     spells: list[Spell] = field(default_factory=list)  # of each process, oldest first
     events: list[TimelineEntry] = field(default_factory=list)  # arrivals and losses, as they stand there
-    times: list[float] = field(default_factory=list)  # of the first and the last line, in this order; [] without lines
+    times: list[float] = field(default_factory=list)  # earliest and latest of all lines; [] without lines
 
 
 @dataclass(slots=True)
@@ -48,12 +48,12 @@ class _Stretch:
     shares: dict[str, float] = field(default_factory=dict)
 
     def goes_on(self, number: int, entry: TimelineEntry) -> bool:
-        """Whether an interval belongs to it: never over a time in which the process was not there."""
+        """Whether an interval continues this stretch: not across a time when the process was absent."""
         is_next = entry.unix_time_s - entry.seconds - self.end_s <= _GAP_S
         return is_next and number == self.number and entry.phase == self.phase
 
     def add(self, process: str, entry: TimelineEntry) -> None:
-        """The mean over time."""
+        """Add an interval to the mean over time."""
         of_entry = entry.work[process]
         self.seconds += entry.seconds
         self.end_s = entry.unix_time_s
@@ -89,7 +89,7 @@ def read_timeline(path: Path) -> Recorded:
 
 
 def _num_lines(path: Path) -> int:
-    """Those that are not empty."""
+    """Number of lines that are not empty."""
     try:
         with path.open("rb") as file:
             return sum(line != b"\n" for line in file)

@@ -16,7 +16,7 @@ class Texts:
     """Decodes for people: special tokens are shown, since a prompt's template is made of them."""
 
     def __init__(self, tokenizer: PromptTokenizer | None) -> None:
-        """None: every token is shown as its number."""
+        """tokenizer: None shows every token as its number."""
         self._tokenizer = tokenizer
 
     @property
@@ -25,7 +25,7 @@ class Texts:
         return self._tokenizer is not None
 
     def whole(self, token_ids: Int32) -> str:
-        """Text of all of them."""
+        """Text of all tokens."""
         if self._tokenizer is None:
             return " ".join(map(str, token_ids.tolist()))
         return self._tokenizer.decode(token_ids, keep_special_tokens=True)

@@ -83,14 +83,14 @@ def legend(story: Story) -> list[tuple[str, str]]:
 
 
 def meaning_of(what: str) -> str:
-    """In words."""
+    """What a process did, in words."""
     if what in (WORKS, SILENT):
         return {WORKS: "works", SILENT: "gives no sign of life"}[what]
     return f"waits for {what}"
 
 
 def colour_of(what: str) -> str:
-    """Of work, or of what is waited for."""
+    """The colour of work, or of what is waited for."""
     return WORK_COLOUR if what == WORKS else WAIT_COLOURS.get(what, OTHER_COLOUR)
 
 
@@ -109,7 +109,7 @@ def _together(spells: Sequence[Spell]) -> Spell:
 
 
 def _mean(of_processes: Sequence[Sequence[Spell]]) -> list[Spell]:
-    """Over processes, of the intervals that end at one moment."""
+    """The mean over processes of intervals that end at the same time."""
     at = defaultdict[float, list[Spell]](list)
     for spells in of_processes:
         for spell in spells:
@@ -146,7 +146,7 @@ def _phases(story: Story, x: Scale, height: float) -> str:
     stretches: list[tuple[str, float, float]] = []
     for begin_s, end_s, phase in sorted({(spell.begin_s, spell.end_s, spell.phase) for spell in story.spells}):
         if stretches and stretches[-1][0] == phase and begin_s - stretches[-1][2] < 1.0:
-            stretches[-1] = (phase, stretches[-1][1], max(end_s, stretches[-1][2]))  # some were there for a part
+            stretches[-1] = (phase, stretches[-1][1], max(end_s, stretches[-1][2]))  # some were absent for a part
         else:
             stretches.append((phase, begin_s, end_s))
     parts = []
@@ -180,7 +180,7 @@ def _marks(marks: Sequence[Marked], x: Scale, height: float) -> list[str]:
         place = x(each.unix_time_s)
         cls = "fault" if each.is_fault else "event"
         parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="18" y2="{height - 28}" class="{cls}"/>')
-        if place - last >= 13:  # else its number would cover the one before
+        if place - last >= 13:  # otherwise its number would cover the one before
             said = f"{clock(each.unix_time_s)} {each.who}: {each.brief}"
             parts.append(
                 f'<text x="{place:.1f}" y="13" class="mark {cls}" text-anchor="middle">{number}'

@@ -49,7 +49,7 @@ def ranges(versions: Int32) -> str:
 
 
 def fate(seen: SeenRollout) -> str:
-    """Its fate, in words."""
+    """What became of a rollout, in words."""
     match seen.standing:
         case "trained":
             return f"trained in step {seen.step}"

@@ -101,6 +101,7 @@ class Progress:
     save_s: float  # the longest save so far; 0: none yet
     age_s: float
     roles: tuple[dict[str, Any], ...]
+    has_told_all: bool = False  # to leave, or is about to: also where the run has failed
 
     def waits(self) -> str:
         """Which role waits for what, in words."""
@@ -116,6 +117,11 @@ class Progress:
     def is_over(self) -> bool:
         """True once the controller is about to tell all roles to exit: the run is complete, or has been stopped."""
         return self.phase in ("complete", "stopped")
+
+    @property
+    def is_ending(self) -> bool:
+        """True once the controller ends, after whatever it was: who leaves now was told to."""
+        return self.is_over or self.has_told_all
 
     def names(self, role: str) -> list[str]:
         """Names of the registered processes of a role."""
@@ -134,6 +140,7 @@ def read_progress(layout: RunLayout) -> Progress | None:
             save_s=document.get("save_s", 0.0),
             age_s=max(0.0, time.time() - document["unix_time_s"]),
             roles=tuple(document["roles"]),
+            has_told_all=document.get("is_ending", False),
         )
     except KeyError:
         return None

@@ -205,8 +205,8 @@ class ControllerJobSupervisor:
         if missing is not None:
             self._kill_attempt(missing.cause, missing.text)
         # SIGTERM would kill a controller whose loop has ended already, and the run would count as unclean.
-        is_over = progress is not None and progress.is_over and self._limit.left_s() > LAST_MOMENT_S
-        if self._cause is None and not is_over:
+        is_ending = progress is not None and progress.is_ending and self._limit.left_s() > LAST_MOMENT_S
+        if self._cause is None and not is_ending:
             self._stop_if_asked(progress, may_hand_over=stall.has_moved)
         if self._cause is None:
             self._stop_if_stuck(progress, stall)
@@ -297,7 +297,7 @@ class ControllerJobSupervisor:
         """A component has ended without having been asked to."""
         summary = self._classifier.exit_summary(step)
         progress = read_progress(self._layout)
-        is_told = progress is not None and progress.is_over  # by the controller, which is about to end
+        is_told = progress is not None and progress.is_ending  # by the controller, which is about to end
         is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
         event = "part_missed" if is_missed else "part_left" if is_told else "part_end"
         self._log.say(event, f"{step.name} has ended: {summary}")

@@ -21,10 +21,10 @@ def choose_batch(
 ) -> list[int] | None:
     """Ids of num_groups finished groups, ascending; None: there are too few, or others would miss their due date.
 
-    groups: all that no batch has taken, in order of admission.  num_taken: groups taken before.  window_groups: a group
-    may pass the oldest unfinished one by less than so many ids.
+    groups: all that no batch has taken, in order of admission.  num_taken: groups taken before.  window_groups: only
+    groups less than this many ids after the oldest unfinished one are chosen.
     """
-    # Batches that may be formed before the one that a group is in; who came back after a restart goes in order.
+    # How many batches may still come before a group's own; groups that came back after a restart go in order.
     spare = {
         group.group_id: max(0, (group.due - num_taken) // groups_per_step)
         if group.due >= 0
@@ -40,11 +40,11 @@ def choose_batch(
 
 
 def _is_short_of_room(spare: dict[int, int], chosen: Sequence[int], groups_per_step: int) -> bool:
-    """Whether some group that is left behind could be in no batch in time, and another choice would help it."""
+    """Whether some group left behind would miss its due date, though another choice would save it."""
     left = Counter(spare.values())
     left.subtract(Counter(spare[group_id] for group_id in chosen))
     num_due = 0
-    for later in range(spare[chosen[-1]]):  # further on, all that are chosen are among the most urgent
+    for later in range(spare[chosen[-1]]):  # beyond that, all chosen groups are among the most urgent
         num_due += left[later]
         if num_due > later * groups_per_step:
             return True

@@ -1,9 +1,9 @@
 """Chunks of a column as HDF5's filters shuffle and gzip would produce them, in a fraction of the time.
 
 Input: an array.  Output: the bytes of its chunks, which any HDF5 library reads with these two filters.
-Where the bytes of numbers differ from entry to entry there is little to gain: of token ids the two low bytes, of floats
-all but the one with the exponent.  They are stored, and the others compressed by zlib-ng: by runs of bytes where these
-are of integers, by the frequency of bytes where they are of floats, in which neither repeats anything longer.
+Bytes that differ from entry to entry hardly compress: the two low bytes of token ids, all bytes of floats but the one
+with the exponent.  These are stored as they are.  zlib-ng compresses the others: runs of bytes for integers, byte
+frequencies for floats; neither has longer repeats.
 
 A chunk is one zlib stream (RFC 1950, 1951): its header, stored blocks, then blocks that begin with no history, and the
 checksum of all.
@@ -22,7 +22,7 @@ from zlib_ng import zlib_ng
 LEVEL = 1
 _HEADER = b"\x78\x01"
 _MOST_STORED = 0xFFFF  # bytes of a stored block
-_STORED = struct.Struct("<BHH")  # not the last one, length, its complement
+_STORED = struct.Struct("<BHH")  # 0: not the last block; length, its complement
 _ADLER = struct.Struct(">I")
 _STRATEGIES = {"i": zlib_ng.Z_RLE, "f": zlib_ng.Z_HUFFMAN_ONLY}  # by kind of dtype
 
@@ -38,7 +38,7 @@ def deflated_chunks(values: NDArray[Any], chunk: int) -> Iterator[bytes]:
 
 
 def _num_stored_planes(kind: np.dtype[Any]) -> int:
-    """How many of the bytes of an entry, the low ones first, are not worth looking at."""
+    """How many bytes of an entry, the low ones first, are stored without trying to compress them."""
     if kind.kind == "f":
         return kind.itemsize - 1
     return 2 if kind.kind == "i" and kind.itemsize == 4 else 0
@@ -46,7 +46,7 @@ def _num_stored_planes(kind: np.dtype[Any]) -> int:
 
 def _deflated(data: NDArray[np.uint8], num_stored: int, strategy: int) -> bytes:
     """A zlib stream, its first bytes stored unless they are all alike."""
-    if num_stored and (data[:num_stored] == data[0]).all():  # as of versions
+    if num_stored and (data[:num_stored] == data[0]).all():  # e.g. of versions
         num_stored, strategy = 0, zlib_ng.Z_RLE
     pieces: list[Any] = [_HEADER]
     for start in range(0, num_stored, _MOST_STORED):

@@ -13,7 +13,7 @@ from rlhpc.buffer.group_record import GroupRecord
 
 
 def in_the_way(groups: Iterable[GroupRecord], num_groups: int, most: int) -> list[int]:
-    """Unfinished groups without which the oldest num_groups others are a batch; [] if there are more than `most`.
+    """Unfinished groups before the num_groups-th finished one; [] if more than `most`, or if too few are finished.
 
     groups: neither taken nor dropped, in order of admission.
     """

@@ -37,7 +37,7 @@ class Began:
     step: int  # the step that its trainer begins with
     num_rollouts: int  # rollouts of earlier attempts that count: those with higher numbers in their files do not
     goes_on: bool  # False: it starts over, and earlier events do not count
-    timeline: int = -1  # the first attempt whose published versions are all made again up to here; -1: this one
+    timeline: int = -1  # the first attempt whose published versions are all repeated up to here; -1: this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Admitted:
     word: ClassVar[str] = "admitted"
     group: int
     prompt: int
-    version: int  # that was live
+    version: int  # the live one
     size: int = 0  # rollouts wanted for it, if more than admission.group_size
 
 
@@ -66,12 +66,12 @@ class Trained:
 
     word: ClassVar[str] = "trained"
     step: int
-    version: int  # that it trained
+    version: int  # the one that was trained
     applied: bool  # False: skipped on all ranks, the version stayed
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the trainer
-    refused: str = ""  # metrics for which the guard skipped it, or some of its optimiser steps
-    skipped: tuple[int, ...] = ()  # their indices; absent in older files
-    began_s: float | None = None  # seconds that the run had trained before; absent in older files
+    refused: str = ""  # metrics because of which the guard skipped it, or some of its optimiser steps
+    skipped: tuple[int, ...] = ()  # indices of the skipped optimiser steps; absent in older files
+    began_s: float | None = None  # seconds that the run had trained before this step; absent in older files
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,13 @@ class Dropped:
 class RolledBack:
     """The guard has undone steps: the last event of its attempt that counts.
 
-    Steps from this one on, groups admitted under later versions and rollouts that these sampled do not count.
+    These do not count any more: steps from this one on, groups admitted under later versions, and rollouts that later
+    versions sampled.
     """
 
     word: ClassVar[str] = "rolled_back"
-    step: int  # the first that is undone
-    version: int  # that it began with
+    step: int  # the first one undone
+    version: int  # that this step began with
     groups: Sequence[int]  # of batches outside the limits: those that remain are dropped
 
 
@@ -128,7 +129,7 @@ def read_events(path: Path) -> EventFile:
     """Every whole line of a file.  Raises JournalError: it cannot be read, or a whole line is of a later version."""
     attempt = attempt_of(path)
     try:
-        *lines, rest = path.read_bytes().rstrip(b"\0").split(b"\n")  # zeros: a length that was not on disk in time
+        *lines, rest = path.read_bytes().rstrip(b"\0").split(b"\n")  # zeros: the length was on disk before the bytes
     except OSError as error:
         raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
     lines += [rest] if rest else []
@@ -151,7 +152,7 @@ class GroupEventLog:
     """The only writer of an attempt's events.  `add` may be called by one thread while another one commits."""
 
     def __init__(self, directory: Path, attempt: int, fence: Fence | None = None) -> None:
-        """Makes no file before there is something to write."""
+        """Creates no file until there is something to write."""
         self._path, self._fence = directory / f"events_{attempt:06d}.jsonl", fence
         self._descriptor: int | None = None
         self._num_bytes = 0  # on disk
@@ -170,7 +171,7 @@ class GroupEventLog:
         self.num_added += 1
 
     def commit(self, num_events: int) -> None:
-        """Write the oldest events that are pending, so many of them, and return once they are on disk.
+        """Write the num_events oldest pending events and return once they are on disk.
 
         Raises JournalError, and everything stays in memory; OwnershipLost.
         """

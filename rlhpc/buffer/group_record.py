@@ -20,7 +20,7 @@ class MemberRecord:
 
     is_delivered: bool = False
     holder: str | None = None  # generator that samples it now
-    lease: int = -1  # number of the lease, within the group, under which it does
+    lease: int = -1  # number of its lease within the group
     seen_s: float = 0.0  # when its holder got or last renewed it; by the ledger's clock
     lost_leases: int = 0  # leases lost with this member undelivered; handing a member back does not count
     prefix: Prefix | None = None  # what an earlier holder had sampled
@@ -41,7 +41,7 @@ class GroupRecord:
     admitted_at_s: float  # by the ledger's clock
     members: list[MemberRecord]
     num_leases: int = 0
-    due: int = -1  # groups that may have been taken before its batch, of those of the run; -1: it goes in its turn
+    due: int = -1  # groups of the run that may be taken before its batch; -1: in order of admission
     step: int | None = None  # the step it was taken for
     is_dropped: bool = False
     company: int = ANY_COMPANY  # groups that a generator may hold at once, this one included

@@ -32,7 +32,7 @@ def hdf5_image(
 ) -> io.BytesIO:
     """A file with these columns, "table/name", and attributes; the user block is zeros.
 
-    Columns of some size are compressed if asked for.
+    compress: compress columns of 4 KiB or more.
     """
     image, creation = io.BytesIO(), h5p.create(h5p.FILE_CREATE)
     creation.set_userblock(user_block_bytes)
@@ -49,7 +49,7 @@ def hdf5_image(
 
 
 def _access(image: io.BytesIO | None = None) -> h5p.PropFAID:
-    """image: the file in memory; None: it is one of a file system."""
+    """image: the file in memory; None: the file is on a file system."""
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_fclose_degree(h5f.CLOSE_STRONG)
     if image is None:
@@ -62,7 +62,7 @@ def _access(image: io.BytesIO | None = None) -> h5p.PropFAID:
 
 
 def _name_of(image: io.BytesIO) -> bytes:
-    return repr(image).encode()  # as h5py has it: two that are open at once have two
+    return repr(image).encode()  # as h5py does it: two open files need different names
 
 
 def _table_of(column: str) -> str:
@@ -88,7 +88,7 @@ def _write_column(table: h5g.GroupID, name: str, values: NDArray[Any], compress:
         dataset.write(h5s.ALL, h5s.ALL, values, kind)
 
 
-@lru_cache(maxsize=32)  # of immutable things; each takes as long to make as a column to write
+@lru_cache(maxsize=32)  # types are immutable, and making one takes as long as writing a column
 def _type_of(kind: np.dtype[Any]) -> h5t.TypeID:
     return h5t.py_create(kind, logical=True)
 
@@ -100,13 +100,13 @@ def _scalar() -> h5s.SpaceID:
 
 @lru_cache(maxsize=32)
 def _layout(chunk: int) -> h5p.PropDCID:
-    """How a dataset lies; chunk: entries of one, 0: it is contiguous, and not compressed."""
+    """How a dataset is stored; chunk: entries per chunk; 0: contiguous and not compressed."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_obj_track_times(False)
     if chunk:
         creation.set_chunk((chunk,))
         creation.set_shuffle()
-        creation.set_deflate(1)  # by which it is read; deflated_chunks.py compresses
+        creation.set_deflate(1)  # tells readers the filter; deflated_chunks.py compresses
     return creation
 
 
@@ -117,13 +117,13 @@ class Hdf5Columns:
         self._file = file
 
     def attributes(self) -> dict[str, Any]:
-        """Of the file: str and numpy's numbers."""
+        """All attributes of the file: str and numpy numbers."""
         names: list[bytes] = []
         h5a.iterate(self._file, lambda name, *_: names.append(name))
         return {name.decode(): self.attribute(name.decode()) for name in names}
 
     def attribute(self, name: str) -> Any:
-        """One of them."""
+        """One attribute of the file."""
         attribute = h5a.open(self._file, name.encode())
         values = np.empty(attribute.shape, attribute.dtype)
         attribute.read(values)
@@ -131,11 +131,11 @@ class Hdf5Columns:
         return value.decode() if isinstance(value, bytes) else value
 
     def names(self, table: str) -> list[str]:
-        """Of the columns of a table."""
+        """Names of a table's columns, as "table/name"."""
         return [f"{table}/{name.decode()}" for name in h5g.open(self._file, table.encode())]
 
     def column(self, name: str) -> NDArray[Any]:
-        """All of it."""
+        """All entries of a column."""
         dataset = h5d.open(self._file, name.encode())
         values = np.empty(dataset.shape, dataset.dtype)
         if values.size:

@@ -53,12 +53,12 @@ class History:
 
     rollouts: list[JournalRecord] = field(default_factory=list)  # in the order of arrival
     admitted: dict[int, Admitted] = field(default_factory=dict)  # by group
-    implied: dict[int, Admitted] = field(default_factory=dict)  # the same, of which no event says it but rollouts do
+    implied: dict[int, Admitted] = field(default_factory=dict)  # admissions whose event is lost, inferred from rollouts
     dropped: dict[int, DropReason] = field(default_factory=dict)
     batches: dict[int, Taken] = field(default_factory=dict)  # by step
     trained: dict[int, Trained] = field(default_factory=dict)  # by step
-    num_rollouts: int = 0  # the highest number that is taken
-    first_attempt: int = 0  # of those that count: an attempt that starts over is the first
+    num_rollouts: int = 0  # the highest number in use
+    first_attempt: int = 0  # that counts: one that starts over is the first
     undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
     lacks_beginning: bool = False  # whether the rollouts just after the position are missing
     problems: list[str] = field(default_factory=list)  # descriptions of damaged or missing items
@@ -68,7 +68,7 @@ class History:
 def read_history(directory: Path, position: Position) -> History:
     """All that counts after a position.  Damage is reported in `problems`.  Raises JournalError, OSError."""
     history = History(num_rollouts=position.num_rollouts)
-    limits = dict[int, int]()  # attempt → rollouts of it and of those before it that count
+    limits = dict[int, int]()  # attempt → rollouts of earlier attempts that count
     for path in event_paths(directory):
         if attempt_of(path) < position.attempt:
             continue
@@ -121,7 +121,7 @@ def _implied(history: History) -> dict[int, Admitted]:
 
 
 def _start_over(history: History, event: Began, attempt: int, position: Position, is_news: bool) -> Position:
-    """Discard all earlier history; returns the position from which on it counts."""
+    """Discard all earlier history; return the position from which history counts."""
     history.first_attempt = attempt
     if not is_news:
         return position
@@ -139,11 +139,11 @@ def rollback_due(directory: Path) -> RolledBack | None:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step whose batch was chosen: it is done again with the same groups."""
+    """A step whose batch was chosen: it is repeated with the same groups."""
 
     step: int
     groups: tuple[int, ...]
-    trained: Trained | None  # how it went; None: that was not recorded any more
+    trained: Trained | None  # how it went; None: not recorded before the end
 
 
 @dataclass(slots=True)
@@ -152,17 +152,17 @@ class Replay:
 
     steps: tuple[RecordedStep, ...] = ()
     restored: Sequence[ResolvedGroup] = ()  # finished or dropped since the checkpoint, in order of admission
-    timeline: int = 0  # what generators have sampled counts if its weights were of this one (timeline_of)
+    timeline: int = 0  # what generators have sampled counts if the weights were of this timeline (timeline_of)
     version: int = 0  # that these steps lead to
 
     def hand_over(self) -> deque[ResolvedGroup]:
-        """The groups that came back; what is trained again must not be kept here, too."""
+        """Give away the groups that came back: groups that are trained again must not be kept here, too."""
         found, self.restored = deque(self.restored), ()
         return found
 
 
 def recorded_steps(history: History, first: int, is_finished: Callable[[int], bool]) -> tuple[RecordedStep, ...]:
-    """The steps that can be done again, from `first` on: without a gap, and all their groups are whole."""
+    """The steps from `first` on that can be repeated: without a gap, with all their groups complete."""
     steps, seen = list[RecordedStep](), set[int]()
     while (taken := history.batches.get(first + len(steps))) is not None:
         if not all(map(is_finished, taken.groups)) or seen & set(taken.groups):
@@ -174,10 +174,10 @@ def recorded_steps(history: History, first: int, is_finished: Callable[[int], bo
 
 
 def timeline_of(history: History, attempt: int, first: int, steps: Sequence[RecordedStep]) -> int:
-    """Which attempt began the timeline of this one: the versions of one timeline are the same weights everywhere.
+    """The attempt that began this one's timeline; within a timeline, a version is the same weights everywhere.
 
-    It is that of the attempt before if each of its versions is made again: weights are published once their step is on
-    disk.  first: the step to begin with; steps: those that are repeated.
+    The previous attempt's timeline goes on if each of its versions is repeated: weights are published once their step
+    is on disk.  first: the step to begin with; steps: those that are repeated.
     """
     repeated = {step.step for step in steps}
     makes_all_again = all(step < first or step in repeated for step in history.trained)

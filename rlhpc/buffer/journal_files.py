@@ -48,7 +48,7 @@ class JournalFiles:
         fence: Fence | None = None,
         wall_clock: Clock = time.time,
     ) -> None:
-        """first_sequence: number of the next rollout.  Makes no file before there is something to write."""
+        """first_sequence: number of the next rollout.  Creates no file until there is something to write."""
         self._directory, self._fence, self._wall_clock = directory, fence, wall_clock
         self._run_name, self._attempt, self._room = run_name, attempt, room
         self._next_sequence = first_sequence
@@ -159,7 +159,7 @@ class _OpenFile:
         return len(rollouts)
 
     def keep(self) -> None:
-        """What was written last counts."""
+        """Count what the last `append` wrote."""
         self._used = self._used_after
         self._prompt_rows |= self._new_rows
 
@@ -168,7 +168,7 @@ class _OpenFile:
         os.close(self._descriptor)
 
     def _write(self, columns: Mapping[str, Sequence[Any]], after: Sizes) -> None:
-        """after: entries of the file with these columns."""
+        """after: entries that the file has once these are written."""
         for name, pieces in columns.items():
             place = self._layout.place(name, self._used.of(name))
             write_at(self._descriptor, place, pieces, self._layout.place(name, after.of(name)) - place)
@@ -176,13 +176,13 @@ class _OpenFile:
 
 
 def write_at(descriptor: int, offset: int, pieces: Sequence[Any], num_bytes: int) -> None:
-    """Write pieces (bytes, memoryviews, arrays), num_bytes in all, one after the other from a byte of a file on.
+    """Write pieces (bytes, memoryviews, arrays), num_bytes in all, one after the other from this offset on.
 
     Raises OSError; then some may be written.
     """
     if len(pieces) <= _MOST_BUFFERS and os.pwritev(descriptor, pieces, offset) == num_bytes:
         return
-    left = [memoryview(piece) for piece in pieces]  # a short write is rare: it begins anew
+    left = [memoryview(piece) for piece in pieces]  # a short write is rare: write everything again
     while left:
         now = left[:_MOST_BUFFERS]
         written = os.pwritev(descriptor, now, offset)
@@ -193,7 +193,7 @@ def write_at(descriptor: int, offset: int, pieces: Sequence[Any], num_bytes: int
 
 
 def _behind(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of pieces without their first bytes."""
+    """The pieces without their first num_bytes bytes."""
     for index, piece in enumerate(pieces):
         if num_bytes < piece.nbytes:
             return [piece.cast("B")[num_bytes:], *pieces[index + 1 :]]
@@ -202,7 +202,7 @@ def _behind(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def make_file(path: Path, file_bytes: int, blocks: Sequence[tuple[int, bytes]], fence: Fence | None) -> int:
-    """Make a file that is whole and on disk before it has its name; return a descriptor to write to it.
+    """Make a file that is complete and on disk before it gets its name; return a descriptor to write to it.
 
     Raises OSError; then there is no such file.
     """

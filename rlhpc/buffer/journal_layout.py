@@ -94,7 +94,7 @@ class Sizes(NamedTuple):
 
     def fits(self, room: Sizes) -> bool:
         """Whether a file with that room can hold this much."""
-        return (  # spelt out: this is asked for every rollout
+        return (  # spelt out for speed: it runs for every rollout
             self.rollouts <= room.rollouts
             and self.prompts <= room.prompts
             and self.prompt_tokens <= room.prompt_tokens
@@ -124,7 +124,7 @@ class JournalLayout:
     offsets: Mapping[str, int]  # byte of each column's first entry
     file_bytes: int
     first_sequence: int  # of the rollouts in it
-    attempt: int  # of the run, which wrote it
+    attempt: int  # of the run, that wrote it
     schema: int = SCHEMA
 
     def kind(self, column: str) -> np.dtype[Any]:
@@ -140,7 +140,7 @@ class NewFile(NamedTuple):
     """What a file is made of."""
 
     layout: JournalLayout
-    blocks: tuple[tuple[int, bytes], ...]  # (offset, bytes) of all that is not zero
+    blocks: tuple[tuple[int, bytes], ...]  # (offset, bytes) of everything that is not zero
 
 
 def new_file(room: Sizes, *, run_name: str, attempt: int, first_sequence: int, created_unix_s: float) -> NewFile:
@@ -157,12 +157,12 @@ class _Metadata(NamedTuple):
     blocks: tuple[tuple[int, bytes], ...]  # behind the user block
 
 
-@functools.lru_cache(maxsize=8)  # HDF5 takes a millisecond for it, and all files of an attempt have the same
+@functools.lru_cache(maxsize=8)  # HDF5 takes a millisecond for it, and it is the same for all files of an attempt
 def _metadata(room: Sizes, run_name: str, attempt: int) -> _Metadata:
-    """What HDF5 writes."""
+    """What HDF5 writes into a new file, and where its columns are."""
     image = _SparseImage()
-    # libver "earliest": files of the latest format that were not closed in order refuse to open.  Columns begin with a
-    # page, so that none is written in halves by two columns, or beside metadata.
+    # libver "earliest": files of the latest format that were not closed in order refuse to open.  Columns begin at a
+    # page, so that no page is shared by two columns, or by a column and metadata.
     with h5py.File(
         image,
         "w",
@@ -177,7 +177,7 @@ def _metadata(room: Sizes, run_name: str, attempt: int) -> _Metadata:
 
 
 def read_layout(user_block: bytes) -> JournalLayout:
-    """The layout that the first bytes of a file describe.  Raises JournalError if they are damaged, or none."""
+    """The layout that the first bytes of a file describe.  Raises JournalError if damaged, or not a journal's."""
     if not user_block.startswith(MAGIC):
         raise JournalError("is not a journal of rollouts")
     document, _, rest = user_block[len(MAGIC) :].partition(b"\n")
@@ -235,7 +235,7 @@ class _SparseImage(io.RawIOBase):
         self._blocks: dict[int, bytearray] = {}
 
     def runs(self) -> list[tuple[int, bytes]]:
-        """(offset, bytes) of all blocks, neighbours together."""
+        """(offset, bytes) of all blocks, adjacent ones joined."""
         found: list[tuple[int, bytearray]] = []
         for index in sorted(self._blocks):
             offset, block = index * _BLOCK_BYTES, self._blocks[index][: self.size - index * _BLOCK_BYTES]
@@ -246,7 +246,7 @@ class _SparseImage(io.RawIOBase):
         return [(offset, bytes(run)) for offset, run in found]
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Also beyond the end."""
+        """Set the position, also beyond the end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         self._position = base + offset
         return self._position

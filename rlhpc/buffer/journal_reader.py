@@ -23,7 +23,7 @@ from rlhpc.buffer.journal_layout import TOKEN_COLUMNS, USER_BLOCK_BYTES, Journal
 from rlhpc.buffer.journal_rows import JournalRecord, decode_prompt, decode_rollout
 from rlhpc.errors import JournalError
 
-_ROWS_AT_ONCE = 512  # of the row tables: a file that has just been begun is not read whole
+_ROWS_AT_ONCE = 512  # rows of a table: a file that was just begun is not read whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class JournalContent:
 def read_journal(path: Path, *, is_mapped: bool = False) -> JournalContent:
     """Everything in a file that is whole.  Arrays are views of one block per column.
 
-    is_mapped: for who keeps many files at once.  What was verified is let go, and arrays are views of the mapped file,
-    whose pages are read when they are looked at and are the system's to take back; it may be deleted meanwhile.
+    is_mapped: for callers that keep many files at once.  The verified copy is freed; arrays are views of the mapped
+    file, whose pages the system reads on access and may evict.  The file may be deleted meanwhile.
     Raises JournalError: the file is not a journal, is cut off before its first column, or cannot be read.
     """
     with _opened(path) as descriptor:
@@ -72,7 +72,7 @@ def read_journals(directory: Path) -> Iterator[JournalContent]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor; whatever goes wrong while it is read names the file."""
+    """A descriptor; errors while it is read name the file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -104,7 +104,7 @@ def _read(path: Path, descriptor: int, *, is_mapped: bool) -> JournalContent:
     records = [record for record in decoded if record is not None]
     last = max((index for index, record in enumerate(decoded) if record is not None), default=-1)
     unread = [index for index, record in enumerate(decoded) if record is None]
-    # Zeros before a whole row were one themselves; behind all of them, nothing was ever written there.
+    # Zeros before a whole row are a damaged row; zeros after the last one were never written.
     damaged = [index for index in unread if index < last or any(rollout_rows[index].tobytes())]
     return JournalContent(path, layout, records, damaged, bool(damaged) and damaged[0] > last)
 
@@ -116,7 +116,7 @@ def _rows(descriptor: int, layout: JournalLayout, table: str) -> NDArray[Any]:
         count = min(_ROWS_AT_ONCE, room - first)
         rows = _column(descriptor, layout, table, count, first)
         parts.append(rows)
-        if rows.view(np.uint8).any():  # most of most files is zeros, and this is a sixth of what follows
+        if rows.view(np.uint8).any():  # most rows are zeros, and this takes a sixth of the time of what follows
             used = np.flatnonzero(rows.view(np.uint8).reshape(len(rows), kind.itemsize).any(axis=1))
             end = first + int(used[-1]) + 1
         if len(rows) < count:
@@ -138,7 +138,7 @@ def _tokens_end(rows: NDArray[Any], room: int) -> int:
 
 
 def _largest(ends: list[int], room: int) -> int:
-    """The largest one that is possible: a damaged row may say anything."""
+    """The largest end that fits: a damaged row may have any."""
     return max(end for end in ends if 0 <= end <= room)
 
 

@@ -23,12 +23,12 @@ from rlhpc.buffer.segment_columns import decode_text, decode_token_rewards, enco
 from rlhpc.crc import crc32
 from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 
-# The same bytes as the rows of journal_layout.py, a test says; struct is ten times as fast as a row of numpy's.
+# The same bytes as the rows of journal_layout.py (a test compares them); struct is ten times as fast as a numpy row.
 _ROLLOUT = struct.Struct("<5qd7i16s16s")
 _ROLLOUT_3 = struct.Struct("<5qd6i16s16s")  # of schema 3, without the bytes of token_rewards
 _PROMPT = struct.Struct("<4q3i")
 _CRC = struct.Struct("<I")
-_made = tuple.__new__  # of a NamedTuple, without the call in Python that its own is
+_made = tuple.__new__  # makes a NamedTuple without its constructor's Python call
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Encoded(NamedTuple):
 
     row: bytes
     text: bytes
-    tokens: tuple[NDArray[Any], ...]  # of each token column; numpy takes as long for a memoryview as for a checksum
-    used: Sizes  # of the file, with it
+    tokens: tuple[NDArray[Any], ...]  # one per token column; making a memoryview takes as long as a checksum
+    used: Sizes  # of the file, including it
 
 
 def encode_prompt(prompt: Prompt, group_id: int, used: Sizes) -> Encoded:
-    """A prompt behind what the file holds already."""
+    """Encode a prompt that follows what the file holds already (`used`)."""
     task = encode_text(prompt.task)
     text = task + encode_text(prompt.reference)
     numbers = (len(prompt.token_ids), len(task), len(text) - len(task))
@@ -60,13 +60,13 @@ def encode_prompt(prompt: Prompt, group_id: int, used: Sizes) -> Encoded:
     return Encoded(row, text, (prompt.token_ids,), after)
 
 
-@lru_cache(maxsize=1024)  # there are few, and each takes as long to spell as the rest of a row
+@lru_cache(maxsize=1024)  # few differ, and encoding one takes as long as the rest of a row
 def _as_json(parts: tuple[tuple[str, float], ...]) -> bytes:
     return json.dumps(dict(parts)).encode()
 
 
 def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encoded:
-    """A rollout behind what the file holds already; prompt_row: of its prompt, in the same file."""
+    """Encode a rollout that follows what the file holds already; prompt_row: row of its prompt in the same file."""
     scored, rollout = record.scored, record.scored.rollout
     text = detail = encode_text(scored.detail)
     if scored.reward_parts:
@@ -103,8 +103,8 @@ def decode_prompt(
 ) -> tuple[int, Prompt] | None:
     """(group_id, prompt), or None if the row's checksum does not hold.
 
-    token_ids, text: the whole columns, as far as they were read.  kept: token_ids, as the prompt is to keep them: its
-    tokens are a view.
+    token_ids, text: the whole columns, as far as they were read.  kept: the array of token_ids of which the prompt
+    keeps a view.
     """
     group_id, prompt_id, token_start, text_start, num_tokens, task_bytes, reference_bytes = _PROMPT.unpack(row[:-4])
     text_end = text_start + task_bytes + reference_bytes
@@ -129,7 +129,7 @@ def decode_rollout(
     """The rollout of a row, or None if its checksum, or that of its prompt, does not hold.
 
     prompts: of all rows of `prompts`.  columns: the four of TOKEN_COLUMNS, whole, as far as they were read.  kept: the
-    same, as the rollout is to keep them: its arrays are views.
+    arrays of the same columns of which the rollout keeps views.
     """
     is_old = len(row) == _ROLLOUT_3.size + _CRC.size
     *places, verdict, finish = (_ROLLOUT_3 if is_old else _ROLLOUT).unpack(row[:-4])

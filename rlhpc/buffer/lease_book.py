@@ -30,7 +30,7 @@ class LeaseBook:
         self._clock = clock
         # Entries of the queues may be out of date; the record says what is true.
         self._fresh: deque[GroupRecord] = deque()  # in order of admission
-        self._waiting: deque[GroupRecord] = deque()  # came back after a restart, and are not granted yet
+        self._waiting: deque[GroupRecord] = deque()  # came back after a restart and may not be granted yet
         self._returned: dict[int, GroupRecord] = {}
         self._returned_ids: list[int] = []  # heap, with each id of _queued_ids once
         self._queued_ids: set[int] = set()
@@ -49,7 +49,7 @@ class LeaseBook:
         return len(self._held.get(holder, ()))
 
     def add(self, group: GroupRecord, *, waits: bool = False) -> None:
-        """Queue a group's free members; groups come in order of admission.  waits: for `readmit`."""
+        """Queue a group's free members; groups come in order of admission.  waits: not granted before `readmit`."""
         if waits:
             self._waiting.append(group)
             return
@@ -62,11 +62,11 @@ class LeaseBook:
             self._fresh.append(group)
 
     def readmit(self, groups: Sequence[GroupRecord], num_slots: int, live_version: int) -> list[GroupRecord]:
-        """Let groups that wait be granted, oldest first, while they are among the num_slots oldest of these.
+        """Let waiting groups be granted, oldest first, while they are among the num_slots oldest of `groups`.
 
-        Where steps cannot be repeated, more come back than there are slots, admitted under versions that are not made
-        again yet: sampled at once, the last ones would be far too stale when their turn comes.  Returns those that
-        count as admitted under live_version from now on.
+        If steps cannot be repeated, more groups come back than there are slots, admitted under versions that do not
+        exist yet.  Sampled at once, the last ones would be far too stale when their turn comes.  Returns the groups
+        that from now on count as admitted under live_version.
         """
         changed = []
         while self._waiting:
@@ -84,7 +84,7 @@ class LeaseBook:
     def grantable(self, holder: str) -> GroupRecord | None:
         """The group that this holder's next lease is for: the oldest returned one, else the oldest fresh one.
 
-        None when nothing is free, or when quarantine keeps the free groups away from those that it holds.
+        None when nothing is free, or when quarantine keeps the free groups away from the groups that this holder has.
         """
         if self._quarantine.is_empty:
             return next(self._free_groups(), None)
@@ -116,13 +116,13 @@ class LeaseBook:
         group.deliver(index)
         self._forget_if_not_free(group)
         if group.group_id in self._returned:
-            self._queue_returned(group)  # what has arrived may be the member that was out of attempts
+            self._queue_returned(group)  # the delivered member may be the one that was out of attempts
         if group.is_finished:
             self._quarantine.forget(group)
             self._lost_leases.clear(group.prompt)
 
     def remove(self, group: GroupRecord) -> None:
-        """Forget a dropped group: its holds end, and it is granted no more."""
+        """Forget a dropped group: its leases end, and it is never granted again."""
         group.is_dropped = True
         for index in range(len(group.members)):
             self._let_go(group, index)
@@ -141,7 +141,7 @@ class LeaseBook:
                 member.prefix = _longer(member.prefix, prefixes[position])
 
     def renew(self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
-        """Renew the deadline of the members that the holder has; what it shows replaces what is known of them."""
+        """Renew the deadline of the members that the holder has; a prefix that it sends replaces the known one."""
         for position, index in enumerate(indices):
             member = group.members[index]
             if member.holder == holder:
@@ -182,7 +182,7 @@ class LeaseBook:
         return sorted(groups)
 
     def poisoned(self) -> list[int]:
-        """Ids of the groups that are granted no more, ascending."""
+        """Ids of the groups that are no longer granted, ascending."""
         return sorted(i for i, group in self._returned.items() if group.is_poisoned(self.max_attempts))
 
     def check(self, groups: Sequence[GroupRecord]) -> None:
@@ -202,9 +202,9 @@ class LeaseBook:
             raise LedgerError(f"groups {lost} have free members that no grant would find")
 
     def _free_groups(self) -> Iterator[GroupRecord]:
-        """Groups with members to grant: those that lost some, oldest first, then the others, oldest first.
+        """Groups with members to grant: all returned ones, oldest first, then the oldest fresh one.
 
-        The first one costs O(log n) of n groups that are queued, all others O(n log n).
+        With n queued groups the first one costs O(log n), all others together O(n log n).
         """
         first = self._first_returned()
         if first is not None:
@@ -224,7 +224,7 @@ class LeaseBook:
             heapq.heappush(self._returned_ids, group.group_id)
 
     def _first_returned(self) -> GroupRecord | None:
-        """The oldest of the groups that lost some member and can be granted."""
+        """The oldest returned group that can be granted."""
         while self._returned_ids:
             group = self._returned.get(self._returned_ids[0])
             if group is not None and self._is_grantable(group):
@@ -264,9 +264,9 @@ class LeaseBook:
 class Quarantine:
     """The suspect groups in flight, and the generators that are kept free for them.
 
-    Groups that may kill their generator are kept away from others, but not from being sampled.  A suspect says in whose
-    company it may be (`GroupRecord.company`).  Generators are usually full, so that none would ever become free for it:
-    for every waiting suspect, one is kept free of other work until the suspect has been granted.
+    Groups that may kill their generator are kept away from others, but not from being sampled.  A suspect limits how
+    many groups its generator may hold (`GroupRecord.company`).  Generators are usually full, so none would ever become
+    free enough: for every waiting suspect, one gets no other work until the suspect is granted.
     """
 
     def __init__(self) -> None:
@@ -279,7 +279,7 @@ class Quarantine:
         return not self._suspects
 
     def set_company(self, group: GroupRecord, company: int) -> None:
-        """Set which company this group may be in."""
+        """Set how many groups a generator may hold beside this one, itself included."""
         group.company = company
         if company != ANY_COMPANY and not group.is_finished:
             self._suspects.add(group.group_id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rlhpc.buffer.group_record import GroupRecord
 
-SPARE = 64  # entries of leases that are over, before they are counted as too many
+SPARE = 64  # entries of ended leases that are tolerated in any case
 
 LeaseKey = tuple[int, int]  # group, number of the lease within the group
 
@@ -27,12 +27,12 @@ class RunningLease:
 
 
 class LeaseDeadlines:
-    """The leases that are held, and a heap of when to look at them: one entry of each, renewals add none."""
+    """The current leases, and a heap of when to check them: one entry each, renewals add none."""
 
     def __init__(self) -> None:
         self._running: dict[LeaseKey, RunningLease] = {}
-        # An entry of a lease that is over is passed over, and forgotten with all others when they outnumber the rest:
-        # kept until its deadline, which is minutes away, each would hold some hundred bytes.
+        # Entries of ended leases are skipped, and deleted together once they outnumber the others: kept until the
+        # deadline, minutes away, each would take about a hundred bytes.
         self._looks: list[tuple[float, LeaseKey]] = []
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class LeaseDeadlines:
         return len(self._looks)
 
     def begin(self, key: LeaseKey, holder: str, group: GroupRecord, num_members: int) -> None:
-        """A generator holds these members from now on; `look_at` says when to see whether it still lives."""
+        """A generator holds these members from now on; `look_at` sets when to check the lease."""
         self._running[key] = RunningLease(holder, group, num_members)
 
     def look_at(self, key: LeaseKey, at_s: float) -> None:
@@ -52,7 +52,7 @@ class LeaseDeadlines:
         heapq.heappush(self._looks, (at_s, key))
 
     def let_go(self, key: LeaseKey) -> None:
-        """A member has left its lease, which is over with the last one."""
+        """A member has left its lease; with the last one the lease ends."""
         lease = self._running[key]
         lease.num_members -= 1
         if not lease.num_members:
@@ -62,7 +62,7 @@ class LeaseDeadlines:
                 heapq.heapify(self._looks)
 
     def due(self, now_s: float) -> Iterator[tuple[LeaseKey, RunningLease]]:
-        """Leases whose time for a look has come, oldest first; each once, unless `look_at` asks for another."""
+        """Leases that are due for a check, oldest first; each once, unless `look_at` asks for another."""
         while self._looks and self._looks[0][0] <= now_s:
             key = heapq.heappop(self._looks)[1]
             if (lease := self._running.get(key)) is not None:

@@ -82,7 +82,7 @@ class AdmissionLedger:
         members = [MemberRecord() for _ in range(max(size, self.group_size))]
         group = GroupRecord(self.next_group_id, prompt, policy_version, self._clock(), members)
         if not again:
-            most_behind = (self._num_slots_open - 1) // self.groups_per_step  # batches before its own
+            most_behind = (self._num_slots_open - 1) // self.groups_per_step  # batches that may come before its own
             group.due = self._num_released + most_behind * self.groups_per_step
         self.next_group_id, self._untaken[group.group_id] = group.group_id + 1, group
         self._tally.add(group)
@@ -90,7 +90,7 @@ class AdmissionLedger:
         return group.group_id
 
     def readmit(self, live_version: int) -> list[GroupRecord]:
-        """Let restored groups be granted, in turn; return those that count as admitted now (LeaseBook)."""
+        """Let restored groups be granted in order; return those that count as admitted now (LeaseBook.readmit)."""
         return self._leases.readmit(self.groups, self.num_slots, live_version)
 
     # ---------------------------------------------------------------------------------------------------- leases
@@ -98,7 +98,7 @@ class AdmissionLedger:
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
         """Lease free members of one group to a generator, at most credit_samples; None: there is nothing for it.
 
-        Groups that lost a lease come first, then fresh ones, oldest first; some whose generators died get one alone.
+        Returned groups come first, then fresh ones, oldest first; a suspect group may get a generator of its own.
         """
         group = self._leases.grantable(holder) if credit_samples > 0 else None
         if group is None:
@@ -146,10 +146,10 @@ class AdmissionLedger:
     def hand_back(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
-        """Make members grantable again, each with what was sampled of it; that is no lost lease.
+        """Make members grantable again, each with what was sampled of it; this does not count as a lost lease.
 
-        Members that another one holds, or that are delivered, and unknown groups are ignored.  prefixes: none, or one
-        per sample index.  Raises LedgerError, changing nothing, if not, or for an index outside the group.
+        Ignored: members that another one holds or that are delivered, unknown groups.  prefixes: none, or one per
+        sample index.  Raises LedgerError, changing nothing, for another number of them, or an index outside the group.
         """
         group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
@@ -168,11 +168,11 @@ class AdmissionLedger:
         return self._leases.expire()
 
     def forget_holder(self, holder: str, *, is_dead: bool = True) -> list[int]:
-        """Free everything a generator held that is dead, or has connected again; return the groups' ids, ascending."""
+        """Free everything that a dead or reconnected generator held; return the groups' ids, ascending."""
         return self._leases.forget_holder(holder, is_dead=is_dead)
 
     def poisoned(self) -> list[int]:
-        """Groups of which some member has lost max_attempts leases; they are granted no more, the caller drops them."""
+        """Groups with a member that has lost max_attempts leases; they are no longer granted, the caller drops them."""
         return self._leases.poisoned()
 
     # ------------------------------------------------------------------------------------------------ resolution
@@ -194,7 +194,7 @@ class AdmissionLedger:
         return choose_batch(waiting, num_groups, num_taken, self.groups_per_step, self.window_groups)
 
     def num_missing(self, num_groups: int) -> int:
-        """How many groups have to end before there may be such a batch, at the least; 0: ask `upcoming`."""
+        """The least number of groups that have to end before a batch can be formed; 0: ask `upcoming`."""
         return self._tally.num_missing(num_groups, self._num_released + len(self._taken))
 
     def take(self, num_groups: int, step: int) -> list[int] | None:
@@ -285,7 +285,7 @@ class AdmissionLedger:
     # ----------------------------------------------------------------------------------------------- persistence
 
     def state(self, next_step: int) -> dict[str, Any]:
-        """Return JSON of this moment, as a run sees it that resumes with step `next_step`.
+        """The current state as JSON, for a run that resumes with step `next_step`.
 
         Groups taken for an earlier step count as released: a resumed run publishes its weights before anything else.
         Groups taken for next_step or later (prefetched) count as finished: they are taken again.  Leases in flight

@@ -23,10 +23,10 @@ Line = TypeVar("Line")
 
 
 class LineFile(Generic[Line]):
-    """Of lines of one kind; one thread at a time appends."""
+    """A file of lines of one kind; only one thread at a time may append."""
 
     def __init__(self, path: Path, kind: type[Line], fence: Fence | None = None) -> None:
-        """fence: checked before each change; a line in progress may follow a take-over."""
+        """fence: checked before each change; a line that is being written may still land after a take-over."""
         self._path, self._kind, self._fence = path, kind, fence
 
     def read(self) -> list[Line]:
@@ -34,7 +34,7 @@ class LineFile(Generic[Line]):
         return [*self.each()]
 
     def each(self) -> Iterator[Line]:
-        """The same, one by one."""
+        """Like `read`, one by one."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -52,7 +52,7 @@ class LineFile(Generic[Line]):
 
     def append(self, lines: Sequence[Any]) -> bool:
         """Write lines to disk.  False, with a warning: the disk refuses.  Raises OwnershipLost."""
-        # A line of its own, whatever a crash has left behind the last one.
+        # Begin with a newline: a crash may have cut off the last line.
         data = "".join(f"\n{json.dumps(asdict(line))}" for line in lines) + "\n"
         try:
             if self._fence is not None:

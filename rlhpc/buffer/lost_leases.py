@@ -1,8 +1,8 @@
 """Count the leases that each prompt has lost when a generator or reward worker died, which it may have caused.
 
-Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is known by its content,
-so that its count survives a restart of the run and another epoch that draws the prompt again.  Pure; `LostLeaseFile`
-keeps it on disk.
+Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is identified by its
+content, so that its count survives a restart of the run, and the next epoch, which draws it again.  Pure;
+`LostLeaseFile` keeps it on disk.
 
 Most deaths are caused by the node or by another prompt, and hit many innocent prompts at once: the first lost lease has
 no consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent
@@ -31,13 +31,13 @@ class Suspicion:
     """The leases that a prompt has lost to deaths of generators."""
 
     prompt: str  # key_of
-    strikes: int  # the name in the file: most leases lost by one of its samples since it was last completed; 0: cleared
+    strikes: int  # most leases lost by one of its samples since it was last completed; 0: cleared
     together: int  # groups that the generator held at the last death
 
     def company(self, max_attempts: int) -> int:
         """Groups that a generator may hold when this is one of them; ANY_COMPANY: any number.
 
-        Alone from the last but one attempt on: a prompt that lost leases because of others has one left.
+        Alone from the last attempt but one: a prompt that lost its leases to others' faults has one attempt left then.
         """
         if self.strikes >= max(1, max_attempts - 2):
             return 1
@@ -67,7 +67,7 @@ class LostLeases:
         return suspicions
 
     def record_error(self, prompt: Prompt) -> None:
-        """No reward could be computed for a completion: it may have killed who tried.  Counts as a lost lease."""
+        """No reward could be computed for a completion, which may have killed the worker.  Counts as a lost lease."""
         known = self.of(prompt) or Suspicion(key_of(prompt), 0, MANY)
         suspicion = replace(known, strikes=known.strikes + 1)
         self._note(suspicion)
@@ -92,7 +92,7 @@ class LostLeaseFile:
     """One JSON line per lost lease or clearing, appended and synced; it belongs to the run, and no resume undoes it."""
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
-        """fence: checked before each change; a line in progress may follow a take-over: at worst one lost lease."""
+        """fence: checked before each change; a line being written may follow a take-over: at worst one lost lease."""
         self._lines = LineFile(path, Suspicion, fence)
         self._writing = threading.Lock()
 

@@ -21,7 +21,7 @@ from rlhpc.crc import crc32
 from rlhpc.types import Int32, Prefix
 
 LEVEL = 2  # 5.3 bytes a token instead of 6.3 at level 1; higher ones gain nothing
-MAX_BYTES = 1 << 28  # what a report may grow to
+MAX_BYTES = 1 << 28  # of a report before deflating, at most
 _ROW_FIELDS = 7  # group, sample, prompt, start, tokens, checksum of those before, runs of versions
 _HEAD = np.dtype("<i8")
 _NOT_DEFLATED: Any = zlib_ng.error  # whose type the stub states wrongly
@@ -29,7 +29,7 @@ _NOT_DEFLATED: Any = zlib_ng.error  # whose type the stub states wrongly
 
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
-    """A piece of a completion that is still being sampled."""
+    """A part of a completion that is still being sampled."""
 
     group_id: int
     sample_index: int
@@ -51,7 +51,7 @@ class PartialRollout:
 
 
 def id_checksum(token_ids: Int32, before: int = 0) -> int:
-    """CRC32 of token ids that follow others; the same however a completion is cut into pieces."""
+    """CRC32 of token ids that follow those with checksum `before`; the same however a completion is cut into pieces."""
     return crc32(np.ascontiguousarray(token_ids, "<i4").data, before)
 
 
@@ -67,7 +67,7 @@ def joined(known: Prefix | None, partial: PartialRollout) -> Prefix:
 
 
 def up_to_version(prefix: Prefix, newest: int) -> Prefix | None:
-    """The tokens before the first one that a newer version sampled; None: there is none before it."""
+    """The tokens before the first one that a version above `newest` sampled; None: there are none."""
     newer = np.flatnonzero(prefix.versions > newest)
     if not len(newer):
         return prefix if len(prefix.token_ids) else None
@@ -103,7 +103,7 @@ def encode_partials(partials: Sequence[PartialRollout]) -> tuple[bytes, int]:
 
 
 def decode_partials(data: bytes | memoryview, num_bytes: int) -> list[PartialRollout]:
-    """Undo encode_partials.  num_bytes: of the whole, as it was told.  Raises ValueError, and nothing else."""
+    """Undo encode_partials.  num_bytes: size before deflating, as announced.  Raises ValueError, and nothing else."""
     plain = _inflated(data, num_bytes)
     (count,) = _take(plain, 0, _HEAD, 1)
     table = _take(plain, 8, _HEAD, int(count) * _ROW_FIELDS).reshape(-1, _ROW_FIELDS)

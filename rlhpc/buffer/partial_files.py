@@ -46,8 +46,8 @@ class PartialFile:
 
     path: Path
     partials: list[tuple[int, PartialRollout]]  # (attempt that wrote it, piece), in the order of writing
-    damage: list[tuple[int, int]]  # (first byte, end) of what is no whole record
-    is_torn: bool  # whether the only damage is at the end: it was being written when the writer died, if it is none
+    damage: list[tuple[int, int]]  # (first byte, end) of everything that is not a whole record
+    is_torn: bool  # whether the only damage is at the end, as when the writer died while writing
 
 
 def partial_paths(directory: Path) -> list[Path]:
@@ -73,9 +73,9 @@ def read_partial_file(path: Path) -> PartialFile:
 
 
 def read_partials(directory: Path, first_attempt: int = 0) -> tuple[dict[Member, PartialRollout], list[str]]:
-    """What was known of each member at last, as pieces from its first token on; and what is damaged, in words.
+    """The last that was known of each member, as a piece from its first token on; and descriptions of what is damaged.
 
-    Members that were finished later are among them.  first_attempt: what earlier ones wrote does not count.
+    Includes members that were finished later.  first_attempt: what earlier attempts wrote does not count.
     Raises OSError.
     """
     known, problems = dict[Member, PartialRollout](), list[str]()
@@ -104,14 +104,14 @@ class PartialLog:
     """The only writer of an attempt's files.  One thread at a time."""
 
     def __init__(self, directory: Path, attempt: int, fence: Fence | None = None) -> None:
-        """Makes no file before there is something to write."""
+        """Creates no file until there is something to write."""
         self._directory, self._attempt, self._fence = directory, attempt, fence
         self._descriptor: int | None = None
         self._num_bytes = self._most_bytes = 0  # of the file
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no file, of an earlier attempt either.  Raises OSError."""
+        """Whether there is no file, not even of an earlier attempt.  Raises OSError."""
         return not partial_paths(self._directory)
 
     @property
@@ -181,7 +181,7 @@ class PartialLog:
             path.unlink(missing_ok=True)
 
     def _records_of(self, pieces: Sequence[PartialRollout]) -> Iterator[bytes]:
-        """Of a limited size each: a reader needs memory for one."""
+        """Records of limited size each: a reader needs memory for one at a time."""
         for some in _cut(pieces):
             data, num_bytes = encode_partials(some)
             rest = struct.pack("<3I", self._attempt, len(data), num_bytes) + data
@@ -200,13 +200,13 @@ def _cut(pieces: Sequence[PartialRollout]) -> list[list[PartialRollout]]:
 
 
 def _records(path: Path, data: bytes) -> Iterator[tuple[int, int, int, list[PartialRollout]]]:
-    """(first byte, end, attempt, pieces) of every whole record.  Raises JournalError for a whole one that is odd."""
+    """(first byte, end, attempt, pieces) of every whole record.  Raises JournalError if one is not decodable."""
     at = data.find(_MAGIC)
     while 0 <= at <= len(data) - _HEAD.size:
         _, crc, attempt, length, num_bytes = _HEAD.unpack_from(data, at)
         end = at + _HEAD.size + length
         if end > len(data) or crc32(memoryview(data)[at + _CRC_END : end]) != crc:
-            at = data.find(_MAGIC, at + 1)  # damaged: its length may be, too
+            at = data.find(_MAGIC, at + 1)  # damaged, perhaps its length, too
             continue
         try:
             pieces = decode_partials(memoryview(data)[at + _HEAD.size : end], num_bytes)

@@ -24,14 +24,14 @@ class Receipt:
     """What became of a report."""
 
     kept: list[PartialRollout] = field(default_factory=list)  # those that changed a prefix
-    wanted: list[Member] = field(default_factory=list)  # whose beginning is not known here
-    refused: list[str] = field(default_factory=list)  # what cannot be, in words
+    wanted: list[Member] = field(default_factory=list)  # members whose beginning is not known here
+    refused: list[str] = field(default_factory=list)  # descriptions of impossible pieces
     unwanted: list[int] = field(default_factory=list)  # groups that are finished or dropped
     num_adopted: int = 0  # members that were free
 
 
 class PartialIntake:
-    """Receives pieces, and knows what there is of every member that is being sampled."""
+    """Receives pieces, and knows the prefix of every member that is being sampled."""
 
     def __init__(self, buffer: RolloutBuffer, max_tokens: int) -> None:
         """max_tokens: of a completion."""
@@ -40,8 +40,8 @@ class PartialIntake:
     def receive(self, holder: str, partials: Sequence[PartialRollout], newest_version: int) -> Receipt:
         """Extend the prefixes of members that this generator holds, and renew its leases of them.
 
-        newest_version: that any generator can have sampled with.  Others' members are ignored, and groups that are
-        still to be admitted: a controller that lost an admission will admit the same prompt again.
+        newest_version: the newest that any generator can have sampled with.  Ignored: members of other generators, and
+        groups not admitted yet: a controller that lost an admission will admit the same prompt again.
         """
         receipt = Receipt()
         for partial in partials:
@@ -70,7 +70,7 @@ class PartialIntake:
         return receipt
 
     def whole(self, members: Iterable[Member]) -> list[PartialRollout]:
-        """All that is known of these, where something is and they are still wanted."""
+        """The prefixes of these members, for those that have one and whose group is still open."""
         found = []
         for group_id, index in members:
             group = self._buffer.open_record(group_id)
@@ -80,14 +80,14 @@ class PartialIntake:
         return found
 
     def all(self) -> list[PartialRollout]:
-        """All that is known of every unfinished member."""
+        """The prefixes of all unfinished members."""
         groups = [(group_id, self._buffer.open_record(group_id)) for group_id in self._buffer.open_groups()]
         return self.whole((group_id, i) for group_id, group in groups if group for i in range(len(group.members)))
 
     def restore(self, partials: Mapping[Member, PartialRollout], newest_version: int) -> list[PartialRollout]:
         """Give unfinished members what an earlier attempt of the run knew of them; return what they got.
 
-        newest_version: the newest that this attempt has, or makes again: what later ones sampled is cut off.
+        newest_version: the newest that this attempt has or will repeat: tokens from the first newer one on are cut off.
         """
         members = []
         for (group_id, index), partial in partials.items():
@@ -101,7 +101,7 @@ class PartialIntake:
         return self.whole(members)
 
     def _oddity(self, partial: PartialRollout, group: GroupRecord, newest_version: int | None) -> str:
-        """What is wrong with a piece, in words; "": nothing."""
+        """Description of what is wrong with a piece; "": nothing."""
         versions = partial.tokens.versions
         if partial.sample_index >= len(group.members):
             return f"the group has {len(group.members)}"

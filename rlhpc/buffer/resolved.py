@@ -19,7 +19,7 @@ class DropReason(StrEnum):
     POISON = "poison"  # every lease of one of its members was lost
     CANCELLED = "cancelled"  # on request
     CUT = "cut"  # unfinished when a batch could be formed without it (admission.oversample)
-    GUARD = "guard"  # of the batch of a step that was out of bounds, which the guard undid
+    GUARD = "guard"  # in the batch of a step that was out of bounds and that the guard undid
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class RolloutBuffer:
     """Groups by id, between prompts and trainer.  Synchronous: changes are atomic."""
 
     def __init__(self, ledger: AdmissionLedger, segments: SegmentWriter, journal: RolloutJournal | None = None) -> None:
-        """journal: where the history is written; None: it is not, as while it is being restored."""
+        """journal: where the history is written; None: nowhere, e.g. while it is being restored."""
         self._ledger, self.segments, self.journal = ledger, segments, journal
         self._members: dict[int, dict[int, ScoredRollout]] = {}  # group → sample index → member, while incomplete
         self._groups: dict[int, RolloutGroup] = {}  # complete and neither consumed nor dropped
@@ -45,7 +45,7 @@ class RolloutBuffer:
         return self._ledger.has_slot
 
     def tighten(self, num_slots: int) -> None:
-        """Admit into so many slots only (AdmissionLedger.tighten)."""
+        """Use only this many slots (AdmissionLedger.tighten)."""
         self._ledger.tighten(num_slots)
 
     def admit(self, prompt: Prompt, policy_version: int, size: int = 0) -> int:
@@ -55,13 +55,13 @@ class RolloutBuffer:
         return group_id
 
     def readmit(self, live_version: int) -> None:
-        """Let groups that came back after a restart be granted, as far as there are slots (AdmissionLedger.readmit)."""
+        """Let groups that came back after a restart be granted, as slots allow (AdmissionLedger.readmit)."""
         for group in self._ledger.readmit(live_version):
             size = self._own_size(group.group_id)
             self._note(Admitted(group.group_id, group.prompt.prompt_id, group.admitted_version, size))
 
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
-        """Lease members of one group to a generator; None: nothing for this one (AdmissionLedger.grant)."""
+        """Lease members of one group to a generator; None: there is nothing for it (AdmissionLedger.grant)."""
         return self._ledger.grant(holder, credit_samples)
 
     def adopt(self, holder: str, group_id: int, sample_index: int) -> None:
@@ -102,7 +102,7 @@ class RolloutBuffer:
         return len(self._ledger.forget_holder(holder, is_dead=is_dead))
 
     def poisoned(self) -> list[int]:
-        """Groups of which some member has lost too many leases: they are granted no more, and the caller drops them."""
+        """Groups with a member that has lost too many leases: they are no longer granted, the caller drops them."""
         return self._ledger.poisoned()
 
     # ------------------------------------------------------------------------------------------- rollouts and groups
@@ -116,10 +116,10 @@ class RolloutBuffer:
         return self._ledger.group(group_id).admitted_version
 
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
-        """Add a member; return its group when it is now complete (it stays here, ready to be taken or dropped).
+        """Add a member; return its group if that is now complete (it stays here, ready to be taken or dropped).
 
-        What is not wanted (any more) is ignored.  Raises LedgerError, changing nothing, for an aborted rollout, which
-        is handed back and never delivered, and for one that answers another prompt than its group's.
+        Unwanted members are ignored.  Raises LedgerError, changing nothing, for an aborted rollout, which is handed
+        back and never delivered, and for one that answers another prompt than its group's.
         """
         rollout = scored.rollout
         if rollout.finish_reason is FinishReason.ABORT:
@@ -157,7 +157,7 @@ class RolloutBuffer:
         return [group.group_id for group in self._ledger.groups if self._ledger.is_open(group.group_id)]
 
     def in_the_way(self, num_groups: int, most: int) -> list[int]:
-        """Ids of unfinished groups, at most `most`, without which a batch is there (early_cut.py)."""
+        """Ids of unfinished groups, at most `most`, that must be dropped to complete a batch (early_cut.py)."""
         return in_the_way((group for group in self._ledger.groups if group.step is None), num_groups, most)
 
     def upcoming(self, num_groups: int) -> list[RolloutGroup] | None:
@@ -171,7 +171,7 @@ class RolloutBuffer:
         return None if groups is None else self.take_again([group.group_id for group in groups], step)
 
     def take_again(self, group_ids: Sequence[int], step: int) -> list[RolloutGroup]:
-        """Take these groups, as before the run was interrupted.  Raises LedgerError if one is not finished."""
+        """Take these groups again, as before the run was interrupted.  Raises LedgerError if one is not finished."""
         self._ledger.take_these(group_ids, step)
         self._note(Taken(step, group_ids))
         return [self._groups[group_id] for group_id in group_ids]
@@ -188,11 +188,11 @@ class RolloutBuffer:
         skipped: tuple[int, ...] = (),
         began_s: float | None = None,
     ) -> None:
-        """Record that the step has used these groups, after its report and before `release`.
+        """Record that a step has used these groups; to be called after its report and before `release`.
 
         trained_version: of the policy that the step began with; applied: whether it led to another; metrics: the
-        trainer's, for a replay to compare; refused: why the guard had it skipped, or the `skipped` parts; began_s: of
-        training before.  Raises LedgerError, changing nothing, if one was not taken for this step, or is consumed.
+        trainer's, for a replay to compare; refused: why the guard skipped it, or its `skipped` parts; began_s: seconds
+        trained before.  Raises LedgerError, changing nothing, if one was not taken for this step, or is consumed.
         """
         for group in groups:
             if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
@@ -209,7 +209,7 @@ class RolloutBuffer:
         self._ledger.release(group_ids)
 
     def drop(self, group_id: int, reason: DropReason) -> RolloutGroup:
-        """Drop a group and record its members so far, which are returned.  Raises as AdmissionLedger.drop."""
+        """Drop a group; record and return it with its members so far.  Raises as AdmissionLedger.drop."""
         group = self._groups.get(group_id) or self._assembled(self._ledger.group(group_id))
         resolved = self._resolved(group, drop_reason=reason)
         self._ledger.drop(group_id, reason)
@@ -281,7 +281,7 @@ class RolloutBuffer:
 
         Groups that were trained on since then are finished again.  draw_again: takes the id of a prompt that was drawn,
         or None where that is lost (PromptSource).  Adds to history.implied what only the order of groups tells.
-        Returns the groups that got rollouts and are finished now, or dropped, in order of admission.  Raises
+        Returns the groups that these rollouts finished, or that were dropped, in order of admission.  Raises
         CheckpointError if the order of prompts is not that of the history.
         """
         known = history.implied | history.admitted
@@ -290,8 +290,8 @@ class RolloutBuffer:
             admitted = known.get(group_id)
             prompt = draw_again(admitted.prompt if admitted is not None else None)
             if admitted is None:
-                # Its line was lost, and a younger group's rollouts were not.  Weights go out once all that came before
-                # them is on disk: it was admitted under those of the younger one, and sampled by none of before.
+                # Its event was lost, but rollouts of a younger group were not.  Weights go out once everything before
+                # is on disk, so it was admitted under the younger group's version, and no older version sampled it.
                 younger = min(each for each in known if each > group_id)
                 admitted = history.implied[group_id] = Admitted(group_id, prompt.prompt_id, known[younger].version)
             self._ledger.admit(prompt, admitted.version, size=admitted.size, again=True)
@@ -328,7 +328,7 @@ class RolloutBuffer:
         return ResolvedGroup(group, attempts=record.attempts, group_size=size, **end)
 
     def _own_size(self, group_id: int) -> int:
-        """Rollouts that are wanted of a group, or 0 where that is admission.group_size."""
+        """Rollouts wanted of a group, or 0 if that is admission.group_size."""
         size = len(self._ledger.group(group_id).members)
         return size if size != self._ledger.group_size else 0
 

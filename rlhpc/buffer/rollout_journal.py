@@ -54,7 +54,7 @@ class RolloutJournal:
 
     @property
     def position(self) -> Position:
-        """This moment: what comes later is not known to whoever notes it now."""
+        """The current position: what is added later lies behind it."""
         return Position(self._attempt, self._events.num_added, self._last)
 
     def holds(self, position: Position) -> bool:
@@ -78,7 +78,7 @@ class RolloutJournal:
         Raises JournalError when something cannot be written, which stays in memory; OwnershipLost.
         """
         with self._committing:
-            num_events = self._events.num_pending  # first: rollouts that were added before them are pending now
+            num_events = self._events.num_pending  # read first: rollouts added before these events are pending now
             records: Sequence[JournalRecord] = self._pending[:]
             try:
                 if records:

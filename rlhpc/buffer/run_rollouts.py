@@ -20,7 +20,7 @@ from rlhpc.buffer.segment_reader import read_columns, read_segment
 from rlhpc.errors import JournalError, SegmentError
 from rlhpc.types import RolloutGroup
 
-Tell = Callable[[str], None]  # is told what cannot be shown
+Tell = Callable[[str], None]  # receives descriptions of what cannot be shown
 
 
 class Standing(StrEnum):
@@ -42,9 +42,9 @@ class FoundGroup:
 
 
 def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = None) -> Iterator[FoundGroup]:
-    """Every group of which a rollout is on disk, as they were resolved, then the others by number.
+    """Every group on disk: those in segments, in order of resolution, then the others by number.
 
-    steps: segments without a group of these steps, first and last, are passed over, unread but for two columns.
+    steps: (first, last); segments without a group of these steps are skipped after reading two of their columns.
     Arrays are views of one block per column: copy what outlives the rest.
     """
     pending = _pending(directory, tell)
@@ -67,7 +67,7 @@ def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = No
 
 
 def standing_of(resolved: ResolvedGroup) -> Standing:
-    """Of a group in a segment."""
+    """What has become of a group in a segment."""
     if resolved.drop_reason is not None:
         return Standing.DROPPED
     if resolved.consumed_step < 0:
@@ -98,7 +98,7 @@ def _pending(directory: Path, tell: Tell) -> dict[int, FoundGroup]:
     except (JournalError, OSError) as error:
         tell(f"{error}; what is in no segment yet is not shown")
         return {}
-    # The beginning of a long run's journal is deleted: that rollouts are missing there is no damage.
+    # The beginning of a long run's journal is deleted: rollouts missing there are no damage.
     for problem in history.problems:
         if not problem.endswith("of the run are missing"):
             tell(problem)

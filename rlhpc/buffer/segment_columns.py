@@ -4,8 +4,7 @@ Input: ResolvedGroup.  Output: named numpy arrays; and the reverse.  docs/rollou
 people; it changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length
 types are slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL
 and lone surrogates in a model's output are no special case.
-Every row carries a CRC32 of its content.  Files of older schemas lack some of NEW_COLUMNS and are read with their
-defaults.
+Every row carries a CRC32 of its content.  Files of older schemas lack some of NEW_COLUMNS, which get their defaults.
 """
 
 from __future__ import annotations
@@ -187,12 +186,12 @@ def texts_of(columns: Columns, name: str) -> list[bytes]:
 
 
 def decode_text(text: bytes) -> str:
-    """Undo the encoding of text columns, which lets lone surrogates through."""
+    """Undo encode_text."""
     return text.decode("utf-8", "surrogatepass")
 
 
 def encode_text(text: str) -> bytes:
-    """UTF-8, as in text columns; a lone surrogate is no special case."""
+    """UTF-8, as in text columns; lone surrogates are allowed."""
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -19,7 +19,7 @@ _SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")  # run_layout.RunLayout.segm
 def write_sealed(path: Path, data: bytes, *, staging: Path | None = None) -> None:
     """Make `path` hold these bytes durably, or leave it absent.
 
-    staging: directory of the same filesystem in which the file is prepared; default: where it is to appear.
+    staging: directory on the same filesystem in which the file is prepared; default: that of `path`.
     Raises SegmentError when it exists already or cannot be written (disk full, quota, no directory).
     """
     if path.exists():
@@ -61,7 +61,7 @@ def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int
             partial.unlink()
         if not lost:
             return []
-        # From the last one back: a crash half-way leaves no gap in what stays.
+        # Last one first: a crash half-way leaves no gap in what stays.
         moved = move_durably(reversed(lost), lost_directory)
     except OSError as error:
         raise SegmentError(

@@ -81,7 +81,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
 def read_raw_columns(
     path: Path, names: Sequence[str], *, is_verified: bool
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """(attributes of the file, some columns as they are stored); for readers of whole runs, who want no objects.
+    """(attributes of the file, some columns as they are stored); for readers of whole runs that need no objects.
 
     is_verified: every checksum is verified first, which reads the whole file.  Raises SegmentError.
     """
@@ -93,7 +93,7 @@ def read_raw_columns(
             raise SegmentError(f"{path} cannot be read: {error.strerror or error}") from error
         _verify_file(path, data)
         if not data.startswith(USER_BLOCK_MAGIC):
-            read_segment(path)  # the checksum of the file is gone: those of the rows are left
+            read_segment(path)  # the file's checksum is gone; those of the rows are left
     try:
         with opened_image(data) if is_verified else opened_file(path) as file:
             return file.attributes(), _columns(path, file, names)

@@ -27,14 +27,13 @@ from rlhpc.run_layout import RunLayout
 # which a reader verifies before the HDF5 library, which is not made for hostile bytes, parses any of it.
 USER_BLOCK_BYTES = 512
 USER_BLOCK_MAGIC = b"rlhpc rollouts\n"
-MAX_SEGMENT_TOKENS = 1 << 23  # of completions, 109 MB of arrays: sealing takes twice that, and so does who reads one
+MAX_SEGMENT_TOKENS = 1 << 23  # of completions, 109 MB of arrays: sealing or reading one takes twice that
 
 
 class SegmentWriter:
     """The only writer of a run's rollouts directory.
 
-    `add` and `cut` do no input or output and may be called by one thread while others seal; one of those seals at a
-    time.
+    `add` and `cut` do no input or output; one thread may call them while others seal.  Only one seals at a time.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class SegmentWriter:
         self._pending: list[ResolvedGroup] = []
         self._num_pending_tokens = 0
         self._pending_since_s = 0.0
-        self._num_before_cut = 0  # of those that wait
+        self._num_before_cut = 0  # pending groups that were added before the last cut
         self._index_after_cut = first_index
         self._sealing = threading.Lock()  # held while a segment is written
         self._counting = threading.Lock()  # held briefly only: pending groups, and the position of the cut
@@ -110,7 +109,7 @@ class SegmentWriter:
         return self.seal() if self.is_due else None
 
     def seal(self) -> Path | None:
-        """Write the oldest groups that wait, as many as fit and none from beyond a cut; return the segment.
+        """Write the oldest pending groups, as many as fit and none from beyond a cut; return the segment.
 
         None if there are none.  Raises SegmentError when it cannot be written; nothing is left on disk and the groups
         stay pending.  OwnershipLost: another attempt owns the run directory, and the groups are part of an abandoned
@@ -148,7 +147,7 @@ class SegmentWriter:
         return self._fence.staging(self._directory)
 
     def seal_all(self) -> list[Path]:
-        """Seal until nothing waits.  Raises as seal does; what was sealed before stays sealed."""
+        """Seal until nothing is pending.  Raises as seal does; what was sealed before stays sealed."""
         paths = []
         while (path := self.seal()) is not None:
             paths.append(path)

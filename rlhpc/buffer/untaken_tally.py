@@ -15,25 +15,25 @@ class UntakenTally:
     """The groups that no batch has taken, counted by when they are due: a handful of numbers, however many groups."""
 
     def __init__(self, groups_per_step: int) -> None:
-        """There is none."""
+        """Begins without groups."""
         self._groups_per_step = groups_per_step
         self._all: Counter[int] = Counter()  # due → groups
         self._finished: Counter[int] = Counter()
         self.num_finished = 0
 
     def add(self, group: GroupRecord) -> None:
-        """It is admitted, or was before the run was interrupted."""
+        """Count a group that is admitted, or was before the run was interrupted."""
         self._all[group.due] += 1
         self.delivered(group)
 
     def delivered(self, group: GroupRecord) -> None:
-        """One of its members has arrived: the last one, maybe."""
+        """A member of this group has arrived: count the group as finished if it was the last."""
         if group.is_finished:
             self._finished[group.due] += 1
             self.num_finished += 1
 
     def remove(self, group: GroupRecord) -> None:
-        """It is taken, or dropped."""
+        """Forget a group that is taken or dropped."""
         _less_one(self._all, group.due)
         if group.is_finished:
             _less_one(self._finished, group.due)
@@ -43,8 +43,8 @@ class UntakenTally:
         """How many more groups have to end, finished or dropped, before there can be a batch; 0: there may be one now.
 
         num_groups: of a batch.
-        num_taken: as choose_batch, which may refuse for two reasons that are not counted here: the window, and groups
-        that came back after a restart, whose turn hangs on all others.
+        num_taken: as in choose_batch, which may refuse for two reasons that are not counted here: the window, and
+        groups that came back after a restart, whose turn depends on all others.
         """
         if self.num_finished < num_groups or -1 in self._all:
             return max(0, num_groups - self.num_finished)
@@ -53,15 +53,16 @@ class UntakenTally:
         while True:
             chosen = min(finished[later], num_left)
             num_left -= chosen
-            if not num_left:  # further on, all that are chosen are among the most urgent
+            if not num_left:  # beyond that, all chosen groups are among the most urgent
                 return most
             num_due += everyone[later] - chosen
-            # One that ends is one less of too many left behind, or one less that is chosen though others are due first.
+            # Each group that ends lowers the excess of those left behind, or the number chosen before others due
+            # earlier.
             most = max(most, min(num_due - later * self._groups_per_step, num_left))
             later += 1
 
     def _by_spare(self, by_due: Counter[int], num_taken: int) -> Counter[int]:
-        """By the number of batches that may be formed before the one that a group is in (batch_choice.py)."""
+        """Counts by the number of batches that may still come before a group's own (batch_choice.py)."""
         counts: Counter[int] = Counter()
         for due, count in by_due.items():
             counts[max(0, (due - num_taken) // self._groups_per_step)] += count

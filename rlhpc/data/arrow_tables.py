@@ -17,7 +17,7 @@ from rlhpc.errors import DataError
 
 
 def parquet_rows(file: Path, content: bytes | None) -> Iterator[dict[str, Any]]:
-    """content: of a compressed file, what was in it.  Raises DataError, OSError."""
+    """content: what a compressed file contains, else None.  Raises DataError, OSError."""
     return _rows(file, "Parquet", lambda: pyarrow.parquet.ParquetFile(_source(file, content)).iter_batches())
 
 

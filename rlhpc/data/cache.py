@@ -16,7 +16,7 @@ from rlhpc.files import write_atomically
 
 
 def cached(kind: str, made_of: str, make: Callable[[], bytes]) -> bytes:
-    """What `make` returns now, or returned when it was asked before; kind: the directory, for people who look."""
+    """What `make` returns, from the cache if it was made before; kind: the directory, for people who look."""
     file = _home() / kind / hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
     with contextlib.suppress(OSError):
         return file.read_bytes()

@@ -15,17 +15,28 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhpc.errors import ConfigError
 
+# Given by us, for every dialogue.
+_OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+
 
 class ChatTemplate:
     """A compiled template."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
-        self._special_tokens = dict(special_tokens)
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime],
+        kwargs: Mapping[str, object] | None = None,
+    ) -> None:
+        """kwargs: model.chat_template_kwargs.  Raises ConfigError: does not compile, or does not read one of them."""
+        self._variables = dict(special_tokens) | dict(kwargs or {})
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -34,11 +45,17 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda style: now().strftime(style)
         try:
             self._template = environment.from_string(source)
+            known = find_undeclared_variables(environment.parse(source)) - _OWN_VARIABLES
         except jinja2.TemplateError as error:
             raise ConfigError(
                 "model.path: the chat template (chat_template.jinja, or in tokenizer_config.json) does not compile: "
                 f"{error}"
             ) from error
+        if unknown := sorted({*(kwargs or {})} - known):
+            raise ConfigError(
+                f"model.chat_template_kwargs has {unknown[0]!r}, which the chat template does not read; legal: "
+                f"{', '.join(sorted(known - {*special_tokens})) or 'none'}"
+            )
 
     def render(
         self,
@@ -57,7 +74,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 tools=list(tools) or None,
                 documents=None,
-                **self._special_tokens,
+                **self._variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"model.path: the chat template fails on {_described(messages)}: {error}") from error

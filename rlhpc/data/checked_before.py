@@ -18,14 +18,14 @@ from rlhpc.data.dataset_files import dataset_files
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.reasoning_gym_source import library_version
 
-_CODE = ("data/*.py", "rewards/*.py", "tool_schemas.py")  # what decides what is found
+_CODE = ("data/*.py", "rewards/*.py", "tool_schemas.py")  # the code that determines the result
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def once(config: Config, place: int, with_references: bool, look: Callable[[], DatasetSummary]) -> DatasetSummary:
     """What `look` finds of one dataset of a run, or found before.  Raises what it raises.
 
-    with_references: whether it has tasks check their references.
+    with_references: whether tasks check their references.
     """
     data = config.data[place]
     files = dataset_files(data.path, data.split) if data.path is not None else []
@@ -40,6 +40,7 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
         "generation": [config.generation.max_prompt_tokens, config.generation.max_completion_tokens],
         "files": _states(files),
         "library": library_version() if data.source else "",
+        "chat_template_kwargs": config.model.chat_template_kwargs,
         "tokenizer": _states(config.model.path / name for name in _TOKENIZER),
         "code": _states(file for part in _CODE for file in sorted(package.glob(part))),
     }
@@ -48,6 +49,6 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
 
 
 def _states(files: Iterable[Path]) -> list[tuple[str, int, int, int, int]]:
-    """Of the files that exist; nobody can set ctime back."""
+    """States of the files that exist; ctime cannot be set back."""
     states = ((file, file.stat()) for file in files if file.exists())
     return [(str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for file, s in states]

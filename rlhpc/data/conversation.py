@@ -24,7 +24,7 @@ def system(text: str) -> Message:
 
 
 def user(text: str) -> Message:
-    """What the user says."""
+    """A user message."""
     return {"role": "user", "content": text}
 
 
@@ -50,7 +50,7 @@ def prompt_messages(value: Any, source: str, name: str, system_prompt: str) -> l
 
 
 def as_conversation(value: Any) -> Any:
-    """A list of messages that is written as JSON, as CSV has it, is one; anything else is returned as it is."""
+    """Parse a list of messages that is written as JSON, as in CSV; return anything else as it is."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             read = json.loads(value)

@@ -3,8 +3,8 @@
     order ──▶ stage ──▶ rest ──▶ chance ──▶ Prompt          a prompt that fails one of them waits for a later epoch
                 └────────┴────────┴── pass rates, of finished groups of versions before the live one
 
-Input: SeededPrompts, pass rates of finished groups.  Output: Prompt.  Numbers of prompts stay those of the order, so
-that they grow from draw to draw, and a restart draws what was drawn whatever is remembered by then.
+Input: SeededPrompts, pass rates of finished groups.  Output: Prompt.  Prompts keep their numbers in the order, so that
+numbers grow from draw to draw, and a restart draws the same prompts, whatever it remembers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhpc.errors import CheckpointError, DataError
 from rlhpc.types import Prompt
 
 _COIN = 1  # tells this stream of random numbers from that of the order
-FIRST_LOOK, LONGEST_LOOK = 64, 65536  # positions looked at in one go: few are left out, or nearly all
+FIRST_LOOK, LONGEST_LOOK = 64, 65536  # positions examined at once: at first, and at most
 
 
 class Curriculum(PromptSource):
@@ -44,7 +44,7 @@ class Curriculum(PromptSource):
 
     @property
     def num_records(self) -> int:
-        """Prompts of an epoch in which nobody is left out."""
+        """Prompts of an epoch in which none is left out."""
         return self._prompts.num_records
 
     # ------------------------------------------------------------------------------------------------------- drawing
@@ -57,14 +57,14 @@ class Curriculum(PromptSource):
         return self._prompts.draw()
 
     def num_rollouts(self, prompt_id: int) -> int:
-        """So many that one passes with chance `pass_chance`, at most `max_group_size`; 0 for one never asked."""
+        """Rollouts of which one passes with chance `pass_chance`, at most `max_group_size`; 0 for one never asked."""
         if self._config.max_group_size == "off":
             return 0
         rate = float(self._memory.rates[self._prompts.record_index(prompt_id)])
         return rollouts_for_a_pass(rate, self._config.pass_chance, self._config.max_group_size)
 
     def draw_again(self, prompt_id: int | None) -> Prompt:
-        """Return a prompt that was drawn before, left out by today's memory or not."""
+        """Return a prompt that was drawn before, even if today's memory would leave it out."""
         if prompt_id is not None:
             cursor = self._prompts.cursor
             may_leave_out = self._config.leaves_out or self._num_left_out > 0
@@ -91,7 +91,7 @@ class Curriculum(PromptSource):
         self._memory.learn(Outcome(group_id, admitted_version, record, epoch, pass_rate))
 
     def figures(self) -> dict[str, float]:
-        """Of the whole dataset, by name of the metric."""
+        """Figures of the whole dataset, by name of the metric."""
         rates = self._memory.rates
         known = rates[~np.isnan(rates)]
         share = 1 / max(1, len(known))
@@ -119,7 +119,7 @@ class Curriculum(PromptSource):
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to where state() was taken.  Raises CheckpointError if it is of another order, or malformed.
 
-        A checkpoint of before there was a memory has none; a stage that the run file has no more is the last one.
+        A checkpoint from before there was a memory has none; a stage beyond those of the run file becomes the last one.
         """
         self._prompts.load_state(state)
         if "memory" in state:
@@ -152,7 +152,7 @@ class Curriculum(PromptSource):
     def _next_kept(self, position: int) -> int:
         """The first position from this one on that is not left out.
 
-        There is one: a stage has records, who rests comes back after some epochs, and every chance is above 0.
+        There is one: a stage has records, resting prompts come back after some epochs, and every chance is above 0.
         """
         num_records, look = self._prompts.num_records, FIRST_LOOK
         while True:
@@ -164,7 +164,7 @@ class Curriculum(PromptSource):
             position, look = position + len(records), min(2 * look, LONGEST_LOOK)
 
     def _is_kept(self, records: NDArray[np.int64], epoch: int, position: int) -> NDArray[np.bool_]:
-        """Which of these records [n] are asked that stand at positions from `position` on, in one epoch."""
+        """Which of these records [n], at positions from `position` on in one epoch, are asked."""
         config = self._config
         rates, asked = self._memory.rates[records].astype(np.float64), self._memory.epochs[records]
         kept = self._stage_of[records] <= self._stage

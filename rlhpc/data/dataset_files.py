@@ -18,6 +18,8 @@ from rlhpc.errors import DataError
 
 FORMS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 ALL = "all"  # as a split
+_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "config.json")  # as hubs have them, beside data/ too
+_SHARD = re.compile(r"(\w+)-[0-9]{5}-of-[0-9]{5}\.")  # of a split, as `datasets` names its files
 _SPLIT = re.compile(r"(train|training|validation|valid|val|dev|eval|test)(?![A-Za-z0-9])")
 _CANONICAL = {
     "training": "train",
@@ -35,8 +37,11 @@ def form_of(file: Path) -> str:
 
 
 def split_of(file: Path) -> str:
-    """ "train", "validation" or "test" where its name begins with one of their names; else ""."""
-    found = _SPLIT.match(file.name)
+    """The split that a shard is named after; of others "train", "validation" or "test" where their names begin so.
+
+    "" for a name without one.  A dataset may have splits train_sft and train_prefs, which are no two parts of train.
+    """
+    found = _SHARD.match(file.name) or _SPLIT.match(file.name)
     return _CANONICAL.get(found[1], found[1]) if found else ""
 
 
@@ -62,7 +67,8 @@ def _files_of_directory(path: Path, split: str) -> list[Path]:
         return _saved_splits(path, split)
     if (path / "state.json").is_file() and "_data_files" in (state := _read_json(path / "state.json")):
         return _saved_dataset(path, state)
-    found = [file for file in sorted(path.iterdir()) if form_of(file) and file.is_file() and file.name[0] not in "._"]
+    there = [file for file in sorted(path.iterdir()) if form_of(file) and file.is_file() and file.name[0] not in "._"]
+    found = [file for file in there if file.name not in _DESCRIPTIONS]
     # Beside data of another form, JSON documents are descriptions: dataset_infos.json, config.json.
     files = [file for file in found if form_of(file) != ".json"] or found
     if not files:
@@ -77,8 +83,8 @@ def _deeper(path: Path, split: str) -> list[Path]:
     """A directory for each split, or data/, as in a snapshot of a dataset from a hub."""
     splits = sorted(each for each in path.iterdir() if each.is_dir() and split_of(each))
     if splits:
-        by_split = {split_of(each): each for each in splits}
-        return [file for name in _chosen(path, split, sorted(by_split)) for file in dataset_files(by_split[name], ALL)]
+        chosen = _chosen(path, split, sorted({*map(split_of, splits)}))
+        return [file for each in splits if split_of(each) in chosen for file in dataset_files(each, ALL)]
     if (path / "data").is_dir():
         return _files_of_directory(path / "data", split)
     raise DataError(f"data.path={path} holds no file of {_forms()}; {_whats_in(path)}")
@@ -111,9 +117,10 @@ def _chosen(path: Path, split: str, names: list[str]) -> list[str]:
     if split == ALL:
         return names
     if not split:
-        if len(named) > 1:
+        if len(named) > 1 or (named and len(names) > 1):
+            others = "" if len(named) > 1 else ", and files of none"
             raise DataError(
-                f"data.path={path} has the splits {', '.join(named)}; data.split says which is meant, "
+                f"data.path={path} has the splits {', '.join(named)}{others}; data.split says which is meant, "
                 f'"{ALL}" means every file'
             )
         return names

@@ -34,9 +34,9 @@ class DatasetSummary:
 
 
 def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | None = None) -> DatasetSummary:
-    """Make every prompt and reference once; check_of: by which each task checks references.
+    """Make every prompt and reference once; check_of: task → its check of references.
 
-    Raises DataError for one that fails, and how many are too long, or naming the first bad references.
+    Raises DataError for one that fails, with the number of those that are too long, or naming the first bad references.
     """
     form.refuse_unknown_task_field(records)
     lengths: list[int] = []

@@ -42,7 +42,8 @@ class DialogueTemplate:
     def __init__(self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """tools: JSON schemas, shown where the template has its place for them, in the prompt.
 
-        Raises ConfigError if the template cannot be applied so, or if the end of its turns is not one token.
+        Raises ConfigError if the template cannot be applied so, or if the end of its turns begins with no special
+        token.
         """
         self._tokenizer, self._tools = tokenizer, tuple(tools)
         self._close = self._rendered((_ASKED, _ANSWERED), add_generation_prompt=False).rpartition(_MARK)[2]
@@ -62,12 +63,12 @@ class DialogueTemplate:
         return self._tokenizer.encode_rendered(self.prompt_text([{"role": "user", "content": user_message}]))
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
-        """The text of the same, of messages that a record begins with."""
+        """The text of the same, for messages of a record."""
         return self._rendered(messages, add_generation_prompt=False)
 
     @cached_property
     def beginning(self) -> str:
-        """What every dialogue begins with, whoever says what: special tokens, at least one.  Raises ConfigError."""
+        """The special tokens, at least one, that every dialogue begins with, whoever speaks.  Raises ConfigError."""
         texts = [self._rendered([_ASKED])]
         for messages, tools in (([_TOLD, _ASKED], ()), ([_ASKED], (_TOOL,))):
             with suppress(ConfigError):  # a template that knows no system message, or no tools
@@ -85,7 +86,7 @@ class DialogueTemplate:
 
     @cached_property
     def tokens_of_beginning(self) -> Int32:
-        """Of the same, [L]."""
+        """Tokens [L] of `beginning`."""
         return self._tokenizer.encode_rendered(self.beginning)
 
     def whole(self, messages: Sequence[Message]) -> Int32:
@@ -98,7 +99,7 @@ class DialogueTemplate:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """All token ids are below it."""
         return self._tokenizer.vocab_size
 
     def opening(self, messages: Sequence[Message]) -> Int32:

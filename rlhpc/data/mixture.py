@@ -41,7 +41,7 @@ class Mixture(PromptSource):
         return self._parts[place].num_rollouts(local)
 
     def draw_again(self, prompt_id: int | None) -> Prompt:
-        """Return a prompt that was drawn before the run was interrupted, whosever turn it would be now."""
+        """Return a prompt that was drawn before the run was interrupted, no matter whose turn it would be now."""
         local, place = (None, self._next()) if prompt_id is None else divmod(prompt_id, len(self._parts))
         return self._taken(place, self._parts[place].draw_again(local))
 
@@ -56,7 +56,7 @@ class Mixture(PromptSource):
         self._parts[place].learn(group_id, admitted_version, local, pass_rate)
 
     def figures(self) -> dict[str, float]:
-        """Those of all prompts together, and each one of every dataset: prompt/X is dataset_X/NAME."""
+        """Figures of all prompts together, and those of each dataset: its prompt/X is called dataset_X/NAME."""
         each = {name: part.figures() for name, part in zip(self._names, self._parts, strict=True)}
         figures = {
             f"{metric.replace('prompt/', 'dataset_')}/{name}": value
@@ -77,7 +77,7 @@ class Mixture(PromptSource):
     def state(self) -> dict[str, Any]:
         """Return JSON that load_state takes: whose turn it is, and the state of every dataset, in their order.
 
-        By no name: files may be moved, and a dataset without a name is called after them.
+        Without names: files may be moved, and a dataset without a name is called after them.
         """
         return {"credit": list(self._credit), "datasets": [part.state() for part in self._parts]}
 
@@ -121,7 +121,7 @@ def open_prompt_source(config: Config) -> PromptSource:
 
 
 def validate_datasets(config: Config, check_of: CheckOf | None = None) -> list[DatasetSummary]:
-    """Read, fill and tokenise all datasets, or know it from before.  Raises DataError, ConfigError.
+    """Read, fill and tokenise all datasets, or use the cached result.  Raises DataError, ConfigError.
 
     check_of: task → what checks its references (SeededPrompts.validate); None: nothing does.
     """

@@ -32,7 +32,7 @@ class PromptForm:
         max_completion_tokens: int,
         dialogue: DialogueTemplate | None = None,
     ) -> None:
-        """dialogue: of prompts that an environment goes on from, which is given the whole record.
+        """dialogue: for prompts that an environment continues, which is given the whole record.
 
         Raises ConfigError for a template that names no field.
         """
@@ -41,7 +41,7 @@ class PromptForm:
         self._max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
 
     def prompt(self, record: Record, prompt_id: int) -> Prompt:
-        """Raises DataError for a record that makes none."""
+        """Make the prompt of a record.  Raises DataError for a record that makes none."""
         tokens, reference = self.tokens(record), self.reference(record)
         return Prompt(prompt_id=prompt_id, task=self.task(record), token_ids=tokens, reference=reference)
 
@@ -54,7 +54,7 @@ class PromptForm:
         return token_ids
 
     def lengths(self, records: Sequence[Record]) -> list[int]:
-        """Numbers of tokens of the prompts, by all processors; references and tasks are tried too.
+        """Numbers of tokens of the prompts, counted by all processors; references and tasks are tried too.
 
         Raises DataError for a record that makes no prompt, however long it might be.
         """
@@ -78,7 +78,7 @@ class PromptForm:
             )
 
     def reference_lengths(self, records: Sequence[Record]) -> list[int]:
-        """Numbers of tokens of the references, of those that are text and no tests or entries."""
+        """Numbers of tokens of the references that are text, not tests or entries."""
         field = self._data.reference_field
         judged = [record for record in records if field != WHOLE_RECORD and self.task(record) != OWN_REWARD]
         plain = [record for record in judged if not record.holds_several(field)]
@@ -98,7 +98,7 @@ class PromptForm:
         """The text that is tokenised, and whether a chat template made it, which spells special tokens itself."""
         data = self._data
         if self._dialogue is not None and data.environment == AGENT:
-            return self._dialogue.beginning, True  # all else is for the agent to say
+            return self._dialogue.beginning, True  # the agent says all else
         if data.prompt_field:
             value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
             if is_conversation(value):
@@ -112,11 +112,11 @@ class PromptForm:
 
     @property
     def reference_field(self) -> str:
-        """Where references stand."""
+        """The field that holds references."""
         return self._data.reference_field
 
     def reference(self, record: Record) -> str:
-        """What the reward function compares with; of a dialogue the whole record, in which this is.
+        """What the reward function compares with; for a dialogue the whole record, which contains it.
 
         Raises DataError.
         """

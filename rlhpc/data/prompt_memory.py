@@ -33,7 +33,7 @@ class Outcome:
 
 
 class PromptMemory:
-    """Pass rates [N], of which NaN is unknown, and epochs [N], by record."""
+    """Pass rates [N], NaN where unknown, and epochs [N], by record."""
 
     def __init__(self, num_records: int, newest_weight: float) -> None:
         self.rates: NDArray[np.float32] = np.full(num_records, np.nan, dtype=np.float32)

@@ -37,7 +37,7 @@ class SeededPrompts:
         self._seed, self._shuffle = seed, shuffle
         self._cursor = 0
         self._orders: dict[int, NDArray[np.int64]] = {}  # by epoch
-        self._fingerprint = ""  # of the records, once somebody asks
+        self._fingerprint = ""  # of the records, made when it is needed
 
     @property
     def num_records(self) -> int:
@@ -77,11 +77,11 @@ class SeededPrompts:
         return int(self.records(epoch, position, position + 1)[0])
 
     def records(self, epoch: int, first: int, last: int) -> NDArray[np.int64]:
-        """The same [n] for positions `first` to last − 1 of an epoch, as far as it goes."""
+        """Places [n] in the dataset of positions `first` to last − 1 of an epoch, as far as it goes."""
         if not self._shuffle:
             return np.arange(first, min(last, len(self._records)))
         if epoch not in self._orders:
-            # Two: groups of an epoch are finished while prompts of the next are drawn.
+            # Keep two: groups of an epoch are finished while prompts of the next are drawn.
             self._orders = dict(sorted(self._orders.items())[-1:])
             self._orders[epoch] = _epoch_order(len(self._records), self._seed, epoch)
         return self._orders[epoch][first:last]
@@ -118,7 +118,7 @@ class SeededPrompts:
 
 def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
     """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
-    data, tokenizer = config.data[place], PromptTokenizer(config.model.path)
+    data, tokenizer = config.data[place], PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
     form = PromptForm(
         data,
         tokenizer,
@@ -136,7 +136,7 @@ def dialogue_template(config: Config, tokenizer: PromptTokenizer) -> DialogueTem
 
 
 def seed_of_dataset(seed: int, place: int) -> int:
-    """The first dataset has the run's, the others seeds of their own: datasets of a size would have one order."""
+    """The first dataset has the run's, the others have their own: those of equal size would have one order."""
     return seed if place == 0 else int(np.random.SeedSequence([seed, place]).generate_state(1, np.uint64)[0])
 
 
@@ -146,7 +146,7 @@ def _epoch_order(num_records: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def raw_draws(number: int, *seeds: int) -> NDArray[np.uint64]:
-    """Of a bit generator, whose stream numpy guarantees never to change.
+    """Raw numbers of a bit generator, whose stream numpy guarantees never to change.
 
     Generator.permutation and random may change with any release (NEP 19), and a resumed run with them.
     """

@@ -13,5 +13,5 @@ from rlhpc.data.records import Record, read_records
 
 
 def records_of(data: DataConfig) -> Sequence[Record]:
-    """Raises DataError for what cannot be read or made."""
+    """Read or make the records.  Raises DataError if that fails."""
     return read_records(data.path, data.split) if data.path is not None else made_records(data)

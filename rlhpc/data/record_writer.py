@@ -17,7 +17,7 @@ WRITTEN = (".jsonl", ".parquet")
 
 
 def write_records(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The form is that of the suffix.  Raises DataError for values that Parquet has no column for, OSError."""
+    """Write rows in the format of the suffix.  Raises DataError for values that Parquet has no column for, OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".jsonl":
         lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Record:
     source: str  # "train.jsonl:17", for messages; of a table or an array it is the row
 
     def text(self, name: str, key: str = "data.prompt_template") -> str:
-        """A field as text for a prompt: a string, or a number in JSON's spelling.  Raises DataError otherwise."""
+        """A field as text for a prompt: a string, or a finite number in digits.  Raises DataError otherwise."""
         return self._as_text(name, key)
 
     def reference(self, name: str, key: str = "data.reference_field") -> str:
@@ -69,7 +70,7 @@ class Record:
             return False
 
     def holds_several(self, name: str) -> bool:
-        """Whether a field is a list or an object; it is there."""
+        """Whether a field, which must exist, is a list or an object."""
         return isinstance(self.value(name, ""), list | dict)
 
     def _missing(self, name: str, key: str, inside: str, here: Any) -> str:
@@ -92,8 +93,8 @@ class Record:
             if not is_unicode(value):
                 raise DataError(f"{self.source}: field {name!r} holds half of a surrogate pair, which is no character")
             return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return json.dumps(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return format(Decimal(repr(value)), "f")  # without an exponent, which mathematics reads as e
         shown = "" if value is None else f" {str(value)[:_LONGEST_SHOWN]}"
         raise DataError(
             f"{self.source}: field {name!r} is {kind(value)}{shown}, and {key} names it; legal: a string or a number"
@@ -130,7 +131,7 @@ def is_unicode(text: str) -> bool:
 
 
 def _inner(value: Any, part: str) -> tuple[Any, bool]:
-    """What `part` names in an object or a list, or in JSON as text; and True.  Else what there is, and False."""
+    """(What `part` names in an object, a list or JSON text, True), or (the value itself, False) if there is none."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):  # CSV has no other way
         try:
             value = json.loads(value)

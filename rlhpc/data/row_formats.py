@@ -72,7 +72,7 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
         try:
             text = line.decode(
                 "utf-8-sig" if number == 1 else "utf-8"
-            ).rstrip()  # else an end is column 1 of a next line
+            ).rstrip()  # otherwise an error at its end is in column 1 of the next line
             fields = json.loads(text) if text.strip() else None
         except UnicodeDecodeError as error:
             raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
@@ -84,7 +84,7 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
 
 
 def _json_document(file: Path) -> Rows:
-    """An array of objects, an object that holds nothing but one, or lines in spite of the name."""
+    """An array of objects, an object with exactly one list (of objects), any other object, or JSON lines."""
     with _open(file) as whole:
         content = whole.read()
     try:
@@ -166,7 +166,7 @@ def _arrow(file: Path) -> Rows:
 
 
 def _unpacked(file: Path) -> bytes | None:
-    """Of a compressed table, what is in it; None: it is read from its file."""
+    """The content of a compressed table; None: a plain file, which is read directly."""
     if form_of(file) == file.suffix:
         return None
     with _open(file) as content:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
@@ -19,10 +20,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from rlhpc.data.chat_template import ChatTemplate
+from rlhpc.data.thinking import THINKING_END
 from rlhpc.errors import ConfigError
 from rlhpc.types import Int32
 
 _MOST_BYTES = 4  # of a character in UTF-8
+_MARK = "~the~answer~"  # an answer that occurs in no template
+_DIALOGUE = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": _MARK})
 
 
 class PromptTokenizer:
@@ -31,8 +35,16 @@ class PromptTokenizer:
     Example: ``PromptTokenizer(path).encode("1 + 1 =")``, or ``.encode_chat("What is 1 + 1?")``.
     """
 
-    def __init__(self, model_dir: Path, now: Callable[[], datetime] = datetime.now) -> None:
-        """`now` is for templates that write the date; such prompts change from day to day.  Raises ConfigError."""
+    def __init__(
+        self,
+        model_dir: Path,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """chat_template_kwargs: of [model].  `now` is for templates that write the date; such prompts change from day
+        to day.  Raises ConfigError.
+        """
+        self._kwargs = dict(chat_template_kwargs or {})
         self._model_dir = model_dir
         if not model_dir.is_dir():
             raise ConfigError(f"model.path={model_dir} is not a directory; legal: an HF checkpoint directory")
@@ -49,12 +61,16 @@ class PromptTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = self._read_json("tokenizer_config.json")
+        self._bos = self._special_tokens().get("bos_token", "")
         self._now = now
         self._chat_template: ChatTemplate | None = None
 
     def encode(self, text: str) -> Int32:
-        """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one)."""
-        return self._encode(text, add_special_tokens=True)
+        """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one).
+
+        A text that begins with BOS has been rendered already, and gets no second one.
+        """
+        return self._encode(text, add_special_tokens=not self._has_bos(text))
 
     def encode_chat(self, user_message: str) -> Int32:
         """Tokens [L] of the chat template up to the assistant's answer.
@@ -74,8 +90,9 @@ class PromptTokenizer:
     def lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
         """Numbers of tokens of many texts, by all processors; with each, whether render_chat returned it."""
         lengths = [0] * len(texts)
-        for is_rendered in {rendered for _, rendered in texts}:
-            places = [place for place, (_, rendered) in enumerate(texts) if rendered is is_rendered]
+        is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
+        for is_rendered in set(is_whole):
+            places = [place for place, whole in enumerate(is_whole) if whole is is_rendered]
             batch = [texts[place][0] for place in places]
             encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=not is_rendered)
             for place, encoding in zip(places, encoded, strict=True):
@@ -84,9 +101,9 @@ class PromptTokenizer:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Of the checkpoint.  Raises ConfigError if there is none."""
+        """The checkpoint's own.  Raises ConfigError if there is none."""
         if self._chat_template is None:
-            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
+            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now, self._kwargs)
         return self._chat_template
 
     def is_special(self, token_id: int) -> bool:
@@ -126,10 +143,11 @@ class PromptTokenizer:
         return found
 
     def _character_ends(self, token_ids: Int32, *, keep_special_tokens: bool = False) -> NDArray[np.int64]:
-        """Characters of the text that are whole with each token, [L]; a few tokens at a time, since decoding is linear.
+        """Characters of the text that are whole after each token, [L]; a few tokens at a time, since decoding is
+        linear.
 
-        A character of several tokens is there with its last one: until then, the decoder shows U+FFFD.  It shows that
-        for ever for bytes that are no character, which four tokens tell: no character has more bytes.
+        A character of several tokens is whole after its last one; until then the decoder shows U+FFFD.  For bytes that
+        are no character it always shows that; after four tokens this is certain, since no character has more bytes.
         """
         begin = read = num_characters = 0  # tokens from `begin` on are decoded together, those up to `read` are counted
         known, ends = "", np.zeros(len(token_ids), np.int64)
@@ -155,7 +173,7 @@ class PromptTokenizer:
 
     @property
     def eos_tokens(self) -> list[object]:
-        """As eos_token_ids, in any order, whatever the files hold."""
+        """eos_token_id of generation_config.json and config.json, unchecked, in any order."""
         found: list[object] = []
         for name in ("generation_config.json", "config.json"):
             ids = self._read_json(name).get("eos_token_id")
@@ -175,6 +193,44 @@ class PromptTokenizer:
             token_id = self._tokenizer.token_to_id(token)
             found.update([] if token_id is None else [token_id])
         return tuple(sorted(found))
+
+    @cached_property
+    def writes_date(self) -> bool:
+        """Whether the chat template asks for today's date."""
+        asked: list[datetime] = []
+
+        def now() -> datetime:
+            asked.append(self._now())
+            return asked[-1]
+
+        with suppress(ConfigError):  # as below
+            ChatTemplate(self._template_source(), self._special_tokens(), now, self._kwargs).render(_DIALOGUE[:1])
+        return bool(asked)
+
+    @cached_property
+    def may_think(self) -> bool:
+        """Whether the chat template knows of thinking."""
+        try:
+            return THINKING_END in self._template_source()
+        except ConfigError:  # there is none
+            return False
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion, ascending: eos_token_ids, and what the chat template ends an answer with.
+
+        For base models with a template that is no end of a sequence (Qwen2.5: <|im_end|> beside <|endoftext|>), and
+        without it they go on to write the user's next message.
+        """
+        ends = set(self.eos_token_ids)
+        with suppress(ConfigError):  # there is no template, or it refuses to be asked so
+            _, found, after = self.chat_template.render(_DIALOGUE, add_generation_prompt=False).rpartition(_MARK)
+            first = self.encode_rendered(after.lstrip() if found else "")[:1]
+            ends.update(token for token in first.tolist() if self.is_special(token))
+        return tuple(sorted(ends))
+
+    def _has_bos(self, text: str) -> bool:
+        return self._bos != "" and text.startswith(self._bos)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Int32:
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)

@@ -49,7 +49,7 @@ class SamplesFile:
         os.ftruncate(self._file.fileno(), _length_of_whole_lines(path))
 
     def append(self, sample: EvaluatedSample) -> None:
-        """Hand it to the kernel: it survives the end of this process.  Raises OSError."""
+        """Hand a sample to the kernel: it survives the end of this process.  Raises OSError."""
         self._file.write(json.dumps(asdict(sample)).encode() + b"\n")
         self._file.flush()
 
@@ -64,7 +64,7 @@ class SamplesFile:
 
 
 def read_samples(directory: Path) -> Iterator[EvaluatedSample]:
-    """All whole samples; of two of the same prompt and number, both.  Raises DataError for a damaged line, OSError."""
+    """All whole samples, duplicates of a prompt and number included.  Raises DataError for a damaged line, OSError."""
     for _, path in numbered_files(directory, _NAME):
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):

@@ -19,7 +19,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 
 NAME = "evaluation.json"
-OF_RUNS = {"path", "name", "weight", "max_prompt_tokens", "max_completion_tokens"}  # of [data]: other keys say it here
+OF_RUNS = {"path", "name", "weight", "max_prompt_tokens", "max_completion_tokens"}  # of [data]; other keys decide
 SUMMARY = "summary.json"
 
 
@@ -36,7 +36,7 @@ class EvaluationSettings:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides about a sample, by key: samples under other values of it do not belong together."""
+        """What determines a sample, by key: samples under different values do not belong together."""
         config = self.config
         return {
             **{f"inputs.{name}": value for name, value in self.inputs.items()},
@@ -46,6 +46,7 @@ class EvaluationSettings:
             "generation.engine": config.generation.engine,
             "generation.max_prompt_tokens": config.generation.max_prompt_tokens,
             "generation.max_completion_tokens": config.generation.max_completion_tokens,
+            "model.chat_template_kwargs": config.model.chat_template_kwargs,
             "model.dtype": config.model.dtype,
             "run.seed": config.run.seed,
             "temperature": self.temperature,
@@ -53,11 +54,11 @@ class EvaluationSettings:
 
     @property
     def num_samples(self) -> int:
-        """In all."""
+        """Of all prompts."""
         return self.num_prompts * self.samples_per_prompt
 
     def write(self, directory: Path) -> None:
-        """Raises OSError."""
+        """Write them into an evaluation's directory.  Raises OSError."""
         document = {
             "config": self.config.model_dump(mode="json"),
             **{name: getattr(self, name) for name in _PLAIN},
@@ -66,7 +67,7 @@ class EvaluationSettings:
 
 
 def _of_environment(config: Config) -> dict[str, Any]:
-    """What decides about a dialogue; its corpus by its contents, which are among the inputs."""
+    """What determines a dialogue; a corpus counts by its contents, which are among the inputs."""
     if not config.data[0].environment:
         return {}
     table = config.environment.model_dump(mode="json", exclude={"corpus"})
@@ -94,7 +95,7 @@ _PLAIN = ("title", "samples_per_prompt", "num_prompts", "temperature", "inputs")
 
 
 def read_settings(directory: Path) -> EvaluationSettings | None:
-    """None if there are none.  Raises ConfigError if the file is damaged."""
+    """Read an evaluation's settings; None if there are none.  Raises ConfigError if the file is damaged."""
     path = directory / NAME
     try:
         document = json.loads(path.read_bytes())

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rlhpc.config_evaluation import sizes_of_sets
 
 Z = 1.959964  # 97.5 % of a normal distribution lie below
-REWARD = "reward"  # the figure that is no share
+REWARD = "reward"  # the only figure that is not a share
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Estimate:
     value: float
     low: float
     high: float
-    num_prompts: int  # that it is a mean over
+    num_prompts: int  # over which it is a mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ def pass_at_k(num_judged: int, num_correct: int, k: int) -> float:
 def majority(samples: Sequence[JudgedSample]) -> float:
     """Probability that the most frequent answer is correct, ties broken at random (arXiv:2203.11171).
 
-    Correct answers are one answer, however they are spelt.  Who gives no answer has no vote; 0 if nobody has.
+    Correct answers count as one answer, however they are spelt.  A wrong sample without an answer has no vote;
+    0 without votes.
     """
     votes = Counter((sample.is_correct, "" if sample.is_correct else sample.answer) for sample in _voters(samples))
     if not votes:
@@ -82,7 +83,7 @@ def share(values: NDArray[np.float64]) -> Estimate:
 
 
 def mean(values: NDArray[np.float64]) -> Estimate:
-    """Mean of values [N] of any size, one for each prompt; N ≥ 1.  A normal interval; as wide as nothing for N = 1."""
+    """Mean of values [N] of any size, one for each prompt; N ≥ 1.  A normal interval, of width 0 for N = 1."""
     number, centre = len(values), float(values.mean())
     half = Z * math.sqrt(float(values.var(ddof=1)) / number) if number > 1 else 0.0
     return Estimate(centre, centre - half, centre + half, number)
@@ -99,7 +100,7 @@ def estimates(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: int
 
 
 def of_prompts(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: int) -> dict[str, dict[int, float]]:
-    """The figures of estimates() of single prompts, by the prompt's place; whose means they are."""
+    """The figures of single prompts, by the prompt's place, whose means estimates() returns."""
     found: dict[str, dict[int, float]] = {}
     for k in sizes_of_sets(samples_per_prompt):
         found[f"pass@{k}"] = {

@@ -21,12 +21,12 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        """Up to now."""
+        """Busy seconds up to now."""
         return self._past_s + self._present_s
 
     @property
     def decoding_s(self) -> float:
-        """Up to now, each request for itself: the integral of the number that is decoded, over the same seconds."""
+        """Request-seconds up to now: the number of requests that are decoded, integrated over the same seconds."""
         return self._past_decoding_s + self._present_s * self._num_decoded
 
     def enter(self) -> None:
@@ -55,7 +55,7 @@ class BusyClock:
 
     @property
     def _present_s(self) -> float:
-        """Since the last change."""
+        """Busy seconds since the last change."""
         return self._clock() - self._since if self._since is not None else 0.0
 
     @property

@@ -56,7 +56,7 @@ class _Sample:
     prompt_logprobs: Float32 | None = None
 
     def take(self, output: Any) -> None:
-        """What a step made for it: vLLM's EngineCoreOutput."""
+        """Add what a step made for it, vLLM's EngineCoreOutput."""
         tokens, logprobs = output.new_token_ids, output.new_logprobs
         if logprobs is not None and tokens:  # the sampled token's own are in the first column
             self.logprobs.extend(logprobs.logprobs[:, 0].tolist())
@@ -83,7 +83,7 @@ class CoreThread:
     def __init__(self, vllm_config: Any, make_core: Callable[[], Any], make_request: MakeRequest) -> None:
         """Make the core on a thread of its own; blocks until it is ready.  Raises what make_core raises.
 
-        make_core: vLLM's EngineCore.  make_request: from prompt, parameters, id and priority what the core takes.
+        make_core: vLLM's EngineCore.  make_request: (prompt, parameters, id, priority) → what the core takes.
         """
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -97,7 +97,7 @@ class CoreThread:
         is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(is_ready,), name="engine", daemon=True)
         self._thread.start()
-        # A thread that is within torch when the interpreter goes takes the process down with SIGABRT.
+        # A thread that is inside torch when the interpreter exits ends the process with SIGABRT.
         atexit.register(self._end_before_exit)
         is_ready.wait()
         if self._start_error is not None:
@@ -105,7 +105,7 @@ class CoreThread:
 
     @classmethod
     def of_vllm(cls, engine_args: Any) -> CoreThread:
-        """By vLLM's engine arguments.  Raises what vLLM raises."""
+        """A core by vLLM's engine arguments.  Raises what vLLM raises."""
         vllm_config = engine_args.create_engine_config()
         return cls(vllm_config, partial(_engine_core, vllm_config), _request_maker(vllm_config))
 
@@ -131,7 +131,7 @@ class CoreThread:
                 self._commands.put(partial(self._abort_quietly, request_id))
 
     async def abort(self, request_id: str) -> None:
-        """End it with what it has; returns when that has been asked for."""
+        """End a request with the tokens it has; returns once that has been requested."""
         self._require_life()
         self._commands.put(partial(self._abort, request_id))
 
@@ -163,7 +163,7 @@ class CoreThread:
         await self._set_paused(False)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached prompts; reset_running_requests: and compute what runs again."""
+        """Forget cached prompts; reset_running_requests: also recompute those of running requests."""
         return bool(await self._ask(lambda: self._core.reset_prefix_cache(reset_running_requests)))
 
     async def count_for(self, register: str) -> None:
@@ -171,7 +171,7 @@ class CoreThread:
         await self.collective_rpc(register, args=(self._counts,))
 
     def shutdown(self, timeout: float) -> None:
-        """End the thread, and with it the engine; what is still asked for raises CoreDied.  Blocks for `timeout`."""
+        """End the thread, and with it the engine; pending calls raise CoreDied.  Blocks for at most `timeout`."""
         self._end(timeout)
         self._fail("it was shut down")
 
@@ -242,7 +242,7 @@ class CoreThread:
             self._core = None
 
     def _obey(self) -> None:
-        """Do what was asked for; waits for it where there is nothing to sample."""
+        """Run the commands in the queue; waits for one if there is nothing to sample."""
         if not self._core.scheduler.has_requests():
             self._commands.get()()
         while not self._must_stop and not self._commands.empty():
@@ -316,9 +316,9 @@ def _engine_core(vllm_config: Any) -> Any:
 
 @contextlib.contextmanager
 def _unseen(module: str) -> Iterator[None]:
-    """Keep vLLM 0.32 from looking into a module whose objects answer vars() with what is no dictionary.
+    """Hide a module from vLLM 0.32: for its objects vars() returns no dictionary.
 
-    It looks through all modules that are loaded for kernels to replace (triton_utils/dispatcher.py).
+    vLLM searches all loaded modules for kernels to replace (triton_utils/dispatcher.py).
     """
     hidden = sys.modules.pop(module, None)
     try:

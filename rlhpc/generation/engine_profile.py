@@ -107,7 +107,7 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
         "model": str(config.model.path.absolute()),
         "dtype": config.model.dtype,
         "seed": seed,
-        "max_model_len": generation.max_prompt_tokens + generation.max_completion_tokens,
+        "max_model_len": generation.max_tokens,
         "max_num_seqs": generation.max_num_seqs,
         "tensor_parallel_size": generation.tensor_parallel,
         # A row that is scored to compare trainer and engine must not wait behind rollouts that wait (vllm_engine.py);
@@ -142,7 +142,7 @@ def _cpu_args(config: Config) -> dict[str, Any]:
         # A prompt that is split over two steps draws a token for its first part, too.  vLLM then turns the request's
         # generator back by an offset, which those of the CPU do not have: the engine dies.  So each is taken whole,
         # and a step has room for one beside all that are running.
-        longest = generation.max_prompt_tokens + generation.max_completion_tokens
+        longest = generation.max_tokens
         given = generation.max_num_batched_tokens or CPU_BATCHED_TOKENS
         args |= {
             "enable_chunked_prefill": False,
@@ -159,7 +159,6 @@ def _cuda_args(config: Config) -> dict[str, Any]:
     else:
         args |= {"kv_cache_memory_bytes": generation.kv_cache_bytes, "gpu_memory_utilization": NEXT_TO_NOTHING}
     if generation.max_num_batched_tokens is None:
-        longest = generation.max_prompt_tokens + generation.max_completion_tokens
-        most = min(CUDA_BATCHED_TOKENS, generation.max_num_seqs * longest)
+        most = min(CUDA_BATCHED_TOKENS, generation.max_num_seqs * generation.max_tokens)
         args["max_num_batched_tokens"] = max(most, generation.max_num_seqs)
     return args

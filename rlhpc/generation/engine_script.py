@@ -26,7 +26,7 @@ class Script:
 
     @classmethod
     def of(cls, config: Config, *, seed: int) -> Script:
-        """With the vocabulary of the run's model; only its config.json is read, if present.
+        """The script of a run, with its model's vocabulary; only the model's config.json is read, if present.
 
         Its table "scripted_engine" may have the other fields.
         """

@@ -2,7 +2,7 @@
 
 Input: a vLLM model and HF-named tensors; output: the tensors that are not taken here, for the model's own loader.
 A call of vLLM's layerwise reload costs 0.3 to 0.9 ms whatever the size, and Qwen3-30B-A3B has 18,432 such matrices.
-Its loader of a layer of experts takes all of them in one tensor [experts, …] as well.  Where it does not look as
+Its loader of a layer of experts takes all of them in one tensor [experts, …] as well.  Where a layer does not look as
 expected (a quantised layer, experts shared out over ranks, another vLLM) the tensors pass through untouched.
 """
 

@@ -33,7 +33,7 @@ async def start_engine(config: Config, *, seed: int) -> GenerationEngine:
         # Each engine loads what only it needs: a scripted one runs where there is no vLLM.
         from rlhpc.generation.scripted_engine import ScriptedEngine
 
-        # The first group is formed as soon as the trainer is there: torch is loaded meanwhile, and not then.
+        # The first weight group is formed as soon as the trainer is there: load torch meanwhile, not then.
         asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "rlhpc.weights.factory")
         # Replicas share a seed, so that a sample is the same on any replica: no sample is drawn by two of them.
         return ScriptedEngine.of(

@@ -39,12 +39,22 @@ class FinishedRequest:
 
 
 def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
-    """The whole completion, prefix included.  Raises EngineError if arrays disagree or the reason is unknown."""
+    """The whole completion, prefix included.
+
+    Raises EngineError if arrays disagree, the reason is unknown, or a log-probability is not finite: then the logits
+    were not, and the step of every rollout that is trained beside this one would be skipped.
+    """
     length = len(finished.token_ids)
     if len(finished.logprobs) != length or len(finished.versions) != length:
         raise EngineError(
             f"{request.request_id}: {length} tokens, {len(finished.logprobs)} log-probabilities, "
             f"{len(finished.versions)} versions"
+        )
+    if not np.isfinite(finished.logprobs).all():
+        place = int(np.flatnonzero(~np.isfinite(finished.logprobs))[0])
+        raise EngineError(
+            f"{request.request_id}: the log-probability of sampled token {place} is {finished.logprobs[place]}: the "
+            f"engine's logits are not finite, by weights of version {finished.versions[place]} or by its device"
         )
     token_ids, logprobs, versions = finished.token_ids, finished.logprobs, finished.versions
     prefix = request.prefix

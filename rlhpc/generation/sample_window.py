@@ -39,7 +39,7 @@ class SampleWindow:
         self._held_squares = self._num_steps * longest**2
 
     def finished(self, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A request ended, not aborted; tokens it sampled, and tokens before (including a continued prefix)."""
+        """A request ended, not aborted: num_tokens sampled, after num_prompt_tokens (a continued prefix included)."""
         keep = 1 - 1 / (MEMORY_WINDOWS * self.num_samples + 1)
         held = num_prompt_tokens + (num_tokens + self._block) / 2  # half of the last block is empty on average
         self._num_finished = keep * self._num_finished + 1

@@ -107,7 +107,7 @@ class ScriptedEngine(GenerationEngine):
 
     @property
     def policy_version(self) -> int:
-        """−1 until the first weights came."""
+        """The version of the weights; −1 before the first."""
         return self._policy_version
 
     @property
@@ -135,7 +135,7 @@ class ScriptedEngine(GenerationEngine):
                 del self._newest[request.request_id]
 
     async def score(self, token_ids: Int32) -> RowScore:
-        """By the table: what stands before a token does not count; see GenerationEngine."""
+        """By the table: the tokens before have no influence; see GenerationEngine."""
         self._require_life()
         logprobs = self.logprob_table(self._policy_version)[token_ids]
         logprobs[0] = 0
@@ -232,7 +232,7 @@ class ScriptedEngine(GenerationEngine):
 
     @asynccontextmanager
     async def _place(self, flight: _InFlight) -> AsyncIterator[None]:
-        """Decode together with the others that have one.  Whoever is aborted waits for no batch and no drain."""
+        """Hold one of the places for decoding.  An aborted request waits for no batch and no drain."""
         while True:
             await self._places.acquire()
             if not self._must_wait(flight):
@@ -254,7 +254,7 @@ class ScriptedEngine(GenerationEngine):
         return self._is_shut and not flight.is_aborted and not self._death
 
     async def _drain(self) -> None:
-        """Let nobody begin until all who have begun have ended; not while the engine is paused."""
+        """Let no request begin until all that have begun have ended; a pause of the engine ends the wait."""
         self._is_draining = self._is_shut = True
         try:
             while self._num_started and self._may_run and not self._death:  # noqa: ASYNC110 - any of three ends it

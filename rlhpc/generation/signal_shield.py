@@ -17,10 +17,10 @@ NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalShield:
-    """Of one process; its methods are called on the main thread, else signals stay as they are."""
+    """The signals of one process; call its methods on the main thread, otherwise signals stay as they are."""
 
     def __init__(self) -> None:
-        """Nothing is ignored yet."""
+        """Ignores nothing yet."""
         self._handlers: dict[signal.Signals, Any] = {}
 
     def follow(self, generator_pid: int) -> None:

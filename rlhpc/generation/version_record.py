@@ -1,7 +1,7 @@
 """Remember which policy version sampled which tokens of a request.
 
 Input: the number of tokens a request had when weights changed.  Output: one version per token.  Pure.
-Where vLLM keeps spans of its own the two must agree, but for a delay: new weights and their name reach the engine in
+Where vLLM keeps spans of its own the two must agree, except for a delay: new weights and their name reach the engine in
 two messages, and on a busy machine it decodes some tokens between them.  Ours is counted while the weights are loaded.
 """
 

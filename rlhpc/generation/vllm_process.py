@@ -23,7 +23,7 @@ from rlhpc.loading import loading_libraries
 
 log = logging.getLogger("rlhpc.generation")
 
-SHUTDOWN_S = 2.0  # an engine on a GPU takes longer; it has nothing to save, and Ctrl-C is promised to end all in ten
+SHUTDOWN_S = 2.0  # an engine on a GPU takes longer, but has nothing to save; Ctrl-C must end everything within ten
 # Of vLLM 0.26's two model runners the one that knows how many tokens each request has.
 COUNTING_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 

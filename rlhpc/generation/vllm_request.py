@@ -20,7 +20,7 @@ from rlhpc.types import Float32, Int32, RolloutRequest
 
 
 def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int], run_seed: int | None = None) -> Any:
-    """For the rest of the request after its prefix, which vLLM treats as part of the prompt.
+    """Parameters for the rest of a request after its prefix, which vLLM treats as part of the prompt.
 
     run_seed: makes the draw reproducible for the same request; None: the engine's own randomness.
     """
@@ -48,7 +48,7 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
 
 
 def scoring_params() -> Any:
-    """For a row whose own tokens are to be scored: the one token that vLLM samples after them is not used."""
+    """Parameters for a row whose own tokens are to be scored: the one that vLLM samples after them is not used."""
     # As above.
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -103,13 +103,13 @@ class PartialCompletion:
 
 @runtime_checkable
 class CoreOfOurs(Protocol):
-    """What is asked of core_thread.py, where vLLM's front end is asked in its own words."""
+    """The methods of core_thread.py that take the place of vLLM's front end here."""
 
     def num_tokens(self, request_id: str) -> int:
-        """Sampled so far."""
+        """Number of tokens sampled so far."""
 
     def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
-        """From token `first` on."""
+        """The tokens sampled so far, from `first` on."""
 
 
 def num_tokens(llm: Any, request_id: str) -> int:

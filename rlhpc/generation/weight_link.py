@@ -27,7 +27,7 @@ from rlhpc.weights.device_scope import DeviceScope
 from rlhpc.weights.shadow import HostShadow, NamedTensors, fresh_blocks, named_tensors
 
 BUSY, READY, DONE, FAILED, TORN = "busy", "ready", "done", "failed", "torn"
-LOOK_S = 0.1  # between two looks after the publisher
+LOOK_S = 0.1  # between two checks of the publisher
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
@@ -59,7 +59,7 @@ class WeightLink:
     def begin_paused(self, manifest: WeightManifest, load: Load) -> tuple[str, str]:
         """Start receiving; `load` is called in the thread once it is permitted, and draws the tensors as they arrive.
 
-        What it draws from raises when the version turns out to be torn.
+        The iterator that it draws from raises if the version turns out to be torn.
         """
         return self._start(lambda: self._load_arriving(manifest, load))
 
@@ -103,7 +103,7 @@ class WeightLink:
                 raise TornWeights(f"version {manifest.policy_version}: not all of it was loaded")
 
     def _await_permission(self) -> None:
-        """Look after the publisher meanwhile: on a GPU the engine waits for the bucket that is under way.
+        """Check the publisher meanwhile: on a GPU the engine waits for the bucket that is under way.
 
         That is a kernel of NCCL, which ends with its publisher's data or when this thread leaves the group.
         """

@@ -25,10 +25,10 @@ from rlhpc.generation.expert_stacks import ExpertStacks
 def reload_weights(
     model: Any, vllm_config: Any, model_config: Any, device: torch.device, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Bare model.load_weights fails on CPU, where linear weights were repacked and the originals emptied."""
+    """Bare model.load_weights would fail on CPU, where linear weights were repacked and the originals emptied."""
     with set_current_vllm_config(vllm_config), torch.device(device), torch.no_grad():
         try:
-            stacks = ExpertStacks(model, device)  # what a layer takes shows before it is taken apart
+            stacks = ExpertStacks(model, device)  # looks at layers, so before they are taken apart
             initialize_layerwise_reload(model)
             model.load_weights(stacks.taken_from(weights))
         except BaseException:  # survived: nothing; layers that were taken apart are put together first

@@ -76,7 +76,7 @@ class WeightUpdateExtension:
         return isinstance(getattr(self.model_runner, "requests", None), dict)
 
     def rlhpc_count_with(self, counter: Callable[[], dict[str, int]]) -> None:
-        """Who steps this worker, in its own process, counts the tokens of every request, of those not begun as well."""
+        """Set who counts tokens: what steps this worker in its own process knows all requests, also those not begun."""
         self._rlhpc_counter = counter
 
     def rlhpc_begin_join(self, group_json: str, member: str, timeout_s: float) -> tuple[str, str]:
@@ -120,7 +120,7 @@ class WeightUpdateExtension:
         return time.monotonic() - began, counts
 
     def rlhpc_permit(self) -> dict[str, int] | None:
-        """Nothing is sampled any more: load what is ready as it arrives.  Returns the counts of rlhpc_load."""
+        """Sampling has stopped: load what is ready as it arrives.  Returns the counts of rlhpc_load."""
         self._rlhpc_finish_kernels()
         if self._rlhpc_link is not None:
             self._rlhpc_link.permit()

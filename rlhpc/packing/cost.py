@@ -40,8 +40,8 @@ class FlopCost:
         once.  quadratic = 2 · layers · heads · head_dim: QKᵀ and the sum over V take 2·L²·heads·head_dim each, and the
         causal half of both is computed.  Counting as in Narayanan et al. 2021, appendix (arXiv:2104.04473), with the
         triangle left out; biases, norms and rotary embeddings are below a percent, the input embedding is a look-up.
-        A sliding window is not taken into account, so long sequences then count for too much: less balance, never
-        a wrong result.
+        A sliding window is not taken into account, so that long sequences then count too much: less balance, never a
+        wrong result.
         Raises ConfigError naming the key that is missing.
         """
         hidden, layers = _count(config, "hidden_size"), _count(config, "num_hidden_layers")

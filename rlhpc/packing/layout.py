@@ -24,7 +24,7 @@ def pack(
     num_ranks: int,
     cost: FlopCost,
 ) -> PackedMinibatch:
-    """Plan and lay out.
+    """Plan a minibatch and lay it out.
 
     Raises PackingError if a sample is longer than the budget; ValueError if there is no sample or one is malformed.
     """
@@ -49,14 +49,14 @@ def lay_out(samples: Sequence[TrainingSample], plan: Plan) -> PackedMinibatch:
     )
     return PackedMinibatch(
         ranks=ranks,
-        # At least 1, since losses are divided by it: of a batch without any the loss is 0.
+        # At least 1, since losses are divided by it: the loss of a batch without any is 0.
         num_loss_tokens=max(1, sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples)),
         num_samples=len(samples),
     )
 
 
 def unpack(minibatch: PackedMinibatch) -> list[PackedMicrobatch]:
-    """Return every segment as a row of its own, rank by rank, without the rows that only fill up."""
+    """Return every segment as a row of its own, rank by rank, without filler rows."""
     return [
         _segment(row, index) for row in minibatch.rows if not _is_filler(row) for index in range(len(row.loss_weights))
     ]
@@ -69,7 +69,7 @@ def packing_fill(batch: PackedBatch, token_budget: int) -> float:
 
 
 def tokens_trained(batch: PackedBatch) -> int:
-    """Prompts included; as often as they are gone through."""
+    """Tokens of all minibatches, prompts included, counted once for each pass over them."""
     sizes = [sum(len(row.token_ids) for row in minibatch.rows) for minibatch in batch.minibatches]
     return sum(sizes[place] for place in batch.order)
 

@@ -4,9 +4,10 @@
     def judge(completions, records)                   the whole records of the dataset, with data.reference_field = "*"
     def judge(prompts, completions, answer, **kwargs)   as TRL calls its functions: fields of the records, by name
 
-Each parameter is given by name, and is a list as long as the batch.  `prompts` is the field prompt; what has a default
-is left at it where a record has no such field; **kwargs gets every other field that all records have.
-Returned is a list of what a function of one completion may return (returned.py), in the same order; async def will do.
+Each parameter is given by name, and is a list as long as the batch.  `prompts` is the field prompt; a parameter with a
+default keeps it if a record lacks the field; **kwargs gets every other field that all records have.
+It returns a list of what a function of one completion may return (returned.py), in the same order; async def is
+allowed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class BatchedFunction:
         return only
 
     def judge_all(self, completions: Sequence[str], references: Sequence[str]) -> list[object]:
-        """What is returned for each.  Raises NoReward for anything but a list of as many; what the function raises."""
+        """What is returned for each.  Raises NoReward unless it is a list of as many; what the function raises."""
         returned = self._function(**self._arguments(completions, references))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
@@ -100,7 +101,7 @@ class BatchedFunction:
 
     @staticmethod
     def _column(name: str, records: Sequence[Mapping[str, Any]], *, is_needed: bool) -> dict[str, list[Any]]:
-        """{name: values}; nothing where a record lacks it and it is not needed.  Raises ValueError where it is."""
+        """{name: values}; {} if a record lacks the field and it is not needed.  Raises ValueError if it is needed."""
         field = _OTHER_NAMES.get(name, name)
         lacking = next((record for record in records if field not in record), None)
         if lacking is None:

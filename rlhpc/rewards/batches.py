@@ -1,4 +1,4 @@
-"""Completions of batched functions, from being asked for until a worker judges them together.
+"""Collect completions for batched functions until a worker judges them together.
 
 A batch does not wait to be full: when a worker becomes free, it gets all waiting completions, up to `most`.  If a batch
 fails, its completions are judged again one by one, so that only those that cause the failure are verifier errors.
@@ -29,7 +29,7 @@ class Asked(Generic[Found]):
 
 
 class Batches(Generic[Worker, Found]):
-    """Of one pool."""
+    """The waiting completions of one pool."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Batches(Generic[Worker, Found]):
         self._serving: set[asyncio.Task[None]] = set()
 
     async def judge(self, task: str, completion: str, reference: str) -> Found:
-        """Cancelling costs nobody else anything.  Raises RoleFailed if the pool has ended."""
+        """Judge a completion.  Cancelling affects no other one.  Raises RoleFailed if the pool has ended."""
         asked: Asked[Found] = Asked(completion, reference)
         self._waiting[task].append(asked)
         if self._num_serving[task] < self._num_workers:
@@ -58,7 +58,7 @@ class Batches(Generic[Worker, Found]):
         return await asked.found
 
     async def close(self) -> None:
-        """After the end of the pool: whoever waits has RoleFailed."""
+        """Call it after the end of the pool: all that wait get RoleFailed."""
         await asyncio.gather(*self._serving)
 
     async def _serve(self, task: str) -> None:
@@ -82,7 +82,7 @@ class Batches(Generic[Worker, Found]):
         waiting, batch = self._waiting[task], list[Asked[Found]]()
         while waiting and len(batch) < self._most:
             asked = waiting.popleft()
-            if not asked.found.done():  # else who asked has gone
+            if not asked.found.done():  # otherwise the caller was cancelled
                 batch.append(asked)
         return batch
 

@@ -85,7 +85,7 @@ def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any], OwnLim
 
 
 def _difference(line: bytes, wanted: Any) -> str:
-    """Why what a program said is not what was wanted; "" if it is."""
+    """How a program's result differs from what was wanted; "": not at all."""
     try:
         said = json.loads(line)
         if "raised" in said:
@@ -96,7 +96,7 @@ def _difference(line: bytes, wanted: Any) -> str:
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
-    """Equal, and of the same type; only numbers may be int or float, and a tuple answers a list."""
+    """Equal and of the same type, except that int and float are interchangeable, and a tuple answers a list."""
     if isinstance(wanted, list):
         return type(value) in (list, tuple) and _are_same(value, wanted)
     if isinstance(wanted, int | float) and not isinstance(wanted, bool):

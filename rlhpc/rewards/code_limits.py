@@ -21,19 +21,19 @@ _LANGUAGES: tuple[Language, ...] = get_args(Language)
 
 @dataclass(frozen=True, slots=True)
 class OwnLimits:
-    """Of one record; empty where it says nothing."""
+    """Limits of one record; empty where it has none."""
 
     language: Language | None = None
     cpu_s: float = 0.0  # of one test
     memory_bytes: int = 0
 
     def languages(self, of_run: tuple[Language, ...]) -> tuple[Language, ...]:
-        """In which its programs may be written."""
+        """The languages in which its programs may be written."""
         return of_run if self.language is None else (self.language,)
 
 
 def own_limits(reference: Mapping[str, Any], task: str) -> OwnLimits:
-    """Raises ValueError for a value that is none."""
+    """Read a record's own limits.  Raises ValueError for an illegal value."""
     language, cpu_s, memory = (reference.get(key) for key in ("language", "time_limit_s", "memory_limit_bytes"))
     if language is not None and language not in _LANGUAGES:
         raise ValueError(f"the reference of {task}: language={language!r}; legal: {', '.join(map(repr, _LANGUAGES))}")

@@ -65,7 +65,7 @@ class Program:
 
 
 def executable(program: Program, sandbox: Sandbox, settings: SandboxConfig) -> tuple[bytes, Kind, str]:
-    """What the sandbox is given to run, as what, and why it cannot be: "" if it can.  Raises SandboxError."""
+    """(what the sandbox is given, of which kind, why it cannot run: "" if it can).  Raises SandboxError."""
     text = program.text.encode(errors="replace")
     if program.language == "python":
         return text, "python", ""
@@ -82,7 +82,7 @@ def place() -> tuple[Sandbox, SandboxConfig]:
 
 
 def limits_of(settings: SandboxConfig, wall_s: float, own: OwnLimits | None = None) -> Limits:
-    """Of one program that has this much of the completion's time left; own: those of its record."""
+    """Limits of one program.  wall_s: what is left of the completion's time; own: the record's limits."""
     own = own or OwnLimits()
     return Limits(
         cpu_s=own.cpu_s or settings.cpu_s, wall_s=wall_s, memory_bytes=own.memory_bytes or settings.memory_bytes
@@ -99,7 +99,7 @@ def last_program(completion: str, languages: Sequence[Language] = ("python",)) -
 
 
 def no_program(languages: Sequence[Language]) -> str:
-    """What is said of a completion without a program."""
+    """The detail of a completion without a program."""
     return f"the last fenced block is no {' or '.join(_NAMES[language] for language in languages)} program"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rlhpc.config_sandbox import SandboxConfig
@@ -50,18 +51,24 @@ def check_reference(reference: str, settings: SandboxConfig | None = None) -> No
 
 
 def _read(reference: str) -> tuple[list[tuple[str, str]], OwnLimits]:
-    """Pairs of input and output, and what else it says."""
+    """Pairs of input and output, and the record's own limits."""
     try:
         read: Any = json.loads(reference)
         if isinstance(read, dict):
             pairs = list(zip(read["inputs"], read["outputs"], strict=True))
         else:
             pairs = [(test["input"], test["output"]) for test in read]
-    except (ValueError, KeyError, TypeError) as error:
+        calls = next((test for test in (read if isinstance(read, list) else [read]) if _calls_a_function(test)), None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             'the reference of code_stdin is {"inputs": [...], "outputs": [...]} or [{"input", "output"}, ...] as JSON: '
             f"{type(error).__name__}: {error}"
         ) from error
+    if calls is not None:
+        raise ValueError(
+            f"the reference of code_stdin: {str(calls)[:80]} calls a function; legal: tests of standard input, or "
+            "code_functions with its own form of tests"
+        )
     if not pairs:
         raise ValueError("the reference of code_stdin has no tests; legal: one or more")
     for number, pair in enumerate(pairs, 1):
@@ -69,6 +76,13 @@ def _read(reference: str) -> tuple[list[tuple[str, str]], OwnLimits]:
         if wrong := [f"{what} is of type {kind}" for what, kind in kinds.items() if kind != "str"]:
             raise ValueError(f"the reference of code_stdin: test {number}: {' and '.join(wrong)}; legal: texts")
     return pairs, own_limits(read, _TASK) if isinstance(read, dict) else OwnLimits()
+
+
+def _calls_a_function(test: Mapping[str, Any]) -> bool:
+    """As APPS, TACO and DeepCoder (fn_name, type) and LiveCodeBench (testtype) say it: texts, but of arguments."""
+    return (
+        bool(test.get("fn_name")) or {"functional", "function_call"} & {test.get("type"), test.get("testtype")} != set()
+    )
 
 
 def _lines(output: bytes) -> list[bytes]:

@@ -32,7 +32,7 @@ def resolve(task: str) -> RewardFunction:
 def reference_check(
     task: str, composites: Mapping[str, CompositeConfig], judge: JudgeConfig, sandbox: SandboxConfig | None = None
 ) -> Callable[[str], None] | None:
-    """What raises ValueError for a reference that the task cannot read; of a composite, one of its parts."""
+    """A function that raises ValueError for a reference that the task, or a part of a composite, cannot read."""
     if task == "llm_judge":
         # Imported here because only this task needs it before a run.
         from rlhpc.rewards import llm_judge
@@ -55,7 +55,7 @@ def reference_check(
 
 
 def references(settings: CompositeConfig, reference: str) -> dict[str, str]:
-    """What each part is given.  Raises ValueError: the record is none, or lacks a field."""
+    """The reference of each part.  Raises ValueError if the whole is no record, or lacks a field."""
     if not settings.fields:
         return dict.fromkeys(settings.tasks, reference)
     record = json.loads(reference)
@@ -74,10 +74,10 @@ def _field(record: Mapping[str, Any], name: str | None, whole: str) -> str:
 
 
 class Composite:
-    """A RewardFunction of several."""
+    """A RewardFunction that combines several."""
 
     def __init__(self, settings: CompositeConfig) -> None:
-        """Import those of the parts.  Raises ConfigError as registry.resolve."""
+        """Import the parts' functions.  Raises ConfigError as registry.resolve."""
         self._settings = settings
         self._functions = {name: registry.resolve(task) for name, task in settings.tasks.items()}
 

@@ -28,7 +28,7 @@ PREFIX = "task:"  # of these figures in a heartbeat
 
 
 class TaskCounts:
-    """Since the start of a pool."""
+    """Counts since the start of a pool."""
 
     def __init__(self) -> None:
         self._figures: defaultdict[tuple[str, str], float] = defaultdict(float)  # by task and name
@@ -47,7 +47,7 @@ class TaskCounts:
             self._figures[task, FORKED] += num_forked
 
     def count_failed_batch(self, task: str, seconds: float) -> None:
-        """One of two completions or more."""
+        """Count a failed batch of two completions or more."""
         self._figures[task, BATCH_FAILED] += 1
         self._figures[task, SECONDS] += seconds
 
@@ -61,7 +61,7 @@ class TaskCounts:
 
 
 def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The reverse: task → name → figure; whatever else is in a heartbeat is left out."""
+    """Undo as_metrics: task → name → figure; other metrics of a heartbeat are left out."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         if key.startswith(PREFIX):

@@ -14,7 +14,7 @@ _CLOSING = re.compile(r" {0,3}```[ \t]*")
 
 
 def last_block(text: str) -> tuple[str, str] | None:
-    """Return its mark and its lines; None where no block is closed."""
+    """Return the last block's mark and lines; None if no block is closed."""
     lines = text.split("\n")
     found: tuple[str, int, int] | None = None
     opening: re.Match[str] | None = None

@@ -15,7 +15,7 @@ _TASKS = Path("/proc/self/task")
 
 
 class ForkWatch:
-    """Of one process, for as long as it lives."""
+    """Watches one process, for as long as it lives."""
 
     def __init__(self) -> None:
         self._own_pid, self._has_forked = os.getpid(), False

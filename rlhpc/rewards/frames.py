@@ -54,7 +54,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag="judge_all"):
 
 
 class Replies(msgspec.Struct, array_like=True, frozen=True, tag="judged_all"):
-    """One for each; if `error` is not empty there are none."""
+    """One reply for each completion; if `error` is not empty there are none."""
 
     replies: list[Reply] = []
     error: str = ""

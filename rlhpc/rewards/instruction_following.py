@@ -1,7 +1,7 @@
 """Task "instruction_following": does the completion follow instructions that a program can check?
 
 Input: a completion; reference: JSON, a list of {"id": …, "kwargs": {…}}, or an object with IFEval's own columns,
-{"instruction_id_list": […], "kwargs": [{…}, …]}, whatever else it holds.  Output: a RewardOutcome, by [instructions] of
+{"instruction_id_list": […], "kwargs": [{…}, …]}; other keys are ignored.  Output: a RewardOutcome, by [instructions] of
 the run file.
 
 Strict looks at the completion as it is.  Loose (arXiv:2311.07911, section 2.2) forgives a first line, a last line and
@@ -95,7 +95,7 @@ def _pairs(found: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _arguments(name: str, given: dict[str, Any] | None) -> Arguments:
-    """Those that the instruction has; nulls, as a table with a column for each argument holds them, are none."""
+    """The instruction's arguments; nulls, as in a table with a column for each argument, are left out."""
     given = {key: value for key, value in (given or {}).items() if value is not None}
     kinds = INSTRUCTIONS[name].arguments
     if set(given) != set(kinds):
@@ -113,7 +113,7 @@ def _arguments(name: str, given: dict[str, Any] | None) -> Arguments:
 
 def _value(name: str, key: str, kind: str, value: Any) -> Any:
     if kind in ("count", "place") and isinstance(value, float) and value.is_integer():
-        value = int(value)  # as tables with holes write them
+        value = int(value)  # as tables with missing values have them
     legal, is_legal = {
         "text": ("a text that is not empty", isinstance(value, str) and value.strip() != ""),
         "letter": ("one character", isinstance(value, str) and len(value) == 1),

@@ -37,7 +37,7 @@ _QUOTES = "\"'“”‘’"
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """How one instruction is checked, and what it is told: argument → kind (a key of _KINDS)."""
+    """How one instruction is checked, and its arguments: name → kind (instruction_following.py checks them)."""
 
     follows: Callable[[str, Arguments], bool]
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ def _has_letter_often(text: str, to: Arguments) -> bool:
 
 
 def num_sentences(text: str) -> int:
-    """Of a text; what follows the last end of a sentence is one."""
+    """Sentences of a text; what follows the last end of a sentence counts as one."""
     count, begin = 0, 0
     for end in _SENTENCE_END.finditer(text):
         if not (end[0] == "." and _goes_on(text[begin : end.start()]) and text[end.end() :].strip()):
@@ -75,7 +75,7 @@ def num_sentences(text: str) -> int:
 
 
 def _goes_on(before: str) -> bool:
-    """Whether a full stop behind this is one of an abbreviation, an initial or a number in front of an item."""
+    """Whether a full stop after this belongs to an abbreviation, an initial or the number of a list item."""
     match = _LAST_WORD.search(before[-_LONGEST_ABBREVIATION:])
     word = match[0].lower() if match else ""
     is_initial = len(word) == 1 and word.isalpha() and word != "i"
@@ -91,7 +91,7 @@ def _has_words(text: str, to: Arguments) -> bool:
 
 
 def _has_paragraphs(text: str, to: Arguments) -> bool:
-    """Divided by ***, and none of them is empty."""
+    """Whether there are so many paragraphs, divided by ***, none of them empty."""
     parts = _divided(text, "***")
     return all(parts) and len(parts) == int(to["num_paragraphs"])
 
@@ -147,7 +147,7 @@ def _has_sections(text: str, to: Arguments) -> bool:
 
 
 def _is_json(text: str, _to: Arguments) -> bool:
-    """With a fence around it, or without."""
+    """Whether a text is JSON, with a fence around it or without."""
     whole = text.strip()
     if len(whole) >= 6 and whole.startswith("```") and whole.endswith("```"):
         text = whole[7:-3] if whole[3:7].lower() == "json" else whole[3:-3]

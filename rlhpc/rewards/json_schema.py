@@ -3,7 +3,8 @@
 Input: a completion; reference: a JSON Schema, of the draft that its $schema names, 2020-12 where it names none.
 Output: a RewardOutcome of 1.0 or 0.0; part `json` says whether it is JSON at all.
 
-Judged is the last fenced block, marked json or not at all, or the whole completion where nothing is fenced.  Nothing is
+The last fenced block is judged, if it is marked json or not at all, or the whole completion if nothing is fenced.
+Nothing is
 fetched: a $ref leads to a place in the schema.
 """
 
@@ -27,7 +28,7 @@ from rlhpc.rewards.fenced_blocks import last_block
 from rlhpc.rewards.marked_answer import LONGEST_ANSWER
 
 _FENCE = re.compile(r"^[ ]{0,3}```", re.MULTILINE)
-_MOST_ERRORS = 50  # of which the one is shown that says most
+_MOST_ERRORS = 50  # the most telling of these is shown
 _SHOWN_CHARACTERS = 200
 
 

@@ -1,8 +1,8 @@
 """Replies of a judge in the run directory, by what was asked: a completion is not paid for twice.
 
 Input: digests of requests.  Output: replies.  Each worker appends JSON lines to a file of its own and looks into those
-of all; a line that was cut off by a death is passed over.  A worker remembers where a reply is, in about 150 bytes, and
-not the reply: a node has many workers.  A cache that cannot be written costs money and nothing else.
+of all; a line that was cut off by a death is skipped.  A worker remembers where a reply is, in about 150 bytes, and not
+the reply: a node has many workers.  A cache that cannot be written costs money and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READ_BYTES = 1 << 20
 
 
 def digest_of(request: Mapping[str, Any]) -> str:
-    """Of everything that the reply depends on."""
+    """Digest of everything that the reply depends on."""
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
@@ -32,11 +32,11 @@ class JudgeCache:
     """One worker's view of the directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Makes nothing before the first reply is kept."""
+        """Creates nothing until the first reply is kept."""
         self._directory = directory
         self._own = directory / f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.jsonl"
         self._files: dict[str, _File] = {}  # by name
-        self._unwritten: dict[str, str] = {}  # replies by digest, of which no disk would take a line
+        self._unwritten: dict[str, str] = {}  # replies that could not be written, by digest
 
     def get(self, digest: str) -> str | None:
         """The reply to a request, also one that another worker has got meanwhile."""
@@ -49,7 +49,7 @@ class JudgeCache:
         return reply
 
     def keep(self, digest: str, reply: str) -> None:
-        """Write a reply down, or remember it if that is not possible."""
+        """Write a reply to disk, or remember it if that is not possible."""
         line = json.dumps({"digest": digest, "reply": reply}).encode() + b"\n"
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)

@@ -1,8 +1,8 @@
 """Query an OpenAI-compatible endpoint, with retries where they may help, within the allowed rate.
 
 Input: messages.  Output: the text of a reply, with its tokens; JudgeFailed if there is none.  Blocks: a reward worker
-judges one completion at a time.  The standard library only; a redirect is not followed, since it would take the key
-along.
+judges one completion at a time.  The standard library only; a redirect is not followed, since that would pass the key
+on.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Endpoint:
             raise _Unusable(f"{type(error).__name__}: {error}") from error
 
     def _has_turn(self, end: float) -> bool:
-        """Wait for this worker's turn by the rate; False at once where it comes too late: it stays the next one's."""
+        """Wait for this worker's turn by the rate; False at once if it comes too late: it is left for the next one."""
         if self.requests_per_s > 0:
             now = self.clock()
             begin = max(now, self._next_at)
@@ -169,7 +169,7 @@ def read_key(judge: JudgeConfig) -> str:
 
 
 def _read(reply: Any, clock: Callable[[], float], end: float) -> bytes:
-    """The body; a socket's time limit is for each piece of it, so that one that dribbles would never reach it."""
+    """The body.  A socket's time limit is for each piece of it, so that a slow trickle would never reach it."""
     found = b""
     while piece := reply.read1(1 << 16):
         found += piece
@@ -194,7 +194,7 @@ def _answer(body: bytes) -> Answer:
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Seconds; a date is answered as no header is."""
+    """Seconds to wait; None without a header, or if it is a date."""
     try:
         return max(0.0, float(header)) if header is not None else None
     except ValueError:

@@ -75,7 +75,7 @@ def check_reference(reference: str, settings: JudgeConfig) -> None:
 
 @lru_cache(maxsize=8)
 def template_of(settings: JudgeConfig) -> str:
-    """The template of the run file or of its file.  Raises ValueError if it is none."""
+    """The template, from the run file or from judge.template_file.  Raises ValueError if it is illegal."""
     if not settings.template_file:
         key, template = "judge.template", settings.template
     else:
@@ -130,7 +130,7 @@ def _match(reply: str, pattern: str) -> str:
 
 
 def _value_of(reply: str, key: str) -> str:
-    """Of the JSON object that begins last and can be read."""
+    """The key's value in the last JSON object that can be read and has it; "": there is none."""
     decoder = json.JSONDecoder()
     for begin in reversed([match.start() for match in re.finditer(r"\{", reply)]):
         try:

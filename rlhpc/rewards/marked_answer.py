@@ -52,7 +52,7 @@ def answer_of(completion: str) -> str:
 
 
 def outcome(reward: float, answer: str, *, is_correct: bool) -> RewardOutcome:
-    """With the answer, and its beginning for people."""
+    """An outcome with the answer, and its beginning as the detail."""
     return RewardOutcome(
         reward, is_correct, detail=f"answer {answer[:_SHOWN_CHARACTERS]}", answer=answer[:LONGEST_ANSWER]
     )

@@ -31,6 +31,7 @@ _BARE_DOLLAR = re.compile(r"(?<!\\)\$")
 # Two words in a row, which math-verify would read as products of letters.
 _SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
 _COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
+_HOLES = ("nan", "null")  # of a table that was written as text; math-verify reads products of letters
 _SHOWN_CHARACTERS = 80
 
 _LATEX = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
@@ -70,7 +71,8 @@ def read_reference(reference: str) -> PlainNumber | list[Any]:
     number = parse_plain_number(text)
     if number is not None:
         return number
-    parsed = [] if _SENTENCE.search(_COMMANDS.sub("", text)) else _parse_latex(text)
+    is_none = text.lower() in _HOLES or _SENTENCE.search(_COMMANDS.sub("", text))
+    parsed = [] if is_none else _parse_latex(text)
     if not parsed:
         raise ValueError(
             f"reference {text[:_SHOWN_CHARACTERS]!r} cannot be read as mathematics; legal: a number, or one expression "

@@ -24,8 +24,8 @@ def open_pool(
 ) -> RewardPool:
     """A pool as the run file says, not started yet; num_workers: 0 for rewards.workers_per_replica.
 
-    judge_cache: directory for replies of a judge; None: none is kept.  with_environments: workers import those of
-    datasets, and what they look up, before they are ready.
+    judge_cache: directory for replies of a judge; None: none is kept.  with_environments: workers import the datasets'
+    environments, and load what these need, before they are ready.
     """
     rewards = config.rewards
     num_workers = num_workers or rewards.workers_per_replica
@@ -43,5 +43,5 @@ def open_pool(
 
 
 def start_timeout_s(num_workers: int, num_cores: int) -> float:
-    """For workers that start at the same time: all import at once, on the cores that this process may use."""
+    """Seconds for workers that start at the same time: all import at once, on the cores that this process may use."""
     return _START_S + _START_OF_ONE_S * num_workers / num_cores

@@ -23,7 +23,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _UNIT_SYMBOLS = frozenset({"cm", "mm", "km", "kg", "lb", "oz", "ft", "mi", "hr"})
-# Words that make another number of the one before them, so that they are no unit.
+# Words that change the number before them, so that they are no units.
 _SCALES = frozenset(
     {"hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "percentage", "and", "plus", "minus",
      "times", "over"}
@@ -99,7 +99,7 @@ def _is_unit(word: str) -> bool:
 
 
 def _without_unit(text_command: re.Match[str]) -> str:
-    r"""Drop \text{ m}, which can be no variable, whatever its length; keep what it says otherwise."""
+    r"""Drop a unit such as \text{ m}, of any length, since it cannot be a variable; keep any other text."""
     words = text_command[1].split()
     is_unit = all(word.isalpha() and word.lower() not in _SCALES for word in words)
     return " " if is_unit else f" {text_command[1]}"

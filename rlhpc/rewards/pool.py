@@ -31,7 +31,7 @@ from rlhpc.types import Verdict
 log = logging.getLogger("rlhpc.rewards")
 
 _MAX_FAILED_STARTS = 5  # consecutive; then something is wrong with the node
-MOST_HELD = 1 << 16  # dialogues of which it is remembered who holds them
+MOST_HELD = 1 << 16  # dialogues whose worker is remembered
 _FIRST_BACKOFF_S = 0.1  # doubled with every failed start
 
 
@@ -69,7 +69,7 @@ class RewardPool:
         preload_tasks: reward functions that a worker imports before it takes its first completion.
         memory_limit_bytes: address space of one worker (RLIMIT_AS); 0 for no limit.
         task_timeout_s, task_memory_bytes: other limits, of single tasks.
-        batch_size: completions that a batched function is given at most; timeout_s is of all of them together.
+        batch_size: completions that a batched function is given at most; timeout_s holds for all of them together.
         environment: variables of the workers, beside those of this process.
         """
         self._num_workers, self._timeout_s = num_workers, timeout_s
@@ -79,7 +79,7 @@ class RewardPool:
         self._environment = dict(environment or {})
         self._workers: set[WorkerProcess] = set()  # all that may be alive
         self._turns: Turns[WorkerProcess] = Turns()
-        self._holders: dict[str, WorkerProcess] = {}  # by dialogue; who has taken its turns so far
+        self._holders: dict[str, WorkerProcess] = {}  # by dialogue: who has taken its turns so far
         self._batched: set[str] = set()  # tasks whose function takes many completions at once
         self._batches = Batches(self._turns, batch_size, num_workers, self._judge_together, self._judge_alone)
         self.failed_batches: dict[str, str] = {}  # by task: how the last one has failed
@@ -135,7 +135,7 @@ class RewardPool:
         return await self._judge_frame(task, frame)
 
     async def _judge_alone(self, task: str, completion: str, reference: str) -> Judgement:
-        """One that was in a batch which has failed."""
+        """Judge a completion of a failed batch by itself."""
         return await self._judge_frame(task, encode_frame(Request(task, completion, reference, self._memory_of(task))))
 
     async def _judge_frame(self, task: str, frame: bytes) -> Judgement:
@@ -150,7 +150,7 @@ class RewardPool:
     async def _judge_together(
         self, task: str, worker: WorkerProcess, batch: Sequence[Asked[Judgement]]
     ) -> list[Judgement] | None:
-        """As Batches wants it: None where a batch has failed; of one completion that is its verdict."""
+        """For Batches: None if a batch has failed; the failure of a single completion is its verdict."""
         began, said = time.monotonic(), Replies()
         try:
             said = await self._ask_together(task, worker, batch)
@@ -224,13 +224,13 @@ class RewardPool:
     ) -> Reply | Replies | Turn:
         """Ask, give the worker back, and count.  Raises WorkerLost, and RoleFailed if the pool has ended.
 
-        name: of whoever has the worker.
+        name: the task or environment that has the worker.
         """
         is_whole, failure, num_forked, costs, began = False, "", 0, NO_COSTS, time.monotonic()
         try:
             reply = await worker.ask(frame, timeout_s)
             failure, num_forked, costs = reply.failure, reply.num_forked, reply.costs
-            is_whole = failure != OUT_OF_MEMORY  # what it holds now, it may hold for ever
+            is_whole = failure != OUT_OF_MEMORY  # it may never give that memory back
         except WorkerLost as loss:
             if self._end:
                 raise RoleFailed(f"reward pool: {self._end}") from loss

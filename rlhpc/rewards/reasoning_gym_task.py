@@ -33,12 +33,12 @@ def judge(completion: str, reference: str) -> RewardOutcome:
 
 
 def final_answer(completion: str) -> str:
-    """What is given as the answer, stripped."""
+    """The answer in a completion, stripped."""
     tagged: list[str] = _TAGGED.findall(completion)
     return tagged[-1].strip() if tagged else answer_of(completion)
 
 
 @lru_cache(_DATASETS_HELD)
 def _dataset(name: str, settings: str) -> Any:
-    """One that scores as that which made the problem does; its own problems are never looked at."""
+    """A dataset that scores like the one that made the problem; its own problems are not used."""
     return create_dataset(name, seed=0, size=1, **decode(json.loads(settings)))

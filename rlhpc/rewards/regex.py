@@ -1,9 +1,9 @@
-"""Task "regex": does the answer have the form that the reference says?
+"""Task "regex": does the answer match the pattern that is the reference?
 
 Input: a completion and a reference, which is a Python regular expression.  Output: a RewardOutcome of 1.0 or 0.0.
 
 The whole answer must match, flags stand in the pattern ("(?i)yes").  The answer is the last marked one, or all of the
-completion (marked_answer.py).  A pattern whose search explodes is ended by rewards.timeout_s: a verifier error.
+completion (marked_answer.py).  A pattern that takes exponential time is ended by rewards.timeout_s: a verifier error.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 )
 
 
-# The same for what is asked of a reference before a run; each function raises ValueError, which says what is legal.
+# The same for checks of a reference before a run; each function raises ValueError, which says what is legal.
 CHECKS: Mapping[str, str] = MappingProxyType(
     {name: f"{path.partition(':')[0]}:check_reference" for name, path in BUILT_IN.items() if name != "llm_judge"}
     | {
@@ -81,7 +81,7 @@ def resolve(task: str) -> RewardFunction:
 
 
 def reference_check(task: str) -> Callable[..., None] | None:
-    """What raises ValueError for a reference that the task cannot read; None for a task of the user's own.
+    """A function that raises ValueError for a reference that the task cannot read; None for a task of the user's own.
 
     Those are not imported before a run: a login node may not have what they need.
     """

@@ -26,17 +26,17 @@ _REWARD, _IS_CORRECT, _KEPT = ("reward", "score"), ("is_correct", "acc"), ("deta
 
 @dataclass(frozen=True, slots=True)
 class JudgedOutcome(RewardOutcome):
-    """With what it has cost, by names of failures.COSTS."""
+    """An outcome with its costs, by names of failures.COSTS."""
 
     costs: dict[str, float] = field(default_factory=dict)
 
 
 class NoReward(TypeError):
-    """What was returned is none of these."""
+    """What was returned is none of the above."""
 
 
 def as_outcome(returned: object) -> RewardOutcome:
-    """Raises NoReward for anything that is none of these, naming it; what a coroutine raises."""
+    """The outcome that was returned.  Raises NoReward for anything else, naming it; what a coroutine raises."""
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     match returned:

@@ -1,4 +1,4 @@
-"""What tasks learn of the run file: a reward worker has it in its environment (VARIABLE), which the service sets."""
+"""The run file's settings for tasks: a reward worker has them in its environment (VARIABLE), which the service sets."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def worker_environment(config: Config, judge_cache: Path | None = None) -> dict[
 
 @cache
 def task_settings() -> TaskSettings:
-    """Those of this process; the defaults where there is no run."""
+    """The settings of this process; the defaults where there is no run."""
     return TaskSettings.model_validate(json.loads(os.environ.get(VARIABLE, "{}")))

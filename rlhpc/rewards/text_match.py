@@ -1,4 +1,4 @@
-"""Tasks "exact_match" and "token_f1": is the answer the reference, as a text, or how much of it?
+"""Tasks "exact_match" and "token_f1": does the answer equal the reference as a text, or how much do they share?
 
 Input: a completion and a reference, which is a text or a JSON list of texts of which the best counts.  Output: a
 RewardOutcome.  Texts are compared as SQuAD compares them (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1): in

@@ -52,13 +52,13 @@ class Turns(Generic[Worker]):
         return wanted
 
     def give_back(self, task: str, worker: Worker) -> None:
-        """It has answered, and may be asked again."""
+        """The worker has answered, and may be asked again."""
         self._held[task] -= 1
         self._suspects.discard(task)
         self.add(worker)
 
     def put_back(self, task: str, worker: Worker) -> None:
-        """It was not asked."""
+        """Return a worker that was not asked."""
         self._held[task] -= 1
         self.add(worker)
 
@@ -69,12 +69,12 @@ class Turns(Generic[Worker]):
         self._serve()
 
     def add(self, worker: Worker) -> None:
-        """An idle worker that nobody has."""
+        """Add an idle worker."""
         self._idle.append(worker)
         self._serve()
 
     def end(self, why: str) -> None:
-        """Whoever waits, or comes later, gets RoleFailed with this text."""
+        """All that wait, or come later, get RoleFailed with this text."""
         self._end = why
         for turns in self._waiting.values():
             for turn in turns:

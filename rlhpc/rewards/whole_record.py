@@ -1,6 +1,6 @@
 """Reward functions that are given the whole record in place of a reference.
 
-    def judge(completion, record):   # the second parameter is called so
+    def judge(completion, record):   # the second parameter has this name
         return verl_score(record["data_source"], completion, record["reward_model"]["ground_truth"])
 
 The run file has data.reference_field = "*", by which the reference is the record as JSON.

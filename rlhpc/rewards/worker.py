@@ -80,7 +80,7 @@ def _serve(
         if host is None and isinstance(request, Dialogue):
             host = _host(functions)
         reply = _answer(request, functions, host)
-        if forks.is_copy:  # one that came back out of the function: the answer is its parent's to give
+        if forks.is_copy:  # a fork that returned from the function: its parent gives the answer
             os._exit(1)
         if num_forked := forks.end_copies():
             reply = replace(reply, num_forked=num_forked)
@@ -90,8 +90,8 @@ def _serve(
 
 
 def _host(functions: dict[str, RewardFunction]) -> EnvironmentHost:
-    """Of the environments of this run, imported.  Raises ConfigError."""
-    # Imported here because settings take pydantic, for which every new worker would wait.
+    """The host of this run's environments, imported.  Raises ConfigError."""
+    # Imported here because settings need pydantic, for which every new worker would wait.
     from rlhpc.rewards.environments.host import EnvironmentHost
     from rlhpc.rewards.environments.settings import environments_here
 
@@ -142,7 +142,7 @@ def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
 
 
 def _judge_all(batch: Batch, functions: dict[str, RewardFunction]) -> Replies:
-    """What is no reward is the failure of its completion alone."""
+    """A value that is no reward is a failure of its own completion only."""
     function = _function(batch.task, functions)
     assert isinstance(function, BatchedFunction), f"{batch.task} is not batched"
     replies: list[Reply] = []
@@ -240,7 +240,7 @@ def _leave_signals_to_the_service() -> None:
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    """Of this process's address space; tasks may have other limits, so that the hard one stays as it was."""
+    """Limit this process's address space; tasks may have other limits, so that the hard limit stays as it was."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     is_above = hard != resource.RLIM_INFINITY and limit_bytes > hard
     wanted = hard if limit_bytes <= 0 or is_above else limit_bytes

@@ -22,6 +22,7 @@ from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import GenerationEngine
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompts import SeededPrompts, dialogue_template, open_prompts
+from rlhpc.data.thinking import answer_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
@@ -97,13 +98,13 @@ class Evaluator:
     ) -> None:
         self._settings, self._engine, self._pool, self._file = settings, engine, pool, file
         self._prompts: SeededPrompts = open_prompts(settings.config)
-        self._tokenizer = PromptTokenizer(settings.config.model.path)
+        self._tokenizer = PromptTokenizer(settings.config.model.path, settings.config.model.chat_template_kwargs)
         (self._dataset,) = settings.config.data
         self._template = dialogue_template(settings.config, self._tokenizer) if self._dataset.environment else None
         self._sampling = SamplingParams(
             max_tokens=settings.config.generation.max_completion_tokens,
             temperature=settings.temperature,
-            stop_token_ids=self._tokenizer.eos_token_ids,
+            stop_token_ids=self._tokenizer.stop_token_ids,
         )
 
     async def sample(self, places: list[tuple[int, int]], stop: asyncio.Event) -> None:
@@ -137,7 +138,8 @@ class Evaluator:
             rollout = await self._engine.generate(request)
             has_ended = rollout.finish_reason is FinishReason.STOP
             text = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
-            judgement = await self._asked_again(partial(self._pool.judge, prompt.task, text, prompt.reference))
+            answer, _ = answer_of(text, self._dataset.thinking_end)
+            judgement = await self._asked_again(partial(self._pool.judge, prompt.task, answer, prompt.reference))
         else:
             rollout, judgement = await self._converse(request, self._template)
             text = self._tokenizer.decode(rollout.token_ids, keep_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Beside a program: call its function with each list of arguments and tell what it returned.  Runs in the sandbox.
+"""Run beside a program: call its function with each list of arguments and report the result.  Runs in the sandbox.
 
 Input on descriptor 0: {"program", "entry_point", "calls": [{"args", "kwargs"}]}.  Output on descriptor 4: a JSON line
 for each call, {"value"} or {"raised"}.  The text of values.py stands in front of this one.
@@ -18,7 +18,7 @@ RESULTS = 4
 
 
 def call_all() -> None:
-    """Until all are done, or the program ends itself."""
+    """Make all calls, unless the program ends itself before."""
     request = json.load(sys.stdin)
     names: Any = {"__name__": "__main__"}
     exec(compile(request["program"], "program.py", "exec"), names)

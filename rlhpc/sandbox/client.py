@@ -45,7 +45,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What this node gives: by layer, "" if it is there, else why it is not."""
+    """The isolation that this node offers: by layer, "" if it is there, else why it is not."""
 
     why_not: dict[str, str] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """How programs are kept."""
+    """How programs are isolated."""
 
     require: Strength = "strong"
     python: str = ""  # interpreter of programs; "": this one
@@ -79,7 +79,7 @@ class Sandbox:
         self._settings = settings or SandboxSettings()
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self.layers = Layers()  # what the node gave when the server was started last
+        self.layers = Layers()  # what the node offered when the server was last started
 
     def __enter__(self) -> Sandbox:
         self.start()
@@ -114,7 +114,7 @@ class Sandbox:
         arguments: Sequence[str] = (),
         wants_results: bool = False,
     ) -> Finished:
-        """Run one program to its end; wants_results: what it writes to descriptor 4 is taken too.
+        """Run one program to its end; wants_results: also keep what it writes to descriptor 4.
 
         Raises SandboxError if the sandbox fails; the next call starts another.
         """
@@ -203,14 +203,14 @@ class _Pipe:
         self.give()
 
     def give(self) -> None:
-        """The other end is the program's alone."""
+        """Close our copy of the program's end."""
         if self.theirs >= 0:
             os.close(self.theirs)
             self.theirs = -1
 
     @property
     def is_over(self) -> bool:
-        """More was written than may be."""
+        """More was written than is allowed."""
         return len(self.taken) > self._most_bytes
 
     def take(self) -> bool:
@@ -221,7 +221,7 @@ class _Pipe:
             return True
 
     def drain(self) -> None:
-        """Read the rest, after everybody who could write has ended; who could, and does not, is on its way out."""
+        """Read the rest: every process that could write has ended, or is ending."""
         with contextlib.suppress(BlockingIOError):
             while not self.is_over and self._take_a_piece():
                 pass

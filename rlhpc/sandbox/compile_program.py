@@ -1,4 +1,4 @@
-"""Beside a compiler: give it the program on descriptor 0, and hand out what it has made on descriptor 4.  Runs in the
+"""Run beside a compiler: give it the program from descriptor 0, and write the binary to descriptor 4.  Runs in the
 sandbox.
 
 Input: the compiler's words as arguments, the program as standard input.  Output: the binary; the compiler's exit status
@@ -17,7 +17,7 @@ _PIECE = 1 << 20
 
 
 def compile_it() -> int:
-    """Returns the exit status."""
+    """Compile the program; return the exit status."""
     done = subprocess.run([*sys.argv[1:], "-x", "c++", "-o", _BINARY, "-"], stdout=2, check=False)
     if done.returncode:
         return done.returncode if done.returncode > 0 else 1

@@ -53,7 +53,7 @@ def find_compiler(wanted: Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def version_of(compiler: str) -> str:
-    """The first line that it says of itself; "" if it says none."""
+    """The first line of `compiler --version`; "" if there is none."""
     try:
         said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -62,14 +62,14 @@ def version_of(compiler: str) -> str:
 
 
 def compile_limits(cpu_s: float, memory_bytes: int) -> Limits:
-    """Of a compiler and all that it starts; on the clock twice its processor time."""
+    """Limits of a compiler and all that it starts; wall time is twice the processor time."""
     return Limits(
         cpu_s=cpu_s, wall_s=2 * cpu_s, memory_bytes=memory_bytes, box_bytes=_BOX_BYTES, output_bytes=_BINARY_BYTES
     )
 
 
 def compile_cpp(sandbox: Sandbox, compiler: Sequence[str], program: bytes, limits: Limits) -> Compiled:
-    """Raises SandboxError if the sandbox fails."""
+    """Compile a program in the sandbox.  Raises SandboxError if the sandbox fails."""
     words = (*compiler, _FEW_COMPLAINTS["clang" in Path(compiler[0]).name])
     run = sandbox.run(_HARNESS, program, limits, kind="compiler", arguments=words, wants_results=True)
     if run.stopped_for or run.status or not run.results:
@@ -93,7 +93,7 @@ def try_compiler(sandbox: Sandbox, compiler: Sequence[str], limits: Limits) -> N
 
 
 def _fault_of_trial(run: Finished) -> str:
-    """ "": it wrote what it should."""
+    """What is wrong with the trial; "": nothing."""
     if run.stdout == b"42\n":
         return ""
     said = run.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]

@@ -63,8 +63,8 @@ def unshare(flags: int) -> None:
 def fork_into(namespaces: int) -> int:
     """As os.fork, the child in new namespaces: with CLONE_NEWPID as the first process of its own.  Needs CAP_SYS_ADMIN.
 
-    Neither the C library nor Python learns of it: no hook is run, and what the C library has noted as the number of the
-    thread is the parent's.  So the child should do nothing of note but to os.fork, which puts both right.
+    Neither the C library nor Python learns of it: no hook runs, and the C library still has the parent's thread id.  So
+    the child should do little but call os.fork, which corrects both.
     """
     number, zero = _NUMBERS["clone"][0 if machine() == "x86_64" else 1], ctypes.c_ulong(0)
     flags = ctypes.c_ulong(namespaces | signal.SIGCHLD)
@@ -81,7 +81,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Take a mount and all below it away, from this namespace."""
+    """Remove a mount and all below it from this namespace."""
     _checked(f"umount {target}", _LIBC.umount2(os.fsencode(target), _MNT_DETACH))
 
 
@@ -91,7 +91,7 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def set_host_name(name: str) -> None:
-    """Of this UTS namespace."""
+    """Set the host name of this UTS namespace."""
     _checked("sethostname", _LIBC.sethostname(name.encode(), ctypes.c_size_t(len(name))))
 
 
@@ -101,7 +101,7 @@ def die_with_parent(number: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own ends."""
+    """Become the parent of descendants whose own parent ends."""
     _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -151,7 +151,7 @@ def install_filter(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Of the interface; 0: this kernel has none, or it is not switched on."""
+    """Version of the interface; 0: this kernel has none, or it is not switched on."""
     try:
         version = _call(
             "landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint32(_LANDLOCK_CREATE_RULESET_VERSION)

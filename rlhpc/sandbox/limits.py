@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program."""
+    """Limits of one program."""
 
     cpu_s: float = 4.0  # of processor time, all its threads together
     wall_s: float = 16.0  # on the clock: a program that sleeps, or a node that is busy
@@ -19,10 +19,10 @@ class Limits:
     output_bytes: int = 1 * MIB  # of standard output, and of errors
 
     def apply(self) -> None:
-        """To this process and all that it starts."""
+        """Limit this process and all that it starts."""
         seconds = max(
             1, -(-int(self.cpu_s * 1000) // 1000)
-        )  # the kernel counts whole ones; the rest is seen afterwards
+        )  # the kernel counts whole seconds; the rest is checked afterwards
         own = {
             resource.RLIMIT_CPU: (seconds, seconds + 1),
             resource.RLIMIT_AS: (self.memory_bytes, self.memory_bytes),

@@ -83,7 +83,7 @@ def calls_of(kind: str, *, only_process: int) -> Calls:
 
 
 def _take_descriptors(program: Program, told: int) -> bytes:
-    """Put all in place and close the rest.  Returns the text of a Python program; a binary goes to BOX."""
+    """Put the program's in place and close the rest.  Returns the text of a Python program; a binary goes to BOX."""
     with os.fdopen(program.source, "rb") as text:
         source = text.read()
     if program.kind == "binary":

@@ -35,15 +35,15 @@ BOXES = "/box"
 BOX = "/box/own"  # below another directory, since Landlock passes over rules of what is mounted on
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_STAGE = "/sys"  # there everywhere, and needed by nobody here
+_STAGE = "/sys"  # exists everywhere, and is not needed here
 _OLD = "/.old"
-# What an unprivileged user may not take away from a mount that he binds.
+# Flags that an unprivileged user may not remove from a mount that he binds.
 _KEPT = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC, "noatime": MS_NOATIME}
 _KEPT.update({"nodiratime": MS_NODIRATIME, "relatime": MS_RELATIME})
 
 
 def enter_root(readable: Sequence[str]) -> None:
-    """Make it this process's root; `readable`: more paths that programs see, read-only.
+    """Make this the process's root; `readable`: more paths that programs see, read-only.
 
     The process has a mount namespace of its own and CAP_SYS_ADMIN in it.  Raises OSError.
     """
@@ -72,7 +72,7 @@ def mount_box(num_bytes: int, num_files: int, user: int) -> None:
 
 
 def _outermost(paths: Sequence[str]) -> List[str]:
-    """Those that are there and not below another one that is."""
+    """The paths that exist and are not below another one that exists."""
     found: List[str] = []
     for path in sorted({os.path.normpath(path) for path in paths if os.path.lexists(path)}):
         if not any(path == other or path.startswith(other + "/") for other in found):

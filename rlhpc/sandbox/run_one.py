@@ -45,7 +45,7 @@ class Place:
 
 
 def run_one(channel: socket.socket, place: Place, number: int) -> NoReturn:
-    """P: serve request `number` and end with status 0, or NO_MORE; any other is a failure that nobody was told of."""
+    """P: serve request `number` and end with status 0, or NO_MORE; any other is an unreported failure."""
     code = 1
     try:
         kernel.die_with_parent(signal.SIGKILL)
@@ -121,7 +121,7 @@ def _run(
 
 
 def _watch(channel: socket.socket, child: int, deadline: float) -> Tuple[_Ended, str]:
-    """Until it ends, the worker says stop or goes, or time is up.  Returns how it ended, and for what it was killed."""
+    """Wait until it ends, the worker says stop or goes, or time is up.  Returns how it ended, and why it was killed."""
     woken, wakes = os.pipe()
     for descriptor in (woken, wakes):
         os.set_blocking(descriptor, False)
@@ -143,7 +143,7 @@ def _watch(channel: socket.socket, child: int, deadline: float) -> Tuple[_Ended,
 
 
 def _ended(child: int) -> _Ended | None:
-    """How it did, if it has; orphans that have ended are taken away on the way."""
+    """How the child ended, if it has; reaps orphans that have ended, too."""
     while True:
         pid, status, usage = os.wait4(-1, os.WNOHANG)
         if pid in (0, child):
@@ -151,7 +151,7 @@ def _ended(child: int) -> _Ended | None:
 
 
 def _end_all(place: Place) -> None:
-    """What the program has left behind in its PID namespace, of which this is the init."""
+    """End what the program has left behind in its PID namespace, whose init this process is."""
     if not place.has_namespaces:
         return
     assert os.getpid() == 1, "anywhere else this would end processes of others"

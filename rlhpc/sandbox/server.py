@@ -46,7 +46,7 @@ class _Isolation:
 
 
 def first_user(server_pid: int) -> int:
-    """Of USERS ids that the programs of a server have in turn, where it runs as real root."""
+    """The first of the USERS ids that a server's programs have in turn, where it runs as real root."""
     return FIRST_USER + server_pid % _MOST_PROCESSES * USERS
 
 
@@ -68,7 +68,7 @@ def _preload() -> None:
     for name in _PRELOADED.split():
         importlib.import_module(name)
     for kind in ("python", "binary", "compiler"):  # so that no program waits for its filter
-        with contextlib.suppress(OSError):  # on an unknown machine, which _isolate says
+        with contextlib.suppress(OSError):  # on an unknown machine, which _isolate reports
             compile_filter(calls_of(kind, only_process=0))
     # A program sees a sys.path without this package.
     sys.path.pop(0)
@@ -77,7 +77,7 @@ def _preload() -> None:
 
 
 def _serve(channel: socket.socket, place: Place) -> int:
-    """One request at a time: a child takes it, so that it never enters this process.  Returns the exit status."""
+    """Serve one request at a time: a child takes it, so that it never enters this process.  Returns the exit status."""
     for number in itertools.count():
         # Blocks without taking; at the end of the stream the child finds nothing.
         channel.recv_into(bytearray(1), 1, socket.MSG_PEEK)
@@ -91,7 +91,7 @@ def _serve(channel: socket.socket, place: Place) -> int:
 
 
 def _isolate(readable_paths: Sequence[str]) -> _Isolation:
-    """Take every layer that this node gives; a missing one is said, not hidden."""
+    """Apply every layer that this node offers; report those that are missing."""
     readable = [sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *readable_paths]
     layers, is_root = _take_namespaces(readable)
     has_namespaces = not layers["namespaces"]
@@ -146,7 +146,7 @@ def _enter(readable: Sequence[str], is_root: bool) -> None:
 
 
 def _fork_in_new_pid_namespace() -> None:
-    """Each program gets one; here, whether it can be had."""
+    """Try whether a PID namespace, which each program gets, can be made."""
     child = kernel.fork_into(_OWN)
     if child == 0:
         try:

@@ -14,7 +14,7 @@ _LARGEST = 1 << 63
 
 
 def encode(value: Any) -> Any:
-    """Of exactly the built-in types.  Raises TypeError for any other, RecursionError for one that holds itself."""
+    """Encode built-in types exactly.  Raises TypeError for any other, RecursionError for one that holds itself."""
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
@@ -38,7 +38,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The reverse.  Raises ValueError or TypeError if it is not."""
+    """Undo encode.  Raises ValueError or TypeError for what it did not make."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-# Read by libraries when they are first used.  What the user has set wins: he may know his interconnect.
+# Read by libraries when they are first used.  What the user has set is kept: they may know their interconnect.
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one of the two values that torch accepts
     "NCCL_ALGO": "Ring",  # sums in the order of ranks, whatever the size of a message
@@ -20,7 +20,7 @@ ENVIRONMENT = {
 
 
 def compute_deterministically() -> None:
-    """For the rest of this process.  Call it before anything is computed on a GPU."""
+    """Compute deterministically for the rest of this process.  Call it before anything is computed on a GPU."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it

@@ -26,14 +26,14 @@ class HeldParameters:
         live: Callable[[], Sequence[Tensor]],
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """live: the tensors, each once, always in the same order.  around: what they are written to within."""
+        """live: the tensors, each once, always in the same order.  around: context in which to write to them."""
         self._live, self._around = live, around
         self._held: list[Tensor] = []
         self._pinned: int | None = None  # address
 
     @torch.no_grad()
     def hold(self, memory: str) -> None:
-        """Copy them as they are now; memory: "device", theirs, or "host".  Replaces an earlier copy, in its place."""
+        """Copy the parameters as they are now; memory: "device" (theirs) or "host".  Replaces an earlier copy."""
         live = self._live()
         device = torch.device("cpu") if memory == "host" else live[0].device
         if not self._held or self._held[0].device != device:
@@ -51,7 +51,7 @@ class HeldParameters:
 
     @contextmanager
     def in_place(self, is_wanted: bool = True) -> Iterator[None]:
-        """Exchange if it is wanted; and back in the end, whatever is raised."""
+        """Swap the copy in if that is wanted, and out again at the end, whatever is raised."""
         if not is_wanted:
             yield
             return
@@ -67,7 +67,7 @@ class HeldParameters:
 
     @torch.no_grad()
     def _exchange(self, spare: Tensor) -> None:
-        """Copies of a tensor wait for each other on the device, in the order of its stream, and the host for none."""
+        """The copies run in order on the device's stream; the host waits for none of them."""
         with self._around():
             for tensor, held in zip(self._live(), self._held, strict=True):
                 between = _like(tensor, spare).copy_(tensor)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.errors import ConfigError
@@ -32,7 +32,7 @@ from rlhpc.types import TensorSpec
 
 TRIAL_TOLERANCE = 1e-3  # float32 round-off is 1e-6; attending across samples shows as 1e-2 to 3
 TRIAL_LENGTHS = (5, 7)
-TRIAL_WINDOW = 3  # tokens: sliding windows are so short in the trial, that its segments are longer
+TRIAL_WINDOW = 3  # tokens: width of sliding windows in the trial, less than its segments have
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class CausalLM:
     parameters: dict[str, nn.Parameter]
     head_weight: nn.Parameter  # [V, H]; also among `parameters`, under the embedding's name if tied
     trunk: Callable[..., Any]
-    head: Callable[..., tuple[Tensor, Tensor | None]] = chunked_logprobs  # or token_values, of a critic
+    head: Callable[..., tuple[Tensor, Tensor | None]] = chunked_logprobs  # or token_values, for a critic
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan) -> Tensor:
         """Final hidden states [T, H] of one packed row; token_ids and position_ids int64 [T]."""
@@ -65,15 +65,20 @@ class CausalLM:
         )
 
 
-def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: bool = False) -> CausalLM:
+def load_causal_lm(
+    path: Path, *, device: torch.device, recompute_activations: bool = False, max_tokens: int = 0
+) -> CausalLM:
     """Load a checkpoint in float32 on `device`.
 
+    max_tokens: of the longest sequence that the engine may sample (_rotate_as_engines).
     Raises ConfigError naming model.path if there is none, or if the architecture cannot be trained here.
     """
     disable_progress_bar()  # it prints progress bars into the log
     try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        _rotate_as_engines(config, max_tokens)
         module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
+            path, config=config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path}: transformers cannot load this model: {error}") from error
@@ -86,11 +91,9 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
         module.config.output_router_logits = False  # otherwise the trunk keeps those of every layer
     model = _without_logits(module)
     _refuse_unknown_experts(model, path)
+    _drop_nothing(module)
     _refuse_unfaithful(model, path)
     module.train()  # HF recomputes activations only in training mode
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0  # the sampled policy has none
     if recompute_activations:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module.to(device)
@@ -112,6 +115,16 @@ def with_value_head(model: CausalLM) -> CausalLM:
     return replace(model, parameters=kept | {VALUE_HEAD: weight}, head_weight=weight, head=token_values)
 
 
+def _rotate_as_engines(config: Any, max_tokens: int) -> None:
+    """LongRoPE (Phi) has two sets of frequencies; transformers chooses by the row at hand, and vLLM once.
+
+    vLLM takes those for long sequences if it may sample one (its PR 27431): so do we, for short ones too.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_tokens > rope["original_max_position_embeddings"]:
+        rope["short_factor"] = rope["long_factor"]
+
+
 def _without_logits(module: Any) -> CausalLM:
     return CausalLM(
         module=module,
@@ -119,6 +132,16 @@ def _without_logits(module: Any) -> CausalLM:
         head_weight=module.get_output_embeddings().weight,
         trunk=module.base_model,
     )
+
+
+def _drop_nothing(module: nn.Module) -> None:
+    """The sampled policy has no dropout, neither in modules nor where a layer hands its probability to a function."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
@@ -140,7 +163,7 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
     """Packed log-probabilities must be those of HF's own attention and logits, segment by segment.
 
     Catches layers that do not use the attention interface, attention with a soft cap, sinks or a bias, windows that are
-    not handed on, and heads with a bias, a scale or a soft cap.
+    not handed on, heads with a bias, a scale or a soft cap, and noise of layers in training mode.
     """
     device, vocabulary = model.head_weight.device, model.head_weight.shape[0]
     module: Any = model.module
@@ -154,9 +177,10 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
         module.set_attn_implementation(PACKED_ATTENTION)
         borders = np.cumsum((0, *TRIAL_LENGTHS), dtype=np.int32)
         positions = torch.cat([torch.arange(length, device=device) for length in TRIAL_LENGTHS])
+        module.train()  # as it will be: noise of its own would show
         try:
             hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
-        except TypeError as error:  # the plan of the row is an argument that they do not know, or do not hand on
+        except TypeError as error:  # its layers do not accept the plan of the row, or do not pass it on
             raise ConfigError(
                 f"model.path={path}: the layers of {type(module).__name__} do not hand the borders of packed samples "
                 f"on to their attention: {error}"
@@ -167,13 +191,13 @@ def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
         raise ConfigError(
             f"model.path={path}: {type(model.module).__name__} gives packed log-probabilities that differ by "
             f"{difference:.2g} from its own logits; it ignores the attention interface, changes attention scores "
-            "(a soft cap, sinks, a bias), or transforms its logits"
+            "(a soft cap, sinks, a bias), transforms its logits, or draws random numbers in training"
         )
 
 
 @contextmanager
 def _narrow_windows(module: nn.Module) -> Iterator[None]:
-    """Every sliding window of a model is TRIAL_WINDOW tokens wide, wherever its layers have it from."""
+    """Meanwhile every sliding window of a model is TRIAL_WINDOW tokens wide, wherever its layers read the width."""
     places: dict[int, Any] = {}
     for part in module.modules():
         places |= {id(place): place for place in (part, getattr(part, "config", None))}

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
-BLOCK = 4096  # of a row, at once
+BLOCK = 4096  # elements of a row at once
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -95,7 +95,7 @@ def logit_gradient(
     dtype: torch.dtype,
     entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See logprob._logit_gradient; of contiguous logits [C, V > 0], rounded to dtype; float32 in their place."""
+    """See logprob._logit_gradient; of contiguous logits [C, V > 0], rounded to dtype; float32 overwrites them."""
     rows, vocabulary = logits.shape
     gradient = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     of_entropy, entropy_factors = entropy or (log_partition, row_factors)  # not read without entropy
@@ -109,7 +109,7 @@ def logit_gradient(
 
 
 def try_out(device: torch.device) -> None:
-    """Compile them for this device; raises RuntimeError or OSError if that does not work here."""
+    """Compile the kernels for this device; raises RuntimeError or OSError if that does not work here."""
     one = torch.ones(1, 1, device=device)
     target = torch.zeros(1, dtype=torch.int64, device=device)
     try:

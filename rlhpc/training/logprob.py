@@ -29,9 +29,9 @@ from torch import Tensor
 
 log = logging.getLogger("rlhpc.training")
 
-NUM_BLOCKS = 8  # a second buffer beside a chunk's logits is a block of them, not the whole
+NUM_BLOCKS = 8  # a second buffer beside a chunk's logits holds only a block of them
 LOWEST = torch.finfo(torch.float32).min
-LOWEST_LOGPROB = -128.0  # of a probability that float32 has no number for: log p · p is 0 there, and not inf · 0
+LOWEST_LOGPROB = -128.0  # below it p is 0 in float32: clamped here, log p · p is 0, not inf · 0
 EXP, TARGET, HOLDERS, WEIGHTED = range(4)  # sums of a row over the vocabulary, see _row_statistics; the last if wanted
 
 
@@ -70,7 +70,7 @@ def chunked_logprobs(
 
     hidden [N, H] and head_weight [V, H] of one dtype, targets int64 [N] in [0, V).
     Returns float32 [N] and float32 [N] or None.  The softmax is float32 whatever the dtype; the head's gradient is
-    summed over chunks in float32.  Entropy carries a gradient if that is wanted, too.  N = 0 is allowed.  A target
+    summed over chunks in float32.  has_entropy_gradient: entropy is differentiable, too.  N = 0 is allowed.  A target
     outside [0, V) gives nan.
 
     With `shard`, all ranks of its group call with the same hidden and targets (tokens of the whole vocabulary), each
@@ -148,7 +148,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 )
                 _add_product(partial_sum, logit_gradient, head[tokens])
                 _add_product(head_gradient[tokens], logit_gradient.t(), states)
-                del logit_gradient  # for the same reason
+                del logit_gradient  # before the next block's is made
             hidden_gradient[rows] = partial_sum
         return hidden_gradient, head_gradient.to(head_weight.dtype), *[None] * 6
 
@@ -229,7 +229,7 @@ def _kernels_for(logits: Tensor) -> Any:
 
 @cache
 def _compiled_kernels(device: torch.device) -> Any:
-    """Once for a process: whether Triton is there and can compile shows when it is used."""
+    """Cached: whether Triton is installed and can compile only shows when it is used."""
     try:
         kernels = import_module("rlhpc.training.logit_kernels")
         kernels.try_out(device)
@@ -240,12 +240,12 @@ def _compiled_kernels(device: torch.device) -> Any:
 
 
 def _find(targets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Which targets are rows of the head, bool [C], and the row of each, [C, 1], any row where it is none."""
+    """Which targets are rows of the head, bool [C], and the row of each, [C, 1]; for other targets any row."""
     return (targets >= 0) & (targets < num_rows), targets.clamp(0, num_rows - 1)[:, None]
 
 
 def _reduce(maximum: Tensor, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the maximum over the ranks; make `sums` those over all ranks, relative to it."""
+    """Return the maximum over the ranks; turn `sums` into sums over all ranks, relative to that maximum."""
     highest = maximum.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     shift = maximum - highest
@@ -269,8 +269,7 @@ def _logit_gradient(
 ) -> Tensor:
     """Gradient of the logits over the rows of `head`, [C, V] in the dtype of the operands.
 
-    (onehot − softmax) · row_factors; with `entropy`, that of every row and its factor, [C] each, the gradient of
-    entropy times the factor is added.
+    (onehot − softmax) · row_factors.  entropy: (entropies, factors), [C] each; adds factor · gradient of the entropy.
     """
     logits = _product(hidden, head.t())
     if len(head) and (kernels := _kernels_for(logits)) is not None:

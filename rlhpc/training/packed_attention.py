@@ -159,7 +159,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any)
 
 
 def group_by_group(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The same without torch's groups: each is a row of the batch, whose heads see one key head, not copies of it."""
+    """The same without torch's groups: each group is a row of the batch, and shares one key head without copies."""
     size = query.shape[1] // key.shape[1]  # of a group
     groups = query.reshape(-1, size, *query.shape[2:])
     key, value = (tensor.flatten(0, 1).unsqueeze(1).expand(-1, size, -1, -1) for tensor in (key, value))

@@ -29,7 +29,7 @@ RENDEZVOUS, MEET_TIMEOUT_S, LOOPBACK = "rendezvous://", 120.0, "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Which rank of the trainer this process is, and how it finds the others.  What follows is unused by one rank."""
+    """This process's rank in the trainer, and how it finds the others; one rank needs only the first two fields."""
 
     rank: int = 0
     world_size: int = 1
@@ -38,9 +38,9 @@ class RankContext:
     is right on several hosts (rendezvous.py); "file:///path" of one that does not exist yet, for torch's own FileStore;
     or "tcp://host:port"."""
     host: str = LOOPBACK
-    """IPv4 address under which other ranks reach this one; with rendezvous:// alone."""
+    """IPv4 address under which other ranks reach this one; only with rendezvous://."""
     meet_timeout_s: float = MEET_TIMEOUT_S
-    """How long to wait for the others; with rendezvous:// alone."""
+    """How long to wait for the others; only with rendezvous://."""
 
 
 def open_process_group(context: RankContext, device: torch.device) -> None:
@@ -105,7 +105,7 @@ def close_process_group() -> None:
 
 
 def device_of(wish: str, rank: int) -> torch.device:
-    """Return the device of a rank and make it torch's current one; setting: "cpu", "cuda" or "auto".
+    """Return the device of a rank and make it torch's current one; wish: "cpu", "cuda" or "auto".
 
     Raises ConfigError if a GPU is wanted, or was given to this process, and torch sees none.
     """

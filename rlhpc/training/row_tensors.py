@@ -52,7 +52,7 @@ def plain_row(token_ids: Int32) -> PackedMicrobatch:
 def scattered(
     logprobs: Tensor, entropy: Tensor | None, places: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of the tokens at `places`, [N] each, in the row [T], 0 elsewhere; and the sum of entropies, detached."""
+    """Rows [T] with these values, [N] each, at `places` and 0 elsewhere; and the sum of entropies, detached."""
     row = logprobs.new_zeros(num_tokens)
     if entropy is None:
         return row.index_copy(0, places, logprobs), row, row.new_zeros(())
@@ -83,5 +83,5 @@ def token_row(
 
 
 def of_row(rows: Sequence[Tensor] | None, index: int) -> Tensor | None:
-    """One of them, where there are any."""
+    """The row at this index; None if there are no rows."""
     return None if rows is None else rows[index]

@@ -1,7 +1,7 @@
 """Gather sharded tensors from the ranks, one by one.
 
-Input: flat shards of parameters as a backend keeps them.  Output: whole tensors under their HF names on one rank.  One
-way for weights on their way to the generators and for master weights and moments on their way into a checkpoint.
+Input: flat shards of parameters as a backend keeps them.  Output: whole tensors under their HF names on one rank.  Used
+for weights that go to the generators, and for master weights and moments that go into a checkpoint.
 Guarantees: extra memory is one bucket, or one item that is larger, and the tensors that one item is joined to; items
 arrive as announced and in order; every other rank only sends.
 """
@@ -39,7 +39,7 @@ class ShardedTensorSpec:
 
     @property
     def num_elements(self) -> int:
-        """Of all shards."""
+        """Numbers of all shards."""
         return sum(shard.num_elements for shard in self.shards)
 
 
@@ -57,7 +57,7 @@ def gather_stream(
 
     own(index): this rank's shards of items[index], flat, contiguous, of `dtype` on `device`, in the order of its
     shards; called once per item and only if there are any.  group: of to_rank and all ranks that hold shards; NCCL
-    wants a collective of the whole group before.  A tensor is valid until the next one is asked for, and may be the
+    needs a collective of the whole group before.  A tensor is valid until the next one is asked for, and may be the
     rank's own memory: it is not to be written to.
 
     Every rank must run the iterator to its end.  Closing it early on to_rank, or an error in join, receives what the

@@ -81,7 +81,7 @@ class StatefulBackend(TrainerBackend):
 
         A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
         """
-        # All bytes once: by one rank alone they would take longer than the others wait (72B at 0.5 GB/s: half an hour).
+        # Ranks share the reading: one alone would take longer than the others wait (72B at 0.5 GB/s: half an hour).
         share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         read = partial(read_checkpoint, directory, self.tensor_specs(), share=share)
         checkpoint = on_all_ranks(read)
@@ -99,11 +99,11 @@ class StatefulBackend(TrainerBackend):
 
     @abstractmethod
     def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
-        """Fill this rank's part of one kind of state with tensors of a kind."""
+        """Fill this rank's part of the state `into` with the checkpoint's tensors of `kind`."""
 
     @abstractmethod
     def _publish(self, num_steps_applied: int) -> None:
-        """Put masters that were read into the parameters, and count from there."""
+        """Copy the masters that were read into the parameters, and set the step counter."""
 
 
 class ReplicatedBackend(StatefulBackend):

@@ -67,11 +67,11 @@ class TensorSource:
 
     @property
     def names(self) -> KeysView[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """From the header of the file.  Raises `error` for a name that is not there."""
+        """The tensor's shape, from the header of its file.  Raises `error` for a name that is not there."""
         with self._mapped(name):
             return tuple(self._file_of(name).get_slice(name).get_shape())
 

@@ -16,7 +16,7 @@ VALUE_HEAD = "score.weight"
 def token_values(hidden: Tensor, head_weight: Tensor, *_: Tensor, **__: object) -> tuple[Tensor, Tensor]:
     """Values float32 [N] of hidden [N, H] by head_weight [1, H], in float32, and entropies of 0.
 
-    May be called as chunked_logprobs is; what else that takes says nothing here.
+    Takes the arguments of chunked_logprobs, and ignores all but the first two.
     """
     values = (hidden.float() @ head_weight.float().t())[:, 0]
     return values, torch.zeros_like(values)

@@ -3,8 +3,8 @@
 Input: this rank's live shards of masters, as its backend keeps them.  Output: float32 shards of the average, for a
 checkpoint.  With weights w_v after version v and decay d: e_v = d · e_(v−1) + (1 − d) · w_v, and e = w where it begins
 (Polyak & Juditsky 1992; Tarvainen & Valpola 2017, arXiv:1703.01780), so that there is no bias to correct.
-Guarantees: each number is on one rank, also where replicas keep the same masters; no communication; the same bits in
-every layout that has the same masters.
+Guarantees: each number of the average is on one rank, even if replicas keep the same masters; no communication; the
+same bits in every layout that has the same masters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def move(self, decay: float) -> None:
-        """Take the weights as they are now into the average."""
+        """Update the average with the current weights."""
         assert self.is_held, "no average is held"
         for held, live in self._pairs():
             held.lerp_(live.to(held.device), 1 - decay)
@@ -57,8 +57,8 @@ class WeightAverage:
     def restore(self, kinds: Collection[str], read_weights: Callable[[str], None]) -> None:
         """Go on from a checkpoint with these kinds of tensors, if there is an average.
 
-        read_weights(kind): fill this rank's masters from tensors of a kind.  They are those of the checkpoint in the
-        end, whatever they were before.
+        read_weights(kind): fill this rank's masters from tensors of a kind.  At the end the masters are the
+        checkpoint's weights, whatever they were before.
         """
         if self.is_held and AVERAGE in kinds:
             read_weights(AVERAGE)

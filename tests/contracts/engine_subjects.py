@@ -38,6 +38,7 @@ from rlhpc.types import (
 )
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher, make_receiver
+from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 
 LONG_PROMPT = np.asarray([4 + index % 90 for index in range(150)], np.int32)  # more than a block of KV cache
@@ -55,7 +56,7 @@ def tiny_config(model: Path, staging: str = "auto", dtype: str = "float32", **ge
         },
         "admission": {"groups_per_step": 2, "group_size": 2},
         "trainer": {"token_budget": 1024},
-        "weights": {"timeout_s": 10.0, "transport": "gloo", "staging": staging},
+        "weights": {"timeout_s": PATIENCE_S, "transport": "gloo", "staging": staging},
     }  # fmt: skip
     return Config.model_validate(tables)
 
@@ -148,7 +149,7 @@ class ScriptedSubject(Subject):
         super().__init__(publisher)
         script = Script(seed=3, stop_probability=0, token_s=0.0005, max_num_seqs=16)
         self.engine: ScriptedEngine = ScriptedEngine(
-            script, make_receiver=partial(make_receiver, device="cpu", timeout_s=10.0)
+            script, make_receiver=partial(make_receiver, device="cpu", timeout_s=PATIENCE_S)
         )
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:

@@ -378,7 +378,10 @@ async def test_closing_wakes_who_waits_and_refuses_further_calls(
     await server.close()
 
 
-async def test_what_was_sent_before_closing_arrives(wiring: Wiring, server: ServerChannel):
+async def test_what_was_sent_before_closing_arrives(
+    wiring: Wiring, server: ServerChannel, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rlhpc.transport.sockets.LINGER_MS", int(1e3 * PATIENCE_S))  # a handshake may take a second
     client = wiring.join(server, "generator-0")
     for number in range(5):
         await client.send(beat(number))

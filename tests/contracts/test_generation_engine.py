@@ -21,9 +21,9 @@ from rlhpc.contracts import WeightTiming
 from rlhpc.errors import EngineError, TornWeights
 from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
+from rlhpc.weights import group_publisher
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.factory import make_publisher
-from rlhpc.weights.process_group import SideGroup
 from tests.contracts.engine_subjects import (
     LONG_PROMPT,
     MAX_TOKENS,
@@ -56,7 +56,7 @@ async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     directory: Path = tmp_path_factory.mktemp("engine")
     remember_strangers()
     if request.param == "scripted":
-        config = WeightsConfig(transport="gloo", timeout_s=10.0)
+        config = WeightsConfig(transport="gloo", timeout_s=PATIENCE_S)
         made: Subject = ScriptedSubject(make_publisher(config, directory=directory, device="cpu"))
     else:
         staging = "paused" if request.param.endswith("paused") else "auto"
@@ -346,8 +346,8 @@ async def test_a_member_that_is_sampled_again_is_drawn_alike_whatever_runs_besid
 
 
 async def test_a_pause_keeps_requests(subject: Subject) -> None:
-    running = [asyncio.create_task(subject.engine.generate(_long(index, 100))) for index in range(4)]
-    await asyncio.sleep(0.01)
+    running = [asyncio.create_task(subject.engine.generate(_long(index, 300))) for index in range(4)]
+    await until_sampling(subject, *(_long(index) for index in range(4)))
     await subject.engine.pause()
     await subject.engine.pause()
     busy_s = subject.engine.statistics().busy_s
@@ -476,7 +476,7 @@ async def test_a_publisher_that_dies_at_any_bucket_leaves_nothing_torn_to_sample
             await subject.update(old + 1, cut_off_after=ends[boundary])
     else:  # all buckets are here, their checksums are not
         with monkeypatch.context() as damage:
-            damage.setattr("rlhpc.weights.group_publisher._require_all", _fails_at_the_end())
+            damage.setattr("rlhpc.weights.group_publisher._send_blocks", _send_and_die)
             with pytest.raises(TornWeights):
                 await subject.update(old + 1)
     await assert_healed_by(subject, old, running)
@@ -670,16 +670,10 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
     assert living_children() == []
 
 
-def _fails_at_the_end() -> Callable[..., None]:
-    """The second vote is never taken: the connection breaks first."""
-    votes = itertools.count()
-
-    def require(group: SideGroup, *rest: object) -> None:
-        if next(votes) == 1:
-            raise PublisherDied
-        group.total(0)
-
-    return require
+def _send_and_die(*arguments: Any, send: Callable[..., object] = group_publisher._send_blocks) -> None:
+    """Every bucket is sent, and none of their checksums."""
+    send(*arguments)
+    raise PublisherDied
 
 
 def _long(index: int, max_tokens: int = MAX_TOKENS) -> RolloutRequest:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -183,7 +184,10 @@ def test_an_engine_of_two_workers_ends_with_its_generator(tmp_path: Path) -> Non
     (said,) = (line for line in done.stdout.splitlines() if line.startswith("processes "))
     pids = [int(word) for word in said.split()[1:]]
     assert len(pids) == 3
-    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    left = list[psutil.Process]()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            left.append(psutil.Process(pid))
     _, alive = psutil.wait_procs(left, timeout=PATIENCE_S)
     for process in alive:
         process.kill()

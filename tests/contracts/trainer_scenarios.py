@@ -20,12 +20,11 @@ from rlhpc.deadline import Deadline
 from rlhpc.errors import CheckpointError
 from rlhpc.types import PackedMicrobatch
 from tests.contracts.trainer_cluster import Rank
+from tests.patience import PATIENCE_S
 from tests.unit.training.packed_rows import clipped_loss, num_loss_tokens
 
 STEP = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
 Rows = list[PackedMicrobatch]
-FEW_THREADS = 16  # a backend of two ranks that is open has 7 to 60
-THREADS_END_S = 5.0
 
 
 def weights_of(backend: TrainerBackend) -> dict[str, Tensor]:
@@ -191,13 +190,13 @@ def decay_only(rank: Rank, *, model: Path, rows: Rows) -> Any:
     return before, after
 
 
-def threads_after_a_step(rank: Rank, *, model: Path, rows: Rows) -> int:
-    """Threads of this process once the backend is closed."""
+def threads_after_a_step(rank: Rank, *, model: Path, rows: Rows, most: int) -> int:
+    """Threads of this process once the backend is closed; ends of threads are waited for until `most` are left."""
     backend = rank.open(model)
     train(rank, backend, rows)
     backend.close()
     del backend
-    for _ in Deadline(THREADS_END_S).polls(0.05):
-        if (left := len(list(Path("/proc/self/task").iterdir()))) <= FEW_THREADS:
+    for _ in Deadline(PATIENCE_S).polls(0.05):
+        if (left := len(list(Path("/proc/self/task").iterdir()))) <= most:
             break
     return left

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
+from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_ALONE, EXIT_FAULT
 from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import latest_complete
 from tests.faults.attempts_kit import Attempts
+from tests.patience import PATIENCE_S
 from tests.ring.ring_rewards import GATE, GATE_AFTER
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
 from tests.ring.run_kit import Lab, make_lab, summary_of
@@ -65,8 +67,11 @@ def test_generators_and_rewards_outlive_a_controller_that_is_killed(lab: Lab, ga
         run.start("controller-0", "trainer-0")
         run.start("generator-0", "reward-0")
         pids = run.pid("generator-0"), run.pid("reward-0")
-        # Some steps past a checkpoint: the next attempt goes back to an older version than the engine has.
-        run.wait_until(lambda: step_of(run.layout) >= 12, "step 12")
+        # Some steps past a checkpoint, which is complete: the next attempt goes back to an older version than the
+        # engine has.
+        run.wait_until(
+            lambda: step_of(run.layout) >= 12 and latest_complete(run.layout.checkpoints) is not None, "step 12, saved"
+        )
         run.kill("controller-0", "trainer-0")
         gate.touch()
         attempt = run.begin()
@@ -172,9 +177,8 @@ def test_a_generator_with_settings_of_before_ends_so_that_it_is_started_anew(lab
 
 def _wait_for_handler(pid: int, number: signal.Signals) -> None:
     """Python needs a second to come to the point where signals are heeded; before that they end it, as any process."""
-    for _ in range(600):
+    for _ in Deadline(PATIENCE_S).polls(0.05):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (number - 1) & 1:
                 return
-        time.sleep(0.05)
     raise AssertionError(f"{number.name} is not handled")

@@ -94,6 +94,13 @@ def dribbling(cable: Cable) -> float:
     return DEAD_AFTER_S
 
 
+async def until_connected(cable: Cable, times: int) -> None:
+    """Wait for so many connections in all: there is something to reset."""
+    async with asyncio.timeout(PATIENCE_S):
+        while cable.num_connections < times:  # noqa: ASYNC110 - a thread counts
+            await asyncio.sleep(0.01)
+
+
 class Controller:
     """Receives deliveries, and acknowledges those that it has up to the first gap, as the journal does."""
 
@@ -136,6 +143,8 @@ async def test_every_rollout_arrives_and_is_acknowledged_whatever_the_network_do
                     await outbox.deliver(client, scored(number), timeline=0)
                     await asyncio.sleep(0.001)
                     if number % (NUM_ROLLOUTS // 3) == NUM_ROLLOUTS // 6:
+                        if fault is a_reset:
+                            await until_connected(cable, 1 + number // (NUM_ROLLOUTS // 3))
                         loop.call_later(fault(cable), heal)
                 async with asyncio.timeout(PATIENCE_S):
                     while outbox.num_kept:

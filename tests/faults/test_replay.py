@@ -11,6 +11,7 @@ import pytest
 from rlhpc.buffer.event_log import Taken, event_paths, read_events
 from rlhpc.buffer.journal_reader import read_journals
 from rlhpc.run_layout import RunLayout
+from tests.ring.ring_rewards import GATE, GATE_AFTER, open_gate
 from tests.ring.rollouts_on_disk import (
     assert_full_batches_trained_once,
     group_steps,
@@ -21,6 +22,7 @@ from tests.ring.run_kit import GONE_S, Lab, Run, make_lab
 
 pytestmark = pytest.mark.ring
 NUM_STEPS, KILL_AT = 24, 8
+HELD_STEPS = 20  # at most so many are done before the kill
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +62,23 @@ def assert_nothing_was_sampled_again(layout: RunLayout, num_before: int) -> None
     ],
 )
 def test_a_run_that_is_killed_between_checkpoints_goes_on_from_its_journal(
-    lab: Lab, victims: tuple[str, ...], every_steps: int
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victims: tuple[str, ...], every_steps: int
 ) -> None:
-    name = f"replayed-{'-'.join(victims)}"
+    name, gate = f"replayed-{'-'.join(victims)}", tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    monkeypatch.setenv(GATE_AFTER, str(HELD_STEPS * 16))
     run_file = lab.run_file(
         name,
         run={"num_steps": NUM_STEPS},
-        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        data={"task": "tests.ring.ring_rewards:gated_parity"},
+        rewards={"timeout_s": 600.0},
         checkpoint={"every_steps": every_steps},
     )
     layout = lab.layout(name)
     with Run(run_file, layout) as run:
         run.wait_for_step(KILL_AT)
         run.kill_roles(*victims)
+        open_gate(gate)
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
         story = run.story()

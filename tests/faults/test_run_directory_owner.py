@@ -18,7 +18,7 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import latest_complete
 from tests.faults.attempts_kit import Attempts
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import GONE_S, Lab, Run, make_lab, rlhpc, summary_of
+from tests.ring.run_kit import CEILING_S, GONE_S, Lab, Run, make_lab, rlhpc, summary_of
 
 pytestmark = pytest.mark.ring
 SLOW = {"task": "tests.ring.ring_rewards:slow_parity"}
@@ -94,7 +94,7 @@ def test_a_controller_that_wakes_in_its_successors_timeline_writes_nothing_and_e
             run.start(*EVERYBODY)
             time.sleep(4 * chance.random())
             os.kill(stale.pid, signal.SIGCONT)
-            assert stale.wait(GONE_S) in (EXIT_FENCED, -signal.SIGKILL), run.story()
+            assert stale.wait(CEILING_S) in (EXIT_FENCED, -signal.SIGKILL), run.story()
             assert run.status_of("controller-0") == 0, run.story()
         finally:
             stale.kill()

@@ -225,9 +225,9 @@ def greedy_completions(model: Path, settings: EvaluationSettings) -> list[str]:
     for place in range(settings.num_prompts):
         prompt = torch.tensor([[*map(int, prompts.peek(place).token_ids)]])
         drawn = hf.generate(prompt, max_new_tokens=config.generation.max_completion_tokens, do_sample=False,
-                            eos_token_id=list(tokenizer.eos_token_ids), pad_token_id=0)  # fmt: skip
+                            eos_token_id=list(tokenizer.stop_token_ids), pad_token_id=0)  # fmt: skip
         token_ids = drawn[0, prompt.shape[1] :].tolist()
-        has_ended = token_ids[-1] in tokenizer.eos_token_ids
+        has_ended = token_ids[-1] in tokenizer.stop_token_ids
         found.append(tokenizer.decode_completion(token_ids, has_ended=has_ended))
     return found
 

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.training.checkpoint.directory import latest_complete
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
 from tests.ring.run_kit import Lab, Run, run_to_the_end, summary_of, within
 
@@ -20,6 +21,7 @@ def test_a_run_without_spread_ends_with_advice_instead_of_starving(lab: Lab) -> 
     with Run(run_file, lab.layout("starved")) as run:
         assert run.finish() == EXIT_CONFIG, run.story()
         run.assert_nothing_is_left()
+        assert run.status()["is_ending"]  # or its supervisor would interrupt it for its trainer's leaving
     lines = [line for line in run.output.splitlines() if "StarvedError" in line]
     assert len(lines) == 1, run.output
     for word in ("12 consecutive groups", "data.task", "warm-start", "admission.active_sampling=false"):
@@ -71,7 +73,7 @@ def test_a_run_that_loses_trainer_or_controller_goes_on_by_itself(lab: Lab, role
     settings = {"run": {"num_steps": num_steps}, "data": {"task": "tests.ring.ring_rewards:slow_parity"}}
     run_file, layout = lab.run_file(name, **settings), lab.layout(name)
     with Run(run_file, layout) as run:
-        run.wait_for_step(6)
+        run.wait_until(lambda status: status["step"] >= 6 and latest_complete(layout.checkpoints) is not None)
         generator, reward = run.role("generator").pid, run.role("reward").pid
         run.role(role).kill()
         run.wait_until(lambda _: len(layout.attempts.read_text().splitlines()) == 2)

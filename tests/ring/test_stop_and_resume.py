@@ -22,7 +22,7 @@ CTRL_C_LIMIT_S = 10.0
 def test_ctrl_c_ends_everything_within_ten_seconds_and_a_resume_goes_on_to_the_last_step(lab: Lab) -> None:
     run_file, layout = lab.run_file("interrupted", run=ENDLESS, data=SLOW), lab.layout("interrupted")
     with Run(run_file, layout) as run:
-        run.wait_for_step(7)
+        run.wait_until(lambda status: status["step"] >= 7 and latest_complete(layout.checkpoints) is not None)
         with within(CTRL_C_LIMIT_S, "Ctrl-C"):
             run.interrupt()
             status = run.finish()

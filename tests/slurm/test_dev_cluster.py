@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_batch_job_sees_as_many_gpus_as_it_asked_for(slurm: DevCluster) -> Non
 
 
 def test_two_jobs_on_one_node_get_different_gpus(slurm: DevCluster) -> None:
-    script = "echo $CUDA_VISIBLE_DEVICES; sleep 60"
+    script = "echo $CUDA_VISIBLE_DEVICES; sleep 600"
     jobs = [submit(slurm, script, "--partition=gen", "--nodelist=g0", "--gpus-per-node=2") for _ in range(2)]
     wait_until(lambda: all(job_output(slurm, job) for job in jobs), "both run")
     assert {job_output(slurm, job) for job in jobs} == {"0,1\n", "2,3\n"}
@@ -84,7 +85,7 @@ def test_one_heterogeneous_job_spans_three_partitions(slurm: DevCluster) -> None
 
 
 def test_a_job_on_gen_takes_the_place_of_one_on_scavenge_which_is_requeued(slurm: DevCluster, tmp_path: Path) -> None:
-    script = "echo life ${SLURM_RESTART_COUNT:-0}; sleep 60"
+    script = "echo life ${SLURM_RESTART_COUNT:-0}; sleep 600"
     low = submit(slurm, script, "--partition=scavenge", "--nodelist=g1", "--gres=gpu:4")
     wait_until(lambda: "life 0" in job_output(slurm, low), "it runs")
     go = tmp_path / "go"
@@ -162,7 +163,13 @@ def test_a_killed_controller_finds_its_jobs_again(make_cluster: MakeCluster) -> 
     changed = time.time()
     cluster.run("scontrol", "update", f"JobId={job}", "Comment=save")  # the start of a job alone is not saved
     saved = cluster.layout.state / "job_state"
-    wait_until(lambda: saved.stat().st_mtime > changed, "state saved")
+
+    def is_saved() -> bool:
+        with suppress(FileNotFoundError):  # the new file is put into the place of the old one, which is deleted first
+            return saved.stat().st_mtime > changed
+        return False
+
+    wait_until(is_saved, "state saved")
     faults.kill_controller(cluster)
     faults.start_controller(cluster)
     assert job_state(cluster, job) == "RUNNING"

@@ -20,8 +20,7 @@ from launch.dev_cluster.shape import default_shape
 from launch.plan.site_file import Site
 from launch.plan.site_values import slurm_time
 from rlhpc.errors import ConfigError
-from tests.patience import PATIENCE_S
-from tests.slurm.cluster_kit import MakeCluster, known_jobs, submit, wait_state, wait_until
+from tests.slurm.cluster_kit import PATIENCE_S, MakeCluster, known_jobs, submit, wait_state, wait_until
 from tests.slurm.doctor_kit import ROOT, site_of, turned_to
 
 Rows = dict[str, tuple[str, str]]  # verdict and everything else, by check
@@ -56,6 +55,12 @@ def _toml(site: Site) -> str:
 
 def _value(key: str, value: Any) -> str:
     return json.dumps(slurm_time(value) if key == "time" else value)
+
+
+def own_jobs(slurm: DevCluster) -> list[str]:
+    """Names of the doctor's jobs that nobody has cancelled; those that were may still be ending."""
+    names = slurm.run("squeue", "--noheader", "--states=PENDING,CONFIGURING,RUNNING", "--format=%j").split()
+    return [name for name in names if name.startswith("rlhpc-d")]
 
 
 def test_from_the_login_node_alone_it_takes_no_job(slurm: DevCluster, ask: Any, tmp_path: Path) -> None:
@@ -121,7 +126,7 @@ def test_a_job_that_cannot_start_is_a_warning_and_is_cancelled(slurm: DevCluster
     assert rows["trainer: job"][0] == "warn"
     assert "could not start in 60 s: PENDING (Resources)" in rows["trainer: job"][1]
     assert rows["controller: job"][0] == "pass"
-    assert not [line for line in slurm.run("squeue", "--noheader", "--format=%j").split() if line.startswith("rlhpc-d")]
+    assert not own_jobs(slurm)
     slurm.wait_idle()
 
 
@@ -186,5 +191,5 @@ def test_ctrl_c_leaves_neither_jobs_nor_files(slurm: DevCluster, tmp_path: Path)
         run.send_signal(signal.SIGINT)
         assert run.wait(PATIENCE_S) != 0
     assert [path.name for path in tmp_path.iterdir()] == ["site.toml"]
-    assert not [line for line in slurm.run("squeue", "--noheader", "--format=%j").split() if line.startswith("rlhpc-d")]
+    assert not own_jobs(slurm)
     slurm.wait_idle()

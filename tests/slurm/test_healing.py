@@ -14,7 +14,7 @@ from launch.dev_cluster.healing import find_amiss
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.shape import default_shape
 from rlhpc.errors import ConfigError
-from tests.slurm.cluster_kit import directory_of, job_node, logs_shown, submit, wait_state, wait_until
+from tests.slurm.cluster_kit import PATIENCE_S, directory_of, job_node, logs_shown, submit, wait_state, wait_until
 from tests.slurm.stand import Stand, new_cluster
 
 pytestmark = pytest.mark.long
@@ -47,7 +47,7 @@ def test_jobs_processes_nodes_and_partitions_are_as_in_the_beginning_in_the_same
     faults.declare_down(cluster, "t0")
     cluster.run("scontrol", "update", "NodeName=c0", "State=DRAIN", "Reason=test")
     cluster.run("scontrol", "update", "PartitionName=gen", "State=INACTIVE")
-    amiss = stand.heal(60.0)
+    amiss = stand.heal(PATIENCE_S)
     assert any("slurmd-t0 is dead" in each for each in amiss)
     assert stand.cluster is cluster
     assert find_amiss(cluster) == []
@@ -68,7 +68,7 @@ def test_a_controller_that_is_dead_or_hangs_is_back(stand: Stand, is_hung: bool)
         found.send(signal.SIGSTOP)
     else:
         faults.stop_controller(cluster)
-    assert stand.heal(60.0)
+    assert stand.heal(PATIENCE_S)
     assert stand.cluster is cluster
     assert find_amiss(cluster) == []
 
@@ -84,7 +84,7 @@ def test_a_cable_that_was_pulled_is_back_in_the_switch(slurm_installation: Insta
         submit(cluster, "sleep 300", "--partition=gen", "--nodelist=g0")
         faults.cut(cluster, "g0")
         faults.declare_down(cluster, "g0")
-        assert stand.heal(60.0)
+        assert stand.heal(PATIENCE_S)
         assert stand.cluster is cluster
         with logs_shown(cluster):
             names = cluster.run("srun", "--partition=gen", "--nodes=2", "hostname").split()

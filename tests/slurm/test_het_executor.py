@@ -16,7 +16,7 @@ from launch.dev_cluster.cluster import DevCluster
 from launch.slurm.commands import SlurmError
 from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
 from launch.submitit_hetjob.job import FINAL, HeterogeneousSlurmJob
-from tests.slurm.cluster_kit import directory_of, job_state, submit, wait_until
+from tests.slurm.cluster_kit import PATIENCE_S, directory_of, job_state, submit, wait_until
 from tests.slurm.het_callables import Counts, FailsAfter, FailsFirst, WaitsFor, fail, sleep_long, where_am_i
 
 ROOT = Path(__file__).parents[2]
@@ -190,7 +190,7 @@ def test_the_example_of_the_documentation_runs_as_printed(executor: Heterogeneou
     program, shown = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("python", "text"))
     executor.folder.mkdir()
     words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=executor.folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, cwd=executor.folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stdout == shown, done.stderr
 
 

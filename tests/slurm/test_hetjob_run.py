@@ -56,7 +56,7 @@ def test_a_run_on_three_partitions_is_one_job_and_leaves_nothing(slurm: DevClust
     assert [event["event"] for event in run.events()][-1] == "verdict"
     assert run.events("verdict")[0]["text"].startswith("complete")
     assert len(run.attempts()) == 1
-    assert not slurm.job_processes()
+    run.wait(lambda: not slurm.job_processes(), "no process left")
     kind, summary = pickle.loads((run.layout.logs / "slurm" / f"{run.jobs['hetjob']}_0_result.pkl").read_bytes())
     assert (kind, summary["steps"]) == ("success", 12)
 

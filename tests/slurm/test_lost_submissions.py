@@ -87,7 +87,7 @@ def test_ctrl_c_at_any_moment_leaves_a_whole_run_or_none(desk: Desk) -> None:
         process = submission(desk, f"moment-{number}", site)
         time.sleep(pause_s)
         os.killpg(process.pid, signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE_S)
         recorded = set(map(str, ids_of(desk.lab.layout(f"moment-{number}")).values()))
         assert {shown.partition("_")[0] for shown in desk.queued()} == recorded
         assert len(recorded) in (0, 3)

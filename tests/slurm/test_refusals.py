@@ -32,9 +32,12 @@ def test_a_run_that_fits_is_taken_in_less_than_two_seconds_and_nothing_is_submit
 ) -> None:
     before = known_jobs(slurm)
     with turned_to(slurm):
-        one_question_s = seconds_of(lambda: slurm.run("sinfo"))
-        took_s = min(seconds_of(lambda: refuse_unfit(plan_of(tmp_path))) for _ in range(3))
-        assert took_s < 2 + 10 * one_question_s  # on a busy machine its questions alone take that
+        for _ in range(3):
+            took_s = seconds_of(lambda: refuse_unfit(plan_of(tmp_path)))
+            one_question_s = seconds_of(lambda: slurm.run("sinfo"))
+            if took_s < 2 + 10 * one_question_s:  # on a busy machine its questions alone take that
+                break
+        assert took_s < 2 + 10 * one_question_s
         verdicts = {finding.key: finding.verdict for finding in find_unfit(plan_of(tmp_path))}
     assert verdicts.pop("cluster.shared_directory") in ("pass", "warn")
     assert set(verdicts.values()) == {"pass"}

@@ -226,9 +226,12 @@ def test_status_of_a_heterogeneous_job_names_its_components_and_takes_less_than_
     layout = make_run(tmp_path, (job, "hetjob"))
     names = [{"name": name} for name in ("controller", "trainer", "generation")]
     layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": names}]}))
-    one_question_s = seconds_of(lambda: cluster.run("squeue"))
-    took_s = min(seconds_of(lambda: render_status(layout)) for _ in range(3))
-    assert took_s < 1.0 + 3 * one_question_s  # on a busy machine the questions alone take a second
+    for _ in range(3):
+        took_s = seconds_of(lambda: render_status(layout))
+        one_question_s = seconds_of(lambda: cluster.run("squeue"))
+        if took_s < 1.0 + 3 * one_question_s:  # on a busy machine the questions alone take a second
+            break
+    assert took_s < 1.0 + 3 * one_question_s
     text = status_of(layout)
     rows = [line.split() for line in text.splitlines() if line.startswith(f"{job}+")]
     assert [row[:4] for row in rows] == [

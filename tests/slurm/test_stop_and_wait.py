@@ -58,8 +58,8 @@ def test_stop_waits_for_what_runs_and_cancels_the_rest(
 
 
 def test_stop_now_cancels_what_runs(desk: Desk) -> None:
-    other = submit(desk.cluster, "sleep 60", "--partition=cpu", "--job-name=now")
-    layout = desk.recorded("now", ("hetjob", "sleep 60", ("--partition=cpu",)))
+    other = submit(desk.cluster, "sleep 600", "--partition=cpu", "--job-name=now")
+    layout = desk.recorded("now", ("hetjob", "sleep 600", ("--partition=cpu",)))
     job = ids_of(layout)["hetjob"]
     wait_state(desk.cluster, job, "RUNNING")
     assert main(["stop", str(layout.root), "--now"]) == 0

@@ -64,7 +64,7 @@ def _look_at(check: Check, evidence: Evidence, saved: CheckpointEvidence, *, is_
 def _look_at_counts(
     check: Check, evidence: Evidence, saved: CheckpointEvidence, before: NDArray[np.void], file: str
 ) -> None:
-    """How many were trained and dropped, and which version that makes."""
+    """Compare the numbers of trained and dropped groups, and the version that results."""
     trained = before[before["step"] >= 0]
     if len(trained) != saved.num_trained:
         text = f"{saved.num_trained} groups were trained by then, and segments before it have {len(trained)}"
@@ -91,7 +91,7 @@ def _look_at_counts(
 
 
 def _look_at_members(check: Check, evidence: Evidence, saved: CheckpointEvidence, file: str) -> None:
-    """The rollouts that the ledger counts are in buffered.h5."""
+    """Check that the rollouts that the ledger counts are in buffered.h5."""
     wanted = sorted(group.group * MEMBERS + index for group in saved.open_groups.values() for index in group.delivered)
     found = saved.buffered.tolist()
     for key in sorted({*wanted} ^ {*found}):
@@ -168,10 +168,10 @@ def _compare_journal(check: Check, evidence: Evidence, prompts: GroupColumn, ver
         said = column.upto(length)[rows["group"]]
         # A rollout of a group that a later attempt admitted again: the first admission never reached the disk.
         is_void = rows["attempt"] < events.admitted_by.upto(length)[rows["group"]]
-        if name == "admitted_version":  # it came back, and arrived before its turn
+        if name == "admitted_version":  # the group came back, and the rollout arrived before its turn
             is_void |= events.first_version_of.upto(length)[rows["group"]] == rows[name]
         differs = (said >= 0) & (said != rows[name]) & ~is_void
-        differs &= events.are_whole  # else a restart takes the version of its neighbour for it
+        differs &= events.are_whole  # otherwise a restart takes a neighbour's version
         num_compared += int((said >= 0).sum())
         for row in rows[differs]:
             text = f"group {row['group']}: {what} {row[name]} in the journal, {column[int(row['group'])]} elsewhere"

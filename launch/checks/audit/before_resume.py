@@ -49,4 +49,4 @@ def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Call
 
 
 def _unheard(_: str) -> None:
-    """Takes what is being read: it does not take long."""
+    """Ignores the progress: a quick audit does not take long."""

@@ -57,7 +57,7 @@ class CheckpointEvidence:
 
 @dataclass(slots=True)
 class Checkpoints:
-    """All of a run, newest first."""
+    """All checkpoints of a run, newest first."""
 
     states: list[CheckpointState] = field(default_factory=list)
     sound: list[CheckpointEvidence] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Checkpoints:
 
 
 def read_checkpoints(layout: RunLayout, *, is_quick: bool) -> Checkpoints:
-    """Those that are there now.  Raises OSError; FileNotFoundError: one went while it was read, look again."""
+    """The checkpoints that exist now.  Raises OSError; FileNotFoundError: one disappeared meanwhile, read again."""
     found = Checkpoints()
     known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=0 if is_quick else math.inf)
     for state in known.newest_first():

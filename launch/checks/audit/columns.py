@@ -14,7 +14,7 @@ class GroupColumn:
     def __init__(self, fill: int = -1) -> None:
         self._fill = fill
         self._values = np.full(1024, fill, np.int64)
-        self.length = 0  # the highest id that was set, and one
+        self.length = 0  # one more than the highest id that was set
 
     def __getitem__(self, group: int) -> int:
         return int(self._values[group]) if 0 <= group < self.length else self._fill

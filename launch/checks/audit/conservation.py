@@ -82,7 +82,7 @@ def _accuse_two_places(check: Check, evidence: Evidence) -> None:
 
 
 def _place_of_steps(evidence: Evidence, steps: NDArray[np.int64]) -> NDArray[np.int8]:
-    """Of groups that no segment has: trained, or in the batch of a step that is not."""
+    """The places of groups that no segment has: trained, or in the batch of a step that is not trained."""
     trained = {step for step, known in evidence.events.steps.items() if known.is_trained}
     return np.array([TRAINED if step in trained else BUFFERED for step in steps.tolist()], np.int8)
 
@@ -102,11 +102,11 @@ def _reasons(evidence: Evidence, of: NDArray[np.int8], reason_of: NDArray[np.int
 
 
 def _is_open(evidence: Evidence, num_drawn: int) -> NDArray[np.bool_]:
-    """Groups that may be in flight: the newest checkpoint says which of its own, admissions say it of later ones."""
+    """Groups that may be in flight: those open in the newest checkpoint, and those admitted after it."""
     events, newest = evidence.events, evidence.checkpoints.newest
     is_open: NDArray[np.bool_] = events.admitted_by.upto(num_drawn) >= 0
     if events.knows_all and not events.are_whole:
-        is_open[:] = True  # a restart admits whoever is missing between others
+        is_open[:] = True  # a restart admits groups that are missing between others
     if newest is not None:
         is_open[: newest.next_group] = False
         is_open[[group for group in newest.open_groups if group < num_drawn]] = True
@@ -114,7 +114,7 @@ def _is_open(evidence: Evidence, num_drawn: int) -> NDArray[np.bool_]:
 
 
 def _look_at_members(evidence: Evidence, of: NDArray[np.int8], dropped: dict[str, int]) -> None:
-    """Of groups in flight: those that have all members are buffered, those that no verifier could judge are dropped."""
+    """Groups in flight with all members count as buffered, those with a verifier error as dropped."""
     newest, rows = evidence.checkpoints.newest, evidence.journal.rows
     keys = np.unique(np.concatenate([evidence.journal.keys, newest.buffered if newest else np.empty(0, np.int64)]))
     delivered = np.bincount(keys[keys < len(of) * MEMBERS] // MEMBERS, minlength=len(of)) if len(of) else keys
@@ -127,7 +127,7 @@ def _look_at_members(evidence: Evidence, of: NDArray[np.int8], dropped: dict[str
 
 
 def _first_group(evidence: Evidence) -> int:
-    """Where only the newest segments were looked at: no older group is accounted for."""
+    """The first group that is accounted for; older ones are not if only the newest segments were read."""
     newest = evidence.checkpoints.newest
     if not evidence.first_segment or newest is None:
         return 0
@@ -159,7 +159,7 @@ def _accuse_missing(check: Check, evidence: Evidence, places: Places, step_of: N
 
 
 def _accuse_never_admitted(check: Check, evidence: Evidence, places: Places) -> None:
-    """Groups are admitted one after the other: events know all of them from the first one that they know."""
+    """Groups are admitted in order: from the first admission on that events have, they must have all."""
     events, newest = evidence.events, evidence.checkpoints.newest
     if not events.are_whole or not (events.knows_all or events.num_admitted):
         return

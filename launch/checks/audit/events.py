@@ -1,9 +1,9 @@
 """Read the event logs of a run line by line, and continue later where the last reading ended.
 
-Input: rollouts/events_*.jsonl.  Output: who was admitted, taken, trained, dropped, in the timeline that counts, and
-what no single attempt can have done.  An attempt repeats steps of the one before; where it takes another batch, what
-came after that batch is void.  A later attempt's word counts.  Kinds of events that are unknown here are counted and
-passed over.  An object a step, numbers a group.
+Input: rollouts/events_*.jsonl.  Output: groups admitted, taken, trained, dropped, in the timeline that counts, and what
+an attempt cannot have done.  An attempt repeats steps of the one before; if it takes another batch, what came after
+that batch is void.  If attempts disagree, the later one counts.  Unknown kinds of events are counted and skipped.
+Memory: an object per step, a few numbers per group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RecordedStep:
 
     @property
     def next_version(self) -> int:
-        """Of the policy after it."""
+        """Version of the policy after this step."""
         return self.version + self.applied
 
 
@@ -64,21 +64,21 @@ class EventEvidence:
     def __init__(self, rollouts: Path) -> None:
         self._rollouts = rollouts
         self.attempts: dict[int, AttemptEvents] = {}
-        self.limits: dict[int, int] = {}  # attempt → rollouts of those before it that count
-        self.first_that_counts = 0  # rollouts up to this number are of before the run began over
+        self.limits: dict[int, int] = {}  # attempt → rollouts of earlier attempts that count
+        self.first_that_counts = 0  # rollouts up to this number are from before the run started over
         self.steps: dict[int, RecordedStep] = {}
-        self.last_step = -1  # of those
+        self.last_step = -1  # the highest of these
         self.prompt_of, self.version_of, self.admitted_by = GroupColumn(), GroupColumn(), GroupColumn()
         self.size_of = GroupColumn()  # rollouts wanted, where they are more than admission.group_size
-        self.first_version_of = GroupColumn()  # where a later attempt admitted it once more: that of the one before
+        self.first_version_of = GroupColumn()  # if a later attempt admitted it again: the version before
         self.step_of, self.dropped_by, self.reason_of = GroupColumn(), GroupColumn(), GroupColumn()
         self.reasons: list[str] = []
-        self.knows_all = False  # from the first group on
+        self.knows_all = False  # whether it has all events from the first group on
         self.first_admitted = 0  # the first one that is known
-        self.lost_version = -1  # the highest one of a step that was trained and is void
+        self.lost_version = -1  # the highest one that a trained step made which is void
         self.undone: dict[int, int] = {}  # attempt → version above which its rollouts do not count
         self.rolled_back_to: int | None = (
-            None  # the step from which on the guard has undone all, and nobody has resumed
+            None  # the guard has undone this step and later ones, and no attempt has begun since
         )
         self.unknown: Counter[str] = Counter()
         self.offences: list[Offence] = []
@@ -132,7 +132,7 @@ class EventEvidence:
 
     @property
     def num_admitted(self) -> int:
-        """The highest group that was admitted, and one."""
+        """One more than the highest group that was admitted."""
         return self.prompt_of.length
 
     @property
@@ -145,11 +145,11 @@ class EventEvidence:
         return max(self.attempts, default=-1)
 
     def trained_steps(self) -> Iterator[tuple[int, RecordedStep]]:
-        """In order."""
+        """(step, record) of each trained step, in order."""
         return ((step, known) for step, known in sorted(self.steps.items()) if known.is_trained)
 
     def last_rollout_that_counts(self, attempt: int) -> int | None:
-        """Rollouts of an attempt's journal with higher numbers came after its successor had begun; None: all count."""
+        """An attempt's last rollout that counts, by number: later ones came after its successor began; None: all do."""
         return min((limit for later, limit in self.limits.items() if later > attempt), default=None)
 
     def _apply(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class EventEvidence:
             self.unknown[f"{kind} of another form"] += 1
 
     def _accuse(self, attempt: AttemptEvents, text: str, group: int = -1, step: int = -1) -> None:
-        """Only where no damaged line of the same attempt may explain it."""
+        """Report a violation unless a damaged line of the same attempt may explain it."""
         if not attempt.damaged_lines:
             file = f"{self._rollouts.name}/{attempt.path.name}"
             self.offences.append(Offence(text, group=group, step=step, file=file, row=attempt.num_lines))
@@ -243,7 +243,7 @@ class EventEvidence:
         self.step_of[group] = step
 
     def _void_from(self, step: int) -> None:
-        """What was recorded of a step and later ones came of other weights, and is sampled or trained anew."""
+        """Forget a step and later ones: they came from other weights, and are sampled or trained again."""
         for later in [known for known in self.steps if known >= step]:
             void = self.steps.pop(later)
             if void.is_trained:
@@ -286,7 +286,7 @@ class EventEvidence:
         self.dropped_by[group], self.reason_of[group] = number, self.reasons.index(reason)
 
     def _rolled_back(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        """The guard has undone steps: what was admitted or sampled under later versions never was."""
+        """The guard has undone steps: what was admitted or sampled under later versions does not count."""
         step, version, groups = int(event["step"]), int(event["version"]), [int(group) for group in event["groups"]]
         self._void_from(step)
         later = np.flatnonzero(self.version_of.upto(self.num_admitted) > version)

@@ -2,11 +2,11 @@
 
     attempts ─▶ events ─▶ journal ─▶ checkpoints ─▶ segments ─▶ events again ─▶ attempts again
 
-Writes follow each other in a run: rollouts, then the event that speaks of them; segments, then the checkpoint that
-counts on them, then the end of the journal's files that it makes superfluous.  Reading in this order finds everything
-that had been written at that moment: what an event speaks of is in the journal that is read after it, or in the
-checkpoint and the segments that are read still later.  What segments are ahead of the first look, the second look at
-the events knows.  A resume moves files; when one began meanwhile, everything is read again.
+A run writes in a fixed order: rollouts, then the event about them; segments, then the checkpoint that relies on them;
+then it deletes journal files that the checkpoint makes superfluous.  Reading in the order above finds everything that
+was written by then: what an event is about is in the journal, which is read after it, or in the checkpoint and
+segments, which are read later still.  Where segments are ahead of the first look at the events, the second look catches
+up.  A resume moves files; if one began meanwhile, everything is read again.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class Evidence:
 
     @property
     def staleness_bound(self) -> int:
-        """Of every group that is trained."""
+        """Upper bound of the staleness of trained groups."""
         return self.config.admission.max_staleness
 
     @property
     def group_size(self) -> int:
-        """Rollouts of a group, where nothing else is said."""
+        """Rollouts of a group, unless its record says otherwise."""
         return self.config.admission.group_size
 
     def sizes(self, num_groups: int) -> NDArray[np.int64]:
-        """Rollouts that are wanted of each group, by id: as events say, the newest checkpoint, and segments.
+        """Rollouts wanted of each group, by id, from events, the newest checkpoint and segments.
 
-        Of a group of which nothing is known, the most that there may be.
+        For a group of which nothing is known, the largest legal size.
         """
         is_known = self.events.admitted_by.upto(num_groups) >= 0
         sizes = np.maximum(self.events.size_of.upto(num_groups), self.group_size)
@@ -91,13 +91,13 @@ class Depth:
 def gather(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> Evidence:
     """Read a run; found: is told keys, lengths and rewards of the rollouts in segments.
 
-    Raises ConfigError: config.json is damaged; RunDirectoryError: it does not hold still; OSError.
+    Raises ConfigError: config.json is damaged; RunDirectoryError: it keeps changing; OSError.
     """
     for _ in range(MOST_LOOKS):
         before = _stamp(layout)
         try:
             evidence = _look(layout, depth, progress, found)
-        except FileNotFoundError:  # went while it was read
+        except FileNotFoundError:  # a file disappeared while it was read
             if _stamp(layout) == before:
                 raise
             continue
@@ -171,7 +171,7 @@ class _Witness:
         order = np.argsort(keys, kind="stable")
         first = np.ones(len(keys), bool)
         first[1:] = keys[order][1:] != keys[order][:-1]
-        # Of two with the same key, which only a damaged journal has, neither is a witness.
+        # Rollouts with the same key, which only a damaged journal has, are not compared.
         is_single = first & np.append(first[1:], True)
         self._rows = evidence.journal.rows[order[is_single]]
         self._keys = keys[order[is_single]]

@@ -1,6 +1,6 @@
 """Whether the files that an audit relies on are whole, as `rlhpc check RUN_DIR` sees it.
 
-Input: Evidence.  Of a quick audit: what could not be opened, and sizes of checkpoints; else every checksum.
+Input: Evidence.  Quick: what can be opened, and sizes of checkpoints; otherwise every checksum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Audit a run directory: gather evidence, apply every check.
 
-Guarantees: reads only, takes no lock, needs no process; a run may go on, be dead, or lie on another machine.
+Guarantees: reads only, takes no lock, needs no running process; the run may be going on, dead, or on another machine.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class JournalEvidence:
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """Of the rollouts that count."""
+        """Keys of the rollouts that count."""
         return keys_of(self.rows["group"], self.rows["sample"])
 
 
@@ -64,7 +64,7 @@ def keys_of(groups: NDArray[Any], samples: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def read_journal_evidence(rollouts: Path, events: EventEvidence, *, is_quick: bool) -> JournalEvidence:
-    """All files that are there.  Raises OSError."""
+    """Read all journal files.  Raises OSError."""
     found, parts = JournalEvidence(), []
     for path in journal_paths(rollouts) if rollouts.is_dir() else []:
         try:
@@ -109,7 +109,7 @@ def _quick_rows(path: Path) -> tuple[JournalLayout, NDArray[Any], int]:
 
 def _verified_rows(path: Path) -> tuple[JournalLayout, NDArray[Any], int]:
     content = read_journal(path)
-    if content.damaged_rows:  # a reader that a writer overtakes misses a row, and finds it whole the next time
+    if content.damaged_rows:  # a row that was just being written is whole the next time
         content = read_journal(path)
     rows = np.zeros(len(content.records), ROW)
     for row, record in zip(rows, content.records, strict=True):

@@ -1,14 +1,13 @@
 """Whether lost or dropped rollouts are longer or shorter than trained ones: losing by length is a bias.
 
-Input: completion lengths as histograms.  Output: per kind its number, mean and median, and how it stands to what was
-trained: the share of pairs in which it is the longer one (Vargha & Delaney 2000; 0.5: no difference), with the rank-sum
-test's z (Mann & Whitney 1947, ties corrected).
+Input: completion lengths as histograms.  Output: for each kind, count, mean and median, and a comparison with trained
+rollouts: the share of pairs in which it is the longer one (Vargha & Delaney 2000; 0.5: no difference), with the
+rank-sum test's z (Mann & Whitney 1947, ties corrected).
 
-A remark is made of losses that nobody has chosen, when all of this holds: the share is 0.14 from 0.5 or farther, which
-Vargha and Delaney call a medium difference; |z| ≥ 4, since rollouts of one group resemble each other and a test that
-takes them for independent overstates; and they are at least 1 % of what was trained: fewer cannot move its mean length
-by more than 1 % of the difference.  Groups without spread are dropped because of their rewards: that is meant to
-select.
+Losses that were not intended get a remark if all of this holds: the share is 0.14 from 0.5 or farther, which Vargha and
+Delaney call a medium difference; |z| ≥ 4, since rollouts of one group resemble each other and a test that assumes
+independence overstates; and they are at least 1 % of what was trained: fewer cannot move its mean length by more than 1
+% of the difference.  Groups without spread are dropped because of their rewards: that is meant to select.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LOST = np.dtype([("key", "<i8"), ("length", "<i8"), ("reward", "<f8")])
 
 
 class LostRollouts:
-    """What lies in lost_attempt_N/ and is nowhere else: a repeated step writes the same rollouts once more."""
+    """Rollouts that are only in lost_attempt_N/: a repeated step writes the same rollouts again."""
 
     def __init__(self, rollouts: Path) -> None:
         parts = [*map(_of_segment, rollouts.glob("lost_attempt_*/segment_*.h5"))]
@@ -43,13 +42,13 @@ class LostRollouts:
         self.rows = np.unique(joined(parts, LOST))
 
     def found(self, keys: NDArray[Any], lengths: NDArray[Any], rewards: NDArray[Any]) -> None:
-        """These are in the timeline that counts."""
+        """Remove rollouts that are in the timeline that counts."""
         if len(self.rows):
             self.rows = np.setdiff1d(self.rows, _rows(keys, lengths, rewards))
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """A histogram."""
+        """A histogram of their lengths."""
         return np.bincount(self.rows["length"]) if len(self.rows) else np.zeros(1, np.int64)
 
 
@@ -117,7 +116,7 @@ def _of_segment(path: Path) -> NDArray[Any]:
     try:
         _, columns = read_raw_columns(path, names, is_verified=False)
     except SegmentError:
-        return np.empty(0, LOST)  # nobody needs it
+        return np.empty(0, LOST)  # damaged: it is not needed
     groups, samples, offsets, rewards = (columns[name] for name in names)
     return _rows(keys_of(groups, samples), np.diff(offsets), rewards)
 

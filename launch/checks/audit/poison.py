@@ -13,7 +13,7 @@ from rlhpc.buffer.resolved import DropReason
 
 
 def poison(evidence: Evidence) -> Check:
-    """List them."""
+    """List these prompts."""
     check = Check("poison and quarantine")
     rows, names = evidence.segments.rows, evidence.segments.reasons
     code = names.index(DropReason.POISON) if DropReason.POISON in names else -2

@@ -12,7 +12,7 @@ MOST_KEPT = 1000  # offences of a check
 
 
 class Verdict(enum.Enum):
-    """What a check comes to."""
+    """The result of a check."""
 
     HOLDS = "holds"
     REMARK = "remark"  # true, allowed, and worth knowing
@@ -52,7 +52,7 @@ class Check:
 
     @property
     def verdict(self) -> Verdict:
-        """Of the whole check."""
+        """The result of the whole check."""
         if not self.is_seen:
             return Verdict.UNSEEN
         if self.num_offences:

@@ -1,7 +1,7 @@
 """Members of groups, staleness, and the versions that tokens were sampled with.
 
-Input: Evidence.  A version is published when a step was applied that made it, so that no token may be of a later one
-than the step trained which used it, nor of an earlier one than was live when its group was admitted.
+Input: Evidence.  A version is published once the step that makes it is applied.  So no token may be of a later version
+than the one trained by the step that used it, nor of an earlier one than was live when its group was admitted.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def _look_at_journal(check: Check, evidence: Evidence) -> None:
     keys = evidence.journal.keys
     arranged = np.argsort(keys, kind="stable")
     first, second = arranged[:-1], arranged[1:]
-    # Of two attempts: the second one found the first one's row damaged, or never admitted its group.
+    # Two attempts may have the same key: the second one found the first one's row damaged, or its group not admitted.
     is_twice = (keys[first] == keys[second]) & (rows["attempt"][first] == rows["attempt"][second])
     for row in rows[second[is_twice]]:
         check.accuse(_in_journal(evidence, row, f"group {row['group']}: sample {row['sample']} arrived twice"))
 
 
 def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
-    """Groups of steps after the newest checkpoint: their rollouts are in the journal, or in the checkpoint's buffer.
+    """Check that groups trained after the newest checkpoint are in the journal, or in the checkpoint's buffer.
 
-    Of steps that were trained at the first look: the journal was read after it.
+    Only for steps that were trained at the first look, since the journal was read after it.  Returns their number.
     """
     if evidence.is_being_resumed:
         check.remarks.append(
@@ -139,7 +139,7 @@ def versions(evidence: Evidence, places: Places, course: Course) -> Check:
     newest = max([course.version, *(known.next_version for _, known in events.trained_steps())])
     check.looked_at = f"versions 0 to {newest}" if newest >= 0 else "versions before schema 2, which are not known"
     check.looked_at += "; tokens were not read" if evidence.is_quick else ""
-    allowed = events.lost_version  # of steps that were lost with their rollouts; what is whole of them is used
+    allowed = events.lost_version  # of steps that were lost with some rollouts; their complete groups are used
     top, num_lost = max(newest, allowed) if newest >= 0 else 1 << 60, 0
     known = rows[(rows["step"] >= 0) & (rows["version"] >= 0)]
     for name, what in (("newest", "a token"), ("admitted_version", "its admission")):

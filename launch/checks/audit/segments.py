@@ -1,7 +1,8 @@
 """The segments of a run as columns over all groups, read one file at a time.
 
-Input: rollouts/segment_*.h5, all schemas.  Output: what each group came to and where it stands, what its members
-break, and how long completions were.  Tokens of one file are in memory at a time; what stays is 60 bytes a group.
+Input: rollouts/segment_*.h5, all schemas.  Output: what became of each group and where it is stored, rules that its
+members break, and how long completions were.  Tokens of one file are in memory at a time; what stays is 60 bytes a
+group.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Member:
 
 @dataclass(slots=True)
 class SegmentEvidence:
-    """What has become of groups, as segments say."""
+    """What became of groups, according to segments."""
 
     parts: list[NDArray[Any]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -66,7 +67,7 @@ class SegmentEvidence:
 
     @property
     def rows(self) -> NDArray[Any]:
-        """One a group, in the order in which they were resolved."""
+        """One row per group, in the order in which they were resolved."""
         if len(self.parts) != 1:
             self.parts = [joined(self.parts, ROW)]
         return self.parts[0]
@@ -116,7 +117,7 @@ class SegmentEvidence:
         return self.reasons.index(reason)
 
     def _accuse_samples(self, rows: NDArray[Any], owner: NDArray[Any], samples: NDArray[Any]) -> None:
-        """Members that no lease names, and those that are there twice."""
+        """Report members that are outside their group's size, and those that are there twice."""
         sizes = rows["size"][owner]
         for row in np.flatnonzero((samples < 0) | (samples >= sizes)):
             self._accuse(f"sample {samples[row]} of a group of {sizes[row]}", rows, owner, samples, int(row))
@@ -174,5 +175,5 @@ def places_of(rows: NDArray[Any], groups: Sequence[int]) -> list[tuple[int, str,
 
 
 def segment_name(index: int) -> str:
-    """Relative to the run directory."""
+    """Path of a segment, relative to the run directory."""
     return f"rollouts/segment_{index:06d}.h5"

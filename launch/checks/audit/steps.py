@@ -1,7 +1,7 @@
 """Steps: none is missing, none is there twice, each has its groups, and each begins with the version the last one made.
 
-Input: Evidence.  Segments and events tell the same: of each attempt, segments hold its groups in the very order in
-which its events resolved them.
+Input: Evidence.  Segments and events agree: segments hold the groups of each attempt in the order in which its events
+resolved them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Course:
 
     num_steps: int
     version: int  # after the last one; -1: not known
-    diverged: bool  # some steps that were recorded are void: their rollouts were lost
+    diverged: bool  # some recorded steps are void: rollouts were lost, or the guard undid them
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def order(evidence: Evidence) -> Check:
 
 
 def _num_restored(evidence: Evidence, number: int, mine: NDArray[np.void]) -> int:
-    """Groups that an attempt found dropped when it began: an earlier attempt's events, a verdict or the guard."""
+    """Number of groups that an attempt found dropped when it began: by an earlier attempt, a verdict or the guard."""
     events, reasons = evidence.events, evidence.segments.reasons
     untold = [reasons.index(reason) for reason in ("verifier_error", "guard") if reason in reasons]
     is_restored = (mine["step"] < 0) & (np.isin(mine["reason"], untold) | (not events.are_whole))
@@ -139,7 +139,7 @@ def _sealed_steps(evidence: Evidence) -> Iterator[tuple[int, SealedStep]]:
 
 
 def _look_at_groups(check: Check, evidence: Evidence, step: int, sealed: SealedStep, *, is_last: bool) -> None:
-    """As many as a step has, and those that the events say."""
+    """Compare the groups of a step with admission.groups_per_step and with the events."""
     known, expected = evidence.events.steps.get(step), evidence.config.admission.groups_per_step
     if known is not None:
         for group in sorted({*sealed.groups}.difference(known.groups)):
@@ -157,7 +157,7 @@ def _look_at_groups(check: Check, evidence: Evidence, step: int, sealed: SealedS
 
 
 def _look_at_version(check: Check, step: int, version: int, sealed: SealedStep | None, evidence: Evidence) -> int:
-    """The version after a step; -1: not known."""
+    """Check the version that a step trained; return the version after it; -1: not known."""
     known = evidence.events.steps.get(step)
     known = known if known is not None and known.is_trained else None
     file, row = (sealed.file, sealed.row) if sealed is not None else ("", -1)

@@ -3,7 +3,7 @@
 Runs as a plain file on both nodes:
     python broadcast_probe.py STORE_FILE ADDRESS RANK BACKEND
 ADDRESS is rank 0's.  Prints {"gbit_per_s": …, "backend": …} as its last line.  Rank 0 writes the port of its store into
-STORE_FILE, which lies on the shared filesystem.  As in a run, to NCCL every job is a host of its own.
+STORE_FILE, which lies on the shared filesystem.  As in a run, every job is a separate host to NCCL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS = 3
 
 
 def main(arguments: list[str]) -> int:
-    """Meet the other rank, send ROUNDS buffers, tell the best."""
+    """Connect to the other rank, broadcast ROUNDS buffers after a first one, and print the best bandwidth."""
     file, host, rank, backend = Path(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
     name_host()
     tell_gloo()

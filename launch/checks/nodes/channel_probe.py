@@ -2,7 +2,8 @@
 
 Runs on a node with the Python of a role:
     python -m launch.checks.nodes.channel_probe DIRECTORY NAME
-NAME is a component: "controller" serves until the file `done` exists, the others connect.  Prints a line of JSON.
+NAME is a component: "controller" serves until the others have connected, at most SERVE_S; the others connect.  Prints a
+line of JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _serve(directory: Path) -> None:
-    """Until every client has been heard, SERVE_S at most."""
+    """Serve until every client has connected, at most SERVE_S."""
     layout, config = channel_layout(directory), TransportConfig(kind="tcp")
     server = open_server(CONTROL, layout=layout, config=config, replica=0, incarnation=_incarnation())
     clients = json.loads((directory / "peers.json").read_text(encoding="utf-8"))["channel"]

@@ -18,12 +18,12 @@ LEAST_DRIVER = {13: 580, 12: 525, 11: 450}  # by CUDA's major release, minor ver
 OLDEST_ARCHITECTURE = {13: (7, 5), 12: (7, 0), 11: (5, 0)}  # what CUDA 13 still compiles for: V100 (sm_70) is out
 NEWEST_ARCHITECTURE = (12, 1)
 BFLOAT16_ARCHITECTURE = (8, 0)
-# GeForce and RTX cards refuse the compatibility package (error 803); what is not known is let through.
+# GeForce and TITAN cards refuse the compatibility package (error 803); all others are let through.
 _CONSUMER = re.compile(r"GeForce|TITAN|\bGTX\b", re.IGNORECASE)
 
 
 def judge_gpu_software(key: str, ready: dict[str, Any], component: Component, config: Config | None) -> list[Finding]:
-    """Findings of one node; nothing for a CPU build of torch, which is told elsewhere."""
+    """Findings of one node; nothing for a CPU build of torch, which is reported elsewhere."""
     release = re.match(r"(\d+)\.", ready.get("torch_cuda") or "")
     if not ready.get("gpus") or release is None:
         return []

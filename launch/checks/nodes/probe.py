@@ -38,7 +38,7 @@ PACKAGES = (
 
 
 def main(arguments: list[str]) -> int:
-    """Look at the node, tell it, wait for the others, try to reach them."""
+    """Inspect the node, report it, wait for the others, try to reach them."""
     if os.environ.get("SLURM_LOCALID", "0") != "0":  # one probe a node is enough
         return 0
     directory, name = Path(arguments[0]), arguments[1]
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def facts(directory: Path) -> dict[str, Any]:
-    """Of node, interpreter, libraries, GPUs, room and limits."""
+    """Facts about node, interpreter, libraries, GPUs, room and limits."""
     temporary = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as a task chooses (role_task.py)
     limits = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in ("nofile", "memlock", "as", "cpu")}
     cards = gpus()
@@ -87,7 +87,7 @@ def facts(directory: Path) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """Of an installed distribution; "" if there is none.  Nothing is imported."""
+    """Version of an installed distribution; "" if there is none.  Nothing is imported."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -187,7 +187,7 @@ def letters(directory: Path, name: str) -> dict[str, Any]:
         if answer is None:
             return {"round_trip_s": None, "skew_s": None}
         took = time.monotonic() - began
-        skew = sent + took / 2 - answer["time"]  # as NTP: the answer was written in the middle, give or take half of it
+        skew = sent + took / 2 - answer["time"]  # as NTP: the answer was written half-way, ± half the time
         best = min(best or (took, skew), (took, skew))
     return {"round_trip_s": best[0], "skew_s": best[1]} if best else {}
 
@@ -216,7 +216,7 @@ def listen() -> socket.socket:
 
 
 def serve(listener: socket.socket) -> None:
-    """Echo one byte at a time ("p"), or swallow all and tell that it is over ("s")."""
+    """Echo one byte at a time ("p"), or read everything and confirm its end ("s")."""
     while True:
         try:
             connection = listener.accept()[0]
@@ -240,14 +240,14 @@ def talk(connection: socket.socket) -> None:
 
 
 def where(listener: socket.socket) -> dict[str, Any]:
-    """Address and port; why there is no address is said, not raised."""
+    """Address and port; the reason for a missing address is reported, not raised."""
     found = address()
     said = {"address_error": found["error"].rpartition("Error: ")[2]} if "error" in found else {}
     return {"address": found.get("address", ""), "port": listener.getsockname()[1], **said}
 
 
 def network(directory: Path, name: str, peers: dict[str, Any]) -> dict[str, Any]:
-    """Reach everybody, then the tests that peers.json gives this node a part in."""
+    """Try to reach all others, then run this node's part of the tests in peers.json."""
     others = [peer for peer in peers["probes"] if peer["name"] != name]
     result: dict[str, Any] = {"name": name, "reach": {peer["name"]: reach(peer) for peer in others}}
     unreached = {peer for peer, found in result["reach"].items() if "error" in found}
@@ -334,7 +334,7 @@ def wait_for(path: Path, deadline: float) -> dict[str, Any] | None:
             if path in path.parent.iterdir():
                 found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
                 return found
-        except FileNotFoundError:  # the directory is gone, or the listing is older than the file's end
+        except FileNotFoundError:  # the directory is gone, or the file has gone since the listing
             if not path.parent.is_dir():
                 return None
         time.sleep(POLL_S)

@@ -30,7 +30,7 @@ from rlhpc.deadline import Deadline
 from rlhpc.transport.keys import mint_run_keys
 
 JOB_S = 120
-LINGER_S = 40.0  # after the first probe is ready the others are waited for so long: it lives two minutes
+LINGER_S = 40.0  # how long to wait for the others once the first probe is ready: it lives two minutes
 NETWORK_S = 90.0  # for the tests between nodes
 ENDED_S = 5.0  # after its job has ended, a probe's files may still be on their way
 _POLL_S, _QUEUE_S = 0.05, 4.0
@@ -38,13 +38,13 @@ _POLL_S, _QUEUE_S = 0.05, 4.0
 
 @dataclass(slots=True)
 class Reports:
-    """What came back."""
+    """What the probes reported."""
 
     known_sha256: str
     ready: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the name of the probe
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # why a job has not started
-    failed: dict[str, str] = field(default_factory=dict)  # why it could not be submitted, or ended without a word
+    failed: dict[str, str] = field(default_factory=dict)  # why it could not be submitted, or ended without a report
     left_behind: str = ""
 
 
@@ -60,7 +60,7 @@ class _Probe:
 
     @property
     def names(self) -> list[str]:
-        """Of its nodes' probes."""
+        """Names of its nodes' probes."""
         name = self.component.name
         return [name if rank == 0 else f"{name}-{rank}" for rank in range(self.component.nodes)]
 
@@ -95,7 +95,7 @@ def probe_component(component: Component) -> Component:
 
 
 def job_name(directory: Path, component: str) -> str:
-    """Of one probe's job; no other has it, for the directory's name is drawn."""
+    """Name of one probe's job; unique, since the directory's name is random."""
     return f"{directory.name.removeprefix('.')}.{component}"
 
 
@@ -129,7 +129,7 @@ def _prepare(directory: Path) -> str:
 
 @dataclass(slots=True)
 class _Round:
-    """One conversation with the probes, until all have told everything or the time is over."""
+    """One conversation with the probes, until all have reported everything or time is up."""
 
     directory: Path
     probes: list[_Probe]
@@ -157,7 +157,7 @@ class _Round:
     def _take(self, path: Path, now: float) -> None:
         name, _, kind = path.name.partition(".")
         ready, results = self.reports.ready, self.reports.results
-        with contextlib.suppress(FileNotFoundError):  # taken away while we listed
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             if kind.startswith("call.") and not kind.endswith(".partial"):
                 answer = self.directory / f"{name}.answer.{kind.removeprefix('call.')}"
                 if not answer.exists():
@@ -200,7 +200,7 @@ def _attend(talk: _Round) -> None:
 
 
 def last_error(lines: list[str]) -> str:
-    """The last line that a program has written: srun says after it that there was an error, and not which."""
+    """The last line that a program has written; srun's line after it only says that there was an error."""
     own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))]
     return (own or lines or [""])[-1].strip()
 
@@ -226,7 +226,7 @@ def _introduction(ready: dict[str, dict[str, Any]], names: frozenset[str]) -> di
 
 
 def _ask_queue(probes: list[_Probe], now: float) -> None:
-    """States of our jobs; one that the queue has forgotten has ended.  A controller that is away changes nothing."""
+    """States of our jobs; one that the queue has forgotten has ended.  Without an answer nothing changes."""
     try:
         rows = own_states_and_reasons()
     except SlurmError:
@@ -238,14 +238,14 @@ def _ask_queue(probes: list[_Probe], now: float) -> None:
 
 
 def _clean_up(directory: Path, components: list[str]) -> str:
-    """Cancel the jobs, delete the directory; what is left of it, or ""."""
+    """Cancel the jobs and delete the directory; return its path if something is left, else ""."""
     names, num_empty = {job_name(directory, component) for component in components}, 0
     for _ in Deadline(10.0).polls(0.2):
         with contextlib.suppress(SlurmError):
-            # By name and twice: a sbatch that was interrupted has not told its id, and slurmctld may still read it.
+            # By name and twice: an interrupted sbatch has not reported its id, and slurmctld may still be reading it.
             ids = own_job_ids(names)
             num_empty = 0 if ids else num_empty + 1
-            if num_empty == 2:  # sooner files that a job holds open could not be deleted on NFS
+            if num_empty == 2:  # before that, a job may hold files open, which NFS does not delete
                 break
             cancel(ids)
     for _ in Deadline(5.0).polls(0.2):

@@ -13,7 +13,7 @@ from launch.checks.site.login_checks import skew_verdict
 from launch.plan.jobs import Component, JobPlan
 from rlhpc.config import Config
 
-SLOW_S = 5.0  # files that take longer to be seen make meetings slow
+SLOW_S = 5.0  # files that take longer to be seen make rendezvous slow
 LEAST_TMP, LEAST_SHM, LEAST_FILES = 10 * GIB, GIB, 4096
 SLOW_GBIT = {"nccl": 20.0, "gloo": 1.0}  # below it weights of a large model take minutes
 _PREFIXES = {
@@ -26,7 +26,7 @@ _PREFIXES = {
 
 
 def judge(reports: Reports, plan: JobPlan, config: Config | None, timeout_s: float) -> list[Finding]:
-    """All of it, component by component, then what lies between them.  config: None without a run file."""
+    """Findings of each component, then of the connections between them.  config: None without a run file."""
     findings: list[Finding] = []
     for component in [part for job in plan.jobs for part in job.components]:
         findings += _job(component.name, reports, timeout_s)
@@ -150,7 +150,7 @@ def _room(key: str, ready: dict[str, Any], component: Component) -> Iterator[Fin
 
 
 def _limits(key: str, limits: dict[str, int], component: Component) -> Finding:
-    """Slurm gives a job those of the submitting shell, unless the site says otherwise (PropagateResourceLimits)."""
+    """Slurm gives a job the limits of the submitting shell, unless the site forbids it (PropagateResourceLimits)."""
     files, locked, remedy = limits["nofile"], limits["memlock"], ""
     text = f"open files {_limit(files)}, locked memory {_limit(locked)}"
     if component.gpus_per_task > 0 and locked != -1:

@@ -27,7 +27,7 @@ OPEN = (
     "judge",
     "environment",
 )  # sections that the words may change
-OPEN_KEYS = ("model.dtype", "run.seed")
+OPEN_KEYS = ("model.dtype", "model.chat_template_kwargs", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 _NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "levels": [], "settings": {}}
 UNUSED = {
@@ -62,7 +62,7 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_g
         **UNUSED,
     }
     if (run := target.settings) is not None:
-        document["model"]["dtype"] = run.model.dtype
+        document["model"] |= {"dtype": run.model.dtype, "chat_template_kwargs": run.model.chat_template_kwargs}
         like = _like(run, data, words)
         task = _said("data.task", words, like.task)
         document["data"] = like.model_dump(mode="json", exclude={*_LIMITS, "weight"}) | data_here

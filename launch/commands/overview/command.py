@@ -38,7 +38,7 @@ def list_runs(options: argparse.Namespace) -> int:
 
 
 def _tops(given: list[Path]) -> list[Path]:
-    """Absolute, so that the queue's names of a directory are the same."""
+    """Absolute, so that it equals the queue's name of the directory."""
     for directory in given:
         if not directory.is_dir():
             raise ConfigError(f"{directory}: no such directory")

@@ -19,12 +19,12 @@ from launch.run_files.run_state import saved_step
 _WRITTEN_BY_LIFE = ("status.json", "attempts.jsonl", "summary.json", "config.json", "launcher.json", "jobs")
 _TAIL_BYTES = 8192
 _MOST_LOGS = 32
-_FATAL = " rlhpc.lifecycle ERROR "  # what a role dies of (rlhpc/roles/common/lifecycle.py)
+_FATAL = " rlhpc.lifecycle ERROR "  # in the log line of a role's fatal error (rlhpc/roles/common/lifecycle.py)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How far a run is."""
+    """How far a run has come."""
 
     name: str
     phase: str  # of status.json; "" if there is none
@@ -32,8 +32,8 @@ class Figures:
     num_steps: int | None
     reward: float | None  # None before the first step
     status_unix_s: float  # when the controller last wrote; 0: it has not
-    launcher_unix_s: float  # when a launcher of `rlhpc run`, which writes every other second, last did
-    began_unix_s: float | None  # the first attempt
+    launcher_unix_s: float  # when a launcher of `rlhpc run` last wrote: it does every other second
+    began_unix_s: float | None  # when the first attempt began
     last_sign_unix_s: float
     attempt: int | None  # the newest; None: none has begun
     attempt_unix_s: float  # when it began; 0: none has
@@ -66,13 +66,13 @@ def read_figures(files: RunFiles) -> Figures:
         last_sign_unix_s=max(written.values(), default=0.0),
         attempt=_integer(last.get("index")),
         attempt_unix_s=_number(last.get("unix_time_s")) or 0.0,
-        is_in_a_job=bool(last.get("job_id")),  # 0: another attempt of a run on one machine
+        is_in_a_job=bool(last.get("job_id")),  # 0: an attempt of `rlhpc run`, on one machine
         host=str(last.get("host", "")),
     )
 
 
 def recorded_failure(files: RunFiles, attempt: int | None) -> str:
-    """What the launcher has written of the process that failed first; "" if none has, or the launcher died as well."""
+    """The cause of the first failure that the launcher recorded; "" if there is none, or the launcher died as well."""
     if attempt is None or "logs" not in files.names:
         return ""
     failures = read_failures(files.layout, attempt)
@@ -80,7 +80,7 @@ def recorded_failure(files: RunFiles, attempt: int | None) -> str:
 
 
 def fatal_error(files: RunFiles, attempt: int | None) -> str:
-    """What the first role of an attempt says that it died of, "trainer-0: …"; "" if none of them has said."""
+    """The fatal error that a role of an attempt logged first, "trainer-0: …"; "" if there is none."""
     if attempt is None or "logs" not in files.names:
         return ""
     logs = sorted(files.layout.logs.glob(f"*/attempt_{attempt}.log"))[:_MOST_LOGS]

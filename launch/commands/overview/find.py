@@ -25,7 +25,7 @@ _AT_ONCE = 16  # a directory on NFS takes a millisecond, most of it waiting
 # another program checkpoints.
 _MARKS = frozenset(("attempts.jsonl", "checkpoints", "jobs", "job_plan.json", "launcher.json", "rendezvous",
                     "rollouts", "status.json"))  # fmt: skip
-_LOST_ITS_CONFIG = 3  # this number of marks makes a run directory without config.json
+_LOST_ITS_CONFIG = 3  # this many of them mark a run directory without config.json
 Identity = tuple[int, int]
 
 
@@ -42,13 +42,13 @@ class RunFiles:
 
     @property
     def layout(self) -> RunLayout:
-        """Its paths."""
+        """The run's paths."""
         return RunLayout(self.root)
 
 
 @dataclass(slots=True)
 class Found:
-    """Runs, and what is to be said of the search."""
+    """The runs found, and remarks on the search."""
 
     runs: list[RunFiles] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)

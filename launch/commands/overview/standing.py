@@ -27,14 +27,14 @@ from rlhpc.errors import RunDirectoryError
 
 _CLOCK_SKEW_S = 60.0  # between a node that writes and slurmctld
 _STOPS = {Cause.STOP, Cause.ABORT, Cause.SIGNAL}
-_GOES_ON = {Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED, Cause.FENCED}  # another life was to follow
+_GOES_ON = {Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED, Cause.FENCED}  # another attempt was to follow
 
 
 class State(StrEnum):
-    """Of a run."""
+    """The state of a run."""
 
     QUEUED = "queued"  # its controller waits for nodes
-    STARTING = "starting"  # something of it lives, and no step has begun
+    STARTING = "starting"  # a part of it is alive, and no step has begun
     RUNNING = "running"
     STOPPED = "stopped"  # on request, or cancelled; a resume goes on
     FAILED = "failed"
@@ -46,13 +46,13 @@ class State(StrEnum):
 
     @property
     def is_alive(self) -> bool:
-        """True while something of it runs or will, as far as anybody knows."""
+        """True while a part of it runs or waits to run, or that is not known."""
         return self in (State.QUEUED, State.STARTING, State.RUNNING, State.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """All that a line says of a run."""
+    """Everything that a line says about a run."""
 
     files: RunFiles
     figures: Figures
@@ -66,9 +66,9 @@ class Standing:
 class Queue:
     """What Slurm says of this user's jobs."""
 
-    of_run: tuple[JobRow, ...] = ()  # that say themselves that they are this run's
-    others: Mapping[int, Sequence[JobRow]] = field(default_factory=dict)  # that say of no run, by id
-    trouble: str = ""  # why Slurm has not said
+    of_run: tuple[JobRow, ...] = ()  # that name this run themselves
+    others: Mapping[int, Sequence[JobRow]] = field(default_factory=dict)  # that name no run, by id
+    trouble: str = ""  # why Slurm did not answer
 
 
 def standing_of(files: RunFiles, queue: Queue, now: float) -> Standing:
@@ -96,7 +96,7 @@ def _records(files: RunFiles) -> tuple[JobRecord, ...]:
 
 
 def _recorded(name: str, records: Sequence[JobRecord], others: Mapping[int, Sequence[JobRow]]) -> Iterator[JobRow]:
-    """Jobs that are the run's by its records alone.  Where a site sets its counter back an id may be another's."""
+    """Jobs that only the run's records name.  If a site resets its job counter, an id may be another job's."""
     for record in records:
         yield from (
             row for row in others.get(record.job_id, ()) if row.name.partition(".")[0] == name.partition(".")[0]
@@ -111,7 +111,7 @@ def _living(rows: Sequence[JobRow]) -> tuple[JobRow, ...]:
 
 
 def _alive_here(found: Standing, records: Sequence[JobRecord]) -> Standing | None:
-    """By Slurm, or by this machine's processes; None: neither knows of anybody."""
+    """Alive by Slurm, or by this machine's processes; None: neither knows of anything alive."""
     controller_jobs, living = {record.job_id for record in records if record.hosts_controller}, _living(found.rows)
     controller_rows = [
         row for row in living if not row.component and (row.job_id in controller_jobs or not controller_jobs)
@@ -126,7 +126,7 @@ def _alive_here(found: Standing, records: Sequence[JobRecord]) -> Standing | Non
 
 
 def _not_here(found: Standing, records: Sequence[JobRecord], trouble: str, now: float) -> Standing:
-    """Ended, or alive where nobody here can see it."""
+    """Ended, or alive where it cannot be seen from here."""
     figures, is_submitted = found.figures, _is_submitted(found.figures, records)
     told = _told(found, records) if is_submitted else None
     silent_s = now - max(figures.status_unix_s, 0.0 if is_submitted else figures.launcher_unix_s)
@@ -139,7 +139,7 @@ def _not_here(found: Standing, records: Sequence[JobRecord], trouble: str, now: 
     if told is None and is_submitted and trouble:
         return replace(found, state=State.UNKNOWN, where=figures.host, remark="Slurm has not said")
     state, remark = told or _silent_end(found, is_submitted)
-    if living := _living(found.rows):  # without the controller's
+    if living := _living(found.rows):  # jobs other than the controller's
         remark = "; ".join(filter(None, (remark, f"still there: {', '.join(row.label for row in living)}")))
     return replace(found, state=state, where=figures.host, remark=remark)
 
@@ -150,7 +150,7 @@ def _is_submitted(figures: Figures, records: Sequence[JobRecord]) -> bool:
 
 
 def _in_slurm(found: Standing, living: tuple[JobRow, ...], controller_rows: Sequence[JobRow]) -> Standing:
-    """By the job with the controller; a successor waits while the one before it runs."""
+    """The state by the job with the controller; a successor waits while the one before it runs."""
     there = [row for row in controller_rows if row.state.life not in (Life.WAITING, Life.HELD)]
     controller_row, names = (there or controller_rows)[0], found.files.names
     state, remark = State.QUEUED, ""
@@ -200,7 +200,7 @@ def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | 
 
 
 def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
-    """Nobody lives and no job has said why: what the roles have written."""
+    """Nothing is alive and no job has said why: the state by what the roles have written."""
     files, figures = found.files, found.figures
     if not is_submitted and (error := recorded_failure(files, figures.attempt)):
         return State.FAILED, error
@@ -228,5 +228,5 @@ def _nodes(living: Sequence[JobRow], controller_row: JobRow | None = None) -> st
 
 
 def is_mine(files: RunFiles) -> bool:
-    """False of another user's run, whose jobs are not asked for."""
+    """False for another user's run, whose jobs are not queried."""
     return files.owner == os.geteuid()

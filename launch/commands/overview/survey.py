@@ -30,7 +30,7 @@ class Survey:
 
 
 def survey(tops: Sequence[Path], depth: int = DEPTH, queue: MyQueue | None = None) -> Survey:
-    """Find and judge.  queue: instead of asking Slurm.  Raises nothing."""
+    """Find the runs and their states.  queue: used instead of asking Slurm.  Raises nothing."""
     found = find_runs(tops, depth)
     asked = look_at_my_jobs() if queue is None else queue
     runs = {files.identity: files for files in found.runs}
@@ -44,14 +44,14 @@ def survey(tops: Sequence[Path], depth: int = DEPTH, queue: MyQueue | None = Non
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         judged = sorted(pool.map(judge, runs.values()), key=lambda each: -each.figures.last_sign_unix_s)
-    # A machine that has no Slurm need not say so of runs that never were in one.
+    # Without a Slurm here nothing is said about it, unless a run needs it.
     if asked.trouble and (asked.is_there or any(run.state is State.UNKNOWN for run in judged)):
         remarks.append(asked.trouble)
     return Survey(tuple(judged), tuple(remarks), now)
 
 
 def _elsewhere(queue: MyQueue, runs: dict[Identity, RunFiles]) -> list[str]:
-    """Add runs that live in the queue and lie in no directory that was looked into; returns what is amiss of them."""
+    """Add runs that are in the queue but in no directory that was searched; returns problems with them."""
     remarks, known = [], {files.root for files in runs.values()}
     waiting = {job.run_directory: job.row for job in queue.jobs if job.run_directory and job.row.state.is_alive}
     for root in waiting.keys() - known:

@@ -77,7 +77,7 @@ def _cells(run: Standing, now: float) -> tuple[str, ...]:
 
 
 def _jobs(rows: Iterable[JobRow]) -> str:
-    """Of those that live, "12 running, 13 3 pending 1 running": an id, and its tasks or components by state."""
+    """Jobs that are alive, as "12 running, 13 3 pending 1 running": an id, and its tasks or components by state."""
     by_id: dict[int, Counter[str]] = {}
     for row in rows:
         if row.state.is_alive:
@@ -94,7 +94,7 @@ def _states(counts: Counter[str]) -> str:
 
 
 def _num_tasks(row: JobRow) -> int:
-    """Of "2-5,7": 5."""
+    """Tasks of a row; 5 for "2-5,7"."""
     pieces = [piece.partition("-") for piece in row.waiting_tasks.split(",")] if row.waiting_tasks else []
     sizes = [
         int(end or start) - int(start) + 1 for start, _, end in pieces if start.isdigit() and (end or "0").isdigit()
@@ -107,7 +107,7 @@ def _since(moment: float | None, now: float) -> str:
 
 
 def _path(root: Path) -> str:
-    """As it is typed from here."""
+    """A path as it is typed from here."""
     here = Path.cwd()
     return os.path.relpath(root, here) if root.is_relative_to(here) and root != here else str(root)
 

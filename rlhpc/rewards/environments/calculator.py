@@ -61,7 +61,7 @@ class _Reader:
         self._tokens.reverse()
 
     def value(self) -> Number:
-        """Of the whole expression."""
+        """The value of the whole expression."""
         value = self._sum()
         if self._tokens:
             raise self._odd(self._tokens[-1])

@@ -55,7 +55,7 @@ class GymnasiumEnvironment(Environment):
         return _said(observation)
 
     async def step(self, completion: str) -> Step:
-        """The next one; the game is over where it has ended or was cut off."""
+        """The next observation; the game is over if it has ended or was cut off."""
         observation, reward, has_ended, was_cut, info = self._game.step(completion)
         is_correct = bool(info[SUCCESS]) if SUCCESS in info else None
         return Step(_said(observation), float(reward), is_done=has_ended or was_cut, is_correct=is_correct)

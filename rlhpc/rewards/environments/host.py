@@ -2,7 +2,7 @@
 
 Input: Dialogue, all turns so far.  Output: Turn, the answer to the last one.  A dialogue that was here for the turns
 before takes one step; one that was not (another worker had it, or it went on from a prefix) is begun and takes all of
-them.  So a request may be repeated, and sent to anyone.
+them.  So a request may be repeated, and sent to any worker.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class EnvironmentHost:
 
 
 def _continues(dialogue: Dialogue, kept: _Kept) -> bool:
-    """Whether a dialogue is the kept one with no turn, or more of them, behind its own."""
+    """Whether a dialogue is the kept one, with the same turns and perhaps more."""
     began_with = (dialogue.environment, dialogue.record)
     return kept.began_with == began_with and list(dialogue.turns[: len(kept.turns)]) == kept.turns
 

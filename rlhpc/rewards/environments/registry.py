@@ -1,6 +1,6 @@
 """Find an environment by its name: one of the table below, or "package.module:Class" of the user's own.
 
-Input: a name.  Output: a class with the methods of Environment.  As rewards/registry.py, by text.
+Input: a name.  Output: a class with the methods of Environment.  Named as text, as in rewards/registry.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def validate_environment(name: str) -> None:
 
 
 def resolve_environment(name: str) -> type[Environment]:
-    """Import it.  Raises ConfigError, also if it is not a subclass of Environment that can be made."""
+    """Import an environment.  Raises ConfigError, also if it is no subclass of Environment, or an abstract one."""
     found: object = load(KEY, _import_path(name), repr(name))
     if not isinstance(found, type) or not issubclass(found, Environment):
         raise ConfigError(f"{KEY}={name!r} is not a subclass of rlhpc.environment.Environment")

@@ -26,7 +26,7 @@ _DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool is to be called."""
+    """A call of a tool."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """Meant as a call, and none."""
+    """A text that was meant as a call, but is none."""
 
     why: str
 
@@ -95,7 +95,7 @@ def _of_value(value: Any) -> Call | CallError:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return CallError('a call is {"name": …, "arguments": {…}}')
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # as OpenAI's interface has them
+    if isinstance(arguments, str):  # as in OpenAI's interface
         try:
             arguments = _DECODER.decode(arguments)
         except ValueError as error:

@@ -3,11 +3,11 @@
     reset(record) ─▶ rollout() of the library begins ─▶ its first request ─▶ what stands behind the prompt
     step(turn)    ─▶ the answer to that request ─▶ its next request ─▶ what it has added; at its end the rubric's reward
 
-The library believes that it asks a model: its client is ours, and waits for the policy's turn.  So all that an
-environment does in its loop happens as it does there, and only where messages are put into words is it rlhpc's matter.
-Records are rows of the library's dataset: `python -m rlhpc.rewards.environments.verifiers_environment ID > FILE`
-writes them, with data.prompt_field = "prompt".  Refused: tools (the chat template would not describe them), a history
-that the environment changes, and rewards of whole groups.  Extra `verifiers`, 0.1: later releases know no such loop.
+The library believes that it asks a model: its client is ours, and waits for the policy's turn.  So an environment's
+loop runs as it does in the library; only turning messages into text is up to rlhpc.
+Records are rows of the library's dataset: `python -m rlhpc.rewards.environments.verifiers_environment ID > FILE` writes
+them, with data.prompt_field = "prompt".  Refused: tools (the chat template would not describe them), a history that the
+environment changes, and rewards of whole groups.  Extra `verifiers`, 0.1: later releases have no such loop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Turns(Client):
         """Nothing to close."""
 
     async def setup_client(self, config: Any) -> None:
-        """Of the five below, which turn messages into those of a provider, none is called."""
+        """Never called, nor are the five below, which convert messages for a provider."""
 
     to_native_tool = to_native_prompt = get_native_response = raise_from_native_response = setup_client
     from_native_response = setup_client
@@ -82,7 +82,7 @@ class VerifiersEnvironment(Environment):
         return await self._next() or ()
 
     async def step(self, completion: str) -> Step:
-        """What it says next; at the end the rubric's reward, its functions as parts."""
+        """What the environment says next; at the end the rubric's reward, with its functions as parts."""
         self._history.append({"role": "assistant", "content": completion})
         self._client.turn.put_nowait(completion)
         said = await self._next()
@@ -96,7 +96,7 @@ class VerifiersEnvironment(Environment):
         return self._end()
 
     async def close(self) -> None:
-        """End what still waits for a turn."""
+        """Cancel a rollout that still waits for a turn."""
         if self._rollout is not None and not self._rollout.done():
             self._rollout.cancel()
             await asyncio.gather(self._rollout, return_exceptions=True)

@@ -325,6 +325,7 @@ class Controller:
 
     async def say_farewell(self) -> None:
         """Send StopRole to every process, and whether another controller will follow."""
+        self._board.figures.is_ending = True
         with suppress(OwnershipLost):  # first: whoever sees a process end knows that it was told to
             self._board.write(self._board.document())
         is_complete = self._board.figures.phase == "complete"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.config import Config
 from rlhpc.config_guard import GuardConfig
 from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.mixture import open_prompt_source
@@ -64,7 +66,8 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
     saved = read_saved_state(layout, context.resume_step) if context.resume_step is not None else None
-    tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompt_source(config), Membership()
+    tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
+    prompts, membership = open_prompt_source(config), Membership()
     if saved is not None:
         prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
     lost_leases = _read_lost_leases(layout)
@@ -193,19 +196,24 @@ def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
         raise CheckpointError(f"how far the run is, in its checkpoint, is malformed: {error!r}") from error
 
 
-def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:
-    config, admission, ends = context.config, context.config.admission, tokenizer.eos_token_ids
+def sampling_of(config: Config, tokenizer: PromptTokenizer) -> Callable[[int], SamplingParams]:
+    """How completions of a prompt are drawn, by its number."""
+    ends = tokenizer.stop_token_ids
 
     def sampling(prompt_id: int) -> SamplingParams:
-        limit = config.max_completion_tokens(prompt_id)
-        return SamplingParams(limit, config.generation.temperature, ends)
+        return SamplingParams(config.max_completion_tokens(prompt_id), config.generation.temperature, ends)
 
+    return sampling
+
+
+def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:
+    config, admission = context.config, context.config.admission
     return {
         "num_slots": admission.num_slots,
         "window_groups": config.window_groups,
         "groups_per_step": admission.groups_per_step,
         "group_size": admission.group_size,
-        "sampling": sampling,
+        "sampling": sampling_of(config, tokenizer),
         "lease_deadline_s": admission.lease_deadline_s,
         "max_attempts": admission.max_attempts,
         "clock": clock,

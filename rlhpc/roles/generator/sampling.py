@@ -26,6 +26,7 @@ from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.records import reference_of
+from rlhpc.data.thinking import answer_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelError, ChannelTimeout
 from rlhpc.generation.finished_request import prefix_of, prefix_up_to
@@ -59,7 +60,7 @@ class Sampling:
     def __init__(self, config: Config, engine: GenerationEngine, tasks: asyncio.TaskGroup) -> None:
         """tasks: they run in this group, which fails with the engine."""
         self._config, self._engine, self._group = config, engine, tasks
-        self._tokenizer = PromptTokenizer(config.model.path)
+        self._tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
         self._now = asyncio.get_running_loop().time
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._requests: dict[str, RolloutRequest] = {}  # the same
@@ -279,17 +280,15 @@ class Sampling:
 
     async def _judge(self, rollout: Rollout) -> ScoredRollout:
         """Ask for a verdict, again if the verifier failed; a verifier error is never a reward of zero."""
-        has_ended = rollout.finish_reason is FinishReason.STOP
-        request = RewardRequest(
-            request_id=0,  # the RPC client numbers calls
-            task=rollout.prompt.task,
-            completion=self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended),
-            reference=rollout.prompt.reference,
-        )
+        prompt, has_ended = rollout.prompt, rollout.finish_reason is FinishReason.STOP
+        completion = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
+        answer, start = answer_of(completion, self._config.dataset_of(prompt.prompt_id).thinking_end)
+        request = RewardRequest(0, prompt.task, answer, prompt.reference)  # the RPC client numbers calls
         reply: RewardReply | ChannelTimeout = await self._ask(request)
         if isinstance(reply, ChannelTimeout):
             return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(reply))
-        token_rewards = self._tokenizer.on_tokens(reply.rewards_at, rollout.token_ids)
+        rewards_at = {start + place: reward for place, reward in reply.rewards_at.items()}
+        token_rewards = self._tokenizer.on_tokens(rewards_at, rollout.token_ids)
         verdict = Verdict(reply.verdict)
         return ScoredRollout(rollout, reply.reward, verdict, reply.reward_parts, reply.detail, token_rewards)
 

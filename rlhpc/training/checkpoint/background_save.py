@@ -68,8 +68,8 @@ class BackgroundSaver:
         """Allocate the host buffers and touch every page of them, so that the first save is as fast as the others.
 
         own(kind, index): this rank's live float32 shards of items[index], for a kind of STATE_KINDS, in the order of
-        its shards; flat or not; asked for at each save, and only where there are any.  items: with float32 specs.
-        device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.
+        its shards; flat or not; called at each save, only for items of which this rank has shards.  items: with float32
+        specs.  device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.
         """
         self._items, self._group, self._lead_rank = items, group, lead_rank
         self._own: dict[str, Callable[[int], Sequence[Tensor]]] = {kind: partial(own, kind) for kind in STATE_KINDS}
@@ -112,7 +112,7 @@ class BackgroundSaver:
             wait((self._running,))
 
     def close(self) -> None:
-        """Wait for a running save; then free the buffers.  Idempotent.  Before the process groups are left."""
+        """Wait for a running save; then free the buffers.  Idempotent.  Call it before leaving the process groups."""
         self._thread.shutdown(wait=True)
         while self._pinned:
             unpin(self._pinned.pop())

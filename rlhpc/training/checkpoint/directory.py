@@ -42,7 +42,7 @@ class Fate(enum.Enum):
 
     SOUND = "sound"
     DAMAGED = "damaged"  # a file is missing or is not what was written
-    UNDONE = "undone"  # of steps that a later attempt began before
+    UNDONE = "undone"  # its steps were undone: a later attempt resumed before them
     UNREADABLE = "unreadable"  # no permission, an error of the disk: it may be intact
 
 
@@ -75,7 +75,7 @@ class KnownCheckpoints:
                 yield self._state_of(step, path, timeline)
 
     def steps(self) -> list[tuple[int, Path]]:
-        """(step, path) of all, oldest first, read or not."""
+        """(step, path) of all checkpoints, oldest first, whether verified or not."""
         return _steps_below(self._checkpoints)
 
     def note_sound(self, path: Path) -> None:
@@ -120,8 +120,8 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Turn what was written into `temporary` into the checkpoint `final`.  Durable when it returns.
 
     manifest: further content of COMPLETE, JSON; sizes and checksums of all files are added under "files".
-    A `final` that does not count is set aside.  Raises CheckpointError; then this one does not count, either.  Reads
-    every byte once.
+    A `final` that does not count is set aside.  Raises CheckpointError; then the new one does not count.  Reads every
+    byte once.
     """
     try:
         names = _files_below(temporary)
@@ -245,7 +245,7 @@ def _remove(path: Path) -> None:
 
 
 def _clear_the_way(final: Path) -> None:
-    """Set aside what has the name of a new checkpoint.  Raises CheckpointError if it may be intact: it is another's."""
+    """Set aside what has the name of a new checkpoint.  Raises CheckpointError if that may be intact."""
     fate = _fate(final)
     if fate in (Fate.SOUND, Fate.UNREADABLE):
         raise CheckpointError(f"{final}: another checkpoint of this step has appeared meanwhile")
@@ -253,7 +253,7 @@ def _clear_the_way(final: Path) -> None:
 
 
 def _fate(final: Path) -> Fate:
-    """Read one checkpoint that is in the way of another of its step."""
+    """The fate of an existing checkpoint that has the name of a new one."""
     match = _STEP_NAME.fullmatch(final.name)
     assert match is not None, final
     step = int(match[1])

@@ -38,12 +38,12 @@ def export_hf(
 ) -> str:
     """Write an HF checkpoint into out_dir, which must not exist; return the dtype of what was written.
 
-    checkpoint_dir: the trainer's part, or the step directory around it.  is_average: the moving average of its weights.
-    dtype: a key of DTYPES; None: what model_dir's config.json names.
-    Reads and verifies what it exports alone, once: moments are two thirds of a checkpoint.
+    checkpoint_dir: the trainer's part, or the step directory around it.  is_average: export the moving average of its
+    weights.  dtype: a key of DTYPES; None: what model_dir's config.json names.
+    Reads and verifies only what it exports, once: moments are two thirds of a checkpoint.
     Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written or there
-    is no average, ConfigError if model_dir or out_dir cannot be used.  What it has made of out_dir is then deleted; a
-    process that is killed leaves an out_dir without config.json, which nothing loads.
+    is no average, ConfigError if model_dir or out_dir cannot be used.  If it fails after creating out_dir, it deletes
+    it; a killed process leaves an out_dir without config.json, which nothing loads.
     """
     if (checkpoint_dir / "trainer").is_dir():
         checkpoint_dir = checkpoint_dir / "trainer"
@@ -101,7 +101,7 @@ def write_hf_weights(
 
 
 def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
-    """Copy all files but weights, config.json last; dtype: that it is to name, if another."""
+    """Copy all files but weights, config.json last; dtype: the one that config.json must name, if it differs."""
     files = [path for path in model_dir.iterdir() if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES)]
     for path in sorted(files, key=lambda path: path.name == "config.json"):
         if dtype is not None and path.name == "config.json":

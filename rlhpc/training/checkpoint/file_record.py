@@ -55,10 +55,10 @@ def check_file(path: Path, expected: FileRecord, *, verify_content: bool) -> Non
 
 
 def of_each_file(read: Callable[[str], Found], names: Iterable[str], num_bytes: int) -> list[Found]:
-    """Return what `read` does for each name; raise what it raises for the first of them, in their order.
+    """Return what `read` returns for each name; raise the error of the first name for which it raises one.
 
-    num_bytes: of all files; many are read several files at once: one reader alone does not use the bandwidth of a
-    parallel filesystem.
+    num_bytes: of all files; from MANY_BYTES on, several files are read at once, since one reader alone does not use the
+    bandwidth of a parallel filesystem.
     """
     if num_bytes < MANY_BYTES:
         return [read(name) for name in names]

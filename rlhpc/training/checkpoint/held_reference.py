@@ -23,7 +23,8 @@ CONFIG_FILE = "config.json"
 
 
 def save_reference(backend: TrainerBackend, model_dir: Path, directory: Path) -> Future[dict[str, int]]:
-    """Write it into `directory`; model_dir: of the model's config.json.  A collective; training waits for the disk.
+    """Write the reference into `directory`; model_dir: where the model's config.json is.  A collective; training waits
+    for the disk.
 
     The future is done: {file name: bytes} on rank 0 and {} elsewhere, or rank 0's CheckpointError.
     """
@@ -35,7 +36,7 @@ def save_reference(backend: TrainerBackend, model_dir: Path, directory: Path) ->
         done.set_exception(error)
     else:
         done.set_result(files)
-    for _ in weights:  # the other ranks go on sending after an error, and the policy comes back in the end
+    for _ in weights:  # after an error the other ranks still send, and the end puts the policy back
         pass
     return done
 

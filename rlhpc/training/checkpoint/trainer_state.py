@@ -132,10 +132,10 @@ def write_checkpoint(
 def read_checkpoint(
     directory: Path, specs: Sequence[TensorSpec] | None, *, share: tuple[int, int] = (0, 1)
 ) -> TrainerCheckpoint:
-    """Verify all of a checkpoint and return what it holds.
+    """Verify a checkpoint and return what it holds.
 
-    specs: of the model that wants it, in any dtype and order; None takes it as it is.  share (k, n): this is one of n
-    readers beside each other, and verifies the checksums of every nth file from its kth on, and the sizes of all.
+    specs: of the model that wants it, in any dtype and order; None takes it as it is.  share (k, n): this is reader k,
+    from 0, of n: it verifies the checksums of every nth file from file k on, and the sizes of all files.
     Raises CheckpointError naming the file and the reason.
     """
     checkpoint = open_checkpoint(directory)
@@ -152,7 +152,7 @@ def read_checkpoint(
 
 
 def open_checkpoint(directory: Path) -> TrainerCheckpoint:
-    """Return what a checkpoint says that it holds; reads and verifies its manifest alone.  Raises CheckpointError."""
+    """Return what a checkpoint's manifest lists; reads and verifies only the manifest.  Raises CheckpointError."""
     _refuse_other_format(directory)
     manifest = read_manifest(directory / STATE_FILE)
     specs = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in manifest["tensors"])
@@ -163,10 +163,10 @@ def open_checkpoint(directory: Path) -> TrainerCheckpoint:
 
 
 def on_all_ranks(read: Callable[[], Found]) -> Found:
-    """Return what `read` does, or raise CheckpointError on every rank if it does on any.  A collective.
+    """Return what `read` returns, or raise CheckpointError on every rank if it raises that on any.  A collective.
 
-    A rank that raised alone would leave the others waiting for it in their next collective.  All tell what the first
-    has found: who reads a log reads that of rank 0.
+    A rank that raised alone would leave the others waiting for it in their next collective.  All raise the message of
+    the first that failed, so that rank 0's log has it.
     """
     error: CheckpointError | None = None
     try:

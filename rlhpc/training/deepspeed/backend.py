@@ -62,7 +62,7 @@ class ZeroSettings:
 
 
 class DeepSpeedBackend(ReplicatedBackend):
-    """A DeepSpeed engine and the table of its state; nothing else here grows with the model."""
+    """A DeepSpeed engine, the table of its state, and the copies that saves, the reference and the average need."""
 
     def __init__(self, model: CausalLM, settings: ZeroSettings, *, device: torch.device) -> None:
         """Take over a float32 model on the host; the default process group must be up.  A collective."""
@@ -89,7 +89,7 @@ class DeepSpeedBackend(ReplicatedBackend):
             self._gate = NormGate(self._engine.optimizer)
             undo.callback(self._gate.leave)
             self._state = ZeroState(self._engine.optimizer, model.parameters, stage=self._stage)
-            if masters:  # DeepSpeed made its own from what was left after the cast
+            if masters:  # DeepSpeed made its masters from the rounded parameters
                 self._state.fill(lambda kind, spec, start, stop: masters[spec.name].view(-1)[start:stop], "weights")
             self._reference = HeldParameters(self._state.own_parameters, self._state.partitioned)
             undo.callback(self._reference.release)
@@ -104,8 +104,8 @@ class DeepSpeedBackend(ReplicatedBackend):
     def open(cls, config: Config, context: RankContext, *, has_value_head: bool = False) -> DeepSpeedBackend:
         """Load config.model, connect to the other ranks, and shard the model.
 
-        An existing default process group is used, and not closed in the end.  The model is loaded whole into host
-        memory, in float32, on every rank.
+        An existing default process group is used and stays open.  The model is loaded whole into host memory, in
+        float32, on every rank.
         Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
         """
         device = device_of(config.trainer.device, context.rank)
@@ -114,6 +114,7 @@ class DeepSpeedBackend(ReplicatedBackend):
             config.model.path,
             device=torch.device("cpu"),
             recompute_activations=config.trainer.recompute_activations == "full",
+            max_tokens=config.generation.max_tokens,
         )
         model = with_value_head(model) if has_value_head else model
         settings = ZeroSettings(config.trainer, DTYPES[config.model.dtype], config.generation.temperature)
@@ -249,7 +250,7 @@ class DeepSpeedBackend(ReplicatedBackend):
 def _read_range(source: TensorSource, spec: TensorSpec, start: int, stop: int) -> Tensor:
     """Numbers [start, stop) of the flattened parameter `spec`, of which only the rows that hold them are read."""
     pieces = []
-    begin = 0  # of a tensor on disk within the parameter: they lie in it one after another
+    begin = 0  # of a tensor on disk within the parameter, where they follow one another
     for part in on_disk(spec):
         end = begin + math.prod(part.shape)
         first, last = max(start, begin) - begin, min(stop, end) - begin

@@ -50,7 +50,7 @@ class ZeroEngine(DeepSpeedEngine):  # type: ignore[misc]
 
 
 class NormGate:
-    """Makes DeepSpeed's optimiser skip a step whose gradient norm is not allowed, as one whose norm is not finite."""
+    """Makes DeepSpeed's optimiser skip a step whose gradient norm is not allowed, as if the norm were not finite."""
 
     def __init__(self, zero: Any) -> None:
         """zero: the optimiser of an engine; stages 1 and 2 measure in one place, stage 3 in another."""
@@ -58,7 +58,7 @@ class NormGate:
         self.norm = math.nan  # of the last step, before clipping; nan where it was not finite
         place = "_get_norm_groups" if hasattr(zero, "_get_norm_groups") else "scaled_global_norm"
         setattr(zero, place, partial(self._measured, getattr(zero, place)))
-        self.leave: Callable[[], None] = partial(delattr, zero, place)  # once; else both would keep each other alive
+        self.leave: Callable[[], None] = partial(delattr, zero, place)  # once; each keeps the other alive
 
     @contextmanager
     def asking(self, allows: Callable[[float], bool]) -> Iterator[None]:
@@ -81,7 +81,7 @@ class NormGate:
         return [torch.full_like(total, math.inf)] if isinstance(measured, list) else torch.full_like(total, math.inf)
 
 
-_OPEN: set[int] = set()  # engines of this process, whose groups DeepSpeed keeps for all of them
+_OPEN: set[int] = set()  # ids of the open engines, which share DeepSpeed's process groups
 
 
 def open_engine(
@@ -163,9 +163,9 @@ def engine_options(trainer: TrainerConfig, *, dtype: torch.dtype, num_elements: 
 
 
 def forget_gradients(zero: Any) -> None:
-    """Drop the sums that DeepSpeed 0.19 keeps of a step that it skipped: those of an optimiser in host memory.
+    """Drop the gradient sums that DeepSpeed 0.19 keeps after a skipped step, if the optimiser is in host memory.
 
-    Without it they are part of the next step, finite or not.  zero: the optimiser of an engine of stage 1 or 2.
+    Otherwise they are part of the next step, finite or not.  zero: the optimiser of an engine of stage 1 or 2.
     """
     for sums in (zero.averaged_gradients, zero.all_grad_tensors):
         for group in sums:
@@ -175,11 +175,11 @@ def forget_gradients(zero: Any) -> None:
 def close_engine(engine: ZeroEngine) -> None:
     """Take the engine's hooks off its module and, with the last one, forget DeepSpeed's groups.
 
-    Before the default group is left.
+    Call it before leaving the default group.
     """
     engine.destroy()
     _OPEN.discard(id(engine))
-    if not _OPEN:  # a critic's is closed while the policy's still speaks
+    if not _OPEN:  # a critic's engine closes while the policy's still communicates
         comm.comm.cdb = None
         deepspeed.utils.groups._release_process_group_references()
     gc.collect()

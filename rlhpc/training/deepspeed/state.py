@@ -1,11 +1,12 @@
-"""Where ZeRO keeps masters, moments and parameters, and the way in and out of them by HF name.
+"""Where ZeRO keeps masters, moments and parameters, and how to read and write them by HF name.
 
 Input: DeepSpeed's optimiser of stage 1, 2 or 3.  Output: a table of fragments that every rank computes alike without
 communication, views of this rank's numbers, and the items that gather_stream and checkpoints are made of.
 
 Stages 1 and 2 lay a group of parameters end to end and cut the whole into one partition for each rank, so that a
-parameter may lie on several; stage 3 cuts each parameter by itself.  In both a rank has at most one run of it.
-Moments exist from the start, as zeros.  Steps are counted once for each flat tensor, by counters of their own.
+parameter may lie on several; stage 3 cuts each parameter by itself.  Either way a rank has at most one run of a
+parameter.
+Moments exist from the start, as zeros.  Each flat tensor has its own step counter.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Fragment:
 
     @property
     def num_elements(self) -> int:
-        """Of the run."""
+        """Length of the run."""
         return self.stop - self.start
 
 
@@ -49,7 +50,7 @@ class ZeroState:
     """Masters, moments and step counters of one model on one rank."""
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter], *, stage: int) -> None:
-        """Add zero moments to a fresh optimiser of DeepSpeed's.  parameters: those it has, in the model's order."""
+        """Add zero moments to a fresh DeepSpeed optimiser.  parameters: the optimiser's, in the model's order."""
         self._optimizer, self._stage = optimizer, stage
         self._parameters: dict[str, Any] = dict(parameters)
         self._rank = dist.get_rank()
@@ -83,7 +84,7 @@ class ZeroState:
             self._optimizer.optimizer.state[flat]["step"].fill_(value)
 
     def items(self, dtype: str = "float32") -> list[ShardedTensorSpec]:
-        """One for each parameter, in the model's order."""
+        """One item for each parameter, in the model's order."""
         return [
             sharded_on_disk(
                 TensorSpec(spec.name, dtype, spec.shape),
@@ -161,7 +162,7 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _fragments_of_stages_1_and_2(optimizer: Any) -> dict[int, tuple[Fragment, ...]]:
-    """By id of the parameter."""
+    """Fragments by id of the parameter."""
     table: dict[int, tuple[Fragment, ...]] = {}
     for flat, group in enumerate(optimizer.round_robin_bit16_groups):
         size = int(optimizer.partition_size[flat])
@@ -176,7 +177,7 @@ def _fragments_of_stages_1_and_2(optimizer: Any) -> dict[int, tuple[Fragment, ..
 
 
 def _fragments_of_stage_3(optimizer: Any) -> dict[int, tuple[Fragment, ...]]:
-    """By id of the parameter.  The last ranks' runs may be shorter than their partitions, or empty and left out."""
+    """Fragments by id of the parameter.  The last ranks' runs may be shorter than their partitions, or left out."""
     table: dict[int, tuple[Fragment, ...]] = {}
     for flat, group in enumerate(optimizer.fp16_groups):
         offset = 0

@@ -28,7 +28,7 @@ from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, pack
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """What Megatron hands from the model to every attention layer as its packed_seq_params, reading the format only.
+    """Passed by Megatron from the model to every attention layer as packed_seq_params; it reads only the format.
 
     "sbhd" lets it rotate with the angles that it is given, which already restart at every border, instead of reading
     the borders from the device in every layer.
@@ -73,7 +73,7 @@ class PackedCoreAttention(nn.Module):
 
 
 class TransformerEngineAttention(nn.Module):
-    """The same through TransformerEngine's kernels, for rows that are not cut.  Never run: it was not available."""
+    """The same through TransformerEngine's kernels, for rows that are not cut.  Never run: that was not available."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **others: Any) -> None:
         """Signature given by Megatron."""

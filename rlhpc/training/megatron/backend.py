@@ -73,7 +73,7 @@ class MegatronBackend(StatefulBackend):
     def __init__(
         self, rank_model: RankModel, optimizer: MegatronAdamW, schedule: Schedule, settings: MegatronSettings
     ) -> None:
-        """Take over a loaded model whose chunks optimizer and schedule were made of.  A collective."""
+        """Take over a loaded model, and the optimizer and schedule made of its chunks.  A collective."""
         self._model, self._optimizer, self._schedule, self._settings = rank_model, optimizer, schedule, settings
         self._layout, self._device = rank_model.layout, rank_model.device
         self._rank = dist.get_rank()
@@ -85,24 +85,24 @@ class MegatronBackend(StatefulBackend):
         self._state = RankState(rank_model, optimizer.shards, self._exchange)
         self._saver = self._open_saver()
         self._average = WeightAverage(self._state.items, partial(self._state.own, "weights"))
-        self._is_open, self._undo = True, ExitStack()  # closes the groups that this one has opened
+        self._is_open, self._undo = True, ExitStack()  # closes the groups that this backend has opened
 
     @classmethod
     def open(cls, config: Config, context: RankContext, *, has_value_head: bool = False) -> MegatronBackend:
         """Load config.model, sharded over all ranks, and connect to them.
 
-        Groups that are open already, as those of another backend, are used, and not closed in the end.
+        Groups that are already open, such as another backend's, are used and stay open.
         Raises ConfigError for a model or a layout that cannot be trained here, ChannelTimeout for ranks that do not
         appear; then nothing is left open.
         """
         device = device_of(config.trainer.device, context.rank)
         _refuse_unfit(config, device)
         torch.manual_seed(config.run.seed)
-        with ExitStack() as undo:  # whatever happens, this process must be able to open another
+        with ExitStack() as undo:  # on any error: this process must be able to open another backend
             if not dist.is_initialized():
                 open_process_group(context, device)
                 undo.callback(close_process_group)
-            if not parallel_state.model_parallel_is_initialized():  # else a critic beside its policy
+            if not parallel_state.model_parallel_is_initialized():  # they are open for a critic beside its policy
                 open_groups(ParallelLayout.of(config.trainer), rank=context.rank, device=device)
                 undo.callback(close_groups)
             backend = cls._on_open_groups(config, device, has_value_head=has_value_head)

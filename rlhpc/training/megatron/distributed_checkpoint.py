@@ -10,8 +10,8 @@ of steps, the random state and which model it is.
 Guarantees: a failure on one rank is a CheckpointError with the same reason on all; all files are verified, each rank
 reading its share of them, before any of the state is loaded.
 
-Written in the calling process by torch's own writer.  Megatron's starts a server process for its results, which hangs
-a main module without guard, and forks the training process to write, CUDA, threads and all.
+Written in the calling process by torch's own writer.  Megatron's writer starts a server process for its results, which
+hangs if the main module has no guard, and forks the training process to write, with its CUDA context and threads.
 `.metadata` is a pickle: loading a checkpoint can run code, so load only your own.
 """
 

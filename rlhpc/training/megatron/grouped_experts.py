@@ -51,7 +51,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
         assert not config.moe_apply_probs_on_input, "probabilities are applied between the two products"
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[T, H], and no bias.  tokens: [T, H]; tokens_per_expert: [E], on any device; probabilities: [T]."""
+        """Return [T, H] and no bias.  tokens: [T, H]; tokens_per_expert: [E], on any device; probabilities: [T]."""
         if self.num_local_experts == 1:
             alone: tuple[Tensor, Tensor | None] = super().forward(tokens, tokens_per_expert, probabilities)
             return alone
@@ -104,7 +104,7 @@ def weighted_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> Tensor:
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """Keeps its inputs alone: 2·F numbers a token, where autograd would keep 4·F of single operations."""
+    """Keeps only its inputs: 2·F numbers a token, where autograd would keep 4·F of single operations."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor, probabilities: Tensor) -> Tensor:
@@ -128,6 +128,6 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def _plain_rows(matrix: Tensor) -> Tensor:
-    """The kernel reads strides, and takes neither an expanded gradient nor the odd ones that a single row may have."""
+    """The kernel checks strides: it takes neither an expanded gradient nor the odd strides of a single row."""
     is_plain = matrix.stride() == (matrix.shape[1], 1)
     return matrix if is_plain else matrix.clone(memory_format=torch.contiguous_format)

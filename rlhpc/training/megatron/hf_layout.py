@@ -41,7 +41,7 @@ def critic_of(model: Any) -> Any:
 
 
 def has_value_head(model: Any) -> bool:
-    """Whether it is one of critic_of."""
+    """Whether critic_of made this configuration."""
     return bool(getattr(model, "has_value_head", False))
 
 
@@ -106,17 +106,17 @@ def parameter_maps(model: Any, layout: ParallelLayout) -> tuple[ParameterMap, ..
 
 
 def exported(maps: Sequence[ParameterMap]) -> tuple[ParameterMap, ...]:
-    """Those that make tensors of the checkpoint: all but copies."""
+    """The parameters that are exported to a checkpoint: all but copies."""
     return tuple(each for each in maps if not each.is_copy)
 
 
 def tensor_specs(maps: Sequence[ParameterMap], dtype: str) -> tuple[TensorSpec, ...]:
-    """Of all HF tensors, in the order of export."""
+    """Specs of all HF tensors, in the order of export."""
     return tuple(spec for each in exported(maps) for spec in specs_of(each, dtype))
 
 
 def specs_of(parameter: ParameterMap, dtype: str) -> tuple[TensorSpec, ...]:
-    """Of the HF tensors that one parameter holds; dtype: "float32", "bfloat16", …"""
+    """Specs of the HF tensors that one parameter holds; dtype: "float32", "bfloat16", …"""
     return tuple(TensorSpec(tensor.name, dtype, tensor.shape) for tensor in parameter.tensors)
 
 
@@ -251,7 +251,7 @@ class _MapMaker:
 
     @property
     def _first_rank(self) -> int:
-        """Of the stage: stages are the slowest axis, tensor ranks and ranks of experts the fastest."""
+        """First rank of the stage: stages are the slowest axis, tensor ranks and ranks of experts the fastest."""
         return self._stage * self._stage_ranks
 
     @staticmethod

@@ -126,12 +126,12 @@ def sharded_float32_state(
 
 
 def tensor_rank(layout: ParallelLayout) -> int:
-    """Of this process: its place on the fastest axis."""
+    """Tensor rank of this process: its place on the fastest axis."""
     return dist.get_rank() % layout.tensor
 
 
 def _expert_rank(layout: ParallelLayout) -> int:
-    """Of this process: experts are distributed over consecutive ranks, and a stage is a multiple of them."""
+    """Expert rank of this process: experts lie on consecutive ranks, and a stage has a multiple of these."""
     return dist.get_rank() % layout.expert
 
 

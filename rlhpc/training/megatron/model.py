@@ -114,8 +114,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     def forward(self, row: LocalRow, request: HeadRequest) -> Tensor:
         """On the last stage float32 [2, L]: log-probabilities and entropies; elsewhere hidden states for the next.
 
-        Every token before a wanted one has that one's log-probability and the entropy it was drawn with, 0 if nothing
-        is wanted, or no entropy.  The same on all ranks of the tensor group.
+        The entry of the token before a wanted one is the wanted one's log-probability, and the entropy of its
+        distribution if that is wanted; all others are 0.  The same on all ranks of the tensor group.
         """
         output: Tensor = super().forward(
             input_ids=row.token_ids[None],
@@ -169,12 +169,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
 
     @staticmethod
     def _at(row: LocalRow, wanted: Tensor) -> Tensor:
-        """[2, W] at the places that were asked for, [2, L]: one tensor, whose device Megatron reads in a mixture."""
+        """[2, W] → [2, L], 0 elsewhere.  One tensor, because Megatron reads its device in a mixture of experts."""
         return wanted.new_zeros(2, len(row.token_ids)).index_copy(1, row.predictors, wanted)
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """[rows of this tensor rank, H]; the embedding's where they are tied and both are here."""
+        """[rows of this tensor rank, H]; the embedding's if the two are tied and both on this stage."""
         tied = self.share_embeddings_and_output_weights
         weight: nn.Parameter = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
@@ -265,7 +265,7 @@ def _layer(config: TransformerConfig, trainer: TrainerConfig) -> ModuleSpec:
     else:
         mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
         if config.moe_grouped_gemm:
-            mlp.submodules.experts.module = GroupedExperts  # of the same parts as the one that it replaces
+            mlp.submodules.experts.module = GroupedExperts  # has the same parts as the module that it replaces
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(

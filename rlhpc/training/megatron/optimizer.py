@@ -70,7 +70,7 @@ class MegatronAdamW:
 
     @property
     def shards(self) -> Sequence[OptimizerShard]:
-        """What this rank keeps of the optimiser's state; write to it only before set_num_steps_applied."""
+        """What this rank keeps of the optimiser's state; write to it only before setting num_steps_applied."""
         return self._shards
 
     @property
@@ -93,8 +93,8 @@ class MegatronAdamW:
     def gradient_norm(self) -> float:
         """Global L2 norm of the summed gradients, each parameter counted once; not finite if they are not.
 
-        A collective; the same on all ranks but for the ones that hold a nan.  Call it once after every backward: it
-        hands the gradients to the optimiser.
+        A collective; the same on all ranks except those that hold a nan.  Call it once after every backward: it hands
+        the gradients to the optimiser.
         """
         found_inf = self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
@@ -129,7 +129,7 @@ class MegatronAdamW:
                 chunk.start_param_sync()
 
     def _refuse_other_decay(self) -> None:
-        """Megatron's choice of what decays is ours, the router of a mixture included."""
+        """Check that Megatron decays exactly the matrices, the router of a mixture included."""
         dimensions = {id(shard.main): shard.parameter.ndim for shard in self._shards}
         for group in self._optimizer.param_groups:
             for main in group["params"]:

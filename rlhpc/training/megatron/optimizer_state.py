@@ -60,7 +60,7 @@ class OptimizerShard:
 
 
 def shards_of(optimizer: Any) -> tuple[OptimizerShard, ...]:
-    """Of every chained optimiser, in its own order; creates moments of zeros where there are none yet."""
+    """The shards of every chained optimiser, in its own order; sets their moments to zero."""
     found = []
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:

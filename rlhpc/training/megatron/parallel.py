@@ -35,7 +35,7 @@ def open_groups(layout: ParallelLayout, *, rank: int, device: torch.device) -> N
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
     )
-    # Without a GPU there are no generators of one to keep apart: Megatron's own tracker that tracks nothing.
+    # Without a GPU there are no GPU generators to keep apart: use Megatron's tracker that tracks nothing.
     model_parallel_cuda_manual_seed(SEED, inference_rng_tracker=device.type != "cuda", force_reset_rng=True)
 
 

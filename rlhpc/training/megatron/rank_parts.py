@@ -55,7 +55,7 @@ class RankModel:
     def load(
         cls, config: Config, dtype: torch.dtype, device: torch.device, *, has_value_head: bool = False
     ) -> RankModel:
-        """Build and fill them.  Process groups must be open.  Raises ConfigError naming model.path or a key."""
+        """Build and load the chunks.  Process groups must be open.  Raises ConfigError naming model.path or a key."""
         layout = ParallelLayout.of(config.trainer)
         try:
             model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
@@ -68,7 +68,7 @@ class RankModel:
         return cls(tuple(chunks), model, layout, dtype, device, items, own_shards(chunks, model, layout))
 
     def parameters(self) -> list[Tensor]:
-        """Live, each once."""
+        """This rank's parameters, live, each once."""
         return [p.detach() for p in dict.fromkeys(p for chunk in self.chunks for p in chunk.parameters())]
 
     def forget_last_tokens(self) -> None:
@@ -85,7 +85,7 @@ class RankModel:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Of all weights, in the order of items."""
+        """Specs of all weights, in the order of items."""
         return tuple(spec for item in self.items for spec in item.specs)
 
     @property

@@ -129,7 +129,7 @@ class WritePlan:
             def own(index: int, names: Sequence[str] = names) -> Sequence[Tensor]:
                 return (self._places[names[index]].shard.tensor(kind).to(CPU),)
 
-            # dict() keeps what is valid only until the next tensor: every one is a new one of torch.cat.
+            # dict() may keep them, though a tensor is valid only until the next one: torch.cat makes each a new one.
             together |= dict(gather_stream(items, own, to_rank=writer, dtype=torch.float32, device=CPU, group=group))
         mine = {}
         for name, writer in self._writers.items():

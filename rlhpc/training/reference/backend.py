@@ -61,7 +61,7 @@ class ReferenceBackend(ReplicatedBackend):
     ) -> None:
         """Take over a float32 model; with more than one rank the default process group must be up.
 
-        owns_group: whether that ends with this.
+        owns_group: whether close() closes that group, too.
         """
         self._model, self._settings = model, settings
         self._rank, self._world_size, self._owns_group = rank, world_size, owns_group
@@ -87,13 +87,16 @@ class ReferenceBackend(ReplicatedBackend):
     def open(cls, config: Config, context: RankContext, *, has_value_head: bool = False) -> ReferenceBackend:
         """Load config.model on this rank's device and connect to the other ranks.
 
-        An existing default process group is used, and not closed in the end.
+        An existing default process group is used and stays open.
         Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
         """
         device = device_of(config.trainer.device, context.rank)
         torch.manual_seed(config.run.seed)
         model = load_causal_lm(
-            config.model.path, device=device, recompute_activations=config.trainer.recompute_activations == "full"
+            config.model.path,
+            device=device,
+            recompute_activations=config.trainer.recompute_activations == "full",
+            max_tokens=config.generation.max_tokens,
         )
         model = with_value_head(model) if has_value_head else model
         owns_group = context.world_size > 1 and not dist.is_initialized()

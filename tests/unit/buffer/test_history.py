@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import resource
@@ -605,6 +606,7 @@ def test_a_history_holds_no_arrays_in_memory_until_they_are_looked_at(layout: Ru
 
 def test_where_few_files_may_be_open_a_history_leaves_half_of_them(layout: RunLayout) -> None:
     write_long_rollouts(layout, num_groups=40, length=16)
+    gc.collect()  # or what other tests have mapped might be unmapped meanwhile
     before = mapped_journals()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     next_descriptor = os.open(os.devnull, os.O_RDONLY)

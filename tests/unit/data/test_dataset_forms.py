@@ -161,6 +161,40 @@ def test_names_that_only_begin_like_a_split_are_none(tmp_path: Path) -> None:
         read_records(tmp_path, "train")
 
 
+def test_a_split_beside_files_of_none_is_not_read_with_them(tmp_path: Path) -> None:
+    for name in ("train", "test500", "aime24"):
+        write_jsonl(tmp_path / f"{name}.jsonl", ROWS[:1])
+    with pytest.raises(DataError, match=r"has the splits train, and files of none; data\.split says which"):
+        read_records(tmp_path)
+    assert names(tmp_path, "train") == ["train.jsonl"]
+    assert len(names(tmp_path, "all")) == 3
+
+
+def test_shards_are_of_the_split_that_their_whole_name_says(tmp_path: Path) -> None:
+    for name in ("train_sft", "train_prefs", "test_sft", "aime24"):
+        write_jsonl(tmp_path / f"{name}-00000-of-00001.jsonl", ROWS[:1])
+    with pytest.raises(DataError, match="has the splits aime24, test_sft, train_prefs, train_sft"):
+        read_records(tmp_path)
+    with pytest.raises(DataError, match=r"data\.split='train': .* has the splits aime24"):
+        read_records(tmp_path, "train")
+    assert names(tmp_path, "train_sft") == ["train_sft-00000-of-00001.jsonl"]
+    assert names(tmp_path, "aime24") == ["aime24-00000-of-00001.jsonl"]
+
+
+def test_every_directory_of_a_split_is_read(tmp_path: Path) -> None:
+    for name in ("train_easy", "train_hard", "test"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "0.jsonl", ROWS[:1])
+    assert names(tmp_path, "train") == ["train_easy/0.jsonl", "train_hard/0.jsonl"]
+
+
+def test_a_description_beside_the_directory_of_the_data_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train-00000-of-00001.jsonl", ROWS)
+    (tmp_path / "dataset_infos.json").write_text('{"default": {"features": {}}}')
+    assert names(tmp_path, "train") == ["data/train-00000-of-00001.jsonl"]
+
+
 def test_splits_may_be_directories_or_lie_in_data(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / "hub" / "data" / split).mkdir(parents=True)

@@ -87,7 +87,9 @@ def test_it_is_looked_at_again_once_anything_has_changed(make, looked: list[int]
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<pad>"}))
     validate_datasets(make())
-    assert looked == [3] * 5
+    model = {"chat_template_kwargs": {"style": "short"}}
+    validate_datasets(make().model_copy(update={"model": make().model.model_copy(update=model)}))
+    assert looked == [3] * 6
 
 
 def test_a_fault_is_looked_for_again(make, looked: list[int]) -> None:

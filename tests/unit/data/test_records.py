@@ -93,6 +93,21 @@ def test_fields_become_text_only_when_that_is_unambiguous():
         record.text("missing")
 
 
+@pytest.mark.parametrize("line", ['{"answer": NaN}', '{"answer": Infinity}'])
+def test_a_hole_in_a_column_of_numbers_is_no_reference(tmp_path, line):
+    (tmp_path / "train.jsonl").write_text(line)
+    (record,) = read_records(tmp_path)
+    with pytest.raises(DataError, match=r"train\.jsonl:1: field 'answer' is a float (nan|inf), .* a number"):
+        record.reference("answer")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1e16, "10000000000000000"), (1e-5, "0.00001"), (-2.5, "-2.5"), (18.0, "18.0"), (-7, "-7")]
+)
+def test_numbers_have_no_exponent_which_mathematics_would_read_as_e(number, text):
+    assert Record({"answer": number}, "train.jsonl:1").reference("answer") == text
+
+
 def test_a_reference_may_be_a_structure():
     tests = {"inputs": [1, 2], "output": "ü"}
     record = Record({"tests": tests, "answer": "#### 4", "none": None}, "train.jsonl:1")

@@ -40,6 +40,13 @@ def test_plain_text_gets_the_tokenizers_own_bos_and_a_chat_gets_the_templates(tm
     assert tokenizer.decode(chat, keep_special_tokens=True) == "<bos><turn>user: 1+1</turn>\n<turn>assistant: "
 
 
+def test_a_text_that_was_rendered_before_gets_no_second_beginning(tmp_path):
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path, adds_bos=True))
+    text = "<bos><turn>user: 1</turn>"
+    assert tokenizer.encode(text).tolist() == tokenizer.encode_rendered(text).tolist()
+    assert tokenizer.lengths([(text, False), ("1", False), ("1", True)]) == [len(tokenizer.encode(text)), 2, 1]
+
+
 def test_the_end_of_a_sequence_is_looked_for_in_every_file(tmp_path):
     assert PromptTokenizer(make_tokenizer_files(tmp_path)).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
@@ -56,6 +63,24 @@ def test_what_ends_a_sequence_is_asked_for_with_every_group_and_read_once(tmp_pa
     ends = tokenizer.eos_token_ids
     shutil.rmtree(tmp_path)
     assert tokenizer.eos_token_ids == ends == (2,)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, (2, 5)),  # of a base model: its end of sequence is no end of a turn
+        ("{% for m in messages %}<turn>{{ m['content'] }} {{ eos_token }}{% endfor %}", (2,)),
+        ("{% for m in messages %}<turn>{{ m['content'] }} and so on{% endfor %}", (2,)),
+        ("<turn>{{ messages[0]['content'] }}", (2,)),  # which shows no answer
+        ("{{ raise_exception('only tools') }}", (2,)),
+        (CHATML.replace("| trim", "| trim | upper"), (2,)),
+        (None, (2,)),
+    ],
+)
+def test_what_ends_an_answer_in_the_template_ends_a_completion(tmp_path, template, ends):
+    tokenizer = PromptTokenizer(make_tokenizer_files(tmp_path, chat_template=template))
+    assert tokenizer.stop_token_ids == ends
+    assert tokenizer.eos_token_ids == (2,)
 
 
 def test_the_special_tokens_map_is_used_where_the_config_is_silent(tmp_path):
@@ -78,6 +103,33 @@ def test_a_template_may_ask_for_the_date_and_for_json(tmp_path):
     make_tokenizer_files(tmp_path, chat_template=source)
     tokenizer = PromptTokenizer(tmp_path, now=lambda: datetime(2031, 1, 1))
     assert tokenizer.decode(tokenizer.encode_chat("<a>")) == '2031 [{"role": "user", "content": "<a>"}]'
+
+
+THINKS = (
+    "{% for m in messages %}<turn>{{ m['content'] }}</turn>{% endfor %}{% if add_generation_prompt %}<turn>"
+    "{% if enable_thinking is defined and enable_thinking is false %}no thought{% endif %}{% endif %}"
+)
+DATED = (
+    "{% if not date_string is defined %}{% if strftime_now is defined %}{% set date_string = strftime_now('%d') %}"
+    "{% else %}{% set date_string = '26' %}{% endif %}{% endif %}{{ date_string }}{{ bos_token }}"
+)
+
+
+def test_variables_of_a_template_are_set_and_what_it_does_not_read_is_refused(tmp_path):
+    make_tokenizer_files(tmp_path, chat_template=THINKS)
+
+    def prompt(**kwargs):
+        tokenizer = PromptTokenizer(tmp_path, kwargs)
+        return tokenizer.decode(tokenizer.encode_chat("1"), keep_special_tokens=True)
+
+    assert prompt() == prompt(enable_thinking=True) == "<turn>1</turn><turn>"
+    assert prompt(enable_thinking=False) == "<turn>1</turn><turn>no thought"
+    with pytest.raises(ConfigError, match=r"has 'enable_thought', which the chat template .*legal: enable_thinking$"):
+        prompt(enable_thought=False)
+    with pytest.raises(ConfigError, match=r"has 'messages', which the chat template .*legal: enable_thinking$"):
+        prompt(messages="x")
+    (tmp_path / "chat_template.jinja").write_text(DATED)
+    assert prompt(date_string="1 Jan") == "1 Jan<bos>"
 
 
 @pytest.mark.parametrize(

@@ -45,3 +45,11 @@ def test_an_unknown_reason_is_an_engine_error() -> None:
 def test_arrays_that_disagree_are_an_engine_error() -> None:
     with pytest.raises(EngineError, match="3 tokens, 2 log-probabilities"):
         rollout_of(request(), sampled("stop", num_tokens=3))
+
+
+@pytest.mark.parametrize("absurd", [np.nan, -np.inf])
+def test_a_log_probability_that_is_not_finite_is_an_engine_error(absurd: float) -> None:
+    finished = sampled("stop")
+    finished.logprobs[1] = absurd
+    with pytest.raises(EngineError, match=rf"9:1: .* sampled token 1 is {absurd}.* version 4"):
+        rollout_of(request(), finished)

@@ -62,7 +62,7 @@ def receiver() -> GatedReceiver:
 
 @pytest.fixture
 def link(receiver: GatedReceiver) -> WeightLink:
-    return WeightLink(receiver, ON_CPU, HostShadow(is_pinned=False), permit_s=5.0)
+    return WeightLink(receiver, ON_CPU, HostShadow(is_pinned=False), permit_s=PATIENCE_S)
 
 
 class Model:
@@ -222,7 +222,7 @@ def test_a_receiver_works_on_its_workers_gpu_and_on_a_stream_of_its_own(
     scope = DeviceScope(torch.device("cuda", 3))
     shadow = HostShadow(is_pinned=False)
     for _ in range(2):  # two epochs of one worker
-        link = WeightLink(receiver, scope, shadow, permit_s=5.0)
+        link = WeightLink(receiver, scope, shadow, permit_s=PATIENCE_S)
         link.begin_join(GROUP, 1)
         assert ended(link) == (DONE, "")
     assert seen == [(3, "stream 0 of cuda:3")] * 2  # one stream for life: its freed blocks are found again

@@ -351,12 +351,15 @@ def test_a_run_that_goes_on_is_never_accused(tmp_path: Path) -> None:
     code = "from tests.unit.launch.test_audit import go_on; go_on()"
     for attempt in range(2):
         words = [sys.executable, "-c", code, str(tmp_path / "run"), str(attempt)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE) as writer:
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as writer:
             try:
+                assert writer.stdin is not None
                 assert writer.stdout is not None
+                writer.stdout.readline()
                 for number in range(6):
-                    writer.stdout.readline()
+                    writer.stdin.write(b"\n")
                     assert_clean(RunLayout(tmp_path / "run"), FULL if number % 2 else QUICK)
+                writer.stdin.write(b"\n")  # it is killed while it works
             finally:
                 writer.kill()
         assert_clean(RunLayout(tmp_path / "run"))
@@ -367,7 +370,13 @@ def go_on() -> None:
     root, attempt = Path(sys.argv[1]), int(sys.argv[2])
     run = AuditedRun(root, 2 + 3 * attempt, num_steps=100_000, every_steps=5)
     run.start()
-    run.tell = lambda step: print(step, flush=True)
+
+    def tell(step: int) -> None:
+        print(step, flush=True)
+        if step % 50 == 0:  # an audit reads everything: it may not last the longer, the slower this machine is
+            sys.stdin.readline()
+
+    run.tell = tell
     run.run()
 
 

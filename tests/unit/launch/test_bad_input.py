@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import h5py  # noqa: F401  its first import starts uname, which is not what these tests are about
 import pytest
+from tokenizers import Tokenizer
 
 from launch.cli import main
 from rlhpc.exit_status import EXIT_CONFIG
@@ -273,6 +274,41 @@ def test_half_a_model_is_refused_by_what_it_lacks(bench: Bench, lab: Lab, missin
     (line,) = bench.refusal()
     assert "not a complete HF checkpoint" in line
     assert missing.removeprefix("model") in line
+
+
+def test_a_token_that_was_added_to_the_tokenizer_alone_is_refused_where_prompts_have_it(bench: Bench, lab: Lab) -> None:
+    model = bench.root / "model"
+    shutil.copytree(lab.model, model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "chat_template.jinja").write_text("<|im_start|>{{ messages[0]['content'][:3] }}")
+    bench.settings["model"]["path"] = str(model)
+    bench.settings["data"]["use_chat_template"] = True
+    (line,) = bench.refusal()
+    assert "config.json: vocab_size=100, and the prompt of " in line
+    assert (
+        "has token 100, which was added to the tokenizer and not to the model; legal: a model that was resized" in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "said"),
+    [
+        ("", "<eos>", "data.thinking_end='<eos>' is a special token"),
+        ("{{ messages[0]['content'][:3] }}</t>\n\n", "</t>", "ends with it already"),
+    ],
+)
+def test_thinking_whose_end_no_completion_can_have_is_refused(
+    bench: Bench, lab: Lab, template: str, end: str, said: str
+) -> None:
+    model = bench.root / "model"
+    shutil.copytree(lab.model, model)
+    (model / "chat_template.jinja").write_text(template)
+    bench.settings["model"]["path"] = str(model)
+    bench.settings["data"] |= {"use_chat_template": bool(template), "thinking_end": end}
+    (line,) = bench.refusal()
+    assert said in line
 
 
 def test_a_model_whose_config_is_not_json_is_refused(bench: Bench, lab: Lab) -> None:

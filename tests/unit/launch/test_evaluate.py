@@ -69,7 +69,8 @@ def a_run(model: Path, *steps: int) -> RunLayout:
     layout = RunLayout(model.parent / "runs" / "first")
     layout.root.mkdir(parents=True)
     config = small_config()
-    tables = {"model": {"path": str(model), "dtype": "float32"}, "data": {"path": "d", "task": "integer_arithmetic"}}
+    own = {"dtype": "float32", "chat_template_kwargs": {"enable_thinking": False}}
+    tables = {"model": {"path": str(model), **own}, "data": {"path": "d", "task": "integer_arithmetic"}}
     tables["run"] = {"name": "small", "num_steps": 12, "seed": 7}
     tables["generation"] = {"max_prompt_tokens": 5, "max_completion_tokens": 6, "kv_cache_bytes": 1, "temperature": 0.5}
     write_resolved(type(config).model_validate(config.model_dump() | tables), layout, "")
@@ -113,6 +114,7 @@ def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(m
     config = evaluation_config(target, model.parent / "test.jsonl", ["generation.max_completion_tokens=64"])
     assert (config.data[0].task, config.model.dtype) == ("integer_arithmetic", "float32")
     assert (config.generation.max_prompt_tokens, config.generation.max_completion_tokens) == (5, 64)
+    assert config.model.chat_template_kwargs == {"enable_thinking": False}
     assert config.generation.kv_cache_bytes is None  # the engine has its GPU to itself
     assert config.has_seeded_samples
     assert config.run.seed == 0 != target.settings.run.seed  # all models get the same prompts

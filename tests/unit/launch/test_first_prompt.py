@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.checks.first_prompt import first_prompt, stop_tokens
+from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens, thinking_in_answers
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.dialogue_template import DialogueTemplate
@@ -47,9 +47,50 @@ def test_references_that_do_not_fit_are_a_warning() -> None:
     )
 
 
+def test_a_prompt_that_does_not_say_how_to_mark_an_answer_is_a_warning() -> None:
+    config = CONFIG.model_copy(update={"data": (CONFIG.data[0].model_copy(update={"task": "math_answer"}),)})
+    warned = "warning     this prompt asks for no \\boxed{…} and no ####"
+    assert first_prompt(config, 0, found("1+1=?"))[-1].startswith(warned)
+    for text in ("1+1=? Answer in \\boxed{}.", "1+1=?\n#### "):
+        assert not any("warning" in line for line in first_prompt(config, 0, found(text)))
+    assert not any("warning" in line for line in first_prompt(CONFIG, 0, found("1+1=?")))
+
+
+def test_a_date_in_prompts_is_a_warning_unless_it_is_set(tmp_path: Path) -> None:
+    template = "{% if not day is defined %}{% set day = strftime_now('%d') %}{% endif %}{{ day }}"
+    make_tokenizer_files(tmp_path, chat_template=template)
+    chat = CONFIG.model_copy(update={"data": (CONFIG.data[0].model_copy(update={"use_chat_template": True}),)})
+    assert "writes today's date" in date_in_prompts(chat, PromptTokenizer(tmp_path))[0]
+    assert date_in_prompts(chat, PromptTokenizer(tmp_path, {"day": "1"})) == []
+    assert date_in_prompts(CONFIG, PromptTokenizer(tmp_path)) == []
+
+
+def test_thinking_that_is_judged_too_is_a_warning_unless_it_is_left_out(tmp_path: Path) -> None:
+    thinks = PromptTokenizer(make_tokenizer_files(tmp_path / "thinks", chat_template=CHATML + "<think></think>"))
+    plain = PromptTokenizer(make_tokenizer_files(tmp_path / "plain", chat_template=CHATML))
+
+    def config(**changes: object) -> Config:
+        data = CONFIG.data[0].model_copy(update={"use_chat_template": True, **changes})
+        return CONFIG.model_copy(update={"data": (data,)})
+
+    assert thinking_in_answers(config(), thinks) == [
+        "warning     train: regex may judge the model's thinking too; "
+        'data.thinking_end = "</think>" leaves it out, if the model thinks'
+    ]
+    for settings in (
+        config(thinking_end="</think>"),
+        config(task="math_answer"),
+        config(use_chat_template=False),
+        config(environment="tools"),
+    ):
+        assert thinking_in_answers(settings, thinks) == []
+    assert thinking_in_answers(config(), plain) == []
+
+
 def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
     assert stop_tokens(PromptTokenizer(make_tokenizer_files(tmp_path / "model"))) == "stop        '<eos>' (2)"
     nameless = PromptTokenizer(make_tokenizer_files(tmp_path / "nameless", eos_token=None))
     ends = DialogueTemplate(PromptTokenizer(make_tokenizer_files(tmp_path / "chat", chat_template=CHATML)))
+    assert stop_tokens(PromptTokenizer(tmp_path / "chat")) == "stop        '<eos>' (2), '</turn>' (5)"
     assert stop_tokens(PromptTokenizer(tmp_path / "chat"), ends) == "stop        '<eos>' (2), '</turn>' (5)"
     assert stop_tokens(nameless).startswith("warning     the model names no end-of-sequence token")

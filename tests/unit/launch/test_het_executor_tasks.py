@@ -97,7 +97,7 @@ def supervise(
     (folder / "5" / "plan.json").write_text(text)
     before()
     words = [sys.executable, "-m", "launch.submitit_hetjob.supervisor", "--folder", str(folder)]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

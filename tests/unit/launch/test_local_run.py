@@ -21,7 +21,7 @@ from launch.supervisor import controller_job, role_task
 from launch.supervisor.local_run import LocalSignals, supervise_locally
 from rlhpc.deadline import Deadline
 from rlhpc.errors import OwnershipLost
-from rlhpc.exit_status import EXIT_FENCED, EXIT_INTERRUPTED
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED, EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 
@@ -35,18 +35,19 @@ role, root = words[words.index("rlhpc.roles") + 1], pathlib.Path(words[words.ind
 name = role + "-" + words[words.index("--replica") + 1]
 exec((root / (name + ".py")).read_text())
 """
-PATIENT = "import time; time.sleep(60)"
-STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(60)"
+PATIENT = "import time; time.sleep(600)"  # longer than any test has patience
+STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(600)"
 COMPLETE = "(root / 'summary.json').write_text('{}')"
 LEAVES = "import time\nwhile not (root / 'summary.json').exists(): time.sleep(0.02)"  # when the run is complete
 TRAINS = (
-    "import json, time; (root / 'status.json').write_text(json.dumps("
+    "import json, time; (root / 'new').write_text(json.dumps("
     "dict(phase='training', step=3, roles=[dict(name='generator-0')], unix_time_s=time.time())));"
+    "(root / 'new').rename(root / 'status.json');"  # whole at once: its reader dies as soon as it is there
 )
 WITH_CHILD = (  # which would live for longer than any test has patience
     "import subprocess, time;"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session={});"
-    "(root / 'child').write_text(str(child.pid)); time.sleep({});"
+    "(root / 'new').write_text(str(child.pid)); (root / 'new').rename(root / 'child'); time.sleep({});"
 )
 KILLED = "import os; print('step 5', flush=True); os.kill(os.getpid(), 9)"
 
@@ -109,6 +110,23 @@ def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_la
     assert str(lab.layout.root / "logs/trainer-0/attempt_0.log") in line
 
 
+def test_a_controller_that_has_failed_and_told_all_to_leave_is_not_interrupted_when_they_do(lab: Lab) -> None:
+    """An interrupt in its last moment would stand in the place of what it failed of."""
+    fails = (
+        "import json, time\n"
+        "status = dict(phase='training', step=0, is_ending=True, roles=[], unix_time_s=time.time())\n"
+        "(root / 'status.json').write_text(json.dumps(status))\n"
+        "(root / 'told').touch()\n"
+        "while 'part_' not in (root / 'jobs' / 'local.events.jsonl').read_text(): time.sleep(0.02)\n"
+        "time.sleep(0.5)\n"
+        "print('2026-01-01 controller-0 rlhpc.lifecycle ERROR StarvedError: nothing to learn', file=sys.stderr)\n"
+        "sys.exit(2)"
+    )
+    leaves = "import time\nwhile not (root / 'told').exists(): time.sleep(0.02)"
+    assert lab.run(controller_0=fails, trainer_0=leaves, generator_0=PATIENT) == EXIT_CONFIG
+    assert any("ended with exit status 2: StarvedError: nothing to learn" in line for line in lab.told)
+
+
 def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab: Lab) -> None:
     assert lab.run(controller_0=PATIENT, trainer_0=KILLED, generator_0=PATIENT) == 137
     (record,) = [
@@ -130,7 +148,7 @@ def test_a_generator_that_had_registered_is_started_again(lab: Lab) -> None:
     dies_once = (
         "import time\n"
         "while not (root / 'status.json').exists(): time.sleep(0.02)\n"
-        "if (root / 'seen').exists(): (root / 'again').touch(), time.sleep(60)\n"
+        "if (root / 'seen').exists(): (root / 'again').touch(), time.sleep(600)\n"
         "(root / 'seen').touch()\n"
     )
     assert lab.run(controller_0=TRAINS + ends, generator_0=dies_once + KILLED) == 0
@@ -161,7 +179,7 @@ def test_what_does_not_end_in_time_is_killed(lab: Lab, monkeypatch: pytest.Monke
             os.kill(os.getpid(), signal.SIGINT)
 
     assert lab.run(interrupt, controller_0=STUBBORN, generator_0=STUBBORN) == EXIT_INTERRUPTED
-    assert time.monotonic() - began[0] < 10
+    assert time.monotonic() - began[0] < PATIENCE_S
     assert_gone(lab.pids)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -180,7 +198,7 @@ def test_a_second_interrupt_ends_everything_at_once(lab: Lab, monkeypatch: pytes
 
 
 def test_sigterm_lets_the_controller_save(lab: Lab) -> None:
-    saves = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(60)"
+    saves = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
     sent: list[int] = []
 
     def end() -> None:

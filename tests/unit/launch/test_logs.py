@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.commands import logs
 from launch.commands.logs import LAST_LINES, roles_there, show_logs
 from launch.run_directory.owner import register_launcher
 from rlhpc.errors import RunDirectoryError
@@ -117,12 +118,15 @@ def test_a_run_without_logs_and_a_directory_that_is_no_run_are_refused(layout: R
 
 @pytest.mark.usefixtures("looks_often")
 def test_following_takes_up_new_lines_attempts_and_replicas_and_ends_with_the_run(
-    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_launcher(layout)  # this process: the run lives
+    follows = threading.Event()
+    is_over = logs._is_over
+    monkeypatch.setattr(logs, "_is_over", lambda layout: follows.set() or is_over(layout))
 
     def go_on() -> None:
-        time.sleep(0.3)
+        assert follows.wait(PATIENCE_S)
         write(layout, "trainer", 0, 1, "third of trainer\nhalf a ")
         write(layout, "trainer", 0, 2, "of the next attempt\n")
         write(layout, "generator", 7, 1, "a new replica\n")

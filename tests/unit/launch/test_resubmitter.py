@@ -24,6 +24,7 @@ from launch.supervisor import other_jobs, resubmitter
 from launch.supervisor.giving_up import RetryBudget
 from launch.supervisor.resubmitter import Resubmitter
 from rlhpc.run_layout import RunLayout
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
 
@@ -196,12 +197,12 @@ def test_an_answer_without_the_job_that_asks_says_nothing_of_others(site: Site) 
 
 def test_a_job_that_is_younger_than_slurms_memory_is_not_forgotten(site: Site) -> None:
     for record in read_records(site.layout):
-        write_record(site.layout, JobRecord(**{**vars(record), "submitted_unix_s": time.time() - 310.0}))
+        write_record(site.layout, JobRecord(**{**vars(record), "submitted_unix_s": time.time() - 300.0 + PATIENCE_S}))
     site.queue(ALIVE[:1])
     site.look("generator-0", "generator-1", "generator-2", "generator-3")
     assert site.submitted == []
     for record in read_records(site.layout):
-        write_record(site.layout, JobRecord(**{**vars(record), "submitted_unix_s": time.time() - 340.0}))
+        write_record(site.layout, JobRecord(**{**vars(record), "submitted_unix_s": time.time() - 331.0}))
     site.look("generator-0", "generator-1", "generator-2", "generator-3")
     assert site.submitted == [""], "the trainer; the generators speak, whatever squeue shows"
 

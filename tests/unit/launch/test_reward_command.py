@@ -66,12 +66,12 @@ def test_an_own_function_judges_whole_records_from_standard_input(tmp_path, monk
     lines = [json.dumps({"text": text, "n": n}) for n, text in enumerate(["abc", "hang", "abcd"])]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
     fields = ["--completion", "text", "--reference", "*"]
-    assert main(["reward", "own_shares:shares", *fields, "--json", "rewards.timeout_s=0.5"]) == 1
+    assert main(["reward", "own_shares:shares", *fields, "--json", "rewards.timeout_s=3"]) == 1
     first, hung, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["line"], first["verdict"], first["reward"]) == (1, "wrong", 0.25)
     assert first["parts"] == {"length": 3.0, "wanted": 0.0}
     assert (hung["verdict"], hung["reward"]) == ("verifier_error", None)
-    assert "no answer within 0.5 s" in hung["detail"]
+    assert "no answer within 3 s" in hung["detail"]
     assert (last["line"], last["parts"]["wanted"]) == (3, 2.0)
 
 
@@ -118,6 +118,33 @@ def test_a_file_that_is_not_there_or_holds_no_json_is_named(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "none.jsonl cannot be read: No such file or directory" in said
     assert "half.jsonl:2: malformed JSON" in said
+
+
+def test_what_a_model_thinks_is_not_judged_where_the_run_file_says_so(tmp_path, capsys):
+    records = [
+        {"completion": "1+1=3? No.</think>\n\n2", "answer": "2"},
+        {"completion": "2</think>3", "answer": "2"},
+        {"completion": "2", "answer": "2"},  # it thought to the end
+    ]
+    file, run = write(tmp_path / "answers.jsonl", records), tmp_path / "run.toml"
+    table = """
+        run = {{ name = "test", num_steps = 1 }}
+        model.path = "model"
+        data = [{}]
+        generation = {{ max_prompt_tokens = 8, max_completion_tokens = 8 }}
+        trainer.token_budget = 64
+    """
+    first = '{ path = "train.jsonl", task = "exact_match", thinking_end = "</think>" }'
+    run.write_text(table.format(first))
+    assert main(["reward", "exact_match", str(file), "--run", str(run), "--json"]) == 0
+    assert [json.loads(line)["verdict"] for line in capsys.readouterr().out.splitlines()] == [
+        "correct",
+        "wrong",
+        "wrong",
+    ]
+    run.write_text(table.format(first + ', { path = "other.jsonl", task = "exact_match" }'))
+    assert main(["reward", "exact_match", str(file), "--run", str(run)]) == EXIT_CONFIG
+    assert "data.thinking_end of the datasets that 'exact_match' judges is '' and '</think>'" in capsys.readouterr().err
 
 
 def test_a_run_file_gives_the_settings_and_the_field_of_the_reference(file, tmp_path, capsys):

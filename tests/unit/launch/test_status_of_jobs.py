@@ -278,9 +278,11 @@ def test_status_takes_less_than_a_second_of_work_and_no_torch(separate: Run) -> 
         f"print(render_status(RunLayout(Path({str(separate.layout.root)!r})))); "
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True,
-                   env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Time on a processor: what the machine's neighbours do is not ours to measure.
-    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 1.0
+    best_s = float("inf")
+    for _ in range(3):  # the best of three, and time on a processor: what the machine's neighbours do is not ours
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True,
+                       env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best_s = min(best_s, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert best_s < 1.0

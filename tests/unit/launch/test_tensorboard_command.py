@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,9 @@ def test_tensorboard_itself_serves_these_runs_until_it_is_ended(tmp_path: Path) 
         assert "first: over tokens; in groups: #custom_scalars" in served.stdout.readline()
         address = next(match[0] for line in served.stdout if (match := re.search(r"http://localhost:\d+/", line)))
         assert ask(f"{address}data/runs") == ["first"]
-        assert "reward/mean" in ask(f"{address}data/plugin/scalars/tags")["first"]
-        points = ask(f"{address}data/plugin/scalars/scalars?run=first&tag=reward/mean")
+        ask(f"{address}data/plugin/scalars/tags", lambda tags: "reward/mean" in tags["first"])
+        scalars = f"{address}data/plugin/scalars/scalars?run=first&tag=reward/mean"
+        points = ask(scalars, lambda points: len(points) >= 4)
         assert [point[1] for point in points] == [100, 200, 300, 400]
         layout = ask(f"{address}data/plugin/custom_scalars/layout")
         assert layout["category"][0]["title"] == "Reward"
@@ -136,10 +138,10 @@ def test_tensorboard_itself_serves_these_runs_until_it_is_ended(tmp_path: Path) 
     assert not [*tmp_path.glob("rlhpc-tensorboard-*")]
 
 
-def ask(address: str) -> Any:
-    """Of a server on this machine.  It knows no run before it has loaded some: then it is asked again."""
+def ask(address: str, is_loaded: Callable[[Any], bool] = bool) -> Any:
+    """Of a server on this machine.  It knows no run before it has loaded it all: until then it is asked again."""
     while True:
         with urllib.request.urlopen(address, timeout=120) as reply:
             found = json.loads(reply.read())
-        if found:
+        if is_loaded(found):
             return found

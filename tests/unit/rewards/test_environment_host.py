@@ -21,6 +21,7 @@ from rlhpc.rewards.frames import Dialogue
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.registry import resolve
 from rlhpc.rewards.returned import JudgedOutcome, as_outcome
+from tests.patience import PATIENCE_S
 from tests.unit.rewards.test_reward_pool import wait_until_gone
 
 
@@ -147,9 +148,10 @@ def test_an_environment_is_looked_up_without_being_imported():
 )
 async def test_an_environment_that_fails_is_an_error_with_its_reason_and_the_next_dialogue_is_served(turn, why):
     known = {VARIABLE: json.dumps({"names": ["sample_environments:Failing"]})}  # imported before the clock runs
-    async with RewardPool(1, 1.0 if turn == "hang" else 30.0, environment=known) as pool:
+    async with RewardPool(1, PATIENCE_S, task_timeout_s={"exact_match": 1.0}, environment=known) as pool:
         assert said(await pool.answer(dialogue(environment="Failing"))) == "go, you"
-        failed = await pool.answer(dialogue(turn, environment="Failing"))
+        task = "exact_match" if turn == "hang" else "environment"  # whose limit nobody else has to meet
+        failed = await pool.answer(dialogue(turn, environment="Failing", task=task))
         assert why in failed.error
         other = await pool.answer(dialogue("x", environment="Failing", key="b"))
         assert said(other).startswith("1 ")

@@ -114,7 +114,7 @@ def test_listing_many_answers_gains_nothing():
     assert judge(every, "99").is_correct
 
 
-@pytest.mark.parametrize("reference", ["", "####", r"\frac{", "18 19", "$$"])
+@pytest.mark.parametrize("reference", ["", "####", r"\frac{", "18 19", "$$", "nan", "null"])
 def test_an_unreadable_reference_is_an_error_and_not_a_wrong_answer(reference):
     with pytest.raises(ValueError, match="cannot be read"):
         judge(r"\boxed{18}", reference)

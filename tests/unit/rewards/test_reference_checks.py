@@ -29,6 +29,8 @@ GOOD = [
     ("reasoning_gym", json.dumps(ENTRY)),
     ("code_stdin", json.dumps(PRINTS)),
     ("code_stdin", json.dumps([{"input": "", "output": "1"}])),
+    ("code_stdin", json.dumps([{"type": "stdin_stdout", "input": "", "output": "1", "fn_name": None}])),
+    ("code_stdin", json.dumps([{"input": "", "output": "1", "testtype": "stdin"}])),
     ("code_functions", json.dumps(CALLS)),
     ("code_functions", json.dumps({"entry_point": "f", "tests": [{"kwargs": {"a": {"$set": [1]}}, "output": None}]})),
 ]
@@ -47,6 +49,9 @@ BAD = [
     ("code_stdin", json.dumps({"inputs": ["1"], "outputs": []}), '"outputs"'),
     ("code_stdin", "[]", "no tests; legal: one or more"),
     ("code_stdin", json.dumps([{"input": 1, "output": "1"}]), "test 1: input is of type int; legal: texts"),
+    ("code_stdin", json.dumps(PRINTS | {"fn_name": "add"}), "calls a function; legal: tests of standard input"),
+    ("code_stdin", json.dumps([{"input": "[1]", "output": "2", "testtype": "functional"}]), "calls a function"),
+    ("code_stdin", json.dumps([{"type": "function_call", "input": "[1]", "output": "2"}]), "calls a function"),
     ("code_functions", "{}", '"entry_point"'),
     ("code_functions", json.dumps(CALLS | {"tests": []}), "no tests"),
     ("code_functions", json.dumps(CALLS | {"entry_point": 3}), "entry_point that is no text"),

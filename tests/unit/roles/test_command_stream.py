@@ -140,23 +140,25 @@ async def test_a_rank_asked_to_leave_does_so_though_the_exception_of_the_handler
     server = ZmqServer(
         BATCHES, name="controller-0", config=CONFIG, secrets=tmp_path, clock=time.monotonic, interface="127.0.0.1"
     )
-    is_asked = threading.Event()
+    is_asked, found = threading.Event(), list[str]()
 
-    def wait_for_a_command() -> str:
+    def wait_for_a_command() -> None:
         channel = ZmqBlockingClient(
             BATCHES, server.address, name="trainer-0", incarnation="one", server_name="controller-0", config=CONFIG,
             secrets=tmp_path,
         )  # fmt: skip
         channel.send(TrainerReady(0, MANIFEST, ""))
         try:
-            return f"heard {CommandStream(channel, 0, 1).next(is_asked.is_set)}"
+            found.append(f"heard {CommandStream(channel, 0, 1).next(is_asked.is_set)}")
         except KeyboardInterrupt:
-            return "left"
+            found.append("left")
         finally:
             channel.close()
 
-    rank, link = asyncio.create_task(asyncio.to_thread(wait_for_a_command)), TrainerLink(server)
+    rank, link = threading.Thread(target=wait_for_a_command, daemon=True), TrainerLink(server)
+    rank.start()
     await link.ready(PATIENCE_S, list)
     is_asked.set()
-    assert await asyncio.wait_for(rank, PATIENCE_S) == "left"
+    await asyncio.to_thread(rank.join, PATIENCE_S)
+    assert found == ["left"]
     await server.close()

@@ -39,7 +39,8 @@ def generator(tmp_path: Path) -> RoleContext:
 def context(root: Path, *words: str) -> RoleContext:
     write_resolved(small_config(), RunLayout(root), "")
     mint_run_keys(RunLayout(root).secrets, ["controller-0", "generator-0"])
-    return parse_role(["generator", "--run-dir", str(root), "--incarnation", "7.0.0", "--meet-timeout-s", "5", *words])
+    patience = ("--meet-timeout-s", str(PATIENCE_S))
+    return parse_role(["generator", "--run-dir", str(root), "--incarnation", "7.0.0", *patience, *words])
 
 
 def controller(of: RoleContext, incarnation: str) -> Any:
@@ -50,7 +51,7 @@ def controller(of: RoleContext, incarnation: str) -> Any:
 
 async def serve(session: ControllerSession, *loops: Callable[[], Awaitable[None]]) -> None:
     """What a role does, with no work between hello and farewell."""
-    control = await session.connect(CONTROL)
+    control = await session.connect(CONTROL, timeout_s=None if session.gone else PATIENCE_S)  # the first one is there
     try:
         await control.send(hello(session.context))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 
 from rlhpc.buffer.partial_codec import PartialRollout, decode_partials, joined
 from rlhpc.config import Config
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.messages import LeaseReturn
 from rlhpc.rewards.environments.settings import variables_of
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.types import Prefix, Prompt, Rollout, Verdict
+from rlhpc.types import Prefix, Prompt, Rollout, ScoredRollout, Verdict
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
 from tests.unit.roles.lone_generator import LoneGenerator
@@ -145,3 +147,25 @@ async def test_a_cancelled_dialogue_is_not_delivered(model: Path) -> None:
             while len(talker.sampling):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert talker.leases.statistics.messages_received == 0
+
+
+async def test_only_what_follows_the_end_of_thinking_is_judged_and_keeps_its_place(model: Path) -> None:
+    async def drawn(thinking_end: str) -> ScoredRollout:
+        config = config_with(model)
+        data = (config.data[0], config.data[1].model_copy(update={"thinking_end": thinking_end}))
+        prompt = Prompt(1, "tests.unit.rewards.sample_rewards:rewards_of_words", np.array([9, 9], np.int32), "")
+        async with talker_with(config.model_copy(update={"data": data})) as talker:
+            talker.grant(1, prompt, 2, (0,), (), 60)
+            return await talker.delivered()
+
+    whole, tokenizer = await drawn(""), PromptTokenizer(model)
+    text = tokenizer.decode_completion(whole.rollout.token_ids, has_ended=True)
+    end = re.findall(r"\w", text)[2]
+    answer = text.partition(end)[2]
+    places = [len(text) - len(answer) + word.end() for word in re.finditer(r"\w+", answer)]
+    assert 0 < len(places) < len(re.findall(r"\w+", text))
+    judged = await drawn(end)
+    same(judged.rollout, whole.rollout)
+    assert judged.reward == len(places)
+    assert judged.token_rewards == tokenizer.on_tokens(dict.fromkeys(places, 1.0), whole.rollout.token_ids)
+    assert (await drawn("no such text")).reward == 0

@@ -155,7 +155,7 @@ def alone(name: str, outside: Outside) -> str:
     )
     finished = Finished(run.returncode, "", run.stdout, run.stderr, 0.0, 0.0, 0)
     seen = achievement(name, finished, outside, "strong")
-    deadline = time.monotonic() + 5  # a signal may take a while
+    deadline = time.monotonic() + BUSY_S  # a signal may take a while
     while not seen and time.monotonic() < deadline:
         time.sleep(0.01)
         seen = outside.what_happened()
@@ -165,7 +165,7 @@ def alone(name: str, outside: Outside) -> str:
 
 def processes_of(server: int) -> list[int]:
     """Children of the server, and processes of the ids that it gives to programs."""
-    deadline = time.monotonic() + 5  # the one that has answered is on its way out
+    deadline = time.monotonic() + BUSY_S  # the one that has answered is on its way out
     while (found := _processes_of(server)) and time.monotonic() < deadline:
         time.sleep(0.002)
     return found

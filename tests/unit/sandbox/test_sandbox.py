@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +46,9 @@ def test_it_ends_as_python_would_end_it(sandbox, program, status, stderr):
 
 def test_threads_are_waited_for_and_what_is_registered_is_called(sandbox):
     program = (
-        b"import atexit, threading, time\natexit.register(print, 'last')\n"
-        b"threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')"
+        b"import atexit, threading, time\natexit.register(print, 'last')\nprinted = threading.Event()\n"
+        b"threading.Thread(target=lambda: (printed.wait(), time.sleep(0.1), print('thread'))).start()\n"
+        b"print('main')\nprinted.set()"
     )
     assert sandbox.run(program, b"", LIMITS).stdout == b"main\nthread\nlast\n"
 
@@ -69,6 +71,7 @@ def test_some_hundred_runs_leave_no_descriptor_and_no_process(sandbox):
     def held() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), len(list(Path(f"/proc/{sandbox.server_pid}/fd").iterdir()))
 
+    gc.collect()  # or what other tests have left open might be closed meanwhile
     before, server = held(), sandbox.server_pid
     for number in range(200):
         assert sandbox.run(b"print(int(input()) + 1)", b"%d" % number, LIMITS).stdout == b"%d\n" % (number + 1)

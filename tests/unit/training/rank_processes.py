@@ -20,11 +20,12 @@ from torch import distributed
 from rlhpc.deadline import Deadline
 from tests.rank_context import RANKS, begin_rank
 
+TIMEOUT_S = 150  # the first ranks of a process of tests wait until their server has imported everything
 GRACE_S = 2  # for the others, once one rank has failed: they may hang in a collective, or have their own story
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], scratch: Path, *arguments: Any, timeout_s: float = 60
+    world_size: int, function: Callable[..., Any], scratch: Path, *arguments: Any, timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
     """function(rank, world_size, *arguments) on every rank, one thread each; scratch/store is where they meet.
 

@@ -104,7 +104,7 @@ def test_what_is_written_is_the_state_at_the_call_though_training_goes_on(tmp_pa
         model.train()
     assert not future.done()
     gate.opened.set()
-    files = future.result(20)
+    files = future.result(PATIENCE_S)
     assert files == {path.name: path.stat().st_size for path in (tmp_path / "a").iterdir()}
     assert_holds(tmp_path / "a", 1)
     saver.close()
@@ -121,7 +121,7 @@ def test_a_second_save_waits_for_the_first_one_to_be_written(tmp_path):
     timer.start()
     second = saver.save(tmp_path / "b", num_steps_applied=1, rng=RNG)
     assert first.done()
-    second.result(20)
+    second.result(PATIENCE_S)
     assert_holds(tmp_path / "a", 0)
     assert_holds(tmp_path / "b", 1)
     timer.join()
@@ -132,7 +132,7 @@ def test_the_copies_are_kept_from_save_to_save(tmp_path):
     saver = Model().saver()
     addresses = [copies[0][0].data_ptr() for copies in saver._copies.values()]
     for name in "ab":
-        saver.save(tmp_path / name, num_steps_applied=0, rng=RNG).result(20)
+        saver.save(tmp_path / name, num_steps_applied=0, rng=RNG).result(PATIENCE_S)
     assert [copies[0][0].data_ptr() for copies in saver._copies.values()] == addresses
     saver.close()
 
@@ -141,8 +141,8 @@ def test_a_place_that_cannot_be_written_fails_the_future_and_not_the_next_save(t
     saver = Model().saver()
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file"):
-        saver.save(tmp_path / "file" / "below", num_steps_applied=0, rng=RNG).result(20)
-    saver.save(tmp_path / "b", num_steps_applied=0, rng=RNG).result(20)
+        saver.save(tmp_path / "file" / "below", num_steps_applied=0, rng=RNG).result(PATIENCE_S)
+    saver.save(tmp_path / "b", num_steps_applied=0, rng=RNG).result(PATIENCE_S)
     assert_holds(tmp_path / "b", 0)
     saver.close()
 
@@ -155,7 +155,7 @@ def test_a_directory_that_vanishes_while_it_is_written_fails_the_future(tmp_path
     shutil.rmtree(tmp_path / "a")
     gate.opened.set()
     with pytest.raises(CheckpointError, match="cannot be written"):
-        future.result(20)
+        future.result(PATIENCE_S)
     saver.close()
 
 
@@ -197,7 +197,7 @@ def save_while_training(rank: int, world_size: int, directory: Path) -> list[dic
         future = saver.save(directory / str(step), num_steps_applied=step, rng=RNG)
         model.train()
         results.append(future)
-    files = [future.result(20) for future in results]
+    files = [future.result(PATIENCE_S) for future in results]
     saver.close()
     return files
 
@@ -217,8 +217,8 @@ def fail_then_succeed(rank: int, world_size: int, directory: Path) -> str:
     saver = model.saver()
     (directory / "file").write_text("")
     with pytest.raises(CheckpointError) as failure:
-        saver.save(directory / "file" / "below", num_steps_applied=0, rng=RNG).result(20)
-    saver.save(directory / "sound", num_steps_applied=0, rng=RNG).result(20)
+        saver.save(directory / "file" / "below", num_steps_applied=0, rng=RNG).result(PATIENCE_S)
+    saver.save(directory / "sound", num_steps_applied=0, rng=RNG).result(PATIENCE_S)
     saver.close()
     return str(failure.value)
 
@@ -241,7 +241,7 @@ def fail_half_way(rank: int, world_size: int, directory: Path) -> str:
         assert gate.reached.wait(PATIENCE_S)
         shutil.rmtree(directory)
     gate.opened.set()
-    error = future.exception(20)
+    error = future.exception(PATIENCE_S)
     assert isinstance(error, CheckpointError)
     saver.close()
     return str(error)
@@ -259,7 +259,7 @@ def lose_the_lead(rank: int, world_size: int, directory: Path) -> str:
     if rank == 0:
         return "left without saving"
     future = saver.save(directory, num_steps_applied=0, rng=RNG)
-    error = future.exception(20)
+    error = future.exception(PATIENCE_S)
     saver.close()
     return type(error).__name__
 

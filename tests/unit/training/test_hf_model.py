@@ -14,9 +14,13 @@ from transformers import (
     GraniteConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
+    Phi3Config,
     Qwen2Config,
     StableLmConfig,
+    Starcoder2Config,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from rlhpc.errors import ConfigError
 from rlhpc.training.hf_model import load_causal_lm
@@ -58,6 +62,39 @@ def test_another_architecture_that_honours_the_interface_is_welcome(tmp_path):
     model = load_causal_lm(save_other(tmp_path, config), device=CPU)
     assert model.module.training
     assert not any(part.p for part in model.module.modules() if isinstance(part, torch.nn.Dropout))
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+WITH_FUNCTIONAL_DROPOUT = {
+    "starcoder2": Starcoder2Config(
+        **SIZES, num_key_value_heads=2, intermediate_size=64, residual_dropout=0.5, embedding_dropout=0.5
+    ),
+    "opt": OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5),
+}
+
+
+@pytest.mark.parametrize("family", WITH_FUNCTIONAL_DROPOUT)
+def test_nothing_is_dropped_where_layers_call_dropout_as_a_function(family, tmp_path):
+    model = load_causal_lm(save_other(tmp_path, WITH_FUNCTIONAL_DROPOUT[family]), device=CPU)
+    row, plan = torch.arange(1, 13), SegmentPlan.of(np.array([0, 12], np.int32), CPU)
+    positions = torch.arange(12)
+    assert model.module.training
+    trained = model.hidden_states(row, positions, plan)
+    model.module.eval()
+    torch.testing.assert_close(trained, model.hidden_states(row, positions, plan), rtol=0, atol=0)
+
+
+def test_layers_that_draw_random_numbers_in_training_are_refused(tmp_path, monkeypatch):
+    make_tiny_checkpoint(tmp_path, hidden=32)
+    plain = Qwen2MLP.forward
+
+    def noisy(self, hidden):
+        """As a router with jitter."""
+        return plain(self, hidden * torch.empty_like(hidden).uniform_(0.5, 1.5) if self.training else hidden)
+
+    monkeypatch.setattr(Qwen2MLP, "forward", noisy)
+    with pytest.raises(ConfigError, match=r"model\.path=.*draws random numbers in training"):
+        load_causal_lm(tmp_path, device=CPU)
 
 
 def test_logits_that_are_not_a_plain_product_are_refused(tmp_path):
@@ -104,6 +141,25 @@ def test_sliding_windows_are_those_of_transformers_longer_than_which_segments_ar
     )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert (logits[2] - without)[WINDOW:].abs().max() > 0.01  # the window does something here
+
+
+@pytest.mark.parametrize(("max_tokens", "are_long"), [(8, False), (9, True)])
+def test_long_frequencies_turn_every_row_if_the_engine_may_sample_a_long_one(max_tokens, are_long, tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
+    config = Phi3Config(
+        **{key: size for key, size in SMALL.items() if key != "head_dim"},
+        max_position_embeddings=64, original_max_position_embeddings=8, rope_parameters=rope | factors, pad_token_id=0,
+    )  # fmt: skip
+    model = load_causal_lm(save_other(tmp_path, config), device=CPU, max_tokens=max_tokens)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    segment = torch.arange(3, 9)
+    with torch.no_grad():  # by transformers, what follows turns what stands before
+        alone, in_a_long_row = (plain(input_ids=row[None]).logits[0].log_softmax(-1) for row in
+                                (segment, torch.arange(3, 20)))  # fmt: skip
+    short, long = (each[: len(segment) - 1].gather(1, segment[1:, None])[:, 0] for each in (alone, in_a_long_row))
+    assert (short - long).abs().max() > 0.01
+    torch.testing.assert_close(logprobs_of_packed(model, [segment]), long if are_long else short, atol=1e-4, rtol=0)
 
 
 def test_attention_that_changes_its_scores_is_refused(tmp_path):

@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Phi3Config
 
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.factory import open_backend
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.process_group import RankContext
 from rlhpc.training.reference.backend import ReferenceBackend, ReferenceSettings
+from rlhpc.training.row_tensors import plain_row
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
     clipped_loss,
@@ -48,6 +49,24 @@ def test_the_run_file_chooses_the_backend(model):
     backend = open_one(model)
     assert isinstance(backend, ReferenceBackend)
     assert (backend.dp_rank, backend.dp_size, backend.is_rank_zero, backend.device) == (0, 1, True, "cpu")
+
+
+def test_what_is_loaded_is_turned_as_the_longest_sequence_of_the_run_file_asks(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8,
+            "short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}  # fmt: skip
+    config = Phi3Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        pad_token_id=0, intermediate_size=64, original_max_position_embeddings=8, rope_parameters=rope,
+        initializer_range=0.3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    row = np.arange(3, 9, dtype=np.int32)  # short; the run file's longest sequence is longer than 8
+    (found,) = open_one(tmp_path).logprobs([plain_row(row)])
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = hf(input_ids=torch.arange(3, 20)[None], use_cache=False).logits[0].log_softmax(-1)
+    expected = logits[:5].gather(1, torch.arange(4, 9)[:, None])[:, 0]
+    torch.testing.assert_close(found[1:], expected, atol=1e-4, rtol=0)
 
 
 def test_metrics_are_sums_over_loss_tokens(model):

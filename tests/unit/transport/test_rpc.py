@@ -140,20 +140,20 @@ async def test_a_request_that_was_lost_is_asked_again_though_others_are_answered
 async def test_a_replica_that_is_busy_with_the_requests_of_others_is_waited_for(services: list[Service]):
     """Its news come for twice as long as an attempt may take, and five times as long as a silence."""
 
-    async def serve_others_first(service: Service, peer: str, request: RewardRequest) -> None:
-        for _ in range(20):
-            await asyncio.sleep(0.1)
-            await service.server.send(peer, StillWaiting((request.request_id,)))
-        await reply(service, peer, request)
-
-    services[0].answer = serve_others_first
+    services[0].answer = keep_silent
     async with RpcClient(connected(services), silence_s=0.4) as rpc:
         waiting = asyncio.create_task(rpc.call(REQUEST, 1.0))
-        await asyncio.sleep(0)
-        while not waiting.done():
-            await asyncio.sleep(0.05)
-            await rpc.call(REQUEST, PATIENCE_S)  # of the other one
+        while not services[0].seen:  # noqa: ASYNC110 - by polling
+            await asyncio.sleep(0)
+        (request,) = services[0].seen
+        for _ in range(20):
+            await asyncio.sleep(0.1)
+            # Both are heard of in the same moment: a pause of this process makes one no more silent than the other.
+            await services[0].server.send("generator-0", StillWaiting((request.request_id,)))
+            assert (await rpc.call(REQUEST, PATIENCE_S)).detail == services[1].server.name
+        await reply(services[0], "generator-0", request)
         assert (await waiting).detail == services[0].server.name
+        assert len(services[0].seen) == 1
         assert rpc.num_retries == 0
 
 

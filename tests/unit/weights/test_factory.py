@@ -8,6 +8,7 @@ from rlhpc.config_sections import WeightsConfig
 from rlhpc.errors import ConfigError, GroupFailed
 from rlhpc.types import WeightGroup
 from rlhpc.weights.factory import make_publisher, make_receiver
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize("transport", ["auto", "pigeon"])
@@ -34,9 +35,9 @@ def test_a_meeting_place_that_is_not_there_is_a_failed_group(transport: str, add
 def test_a_run_directory_may_lie_deep(tmp_path: Path) -> None:
     """A unix socket's address holds 107 bytes."""
     deep = tmp_path / ("d" * 100) / ("e" * 100)
-    publisher = make_publisher(WeightsConfig(transport="ipc", timeout_s=0.1), directory=deep, device="cpu")
+    publisher = make_publisher(WeightsConfig(transport="ipc", timeout_s=PATIENCE_S), directory=deep, device="cpu")
     group = publisher.open(WeightGroup(1, "ipc", "", ("g",), (1,)))
-    receiver = make_receiver("ipc", device="cpu", timeout_s=0.1)
+    receiver = make_receiver("ipc", device="cpu", timeout_s=PATIENCE_S)
     receiver.join(group, 1)
     publisher.form()
     publisher.dissolve()

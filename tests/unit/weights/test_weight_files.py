@@ -13,6 +13,7 @@ from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.disk import DiskPublisher, DiskReceiver
 from rlhpc.weights.shadow import fresh_blocks, named_tensors
+from tests.patience import PATIENCE_S
 
 LISTING = os.listdir
 EXISTS = Path.exists
@@ -29,7 +30,7 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[DiskPublisher, DiskReceiver, Path]:
-    publisher, receiver = DiskPublisher(tmp_path, 2.0), DiskReceiver(2.0)
+    publisher, receiver = DiskPublisher(tmp_path, PATIENCE_S), DiskReceiver(PATIENCE_S)
     group = publisher.open(WeightGroup(1, "disk", "", ("g",), (1,)))
     receiver.join(group, 1)
     publisher.form()
@@ -97,23 +98,24 @@ def test_what_an_earlier_attempt_left_is_not_taken_for_this_one(tmp_path: Path) 
 
 
 class _NfsClient:
-    """Remembers what was not there, until the directory in which it would be is listed."""
+    """Remembers what was not there, until the directory in which it would be is listed.  For any thread."""
 
     def __init__(self) -> None:
         self._absent: set[Path] = set()
+        self._lock = threading.RLock()
 
     def exists(self, path: Path) -> bool:
-        if path in self._absent:
-            return False
-        if not EXISTS(path):
-            self._absent.add(path)
-        return path not in self._absent
+        with self._lock:
+            if path not in self._absent and not EXISTS(path):
+                self._absent.add(path)
+            return path not in self._absent
 
     def listdir(self, directory: Path) -> list[str]:
-        if not self.exists(directory):
-            raise FileNotFoundError(directory)
-        self._absent = {path for path in self._absent if path.parent != directory}
-        return LISTING(directory)
+        with self._lock:
+            if not self.exists(directory):
+                raise FileNotFoundError(directory)
+            self._absent = {path for path in self._absent if path.parent != directory}
+            return LISTING(directory)
 
 
 def test_what_was_not_there_when_first_looked_for_is_soon_found_on_nfs(
@@ -122,7 +124,7 @@ def test_what_was_not_there_when_first_looked_for_is_soon_found_on_nfs(
     client = _NfsClient()
     monkeypatch.setattr(Path, "exists", lambda path: client.exists(path))
     monkeypatch.setattr(os, "listdir", client.listdir)
-    publisher, receiver = DiskPublisher(tmp_path, 30.0), DiskReceiver(30.0)
+    publisher, receiver = DiskPublisher(tmp_path, PATIENCE_S), DiskReceiver(PATIENCE_S)
     group = publisher.open(WeightGroup(1, "disk", "", ("g",), (1,)))
     forming = threading.Thread(target=publisher.form)
     forming.start()

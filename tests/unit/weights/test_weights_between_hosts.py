@@ -18,10 +18,10 @@ from rlhpc.weights.factory import make_publisher
 from tests.contracts.weight_receiver_process import fingerprint
 from tests.contracts.weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 from tests.listening import listening_addresses, listening_endpoints
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
 
-TIMEOUT_S = 10.0
 BUCKET_BYTES = 1 << 16
 
 
@@ -29,12 +29,12 @@ BUCKET_BYTES = 1 << 16
 def broadcast_from(host: str, directory: Path) -> Iterator[Broadcast]:
     """A publisher here, and two receivers in processes that have this one's environment."""
     publisher = make_publisher(
-        WeightsConfig(transport="gloo", timeout_s=TIMEOUT_S), directory=directory, device="cpu", host=host
+        WeightsConfig(transport="gloo", timeout_s=PATIENCE_S), directory=directory, device="cpu", host=host
     )
     receivers = [ReceiverProcess() for _ in range(2)]
     try:
         assert [receiver.answer() for receiver in receivers] == [{"ok": "ready"}] * 2
-        yield Broadcast(publisher, "gloo", receivers, TIMEOUT_S, "cpu")
+        yield Broadcast(publisher, "gloo", receivers, PATIENCE_S, "cpu")
     finally:
         publisher.dissolve()
         for receiver in receivers:

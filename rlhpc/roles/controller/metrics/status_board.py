@@ -39,6 +39,7 @@ class LiveFigures:
     attempt: int = 0
     resume_step: int | None = None  # the checkpoint that the attempt resumed from
     checkpoints_failed: int = 0  # skipped since the start because they could not be written
+    is_ending: bool = False  # all roles have been told to leave, or are about to be: also where the run has failed
 
 
 class StatusBoard:

@@ -120,6 +120,7 @@ CONTRADICTIONS = (
     case("leases shorter than reports", key("buffer.partial_interval_s", 200.0), "buffer.partial_interval_s=200", "up to 150"),
     case("two agreements on a prompt", key("data.prompt_field", "prompt", data__prompt_template="Q: {prompt}"), "data.prompt_field='prompt'", "legal: one of them"),
     case("a system prompt that nobody sees", key("data.system_prompt", "Be brief."), "data.system_prompt", "use_chat_template=true"),
+    case("thinking of several turns", key("data.thinking_end", "</think>", data__environment="games:Game", data__use_chat_template=True), "data.thinking_end='</think>' with environment='games:Game'", "leave one of them out"),
 )  # fmt: skip
 
 OVERRIDES = (
