@@ -143,8 +143,8 @@ class _Task:
         base, temporary = self._temporary_directory()
         environment["TMPDIR"] = str(temporary)
         if not self._plan.is_local:  # on a machine of one's own, caches in the home directory are worth keeping
-            for variable, name in _CACHES.items():
-                environment.setdefault(variable, str(base / "cache" / name))
+            for variable, place in caches_below(base / "cache").items():
+                environment.setdefault(variable, place)
             _name_host(environment, self._job.job_id, self._part.name)
         try:
             with self._log.open("ab") as log:
@@ -244,6 +244,11 @@ class _Task:
             write_record(self._record, record)
         except OSError as error:
             sys.stderr.write(f"rlhpc task: {self._record} not written: {error}\n")
+
+
+def caches_below(directory: Path) -> dict[str, str]:
+    """Variable → place, for what compilers write and read again."""
+    return {variable: str(directory / name) for variable, name in _CACHES.items()}
 
 
 def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:

@@ -44,6 +44,9 @@ CPU_ENVIRONMENT = {
 CUDA_ENVIRONMENT = {
     # Its sampler is compiled with nvcc, which few nodes have, and says nothing of processed log-probabilities.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # So is its sum over tensor-parallel ranks, vLLM's first choice on Hopper and Blackwell: without nvcc the first
+    # small batch ends the engine, since only the making of its memory is tried (flashinfer_all_reduce.py of 0.32).
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
 # Kernels whose result for one sequence does not depend on the others of the batch, and so not on when they arrived.
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
@@ -81,6 +84,21 @@ def engine_profile(config: Config, *, seed: int, device: str, is_apart: bool = F
         environment |= ONE_WORKER_ON_CPU
     engine_args = _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config))
     return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
+
+
+def card_args(profile: EngineProfile, *, capability: int, can_compile: bool) -> dict[str, Any]:
+    """Engine arguments in place of the profile's, for what vLLM does not do right by itself on some cards.
+
+    capability: major number of the card's compute capability; 0: none.  can_compile: vLLM's has_flashinfer().
+    """
+    is_16_bit = profile.engine_args["dtype"] != "float32"
+    if capability == 10 and is_16_bit and not can_compile:
+        # It would take FlashInfer's attention, whose kernels cannot be had; this is the next on its list.
+        return {"attention_backend": "FLASH_ATTN"}
+    if capability == 8 and is_16_bit and BATCH_INVARIANT.items() <= profile.environment.items():
+        # There its batch-invariant products replace those of cuBLAS, and there is none of 16 bits into float32.
+        return {"hf_overrides": {"head_dtype": "model"}}
+    return {}
 
 
 def _common_args(config: Config, seed: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore,
 from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.core_thread import CoreThread
+from rlhpc.generation.engine_answer import answered
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.generation.in_flight import Beginning, InFlight, by_either_name
@@ -244,9 +245,8 @@ class VllmEngine(GenerationEngine):
             )
         # A step that was launched ahead would be sampled by old weights and counted for new ones; and without spans a
         # request that has ended must have reached us before the others are counted.
-        scheduler = self._llm.vllm_config.scheduler_config
-        is_exact = self._has_spans or self._counts_all
-        self._weights.pauses_to_load = bool(getattr(scheduler, "async_scheduling", False)) or not is_exact
+        runs_ahead = bool(getattr(self._llm.vllm_config.scheduler_config, "async_scheduling", False))
+        self._weights.pauses_to_load = runs_ahead or not (self._has_spans or self._counts_all)
         if self._has_spans:
             await self._call(self._llm.update_weight_version(str(self._policy_version)))
 
@@ -337,7 +337,7 @@ class VllmEngine(GenerationEngine):
 
     async def _call(self, call: Any) -> Any:
         try:
-            return await call
+            return await answered(call, self._config.weights.timeout_s)
         except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
             raise self._die(f"vLLM: {error!r}") from error
 

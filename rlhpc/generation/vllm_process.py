@@ -10,13 +10,14 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlhpc.errors import EngineError
-from rlhpc.generation.engine_profile import EngineProfile
+from rlhpc.generation.engine_profile import EngineProfile, card_args
 from rlhpc.generation.sample_window import SampleWindow
 from rlhpc.loading import loading_libraries
 
@@ -55,6 +56,7 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
             set_environment(COUNTING_RUNNER)
         # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
         # permanently.
+        profile = _for_the_card_here(profile)
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)
     except Exception as error:  # any error at all leaves an engine process without an owner
         stop_processes(_started_since(before))
@@ -110,6 +112,16 @@ def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:
         max_num_seqs=max_num_seqs,
         block_tokens=cache.block_size,
     )
+
+
+def _for_the_card_here(profile: EngineProfile) -> EngineProfile:
+    # As in start_vllm.  NVML is asked: no CUDA context comes into being in this process.
+    from vllm.platforms import current_platform
+    from vllm.utils.flashinfer import has_flashinfer
+
+    card = current_platform.get_device_capability()
+    others = card_args(profile, capability=card.major if card else 0, can_compile=has_flashinfer())
+    return replace(profile, engine_args=profile.engine_args | others)
 
 
 def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:

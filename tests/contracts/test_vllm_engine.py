@@ -17,6 +17,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+from rlhpc.config import with_values
+from rlhpc.errors import EngineError
+from rlhpc.generation import engine_answer
 from rlhpc.generation.core_thread import CoreThread
 from rlhpc.types import FinishReason, Rollout
 from tests.contracts.engine_subjects import VllmSubject, living_children, remember_strangers, request_of
@@ -119,6 +122,29 @@ async def test_what_is_thrown_out_of_a_full_cache_is_counted_and_delivered_all_t
     assert all(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)
     await subject.update(1)
     assert subject.engine.statistics().num_preemptions > before
+
+
+async def test_an_engine_whose_core_answers_nothing_is_given_up_and_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped by a signal it is as one whose GPU never ends its kernel: alive, and silent."""
+    before = set(living_children())
+    made = await SharpSubject.start(tmp_path, family="qwen2", tied=True, is_apart=True)
+    own = [child for child in living_children() if child not in before]
+    monkeypatch.setattr(engine_answer, "ANSWER_S", 1.0)
+    made.engine._config = with_values(made.engine._config, {"weights.timeout_s": 0.5})
+    assert own
+    try:
+        for child in own:
+            child.send_signal(signal.SIGSTOP)
+        with pytest.raises(EngineError, match=r"no answer within 1 s"):
+            await asyncio.wait_for(made.engine.pause(), PATIENCE_S)
+        with pytest.raises(EngineError, match="the generation engine is dead"):
+            await made.engine.generate(request_of(0))
+    finally:
+        await made.engine.close()
+        made.publisher.dissolve()
+    assert not [child for child in own if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.long

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.config import Config
-from rlhpc.generation.engine_profile import engine_profile
+from rlhpc.config import Config, with_values
+from rlhpc.generation.engine_profile import card_args, engine_profile
 from tests.gpu_dry.uses import Receivers
 
 LLM = ("vllm.v1.engine.async_llm.AsyncLLM",)
@@ -54,11 +54,13 @@ def receivers() -> dict[str, Receivers]:
 
 def engine_arguments() -> frozenset[str]:
     """Every keyword that AsyncEngineArgs is given on CUDA."""
-    return frozenset(
-        key
-        for kv_cache_bytes in (None, 1 << 30)
-        for key in engine_profile(dry_config(kv_cache_bytes=kv_cache_bytes), seed=0, device="cuda").engine_args
-    )
+    exact = with_values(dry_config(), {"run.deterministic": True})
+    profiles = [
+        engine_profile(config, seed=0, device="cuda")
+        for config in (dry_config(), dry_config(kv_cache_bytes=1 << 30), exact)
+    ]
+    cards = [card_args(each, capability=major, can_compile=False) for each in profiles for major in range(13)]
+    return frozenset(key for given in (*(each.engine_args for each in profiles), *cards) for key in given)
 
 
 def dry_config(**generation: Any) -> Config:

@@ -17,6 +17,7 @@ from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
 from launch.commands.evaluate.follow import follow_run, refuse_how, run_of
 from launch.commands.evaluate.following_job import submit_following
 from launch.commands.evaluate.job import EvaluationJob
+from launch.commands.evaluate.processes import caches_on_this_node
 from launch.commands.evaluate.report import Report
 from launch.commands.evaluate.request import requests_of
 from launch.commands.evaluate.target import find_target, target_of_run
@@ -34,6 +35,13 @@ def evaluate(options: argparse.Namespace) -> int:
     site = None if options.site is None else load_site(options.site)
     if options.follow and site is not None:
         return _submit_following(options, site)
+    if site is not None:
+        return _evaluate(options, site)
+    with caches_on_this_node():
+        return _evaluate(options, None)
+
+
+def _evaluate(options: argparse.Namespace, site: Site | None) -> int:
     if options.follow:
         return follow_run(options, partial(_show, options, indent=None), _tell)
     target = find_target(without_dots(options.model), options.step)

@@ -22,7 +22,7 @@ from launch.common.text_table import span
 from launch.plan.gpu_map import VARIABLE, GpuMap
 from launch.run_files.exit_records import last_error_line
 from launch.supervisor.local_run import private_temporary_directory
-from launch.supervisor.role_task import LOG_TAIL_BYTES
+from launch.supervisor.role_task import LOG_TAIL_BYTES, caches_below
 from rlhpc.errors import RoleFailed
 from rlhpc.evaluation.settings import EvaluationSettings
 from rlhpc.parent_death import die_with
@@ -30,6 +30,26 @@ from rlhpc.parent_death import die_with
 LOOK_S = 0.2
 FIRST_WORD_S, WORD_S = 10.0, 30.0  # between two lines about progress: at first, and later
 END_S = 10.0  # for a process that was asked to end; then it is killed
+
+
+@contextmanager
+def caches_on_this_node() -> Iterator[None]:
+    """In a job of Slurm's: engines started meanwhile compile once, and not into a home directory on a network.
+
+    Like those of a run (role_task.py).  What the user's environment says of a cache is left as it is.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        yield
+        return
+    directory = private_temporary_directory()
+    places = {variable: place for variable, place in caches_below(directory).items() if variable not in os.environ}
+    os.environ.update(places)
+    try:
+        yield
+    finally:
+        for variable in places:
+            os.environ.pop(variable, None)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def sample_all(

@@ -10,7 +10,13 @@ from pydantic import ValidationError
 
 from rlhpc.config import Config, with_values
 from rlhpc.errors import EngineError
-from rlhpc.generation.engine_profile import CPU_KV_CACHE_BYTES, SEVERAL_WORKERS, WORKER_EXTENSION, engine_profile
+from rlhpc.generation.engine_profile import (
+    CPU_KV_CACHE_BYTES,
+    SEVERAL_WORKERS,
+    WORKER_EXTENSION,
+    card_args,
+    engine_profile,
+)
 
 
 def config_with(**generation: object) -> Config:
@@ -155,4 +161,68 @@ def test_on_cpu_a_deterministic_run_is_refused_in_bfloat16() -> None:
 
 
 def test_no_kernel_is_compiled_with_nvcc_which_compute_nodes_lack() -> None:
-    assert engine_profile(config_with(), seed=0, device="cuda").environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    environment = engine_profile(config_with(), seed=0, device="cuda").environment
+    assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
+
+
+@pytest.mark.starts
+def test_tensor_parallel_workers_do_not_sum_by_kernels_that_are_compiled_when_first_used() -> None:
+    """vLLM asks for this by the variable alone: not whether there is a compiler."""
+    code = (
+        "from rlhpc.generation.engine_profile import CUDA_ENVIRONMENT;"
+        "from rlhpc.generation.vllm_process import set_environment; set_environment(CUDA_ENVIRONMENT);"
+        "import vllm.envs as envs; print(envs.VLLM_ALLREDUCE_USE_FLASHINFER, envs.VLLM_USE_FLASHINFER_SAMPLER)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["False", "False"]
+
+
+def test_blackwell_does_without_the_attention_that_vllm_takes_there_if_its_kernels_cannot_be_compiled() -> None:
+    profile = engine_profile(with_values(config_with(), {"model.dtype": "bfloat16"}), seed=0, device="cuda")
+    exact = engine_profile(config_with(), seed=0, device="cuda")  # float32, which FlashInfer has no attention for
+    assert card_args(profile, capability=10, can_compile=False) == {"attention_backend": "FLASH_ATTN"}
+    assert card_args(profile, capability=10, can_compile=True) == {}
+    assert card_args(exact, capability=10, can_compile=False) == {}
+    for capability in (0, 7, 8, 9, 12):
+        assert card_args(profile, capability=capability, can_compile=False) == {}
+
+
+def test_on_ampere_a_deterministic_run_has_a_head_whose_products_do_not_see_the_rest_of_the_batch() -> None:
+    """vLLM has no such product of 16-bit numbers into float32 there."""
+    exact = with_values(config_with(), {"run.deterministic": True, "model.dtype": "bfloat16"})
+    profile = engine_profile(exact, seed=0, device="cuda")
+    assert card_args(profile, capability=8, can_compile=False) == {"hf_overrides": {"head_dtype": "model"}}
+    for capability in (9, 10):  # products of cuBLAS, which vLLM keeps from splitting their sums
+        assert "hf_overrides" not in card_args(profile, capability=capability, can_compile=True)
+    for other in ({"run.deterministic": False}, {"model.dtype": "float32"}):
+        profile = engine_profile(with_values(exact, other), seed=0, device="cuda")
+        assert card_args(profile, capability=8, can_compile=True) == {}
+
+
+@pytest.mark.starts
+def test_batch_invariant_products_of_vllm_still_leave_out_the_one_of_16_bits_into_float32() -> None:
+    """Once it has one, card_args need not change the head."""
+    code = (
+        "import inspect; from vllm.model_executor.determinism import batch_invariant as b;"
+        "from vllm.model_executor.layers.logits_processor import LogitsProcessor as L;"
+        "print('aten::mm.dtype' in inspect.getsource(b), 'out_dtype=self.head_dtype' in inspect.getsource(L))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["False", "True"]
+
+
+@pytest.mark.starts
+def test_vllm_takes_the_name_of_that_attention_and_asks_for_flashinfers_compiler_where_we_do() -> None:
+    code = (
+        "from vllm.engine.arg_utils import AsyncEngineArgs; from vllm.config.attention import AttentionConfig;"
+        "from vllm.utils.flashinfer import has_flashinfer; from vllm.platforms import current_platform;"
+        "assert not has_flashinfer() and current_platform.get_device_capability() is None;"
+        "AsyncEngineArgs(model='m', attention_backend='FLASH_ATTN');"
+        "print(AttentionConfig(backend='FLASH_ATTN').backend.name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "FLASH_ATTN"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import time
 import tracemalloc
 from dataclasses import replace
@@ -26,6 +29,7 @@ from launch.commands.evaluate.follow import Course, Life
 from launch.commands.evaluate.job import _words
 from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
 from launch.commands.evaluate.preview import preview_evaluations
+from launch.commands.evaluate.processes import caches_on_this_node
 from launch.commands.evaluate.report import Report, report_of
 from launch.commands.evaluate.request import Request, requests_of
 from launch.commands.evaluate.settings import evaluation_config
@@ -79,6 +83,28 @@ def a_run(model: Path, *steps: int) -> RunLayout:
 
 
 # ------------------------------------------------------------------------------------------------------------- model
+
+
+def test_in_a_job_what_engines_compile_lies_on_the_node_until_the_command_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not in a home directory on a network, with a quota of files; but where the user says so."""
+    for variable in ("SLURM_JOB_ID", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "CUDA_CACHE_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    before = dict(os.environ)
+    with caches_on_this_node():
+        assert dict(os.environ) == before  # a machine of one's own
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path))
+    names = ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "CUDA_CACHE_PATH")
+    code = "import os, pathlib, sys\nfor n in sys.argv[1:]: pathlib.Path(os.environ[n], 'made').mkdir(parents=True)"
+    with caches_on_this_node():
+        places = [Path(os.environ[name]) for name in names]
+        subprocess.run([sys.executable, "-c", code, *names], check=True)  # as an engine does
+        assert places[0].parent == places[1].parent
+        assert places[0].parent.stat().st_mode & 0o077 == 0
+    assert [place.exists() for place in places] == [False, False, True]
+    assert "TRITON_CACHE_DIR" not in os.environ
 
 
 def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(model: Path) -> None:
