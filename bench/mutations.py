@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from xml.etree import ElementTree
@@ -54,6 +55,7 @@ class Bug:
     new: str
     tests: tuple[str, ...]  # files, or FILE::TEST; of a file only the name, which is used once in tests/
     survived: str = ""  # "survived before", if no test beside the module found it when it was first planted
+    needs: str = ""  # a library of which the tests make use, and which `make setup` does not install
 
     def problem(self, root: Path) -> str:
         """Why it cannot be planted in this tree; "" if it can."""
@@ -104,6 +106,7 @@ def read_bugs(table: Path = TABLE) -> list[Bug]:
             new=entry["new"],
             tests=tuple(entry["tests"]),
             survived=entry.get("survived", ""),
+            needs=entry.get("needs", ""),
         )
         for entry in document["bug"]
     ]
@@ -128,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for bug in bugs:
             print(f"{bug.name:32} {bug.promise:28} {bug.what}")
         return 0
+    left_out = [bug for bug in bugs if bug.needs and find_spec(bug.needs) is None]
+    bugs = [bug for bug in bugs if bug not in left_out]
     suite = SUITES[options.suite] if options.suite else None
     print("| promise | planted bug | found by | s |\n|---|---|---|---|")
     num_survivors = 0
@@ -150,7 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"| {bug.promise} | `{bug.name}`: {bug.what} | {found} | {outcome.seconds:.0f} |", flush=True)
             if options.why:
                 print(f"    {outcome.reason[:400]}", flush=True)
-    print(f"\n{len(bugs) - num_survivors} of {len(bugs)} found")
+    for bug in left_out:
+        print(f"| {bug.promise} | `{bug.name}`: {bug.what} | not planted: {bug.needs} is not installed | |")
+    without = f"; {len(left_out)} not planted" if left_out else ""
+    print(f"\n{len(bugs) - num_survivors} of {len(bugs)} found{without}")
     return 1 if num_survivors else 0
 
 

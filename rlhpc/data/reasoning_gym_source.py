@@ -19,7 +19,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
-from rlhpc.config_data import MOST_PROBLEMS, DataConfig
+from rlhpc.config_data import MADE, MOST_PROBLEMS, DataConfig
 from rlhpc.data.cache import cached
 from rlhpc.data.records import Record
 from rlhpc.errors import DataError
@@ -28,6 +28,11 @@ from rlhpc.sandbox.values import encode
 
 PREFIX = "reasoning_gym:"
 DISTRIBUTION = "reasoning-gym"
+# Kinds whose scorers, in release 0.1.25, give the whole reward to what is no answer.
+FLAWED = {
+    "coin_flip": 'takes the beginning of a number for the whole ("0" for 0.3125)',
+    "game_of_life_halting": 'takes any text for yes, "False" too',
+}
 _FAULT = "fault"  # key of a line that says why there are no records
 
 
@@ -50,6 +55,12 @@ def library_version() -> str:
 def made_records(data: DataConfig) -> list[Record]:
     """data.size records.  Raises DataError: the library is missing, has no such dataset or setting, or fails."""
     names = names_of(data.source)
+    if MADE in data.all_tasks and (flawed := FLAWED.keys() & {*names}):
+        name = min(flawed)
+        raise DataError(
+            f"data.source names {name!r}, and the scorer of {DISTRIBUTION} {FLAWED[name]}; legal: other kinds, or "
+            'another data.task, which has the reference_field "answer"'
+        )
     if importlib.util.find_spec("reasoning_gym") is None:
         install = "pip install 'rlhpc[reasoning-gym]'"
         raise DataError(f"data.source={data.source!r} needs the package {DISTRIBUTION}: {install}")

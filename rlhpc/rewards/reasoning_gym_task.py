@@ -22,13 +22,21 @@ from rlhpc.sandbox.values import decode, encode
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SHOWN_CHARACTERS = 80
 _DATASETS_HELD = 64
+_CANNOT_READ = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
 
 
 def judge(completion: str, reference: str) -> RewardOutcome:
-    """The library's score.  Raises ValueError for a reference that is no such entry."""
+    """The library's score; 0 where its scorer cannot read the answer and can read that of the problem.
+
+    Raises ValueError for a reference that is no such entry, and what a scorer raises that can read neither.
+    """
     name, entry, settings = read_reference(reference)
-    answer = final_answer(completion)
-    score = float(_dataset(name, json.dumps(encode(settings), sort_keys=True)).score_answer(answer, entry))
+    answer, dataset = final_answer(completion), _dataset(name, json.dumps(encode(settings), sort_keys=True))
+    try:
+        score = float(dataset.score_answer(answer, entry))
+    except _CANNOT_READ:
+        dataset.score_answer(entry["answer"], entry)
+        score = 0.0
     return RewardOutcome(score, is_correct=score >= 1.0, detail=f"{name}: {answer[:_SHOWN_CHARACTERS]}", answer=answer)
 
 

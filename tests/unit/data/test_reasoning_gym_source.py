@@ -12,10 +12,11 @@ from checkpoints import make_tokenizer_files
 from rlhpc.config import Config
 from rlhpc.config_data import DataConfig
 from rlhpc.data.mixture import open_prompt_source
-from rlhpc.data.reasoning_gym_source import problems_of
+from rlhpc.data.reasoning_gym_source import FLAWED, problems_of
 from rlhpc.data.record_source import records_of
 from rlhpc.data.records import Record
 from rlhpc.errors import CheckpointError, DataError
+from rlhpc.sandbox.values import encode
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 from reasoning_gym.factory import DATASETS
@@ -83,10 +84,27 @@ def test_a_problem_is_solved_by_its_own_answer_and_not_by_another() -> None:
     assert_solved(made())
 
 
+def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_no_error_of_the_verifier() -> None:
+    (record,) = made("reasoning_gym:prime_factorization", size=1)
+    for answer in ("no idea", "2 x", ""):
+        assert judge(answer, record.reference("entry")).reward < 1.0
+    entry = json.loads(record.reference("entry"))
+    entry["entry"] = encode({"question": "?", "answer": "of nobody", "metadata": {}})
+    with pytest.raises(ValueError, match="of nobody"):  # no answer could be read
+        judge("2 x", json.dumps(entry))
+
+
+@pytest.mark.parametrize("name", FLAWED)
+def test_a_kind_whose_scorer_rewards_nonsense_is_refused_but_for_other_tasks(name: str) -> None:
+    with pytest.raises(DataError, match=f"{name}.*legal: other kinds, or another data.task"):
+        made(f"reasoning_gym:chain_sum,{name}")
+    assert made(f"reasoning_gym:{name}", size=1, task="exact_match", reference_field="answer")
+
+
 @pytest.mark.long
 def test_a_problem_of_any_dataset_is_solved_by_its_own_answer() -> None:
     slow = {"composite", "knight_swap"}
-    names = sorted(set(DATASETS) - slow)
+    names = sorted(set(DATASETS) - slow - set(FLAWED))
     records = made(f"reasoning_gym:{','.join(names)}", size=len(names))
     assert_solved([record for record in records if record.fields["answer"] is not None])
     assert len(names) > 100

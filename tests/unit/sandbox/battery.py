@@ -144,7 +144,10 @@ def compiled(name: str, outside: Outside, sandbox: Sandbox) -> str:
         return f"the compiler has read {SECRET}: {made.why_not}"
     if made.why_not:
         return outside.what_happened()
-    return achievement(name, sandbox.run(made.binary, b"input", limits_of(name), kind="binary"), outside, "strong")
+    run = sandbox.run(made.binary, b"input", limits_of(name), kind="binary")
+    if b"ESCAPED" in run.stdout:  # also where it was stopped after that, like who could fork
+        return f"it printed ESCAPED: {run.stdout[-300:]!r}"
+    return achievement(name, run, outside, "strong")
 
 
 def alone(name: str, outside: Outside) -> str:

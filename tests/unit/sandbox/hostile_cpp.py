@@ -52,7 +52,7 @@ PROGRAMS = {
     'if (open(path, O_RDWR) >= 0 || open("/dev/mem", O_RDWR) >= 0) puts("ESCAPED"); }',
     "cpp_signals": "int main() { for (int n = 1; n < 65; ++n) if (n != 9) call(62, 1, n); call(62, $VICTIM, 9); call(62, $VICTIM, 19);\n"
     "call(62, getppid(), 9); usleep(100000); exit(7); }",
-    "cpp_fork_bomb": "int main() { for (;;) { if (call(57) >= 0 || call(58) >= 0 || call(56, 17) >= 0 || fork() >= 0) puts(\"ESCAPED\"); } }",
+    "cpp_fork_bomb": "int main() { for (;;) { if (call(57) >= 0 || call(58) >= 0 || call(56, 17) >= 0 || fork() >= 0) write(1, \"ESCAPED\", 7); } }",
     "cpp_thread_bomb": "static void *stay(void *) { sleep(60); return 0; }\n"
     "int main() { pthread_t t; int n = 0; while (!pthread_create(&t, 0, stay, 0)) ++n; printf(\"%d\\n\", n); fflush(stdout); _exit(0); }",
     "cpp_memory_bomb": "int main() { for (;;) { void *p = malloc(1 << 24); if (!p) return 3; memset(p, 1, 1 << 24); } }",
