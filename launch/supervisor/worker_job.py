@@ -159,6 +159,8 @@ class WorkerJobSupervisor:
             said = [r.cause for r in records if r.status != 0]
             self._log.say("part_end", f"{self._part.name} ended: {'; '.join(said) or 'as the controller asked'}")
             if not self._follows_attempts and not said and self._step.status() == 0:
+                if self._job.is_being_preempted():
+                    return Outcome(Cause.TIME, "Slurm takes its nodes for another job")
                 return Outcome(Cause.STOP, "the controller asked it to exit")
         return None
 
