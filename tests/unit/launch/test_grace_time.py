@@ -103,3 +103,13 @@ def test_a_job_whose_last_generator_leaves_in_the_grace_time_goes_back_into_the_
     step = SimpleNamespace(name="generation", role="generator", status=lambda: 0)
     supervisor._end_alone(step, "exit status 0", read_progress(layout))  # type: ignore[arg-type]
     assert supervisor._cause is cause
+
+
+def test_a_generator_that_was_killed_with_its_task_has_not_been_asked_to_leave(layout: RunLayout) -> None:
+    """As by OOMKillStep: Slurm kills every process of the step, also the one that writes exit records."""
+    job, log = ThisJob.of({"SLURM_JOB_ID": "8"}), EventLog(layout.job_events("8"), 0)
+    supervisor = WorkerJobSupervisor(plan_of(layout, "generator"), job, NoTimeLimit(), log, Signals())  # type: ignore[arg-type]
+    supervisor._step = SimpleNamespace(status=lambda: 137, asked=False)  # type: ignore[assignment]
+    assert supervisor._outcome_of_exit(Attempt(0, None, 7, 0)) is None
+    event = json.loads(layout.job_events("8").read_text().splitlines()[-1])
+    assert event["text"] == "generator ended: exit status 137, no error recorded"
