@@ -20,7 +20,10 @@ from rlhpc.errors import RlhpcError
 # so that commands that must not run twice are not repeated (sbatch.py).
 _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted",
          "Connection timed out", "Connection reset", "controller in standby mode",
-         "RESTORE SLURMCTLD DAEMON TO SERVICE")  # fmt: skip # scontrol show config, since 24.11 with exit status 1
+         "RESTORE SLURMCTLD DAEMON TO SERVICE",  # scontrol show config, since 24.11 with exit status 1
+         # A configless client, which gets slurm.conf from slurmctld; a name server and a munged that are away.
+         "Could not establish a configuration source", "Unable to establish control machine address",
+         "Protocol authentication error")  # fmt: skip
 PAUSE_S = 5.0  # at most, before another try
 
 # Options of Slurm's commands that are taken from the environment.  All of these names are Slurm's own.

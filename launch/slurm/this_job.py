@@ -67,6 +67,20 @@ class ThisJob:
         # By JOB_TASK: the id of an array's last task equals that of the whole array, and would requeue all of it.
         requeue(self.name, PATIENCE_S)
 
+    def is_being_preempted(self) -> bool:
+        """True in the grace time (GraceTime) of a preemption; False too if Slurm does not answer.
+
+        Slurm has signalled every srun then, but not the batch step, and does not requeue a job that ends meanwhile.
+        """
+        if not self.job_id:
+            return False
+        words = ("squeue", "--all", "--noheader", f"--jobs={self.name}", "--Format=State:20,PreemptTime:30")
+        try:
+            rows = [line.split() for line in slurm(*words, timeout_s=30.0).splitlines()]
+        except SlurmError:
+            return False
+        return any(row[0] == "RUNNING" and row[-1][:1].isdigit() for row in rows if row)  # N/A: it is not
+
     def component_states(self) -> dict[int, str]:
         """Slurm's state of every component of a heterogeneous job; other jobs have only component 0.
 

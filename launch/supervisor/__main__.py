@@ -99,7 +99,7 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
     """Do what follows from the outcome; successor: the job that begins when this one ends."""
     log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
     if outcome.cause.follows == "requeue":
-        return go_back_into_queue(plan, job, log)
+        return go_back_into_queue(plan, job, log, successor)
     is_end = outcome.cause.follows == "end"
     try:
         if is_end and plan.hosts_controller:

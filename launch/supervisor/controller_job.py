@@ -129,9 +129,7 @@ class ControllerJobSupervisor:
 
     def _pause(self, pause_s: float) -> None:
         """Wait before another attempt, unless a stop is requested."""
-        deadline = Deadline(pause_s)
-        while not deadline.is_over and self._asked_not_to_begin() is None:
-            self._signals.sleep(POLL_S)
+        Deadline(pause_s).wait_for(lambda: self._asked_not_to_begin() is not None, POLL_S, self._signals.sleep)
 
     def _asked_not_to_begin(self) -> Outcome | None:
         if self._signals.interrupts:
@@ -315,6 +313,8 @@ class ControllerJobSupervisor:
         """A role has no process left: save the trained state, without waiting for roles that cannot come back."""
         has_news = progress is not None and progress.step > saved_step(self._layout)
         cause = Cause.SETTINGS if step.status() == EXIT_CONFIG else Cause.FAILED
+        if self._job.is_being_preempted():
+            cause, summary = Cause.TIME, "Slurm takes its nodes for another job"
         self._ask_controller(cause, f"no {ROLE_WORDS[step.role]} is left: {summary}", progress)
         self._patience_s = needed_to_stop_s(progress, self._limit.life_s) if has_news else ALONE_S
         if not has_news and self._controller is not None:

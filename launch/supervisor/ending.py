@@ -23,10 +23,15 @@ from rlhpc.files import write_atomically
 REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 
 
-def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog) -> int:
-    """Continue in another life of this job, or in its successor.  Returns the exit status of the batch step."""
+def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog, successor: int | None = None) -> int:
+    """Continue in another life of this job, or in its successor.  Returns the exit status of the batch step.
+
+    successor: submitted before; None: none, or sbatch refused it when this job began, and may take it now.
+    """
     if plan.continuation == "successor":
         release(plan, job)
+        if successor is None and submit_successor(plan, job, log) is None:
+            return 1
         log.say("successor", "this job ends; its successor continues the run")
         return 0
     log.say("requeue", "requeueing this job")

@@ -119,6 +119,9 @@ class _Task:
             except TaskError as error:
                 self._write_down(EXIT_CONFIG, str(error))
                 raise
+            except OSError as error:  # this node has no room for temporary files: another may have
+                self._write_down(1, f"no temporary directory: {error}")
+                return 1
             fruitless = 1 if self._step() > step else fruitless + 1
             step = self._step()
             is_over = fruitless >= MAX_STARTS or not self._may_start_again(status)

@@ -157,8 +157,12 @@ class WorkerJobSupervisor:
         if self._step is not None and not self._step.asked:
             self._step.asked = True
             said = [r.cause for r in records if r.status != 0]
-            self._log.say("part_end", f"{self._part.name} ended: {'; '.join(said) or 'as the controller asked'}")
-            if not self._follows_attempts and not said and self._step.status() == 0:
+            status = self._step.status()
+            how = f"exit status {status}, no error recorded" if status else "as the controller asked"
+            self._log.say("part_end", f"{self._part.name} ended: {'; '.join(said) or how}")
+            if not self._follows_attempts and not said and status == 0:
+                if self._job.is_being_preempted():
+                    return Outcome(Cause.TIME, "Slurm takes its nodes for another job")
                 return Outcome(Cause.STOP, "the controller asked it to exit")
         return None
 

@@ -176,10 +176,16 @@ def _preemption(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     for job in plan.jobs:
         for part in job.components:
             for partition in partitions_of(part, facts):
-                is_safe = partition.preempt_mode.split(",")[0] in ("OFF", "SUSPEND", "GANG", "WITHIN")
-                if is_safe or not is_on:
+                mode = partition.preempt_mode.split(",")[0]
+                if mode in ("OFF", "WITHIN") or not is_on:
                     continue
                 key, value = f"{part.name}.partition", partition.name
+                if mode in ("SUSPEND", "GANG"):
+                    text = (
+                        f"its jobs are stopped for others ({mode}), keep their GPU memory, and the rest waits for them"
+                    )
+                    yield Finding(key, value, "warn", text, f"at most cluster.meet_s={plan.cluster.meet_s}")
+                    continue
                 if len(job.components) > 1:
                     text = f"its jobs can be preempted ({partition.preempt_mode}), together with all components"
                     yield Finding(key, value, "warn", text, "cluster.placement='jobs'")

@@ -198,6 +198,25 @@ def test_a_controller_that_scontrol_finds_down_is_away() -> None:
     assert is_away(caught.value)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        # without slurm.conf on the node
+        "sbatch: error: fetch_config: DNS SRV lookup failed\nsbatch: fatal: Could not establish a configuration source",
+        'squeue: error: Unable to resolve "ctl": Host name lookup failure\n'
+        "squeue: error: Unable to establish control machine address\n"
+        "slurm_load_jobs error: Resource temporarily unavailable",
+        "squeue: error: If munged is up, restart with --num-threads=10\n"
+        'squeue: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2": No such file or directory\n'
+        "slurm_load_jobs error: Protocol authentication error",
+    ],
+)
+def test_what_a_command_needs_before_it_can_ask_slurmctld_is_waited_for(tmp_path: Path, said: str) -> None:
+    """A job that met one of these when it requeued itself took it for a refusal, and the run stood still."""
+    words = (f"test -e $1 && echo fine || {{ touch $1; echo '{said}' >&2; exit 1; }}", "sh", str(tmp_path / "back"))
+    assert slurm("sh", "-c", *words, patience_s=20.0) == "fine\n"
+
+
 def test_a_job_submitted_from_a_job_inherits_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_HET_SIZE", "SBATCH_PARTITION", "SLURM_CONF", "SRUN_DEBUG", "PMIX_RANK"):
         monkeypatch.setenv(name, "x")

@@ -76,6 +76,21 @@ def test_a_task_exits_as_its_role_does_and_writes_down_how(
 
 
 @pytest.mark.starts
+def test_a_task_without_room_for_temporary_files_writes_down_why_it_ends(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(tmp_path / "role", layout))]
+    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TMPDIR": ""}
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a longer path would not be taken
+        Path(short, f"rlhpc-{os.getuid()}-12").write_text("in its way, as a full disk would be")
+        done = subprocess.run(command, env={**os.environ, **job, "TMPDIR": short}, check=False)
+    assert done.returncode == 1
+    record = read_records(layout, "trainer", 3)[0]
+    assert (record.status, record.starts) == (1, 0)
+    assert record.last_words.startswith("no temporary directory: [Errno 17]")
+
+
+@pytest.mark.starts
 @pytest.mark.parametrize(("owner", "is_written"), [(11, False), (12, True)])
 def test_what_ends_while_it_stands_by_writes_nothing_into_an_attempt_that_may_be_another_jobs(
     tmp_path: Path, owner: int, is_written: bool

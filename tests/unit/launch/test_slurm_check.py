@@ -290,6 +290,18 @@ def test_a_heterogeneous_job_on_a_partition_that_is_preempted_is_warned_of() -> 
     assert not said(with_config(PreemptType="preempt/none"), generation={"partition": "lab"})
 
 
+@pytest.mark.parametrize("mode", ["SUSPEND", "GANG,SUSPEND"])
+def test_a_partition_whose_jobs_are_stopped_for_others_is_warned_of(mode: str) -> None:
+    facts = replace(
+        FACTS, partitions=parse_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
+    )
+    line = only(said(facts, generation={"partition": "lab"}))
+    assert line == (
+        f"warn generation.partition='lab': its jobs are stopped for others ({mode.split(',')[0]}), keep their GPU "
+        "memory, and the rest waits for them; at most cluster.meet_s=1800"
+    )
+
+
 def test_settings_of_the_cluster_that_break_runs_are_told() -> None:
     assert "(JobRequeue=0)" in only(said(with_config(JobRequeue="0")))
     assert not said(with_config(MinJobAge="10 sec"))
