@@ -12,7 +12,8 @@ anchor from the behaviour policy: Hilton et al. 2022 (arXiv:2110.00641), for lan
 "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
 
 Differs from these: (1) what is masked stays in the loss's denominator, so that a masked token is a zero and does not
-make the others count more; (2) logarithms of ratios are clamped to ±20, per token and per sequence.
+make the others count more; in a ratio of a whole sequence (gspo, gmpo) it has no part; (2) logarithms of ratios are
+clamped to ±20, per token and per sequence.
 """
 
 from __future__ import annotations

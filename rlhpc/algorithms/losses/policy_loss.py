@@ -91,7 +91,8 @@ class AnchoredLoss:
         current, row = torch.where(row.loss_mask, current, 0.0), _without_masked(row)
         anchor = self._anchor(current, row)
         weights = self.importance(anchor, row, self.policy_version)
-        objective = self.objective(current, anchor, row)
+        # A masked token is no part of its sequence either: a ratio of the whole one (gspo, gmpo) would push it.
+        objective = self.objective(current, anchor, replace(row, loss_mask=row.loss_mask & ~weights.masked))
         # What counts nothing is cut out, not multiplied by zero: an absurd value there stays out of the sum.
         values = torch.where(row.loss_mask, row.weights * weights.used * objective.values, 0.0)
         loss = -values.sum() * one_if_finite(current, row.behaviour, anchor, row.advantages)

@@ -6,7 +6,7 @@ Independent of rlhpc/algorithms: nothing is imported from there, nothing is vect
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -128,11 +128,16 @@ def loss(
     objective: Callable[[Sequence], list[Tensor]],
     weights: Callable[[Sequence], list[float]],
 ) -> Tensor:
-    """Minus the sum over all tokens of share times weight times objective."""
-    total = torch.zeros((), dtype=torch.float64)
+    """Minus the sum over all tokens of share times weight times objective; what is masked is not there at all."""
+    total = 0.0 * current.sum()
     for one in sequences(current, anchor, row):
-        for value, weight in zip(objective(one), weights(one), strict=True):
-            total = total - one.weight * weight * value
+        found = weights(one)
+        kept = [t for t, weight in enumerate(found) if weight > 0]
+        if not kept:
+            continue
+        rest = replace(one, current=one.current[kept], anchor=one.anchor[kept])
+        for value, t in zip(objective(rest), kept, strict=True):
+            total = total - one.weight * found[t] * value
     return total
 
 

@@ -171,6 +171,18 @@ def test_a_sequence_that_is_masked_is_a_zero_and_not_a_smaller_denominator() -> 
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce", "sapo", "gspo", "gmpo"])
+def test_nothing_pushes_a_token_that_is_masked(loss: str) -> None:
+    """A ratio of a whole sequence would, from the other tokens of it, if the masked one were a part of that."""
+    for seed in SEEDS:
+        current, row = ragged_row(seed)
+        _, gradient, _ = ours(current, row, loss=loss, clip_low=0.9, clip_high=9.0, max_token_age=2)
+        is_masked = row.loss_mask & (row.versions < POLICY_VERSION - 2)
+        assert is_masked.any()
+        assert not gradient[is_masked].any()
+        assert gradient[row.loss_mask & ~is_masked].any()
+
+
 def test_what_a_mask_cuts_out_may_be_absurd_but_not_infinite() -> None:
     """A masked token that is infinite still skips the step: something is wrong with the trainer."""
     current, row = ragged_row(4)
