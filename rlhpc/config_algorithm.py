@@ -11,7 +11,7 @@ from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloa
 from rlhpc.user_code import is_import_path
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
-LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo")
+LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
 
 
 def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
@@ -40,8 +40,8 @@ class AlgorithmConfig(Section):
     """Normalise advantages to mean 0 and standard deviation 1 over the loss tokens of the batch, or of each task in
     it."""
     loss: Annotated[str, AfterValidator(_one_of(LOSSES))] = "ppo"
-    """Objective to maximise: "ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo" (docs/algorithms.md has the formulas),
-    or package.module:name of your own."""
+    """Objective to maximise: "ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo" (docs/algorithms.md has the
+    formulas), or package.module:name of your own."""
     aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
     """What has equal weight in the loss: tokens, completions, tokens over a constant (Dr. GRPO), prompts."""
     minibatches: Positive = 1
@@ -50,9 +50,11 @@ class AlgorithmConfig(Section):
     epochs: Positive = 1
     """Passes over each batch."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The lower bound of the clipped ratio is 1 − clip_low; 1: no bound."""
+    """The lower bound of the clipped ratio is 1 − clip_low; 1: no bound.  loss = "dppo": of the change of a token's
+    probability, −clip_low."""
     clip_high: PositiveFloat = 0.28
-    """The upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO)."""
+    """The upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO).  loss = "dppo": of the change of a
+    token's probability, clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | Literal["off"] = "off"
     """loss = "ppo": bound of the ratio where the advantage is negative, so that no token's loss is unbounded."""
     sapo_tau_positive: PositiveFloat = 1.0

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms.losses.cispo import ClippedWeight
+from rlhpc.algorithms.losses.dppo import DivergenceMask
 from rlhpc.algorithms.losses.figures import loss_figures
 from rlhpc.algorithms.losses.gmpo import GeometricMean
 from rlhpc.algorithms.losses.gspo import SequenceSurrogate
@@ -66,6 +67,8 @@ def make_objective(config: AlgorithmConfig) -> Objective:
             return SequenceSurrogate(config.clip_low, config.clip_high)
         case "cispo":
             return ClippedWeight(config.clip_low, config.clip_high)
+        case "dppo":
+            return DivergenceMask(config.clip_low, config.clip_high)
         case "sapo":
             return SoftGate(config.sapo_tau_positive, config.sapo_tau_negative)
         case "gmpo":

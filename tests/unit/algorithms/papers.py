@@ -95,6 +95,16 @@ def gmpo(one: Sequence, low: float, high: float) -> list[Tensor]:
     return [sign * product ** (1 / len(one.current))] * len(one.current)
 
 
+def dppo(one: Sequence, low: float, high: float) -> list[Tensor]:
+    values = []
+    for t in range(len(one.current)):
+        ratio = torch.exp(one.current[t]) / torch.exp(one.anchor[t])
+        change = float(torch.exp(one.current[t]) - torch.exp(one.anchor[t]))
+        is_trusted = change <= high if one.advantage > 0 else change >= -low
+        values.append(ratio * one.advantage * is_trusted)
+    return values
+
+
 # Weights: one number per token, without gradient.
 
 

@@ -37,6 +37,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], Objective]] = {
         partial(papers.sapo, positive=3.0, negative=5.0),
     ),
     "gmpo": ({"loss": "gmpo", "clip_low": 0.33, "clip_high": 0.49}, partial(papers.gmpo, low=0.33, high=0.49)),
+    "dppo": ({"loss": "dppo", "clip_low": 0.05, "clip_high": 0.08}, partial(papers.dppo, low=0.05, high=0.08)),
     "gmpo, tight": ({"loss": "gmpo", "clip_low": 0.1, "clip_high": 0.1}, partial(papers.gmpo, low=0.1, high=0.1)),
 }
 WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -111,7 +112,7 @@ def test_the_rows_of_these_tests_reach_every_bound() -> None:
             for key, value in ours(current, row, **settings, importance_cap=1.2)[2].items():
                 totals[key] = totals.get(key, 0.0) + value.item()
         assert totals["importance_capped"] > 0
-        if settings["loss"] in ("ppo", "gspo", "gmpo"):
+        if settings["loss"] in ("ppo", "gspo", "gmpo", "dppo"):
             assert totals["clip_low"] > 0, name
             assert totals["clip_high"] > 0, name
     for name, (settings, _) in WEIGHTS.items():
@@ -121,7 +122,7 @@ def test_the_rows_of_these_tests_reach_every_bound() -> None:
         assert (0 < sum(masked) < num_tokens) == is_masking, name
 
 
-@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce", "sapo", "gspo", "gmpo"])
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce", "sapo", "gspo", "gmpo", "dppo"])
 def test_at_the_anchor_every_objective_pushes_by_the_advantage(loss: str) -> None:
     """Ratio 1: REINFORCE with the importance weight, for losses over sequences divided by their length."""
     current, row = ragged_row(0)
@@ -163,6 +164,16 @@ def test_decoupled_ppo_with_the_sampler_as_anchor_is_ppo() -> None:
     assert torch.equal(plain[1], decoupled[1])
 
 
+def test_dppo_trusts_a_rare_token_whose_ratio_is_large_and_not_a_likely_one_whose_ratio_is_small() -> None:
+    anchor, current = torch.tensor([0.001, 0.6, 0.6]).log().double(), torch.tensor([0.01, 0.9, 0.3]).log().double()
+    row = token_row(anchor, advantages=torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64))
+    settings = {"proximal": "behaviour", "importance_cap": "off", "clip_low": 0.2, "clip_high": 0.2}
+    _, dppo, _ = ours(current, row, loss="dppo", **settings)
+    torch.testing.assert_close(dppo, torch.tensor([-10.0, 0.0, -0.5], dtype=torch.float64), rtol=1e-6, atol=1e-9)
+    _, ppo, _ = ours(current, row, loss="ppo", **settings)
+    assert ppo[0] == 0  # the ratio of 10 that changes the distribution by less than a hundredth
+
+
 def test_a_sequence_that_is_masked_is_a_zero_and_not_a_smaller_denominator() -> None:
     current, row = ragged_row(3)
     loss, gradient, metrics = ours(current, row, veto_below=0.999, importance_cap="off")
@@ -171,7 +182,7 @@ def test_a_sequence_that_is_masked_is_a_zero_and_not_a_smaller_denominator() -> 
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce", "sapo", "gspo", "gmpo"])
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce", "sapo", "gspo", "gmpo", "dppo"])
 def test_nothing_pushes_a_token_that_is_masked(loss: str) -> None:
     """A ratio of a whole sequence would, from the other tokens of it, if the masked one were a part of that."""
     for seed in SEEDS:
