@@ -71,6 +71,9 @@ class AlgorithmConfig(Section):
     """Tokens whose weight is above this, before the cap, are masked (IcePop)."""
     veto_below: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """A sequence is masked if any of its tokens has become less likely by this factor; typical is 1e-4, 0: never."""
+    veto_drift_above: PositiveFloat | Literal["off"] = "off"
+    """A sequence of negative advantage is masked if the mean of log π_behaviour / π_proximal over its tokens is above
+    this, in nats (off-policy sequence masking, DeepSeek-V3.2)."""
     max_token_age: NonNegative | Literal["off"] = "off"
     """Tokens sampled more than this many versions ago are masked; admission.max_staleness bounds whole rollouts."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0

@@ -45,7 +45,8 @@ def own_loss_is_whole(config: Config) -> None:
         return
     beside = f"algorithm.loss={algorithm.loss!r}, which stands for ratio, clipping and importance weight together"
     other = "a loss of rlhpc"
-    for key in ("clip_low", "clip_high", "importance_level", "mask_below", "mask_above", "veto_below", "max_token_age"):
+    masks = ("mask_below", "mask_above", "veto_below", "veto_drift_above", "max_token_age")
+    for key in ("clip_low", "clip_high", "importance_level", *masks):
         _refuse_without_effect(config, f"algorithm.{key}", beside, other)
     if algorithm.importance_cap != "off":
         _refuse_without_effect(config, "algorithm.importance_cap", beside, f"'off', or {other}")
@@ -79,7 +80,7 @@ def cap_has_a_weight(config: Config) -> None:
     if config.algorithm.proximal == "behaviour":
         beside = "algorithm.proximal='behaviour', where the importance weight is 1"
         other = "another algorithm.proximal"
-        for key in ("importance_level", "mask_below", "mask_above", "veto_below"):
+        for key in ("importance_level", "mask_below", "mask_above", "veto_below", "veto_drift_above"):
             _refuse_without_effect(config, f"algorithm.{key}", beside, other)
         if config.algorithm.importance_cap != "off":
             _refuse_without_effect(config, "algorithm.importance_cap", beside, f"'off', or {other}")

@@ -157,6 +157,8 @@ def test_batches_may_pass_stragglers_unless_that_is_ruled_out(run_file: Path) ->
          "algorithm.advantage_normalization=task", ["algorithm.advantage=rloo"]),
         (["algorithm.veto_below=1e-4", "algorithm.proximal=behaviour"], "algorithm.veto_below=0.0001",
          ["algorithm.proximal=recompute"]),
+        (["algorithm.veto_drift_above=0.5", "algorithm.proximal=behaviour"], "algorithm.veto_drift_above=0.5",
+         ["algorithm.proximal=recompute"]),
         (["algorithm.mask_above=5.0", "algorithm.proximal=behaviour"], "algorithm.mask_above=5",
          ["algorithm.proximal=loglinear"]),
         (["algorithm.kl_estimator=k2"], "algorithm.kl_estimator=k2", ["algorithm.kl_coefficient=0.01"]),

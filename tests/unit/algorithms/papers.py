@@ -116,16 +116,24 @@ def token_weights(
     low: float = 0.0,
     high: float = float("inf"),
     veto: float = 0.0,
+    drift: float = float("inf"),
     max_age: int | None = None,
 ) -> list[float]:
     ratios = [float(torch.exp(a - b)) for a, b in zip(one.anchor, one.behaviour, strict=True)]
     product = 1.0
     for ratio in ratios:
         product *= ratio
+    divergence = float((one.behaviour - one.anchor).mean())
     weights = []
     for ratio, age in zip(ratios, one.ages, strict=True):
         weight = {"token": ratio, "sequence": product, "geometric": product ** (1 / len(ratios))}[level]
-        is_out = weight < low or weight > high or min(ratios) < veto or (max_age is not None and age > max_age)
+        is_out = (
+            weight < low
+            or weight > high
+            or min(ratios) < veto
+            or (one.advantage < 0 and divergence > drift)
+            or (max_age is not None and age > max_age)
+        )
         used = 1.0 if cap is None else min(weight, cap)
         weights.append(0.0 if is_out else used)
     return weights

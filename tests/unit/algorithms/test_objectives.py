@@ -54,6 +54,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"level": "geometric", "low": 0.95, "high": 1.05},
     ),
     "veto": ({"importance_cap": 2.0, "veto_below": 0.45}, {"cap": 2.0, "veto": 0.45}),
+    "drift": ({"importance_cap": 2.0, "veto_drift_above": 0.02}, {"cap": 2.0, "drift": 0.02}),
     "by age": ({"importance_cap": 2.0, "max_token_age": 2}, {"cap": 2.0, "max_age": 2}),
 }
 SEEDS = range(6)
@@ -118,7 +119,7 @@ def test_the_rows_of_these_tests_reach_every_bound() -> None:
     for name, (settings, _) in WEIGHTS.items():
         masked = [ours(*ragged_row(seed), **settings)[2]["importance_masked"].item() for seed in SEEDS]
         num_tokens = sum(int(ragged_row(seed)[1].loss_mask.sum()) for seed in SEEDS)
-        is_masking = bool({"mask_below", "veto_below", "max_token_age"} & set(settings))
+        is_masking = bool({"mask_below", "veto_below", "veto_drift_above", "max_token_age"} & set(settings))
         assert (0 < sum(masked) < num_tokens) == is_masking, name
 
 
@@ -162,6 +163,18 @@ def test_decoupled_ppo_with_the_sampler_as_anchor_is_ppo() -> None:
     decoupled = ours(current, same, proximal="recompute", importance_cap=2.0)
     assert torch.equal(plain[0], decoupled[0])
     assert torch.equal(plain[1], decoupled[1])
+
+
+def test_only_what_was_bad_is_vetoed_for_its_drift() -> None:
+    """What the policy should do less of, and would not do any more; what it should do more of stays."""
+    behaviour, proximal = torch.full((6,), -1.0).double(), torch.tensor([-2.0, -1.2, -2.0, -1.2, -0.1, -0.1]).double()
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]).double()
+    row = token_row(behaviour, proximal=proximal, advantages=advantages, lengths=[2, 2, 2])
+    _, gradient, metrics = ours(proximal, row, loss="reinforce", importance_cap="off", veto_drift_above=0.5)
+    assert gradient.tolist() == [0, 0, -1, -1, 1, 1]
+    assert metrics["importance_masked"].item() == 2
+    _, gradient, _ = ours(proximal, row, loss="reinforce", importance_cap="off", veto_drift_above=0.7)
+    assert gradient.all()
 
 
 def test_dppo_trusts_a_rare_token_whose_ratio_is_large_and_not_a_likely_one_whose_ratio_is_small() -> None:
