@@ -85,6 +85,9 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator per token (docs/algorithms.md has the formulas). "k1" is for rewards: its gradient in a loss is zero
     in expectation."""
+    kl_importance: bool = False
+    """Multiply the KL term in the loss by π_current / π_behaviour, truncated at importance_cap, so that its mean is
+    over the current policy's tokens (DeepSeek-V3.2, with kl_estimator = "k2")."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of a bonus in the loss for the mean entropy over loss tokens; 0: none."""
     scale_rate_by_age: bool = False

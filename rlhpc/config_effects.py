@@ -92,9 +92,13 @@ def reference_is_asked(config: Config) -> None:
         beside, other = "algorithm.kl_coefficient=0", "algorithm.kl_coefficient above 0"
         _refuse_without_effect(config, "algorithm.kl_estimator", beside, other)
         _refuse_without_effect(config, "algorithm.kl_in", beside, other)
+        _refuse_without_effect(config, "algorithm.kl_importance", beside, other)
         _refuse_without_effect(config, "algorithm.reference_every", beside, other)
         _refuse_without_effect(config, "trainer.reference_memory", beside, other)
-    elif config.trainer.parameter_offload:
+    elif config.algorithm.kl_in == "reward":
+        beside = "algorithm.kl_in='reward': rewards are those of the sampler's tokens"
+        _refuse_without_effect(config, "algorithm.kl_importance", beside, "algorithm.kl_in='loss'")
+    if config.algorithm.kl_coefficient and config.trainer.parameter_offload:
         beside = "trainer.parameter_offload=true: the reference is held as the parameters are, in host memory"
         _refuse_without_effect(config, "trainer.reference_memory", beside, "trainer.parameter_offload=false")
 

@@ -20,6 +20,7 @@ exception on one rank would leave the others waiting in a collective.  Masked to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,7 +56,15 @@ def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss
     if not config.kl_coefficient and not config.entropy_coefficient:
         return loss
     in_loss = config.kl_coefficient if config.kl_in == "loss" else 0.0
-    return Regularised(loss, config.kl_coefficient > 0, in_loss, config.kl_estimator, config.entropy_coefficient)
+    cap = math.inf if config.importance_cap == "off" else config.importance_cap
+    return Regularised(
+        loss,
+        has_reference=config.kl_coefficient > 0,
+        kl_coefficient=in_loss,
+        kl_estimator=config.kl_estimator,
+        entropy_coefficient=config.entropy_coefficient,
+        kl_importance_cap=cap if config.kl_importance else None,
+    )
 
 
 def make_objective(config: AlgorithmConfig) -> Objective:
