@@ -11,7 +11,7 @@ from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloa
 from rlhpc.user_code import is_import_path
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
-LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo")
+LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
 
 
 def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
@@ -40,8 +40,8 @@ class AlgorithmConfig(Section):
     """Normalise advantages to mean 0 and standard deviation 1 over the loss tokens of the batch, or of each task in
     it."""
     loss: Annotated[str, AfterValidator(_one_of(LOSSES))] = "ppo"
-    """Objective to maximise: "ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo" (docs/algorithms.md has the formulas),
-    or package.module:name of your own."""
+    """Objective to maximise: "ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo" (docs/algorithms.md has the
+    formulas), or package.module:name of your own."""
     aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
     """What has equal weight in the loss: tokens, completions, tokens over a constant (Dr. GRPO), prompts."""
     minibatches: Positive = 1
@@ -50,9 +50,11 @@ class AlgorithmConfig(Section):
     epochs: Positive = 1
     """Passes over each batch."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The lower bound of the clipped ratio is 1 − clip_low; 1: no bound."""
+    """The lower bound of the clipped ratio is 1 − clip_low; 1: no bound.  loss = "dppo": of the change of a token's
+    probability, −clip_low."""
     clip_high: PositiveFloat = 0.28
-    """The upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO)."""
+    """The upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO).  loss = "dppo": of the change of a
+    token's probability, clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | Literal["off"] = "off"
     """loss = "ppo": bound of the ratio where the advantage is negative, so that no token's loss is unbounded."""
     sapo_tau_positive: PositiveFloat = 1.0
@@ -69,6 +71,9 @@ class AlgorithmConfig(Section):
     """Tokens whose weight is above this, before the cap, are masked (IcePop)."""
     veto_below: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """A sequence is masked if any of its tokens has become less likely by this factor; typical is 1e-4, 0: never."""
+    veto_drift_above: PositiveFloat | Literal["off"] = "off"
+    """A sequence of negative advantage is masked if the mean of log π_behaviour / π_proximal over its tokens is above
+    this, in nats (off-policy sequence masking, DeepSeek-V3.2)."""
     max_token_age: NonNegative | Literal["off"] = "off"
     """Tokens sampled more than this many versions ago are masked; admission.max_staleness bounds whole rollouts."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
@@ -80,6 +85,9 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator per token (docs/algorithms.md has the formulas). "k1" is for rewards: its gradient in a loss is zero
     in expectation."""
+    kl_importance: bool = False
+    """Multiply the KL term in the loss by π_current / π_behaviour, truncated at importance_cap, so that its mean is
+    over the current policy's tokens (DeepSeek-V3.2, with kl_estimator = "k2")."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of a bonus in the loss for the mean entropy over loss tokens; 0: none."""
     scale_rate_by_age: bool = False

@@ -45,7 +45,8 @@ def own_loss_is_whole(config: Config) -> None:
         return
     beside = f"algorithm.loss={algorithm.loss!r}, which stands for ratio, clipping and importance weight together"
     other = "a loss of rlhpc"
-    for key in ("clip_low", "clip_high", "importance_level", "mask_below", "mask_above", "veto_below", "max_token_age"):
+    masks = ("mask_below", "mask_above", "veto_below", "veto_drift_above", "max_token_age")
+    for key in ("clip_low", "clip_high", "importance_level", *masks):
         _refuse_without_effect(config, f"algorithm.{key}", beside, other)
     if algorithm.importance_cap != "off":
         _refuse_without_effect(config, "algorithm.importance_cap", beside, f"'off', or {other}")
@@ -79,7 +80,7 @@ def cap_has_a_weight(config: Config) -> None:
     if config.algorithm.proximal == "behaviour":
         beside = "algorithm.proximal='behaviour', where the importance weight is 1"
         other = "another algorithm.proximal"
-        for key in ("importance_level", "mask_below", "mask_above", "veto_below"):
+        for key in ("importance_level", "mask_below", "mask_above", "veto_below", "veto_drift_above"):
             _refuse_without_effect(config, f"algorithm.{key}", beside, other)
         if config.algorithm.importance_cap != "off":
             _refuse_without_effect(config, "algorithm.importance_cap", beside, f"'off', or {other}")
@@ -91,9 +92,13 @@ def reference_is_asked(config: Config) -> None:
         beside, other = "algorithm.kl_coefficient=0", "algorithm.kl_coefficient above 0"
         _refuse_without_effect(config, "algorithm.kl_estimator", beside, other)
         _refuse_without_effect(config, "algorithm.kl_in", beside, other)
+        _refuse_without_effect(config, "algorithm.kl_importance", beside, other)
         _refuse_without_effect(config, "algorithm.reference_every", beside, other)
         _refuse_without_effect(config, "trainer.reference_memory", beside, other)
-    elif config.trainer.parameter_offload:
+    elif config.algorithm.kl_in == "reward":
+        beside = "algorithm.kl_in='reward': rewards are those of the sampler's tokens"
+        _refuse_without_effect(config, "algorithm.kl_importance", beside, "algorithm.kl_in='loss'")
+    if config.algorithm.kl_coefficient and config.trainer.parameter_offload:
         beside = "trainer.parameter_offload=true: the reference is held as the parameters are, in host memory"
         _refuse_without_effect(config, "trainer.reference_memory", beside, "trainer.parameter_offload=false")
 

@@ -72,11 +72,25 @@ def cushion_leaves_room(config: Config) -> None:
 def ratio_starts_at_the_batch(config: Config) -> None:
     """With several optimiser steps the current policy is not that of the batch's start any more."""
     algorithm = config.algorithm
+    if algorithm.loss == "reinforce":
+        return  # no ratio: see weight_follows_the_steps
     if algorithm.num_optimiser_steps > 1 and algorithm.proximal == "current":
         raise ValueError(
             f"algorithm.proximal='current' with algorithm.minibatches={algorithm.minibatches} and algorithm.epochs="
             f"{algorithm.epochs}: the ratio would be 1 in every optimiser step, and nothing would limit how far "
             "they move the policy together; legal: 'recompute', 'loglinear' or 'behaviour'"
+        )
+
+
+def weight_follows_the_steps(config: Config) -> None:
+    """REINFORCE has no ratio: what the steps on a batch change, only its importance weight can know."""
+    algorithm = config.algorithm
+    if algorithm.loss == "reinforce" and algorithm.num_optimiser_steps > 1 and algorithm.proximal != "current":
+        raise ValueError(
+            f"algorithm.loss='reinforce' with algorithm.proximal={algorithm.proximal!r} and algorithm.minibatches="
+            f"{algorithm.minibatches}, algorithm.epochs={algorithm.epochs}: the importance weight would stay that of "
+            "the batch's start, and the loss has no ratio that corrects for the steps since; legal: 'current', or "
+            "another algorithm.loss"
         )
 
 
@@ -124,6 +138,7 @@ STATISTICS = (
     sequence_ratios_have_own_bounds,
     cushion_leaves_room,
     ratio_starts_at_the_batch,
+    weight_follows_the_steps,
     divergence_has_a_gradient,
     tokens_have_rewards,
     minibatches_have_samples,

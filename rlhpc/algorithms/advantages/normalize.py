@@ -3,7 +3,8 @@
 Over loss tokens, not over rollouts: a long completion counts as often as its advantage is used.  REINFORCE++ (Hu 2025,
 arXiv:2501.03262) normalises so over the batch, its "baseline" variant after the mean of the group has been taken off.
 
-Differs from it: divided by N, and nothing is added to the variance; what has no spread is zero.
+Differs from it: (1) divided by N, and nothing is added to the variance; what has no spread is zero; (2) no KL cost in
+the rewards of REINFORCE++, whose KL term is that of the loss (losses/regularised.py).
 """
 
 from __future__ import annotations

@@ -20,12 +20,14 @@ exception on one rank would leave the others waiting in a collective.  Masked to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rlhpc.algorithms.losses.cispo import ClippedWeight
+from rlhpc.algorithms.losses.dppo import DivergenceMask
 from rlhpc.algorithms.losses.figures import loss_figures
 from rlhpc.algorithms.losses.gmpo import GeometricMean
 from rlhpc.algorithms.losses.gspo import SequenceSurrogate
@@ -54,7 +56,15 @@ def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss
     if not config.kl_coefficient and not config.entropy_coefficient:
         return loss
     in_loss = config.kl_coefficient if config.kl_in == "loss" else 0.0
-    return Regularised(loss, config.kl_coefficient > 0, in_loss, config.kl_estimator, config.entropy_coefficient)
+    cap = math.inf if config.importance_cap == "off" else config.importance_cap
+    return Regularised(
+        loss,
+        has_reference=config.kl_coefficient > 0,
+        kl_coefficient=in_loss,
+        kl_estimator=config.kl_estimator,
+        entropy_coefficient=config.entropy_coefficient,
+        kl_importance_cap=cap if config.kl_importance else None,
+    )
 
 
 def make_objective(config: AlgorithmConfig) -> Objective:
@@ -66,6 +76,8 @@ def make_objective(config: AlgorithmConfig) -> Objective:
             return SequenceSurrogate(config.clip_low, config.clip_high)
         case "cispo":
             return ClippedWeight(config.clip_low, config.clip_high)
+        case "dppo":
+            return DivergenceMask(config.clip_low, config.clip_high)
         case "sapo":
             return SoftGate(config.sapo_tau_positive, config.sapo_tau_negative)
         case "gmpo":
@@ -91,7 +103,8 @@ class AnchoredLoss:
         current, row = torch.where(row.loss_mask, current, 0.0), _without_masked(row)
         anchor = self._anchor(current, row)
         weights = self.importance(anchor, row, self.policy_version)
-        objective = self.objective(current, anchor, row)
+        # A masked token is no part of its sequence either: a ratio of the whole one (gspo, gmpo) would push it.
+        objective = self.objective(current, anchor, replace(row, loss_mask=row.loss_mask & ~weights.masked))
         # What counts nothing is cut out, not multiplied by zero: an absurd value there stays out of the sum.
         values = torch.where(row.loss_mask, row.weights * weights.used * objective.values, 0.0)
         loss = -values.sum() * one_if_finite(current, row.behaviour, anchor, row.advantages)

@@ -6,7 +6,7 @@ Independent of rlhpc/algorithms: nothing is imported from there, nothing is vect
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -95,6 +95,16 @@ def gmpo(one: Sequence, low: float, high: float) -> list[Tensor]:
     return [sign * product ** (1 / len(one.current))] * len(one.current)
 
 
+def dppo(one: Sequence, low: float, high: float) -> list[Tensor]:
+    values = []
+    for t in range(len(one.current)):
+        ratio = torch.exp(one.current[t]) / torch.exp(one.anchor[t])
+        change = float(torch.exp(one.current[t]) - torch.exp(one.anchor[t]))
+        is_trusted = change <= high if one.advantage > 0 else change >= -low
+        values.append(ratio * one.advantage * is_trusted)
+    return values
+
+
 # Weights: one number per token, without gradient.
 
 
@@ -106,16 +116,24 @@ def token_weights(
     low: float = 0.0,
     high: float = float("inf"),
     veto: float = 0.0,
+    drift: float = float("inf"),
     max_age: int | None = None,
 ) -> list[float]:
     ratios = [float(torch.exp(a - b)) for a, b in zip(one.anchor, one.behaviour, strict=True)]
     product = 1.0
     for ratio in ratios:
         product *= ratio
+    divergence = float((one.behaviour - one.anchor).mean())
     weights = []
     for ratio, age in zip(ratios, one.ages, strict=True):
         weight = {"token": ratio, "sequence": product, "geometric": product ** (1 / len(ratios))}[level]
-        is_out = weight < low or weight > high or min(ratios) < veto or (max_age is not None and age > max_age)
+        is_out = (
+            weight < low
+            or weight > high
+            or min(ratios) < veto
+            or (one.advantage < 0 and divergence > drift)
+            or (max_age is not None and age > max_age)
+        )
         used = 1.0 if cap is None else min(weight, cap)
         weights.append(0.0 if is_out else used)
     return weights
@@ -128,11 +146,16 @@ def loss(
     objective: Callable[[Sequence], list[Tensor]],
     weights: Callable[[Sequence], list[float]],
 ) -> Tensor:
-    """Minus the sum over all tokens of share times weight times objective."""
-    total = torch.zeros((), dtype=torch.float64)
+    """Minus the sum over all tokens of share times weight times objective; what is masked is not there at all."""
+    total = 0.0 * current.sum()
     for one in sequences(current, anchor, row):
-        for value, weight in zip(objective(one), weights(one), strict=True):
-            total = total - one.weight * weight * value
+        found = weights(one)
+        kept = [t for t, weight in enumerate(found) if weight > 0]
+        if not kept:
+            continue
+        rest = replace(one, current=one.current[kept], anchor=one.anchor[kept])
+        for value, t in zip(objective(rest), kept, strict=True):
+            total = total - one.weight * found[t] * value
     return total
 
 

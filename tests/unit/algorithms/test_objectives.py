@@ -37,6 +37,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], Objective]] = {
         partial(papers.sapo, positive=3.0, negative=5.0),
     ),
     "gmpo": ({"loss": "gmpo", "clip_low": 0.33, "clip_high": 0.49}, partial(papers.gmpo, low=0.33, high=0.49)),
+    "dppo": ({"loss": "dppo", "clip_low": 0.05, "clip_high": 0.08}, partial(papers.dppo, low=0.05, high=0.08)),
     "gmpo, tight": ({"loss": "gmpo", "clip_low": 0.1, "clip_high": 0.1}, partial(papers.gmpo, low=0.1, high=0.1)),
 }
 WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -53,6 +54,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"level": "geometric", "low": 0.95, "high": 1.05},
     ),
     "veto": ({"importance_cap": 2.0, "veto_below": 0.45}, {"cap": 2.0, "veto": 0.45}),
+    "drift": ({"importance_cap": 2.0, "veto_drift_above": 0.02}, {"cap": 2.0, "drift": 0.02}),
     "by age": ({"importance_cap": 2.0, "max_token_age": 2}, {"cap": 2.0, "max_age": 2}),
 }
 SEEDS = range(6)
@@ -111,17 +113,17 @@ def test_the_rows_of_these_tests_reach_every_bound() -> None:
             for key, value in ours(current, row, **settings, importance_cap=1.2)[2].items():
                 totals[key] = totals.get(key, 0.0) + value.item()
         assert totals["importance_capped"] > 0
-        if settings["loss"] in ("ppo", "gspo", "gmpo"):
+        if settings["loss"] in ("ppo", "gspo", "gmpo", "dppo"):
             assert totals["clip_low"] > 0, name
             assert totals["clip_high"] > 0, name
     for name, (settings, _) in WEIGHTS.items():
         masked = [ours(*ragged_row(seed), **settings)[2]["importance_masked"].item() for seed in SEEDS]
         num_tokens = sum(int(ragged_row(seed)[1].loss_mask.sum()) for seed in SEEDS)
-        is_masking = bool({"mask_below", "veto_below", "max_token_age"} & set(settings))
+        is_masking = bool({"mask_below", "veto_below", "veto_drift_above", "max_token_age"} & set(settings))
         assert (0 < sum(masked) < num_tokens) == is_masking, name
 
 
-@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce", "sapo", "gspo", "gmpo"])
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce", "sapo", "gspo", "gmpo", "dppo"])
 def test_at_the_anchor_every_objective_pushes_by_the_advantage(loss: str) -> None:
     """Ratio 1: REINFORCE with the importance weight, for losses over sequences divided by their length."""
     current, row = ragged_row(0)
@@ -163,12 +165,46 @@ def test_decoupled_ppo_with_the_sampler_as_anchor_is_ppo() -> None:
     assert torch.equal(plain[1], decoupled[1])
 
 
+def test_only_what_was_bad_is_vetoed_for_its_drift() -> None:
+    """What the policy should do less of, and would not do any more; what it should do more of stays."""
+    behaviour, proximal = torch.full((6,), -1.0).double(), torch.tensor([-2.0, -1.2, -2.0, -1.2, -0.1, -0.1]).double()
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]).double()
+    row = token_row(behaviour, proximal=proximal, advantages=advantages, lengths=[2, 2, 2])
+    _, gradient, metrics = ours(proximal, row, loss="reinforce", importance_cap="off", veto_drift_above=0.5)
+    assert gradient.tolist() == [0, 0, -1, -1, 1, 1]
+    assert metrics["importance_masked"].item() == 2
+    _, gradient, _ = ours(proximal, row, loss="reinforce", importance_cap="off", veto_drift_above=0.7)
+    assert gradient.all()
+
+
+def test_dppo_trusts_a_rare_token_whose_ratio_is_large_and_not_a_likely_one_whose_ratio_is_small() -> None:
+    anchor, current = torch.tensor([0.001, 0.6, 0.6]).log().double(), torch.tensor([0.01, 0.9, 0.3]).log().double()
+    row = token_row(anchor, advantages=torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64))
+    settings = {"proximal": "behaviour", "importance_cap": "off", "clip_low": 0.2, "clip_high": 0.2}
+    _, dppo, _ = ours(current, row, loss="dppo", **settings)
+    torch.testing.assert_close(dppo, torch.tensor([-10.0, 0.0, -0.5], dtype=torch.float64), rtol=1e-6, atol=1e-9)
+    _, ppo, _ = ours(current, row, loss="ppo", **settings)
+    assert ppo[0] == 0  # the ratio of 10 that changes the distribution by less than a hundredth
+
+
 def test_a_sequence_that_is_masked_is_a_zero_and_not_a_smaller_denominator() -> None:
     current, row = ragged_row(3)
     loss, gradient, metrics = ours(current, row, veto_below=0.999, importance_cap="off")
     assert metrics["importance_masked"].item() == int(row.loss_mask.sum())
     assert loss.item() == 0
     assert not gradient.any()
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce", "sapo", "gspo", "gmpo", "dppo"])
+def test_nothing_pushes_a_token_that_is_masked(loss: str) -> None:
+    """A ratio of a whole sequence would, from the other tokens of it, if the masked one were a part of that."""
+    for seed in SEEDS:
+        current, row = ragged_row(seed)
+        _, gradient, _ = ours(current, row, loss=loss, clip_low=0.9, clip_high=9.0, max_token_age=2)
+        is_masked = row.loss_mask & (row.versions < POLICY_VERSION - 2)
+        assert is_masked.any()
+        assert not gradient[is_masked].any()
+        assert gradient[row.loss_mask & ~is_masked].any()
 
 
 def test_what_a_mask_cuts_out_may_be_absurd_but_not_infinite() -> None:

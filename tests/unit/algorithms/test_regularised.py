@@ -109,6 +109,31 @@ def test_the_mean_gradient_over_a_policys_own_samples_is_that_of_a_divergence(es
     assert all((found - other).abs().max() > 0.01 for other in gradients.values())
 
 
+@pytest.mark.parametrize(("estimator", "pulls"), [("k2", "reverse"), ("k3", "forward")])
+def test_with_importance_it_is_that_divergence_whoever_has_sampled(estimator: str, pulls: str) -> None:
+    """A row of every token of a vocabulary, each as often as another policy samples it."""
+    draw = torch.Generator().manual_seed(1)
+    logits, sampler, reference = torch.randn(3, 7, generator=draw, dtype=torch.float64)
+    behaviour, reference = sampler.log_softmax(0), reference.log_softmax(0)
+    logits.requires_grad_()
+    current = logits.log_softmax(0)
+    row = token_row(behaviour, reference=reference, weights=behaviour.exp(), advantages=torch.zeros_like(behaviour))
+    found = {}
+    for cap in ("off", 1.0):
+        config = AlgorithmConfig(
+            proximal="recompute", importance_cap=cap, kl_coefficient=1.0, kl_estimator=estimator, kl_importance=True
+        )
+        loss, _ = make_policy_loss(config, POLICY_VERSION)(current, row)
+        (found[cap],) = torch.autograd.grad(loss, logits, retain_graph=True)
+    divergences = {
+        "reverse": (current.exp() * (current - reference)).sum(),
+        "forward": (reference.exp() * (reference - current)).sum(),
+    }
+    (expected,) = torch.autograd.grad(divergences[pulls], logits)
+    torch.testing.assert_close(found["off"], expected, rtol=0, atol=1e-12)
+    assert (found[1.0] - expected).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("distance", [-1e4, -30.0, -1.0, 1.0, 30.0, 1e4])
 def test_an_absurd_token_is_pulled_the_right_way_by_a_finite_number(estimator: str, distance: float) -> None:
