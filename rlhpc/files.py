@@ -39,6 +39,28 @@ def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, i
             os.fsync(file.fileno())
 
 
+def append_lines(path: Path, lines: bytes) -> None:
+    """Append whole lines, which are then on disk, or nothing of them; a line that a crash cut off is not continued.
+
+    Raises OSError.
+    """
+    is_new = not path.exists()
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        is_cut_off = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        left = memoryview(b"\n" * is_cut_off + lines)
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:  # what a full disk has taken would appear twice after another try
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+    if is_new:
+        sync_directory(path.parent)
+
+
 def rename(source: Path, target: Path) -> None:
     """Rename, in place of what is there; what the file server has done counts as done, whatever it says.
 
