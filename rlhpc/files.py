@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +17,11 @@ def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o64
 
     Raises OSError, in which case the old file, if any, is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not named by process: those of two containers may have the same number, and threads always do.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         write_synced(temporary, content, mode=mode)
-        temporary.replace(path)
+        rename(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -35,6 +37,50 @@ def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, i
         file.flush()
         if is_synced:
             os.fsync(file.fileno())
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """Append whole lines, which are then on disk, or nothing of them; a line that a crash cut off is not continued.
+
+    Raises OSError.
+    """
+    is_new = not path.exists()
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        is_cut_off = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        left = memoryview(b"\n" * is_cut_off + lines)
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:  # what a full disk has taken would appear twice after another try
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+    if is_new:
+        sync_directory(path.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename, in place of what is there; what the file server has done counts as done, whatever it says.
+
+    A client of NFS that hears no answer asks again, and a server that has forgotten the first request (a restart, a
+    failover) finds no source any more.  Raises OSError; then `target` is as it was.
+    """
+    before = _identity(source)
+    try:
+        source.replace(target)
+    except FileNotFoundError:
+        with suppress(OSError):
+            if is_listed(target) and _identity(target) == before:
+                return
+        raise
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """More than the number of the inode: that of a deleted file is soon given to another."""
+    state = path.stat()
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def is_listed(file: Path) -> bool:
@@ -75,7 +121,8 @@ def move_durably(paths: Iterable[Path], directory: Path) -> list[Path]:
     directory.mkdir(exist_ok=True)
     moved, sources = [], set[Path]()
     for path in paths:
-        moved.append(path.rename(directory / path.name))
+        rename(path, directory / path.name)
+        moved.append(directory / path.name)
         sources.add(path.parent)
     for each in (directory, *sources):
         sync_directory(each)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.errors import OwnershipLost, RunDirectoryError
-from rlhpc.files import sync_directory, write_atomically, write_synced
+from rlhpc.files import rename, sync_directory, write_atomically, write_synced
 from rlhpc.run_layout import RunLayout
 
 _PREFIX, _GONE_PREFIX = ".owner_", ".gone_"
@@ -69,7 +69,7 @@ class Fence:
         temporary = self.staging(path.parent) / path.name
         try:
             write_synced(temporary, content, is_synced=is_synced)
-            temporary.replace(path)
+            rename(temporary, path)
         except FileNotFoundError as error:
             self.check()  # the usual reason: the staging directory was deleted meanwhile
             raise error from None
@@ -98,7 +98,8 @@ def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int 
     owner = f"{attempt}-{uuid.uuid4().hex[:12]}"
     fence, directories = Fence(layout, owner), (layout.root, layout.rollouts, layout.checkpoints)
     for directory in directories:
-        fence.staging(directory).mkdir(parents=True)
+        # Nobody else has this name: an NFS client that asked twice may be told that it exists.
+        fence.staging(directory).mkdir(parents=True, exist_ok=True)
     document = {
         "owner": owner,
         "attempt": attempt,

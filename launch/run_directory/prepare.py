@@ -30,6 +30,7 @@ from launch.slurm.queue import look_at_jobs
 from rlhpc.config import Config
 from rlhpc.config_file import config_hash, read_resolved, write_resolved
 from rlhpc.errors import RunDirectoryError
+from rlhpc.files import append_lines
 from rlhpc.ownership import take_over
 from rlhpc.privacy import PRIVATE, openness
 from rlhpc.run_layout import RunLayout
@@ -167,8 +168,7 @@ def num_attempts(layout: RunLayout) -> int:
 def note_attempt(layout: RunLayout, attempt: Attempt, **more: Any) -> Attempt:
     """Append the line of an attempt that begins; `more`: further keys."""
     line = json.dumps(asdict(attempt) | more | {"host": socket.gethostname(), "unix_time_s": time.time()})
-    with layout.attempts.open("a") as file:
-        file.write(line + "\n")
+    append_lines(layout.attempts, f"{line}\n".encode())
     return attempt
 
 

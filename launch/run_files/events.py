@@ -58,10 +58,15 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append one JSON line, whole or not at all.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(line) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    with os.fdopen(descriptor, "ab", buffering=0) as file:
+        end, left = file.seek(0, os.SEEK_END), memoryview((json.dumps(line) + "\n").encode())
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)  # the next line would continue what is there, and both be lost
+            raise
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rlhpc.buffer.journal_layout import DEFAULT_ROOM, TOKEN_COLUMNS, JournalLayo
 from rlhpc.buffer.journal_rows import Encoded, JournalRecord, encode_prompt, encode_rollout
 from rlhpc.contracts import Clock
 from rlhpc.errors import JournalError
-from rlhpc.files import numbered_files, sync_directory
+from rlhpc.files import numbered_files, rename, sync_directory
 from rlhpc.ownership import Fence
 
 _NAME = re.compile(r"journal_(\d{6,})\.h5")
@@ -214,7 +214,7 @@ def make_file(path: Path, file_bytes: int, blocks: Sequence[tuple[int, bytes]], 
         for offset, block in blocks:
             write_at(descriptor, offset, [block], len(block))
         os.fsync(descriptor)
-        partial.rename(path)
+        rename(partial, path)
         sync_directory(path.parent)
     except OSError:
         os.close(descriptor)

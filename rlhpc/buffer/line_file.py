@@ -5,17 +5,14 @@ Input: frozen dataclasses of one kind.  Output: lines that are on disk.  A line 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rlhpc.files import sync_directory
+from rlhpc.files import append_lines
 from rlhpc.ownership import Fence
 
 log = logging.getLogger("rlhpc.line_file")
@@ -52,31 +49,12 @@ class LineFile(Generic[Line]):
 
     def append(self, lines: Sequence[Any]) -> bool:
         """Write lines to disk.  False, with a warning: the disk refuses.  Raises OwnershipLost."""
-        # Begin with a newline: a crash may have cut off the last line.
-        data = "".join(f"\n{json.dumps(asdict(line))}" for line in lines) + "\n"
+        data = "".join(f"{json.dumps(asdict(line))}\n" for line in lines)
         try:
             if self._fence is not None:
                 self._fence.check()
-            is_new = not self._path.exists()
-            with self._path.open("ab", buffering=0) as file:
-                _append_whole(file, data.encode())
-            if is_new:
-                sync_directory(self._path.parent)
+            append_lines(self._path, data.encode())
         except OSError as error:
             log.warning("%s not written: %s", self._path, error)
             return False
         return True
-
-
-def _append_whole(file: io.FileIO, data: bytes) -> None:
-    """All or nothing: on a full disk, a partial write would appear twice after another try."""
-    end = file.seek(0, os.SEEK_END)
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[file.write(left) :]
-        os.fsync(file.fileno())
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.truncate(end)
-        raise

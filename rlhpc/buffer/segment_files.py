@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from rlhpc.errors import SegmentError
-from rlhpc.files import move_durably, sync_directory
+from rlhpc.files import move_durably, rename, sync_directory
 
 _SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")  # run_layout.RunLayout.segment
 
@@ -28,7 +28,7 @@ def write_sealed(path: Path, data: bytes, *, staging: Path | None = None) -> Non
     is_ours = False  # a file at `path` that another process has sealed is not ours to remove
     try:
         _write_durably(partial, data)
-        partial.rename(path)
+        rename(partial, path)
         is_ours = True
         sync_directory(path.parent)
     except OSError as error:

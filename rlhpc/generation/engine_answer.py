@@ -8,6 +8,7 @@ of 300 s, for the workers of tensor parallelism alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -36,3 +37,11 @@ async def answered(call: Awaitable[Result], broadcast_s: float) -> Result:
         raise EngineSilent(f"no answer within {limit_s:g} s")
     finally:
         task.cancel()
+
+
+async def comes(event: asyncio.Event, limit_s: float) -> bool:
+    """Whether an event is set by then; never swallows a cancellation."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    return event.is_set()

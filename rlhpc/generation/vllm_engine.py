@@ -21,7 +21,7 @@ from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore,
 from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.core_thread import CoreThread
-from rlhpc.generation.engine_answer import answered
+from rlhpc.generation.engine_answer import answered, comes
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.generation.in_flight import Beginning, InFlight, by_either_name
@@ -223,7 +223,8 @@ class VllmEngine(GenerationEngine):
             if aborts:
                 await asyncio.wait(aborts, timeout=ABORT_ALL_S)
             with contextlib.suppress(EngineError, TimeoutError):
-                await asyncio.wait_for(self._rpc("rlhpc_heed_signals"), ABORT_ALL_S)
+                async with asyncio.timeout(ABORT_ALL_S):
+                    await self._rpc("rlhpc_heed_signals")
             self._death = "closed"
         if self._llm is not None:
             stop_vllm(self._llm, self._processes)
@@ -304,8 +305,7 @@ class VllmEngine(GenerationEngine):
     async def _abort_until(self, is_over: asyncio.Event, key: str) -> None:
         while not is_over.is_set() and not self._death:
             await self._call(self._llm.abort(key))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(is_over.wait(), ABORT_AGAIN_S)
+            await comes(is_over, ABORT_AGAIN_S)
 
     async def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:
         """Record a version that is loaded from now on; requests without a token begin anew.

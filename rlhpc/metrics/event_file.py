@@ -2,7 +2,8 @@
 
 Input: serialised tensorboard Event messages.  Output: events.out.tfevents.*.  A slow file system does not block the
 caller; a full one loses the current events and logs one warning; later events are written once there is space.  The
-file is valid at every moment: a record that did not fit is cut off again, since readers would stop at it.
+file is valid at every moment: a record that did not fit is cut off again, since readers would stop at it.  Events are
+synced, because NFS and Lustre may take bytes that their quota refuses later, and leave zeros in their place.
 
 Why not tensorboard's EventFileWriter: its thread ends at the first error, which it then raises from every later call,
 and the half-written record stays.
@@ -14,6 +15,7 @@ import io
 import logging
 import os
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -23,8 +25,10 @@ from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from rlhpc.errors import RunDirectoryError
+from rlhpc.files import numbered_files
 
 _logger = logging.getLogger(__name__)
+_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*")
 _MAX_QUEUED = 10_000  # events; a few hundred steps, for a file system that hangs
 _Item = bytes | threading.Event | None  # a serialised event, a flush to be answered, or the end
 
@@ -35,10 +39,10 @@ class EventFile:
     def __init__(self, directory: Path, wall_clock: Callable[[], float]) -> None:
         """Create the file.  Raises RunDirectoryError if that fails."""
         self._wall_clock = wall_clock
-        name = f"events.out.tfevents.{int(wall_clock()):010d}.{socket.gethostname()}.{os.getpid()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self.path = _first_unused(directory, name)
+            time = _later_than_all(directory, int(wall_clock()))
+            self.path = directory / f"events.out.tfevents.{time:010d}.{socket.gethostname()}.{os.getpid()}"
             self._file = self.path.open("xb", buffering=0)
         except OSError as error:
             raise RunDirectoryError(f"cannot create an event file in {directory}: {error}") from error
@@ -122,6 +126,7 @@ class EventFile:
         end = self._file.tell()
         try:
             _write_all(self._file, records.getbuffer())
+            os.fdatasync(self._file.fileno())
         except OSError as error:
             self._num_lost += len(events)
             self._cut_off(end)
@@ -146,9 +151,10 @@ def _write_all(file: io.FileIO, data: memoryview) -> None:
         data = data[file.write(data) or 0 :]
 
 
-def _first_unused(directory: Path, name: str) -> Path:
-    """Two files of one process may begin in the same second."""
-    number = 0
-    while (path := directory / f"{name}.{number}").exists():
-        number += 1
-    return path
+def _later_than_all(directory: Path, now: int) -> int:
+    """Now, or a second after the newest file: the clock was set back, or that of another node is ahead.
+
+    Readers take files in the order of their names, and TensorBoard ignores one that sorts before what it has read.
+    """
+    files = numbered_files(directory, _NAME)
+    return max(now, files[-1][0] + 1 if files else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,13 @@ def _records(data: DataConfig) -> _Dataset:
 
 # One of each kind will do: making them costs as much as a run, and what all runs read does not change.
 _codec = functools.cache(Codec)
-_tokenizer = functools.cache(PromptTokenizer)
+_tokenizer_of = functools.cache(PromptTokenizer)
 _fingerprint = functools.cache(prompts._fingerprint)
+
+
+def _tokenizer(model_dir: Path, chat_template_kwargs: Mapping[str, object]) -> PromptTokenizer:
+    assert not chat_template_kwargs  # a dict is no key of a cache
+    return _tokenizer_of(model_dir)
 
 
 @contextmanager

@@ -84,16 +84,16 @@ def test_a_file_is_replaced_whole_by_the_owner_alone(layout: RunLayout) -> None:
 # What a process does that was stopped after it had asked, at the latest moment there is: between write and rename.
 
 
-def stopped_before_rename(monkeypatch: pytest.MonkeyPatch, name: str, meanwhile: Callable[[], object]) -> None:
-    """Let `meanwhile` happen before the next Path.rename or Path.replace."""
-    real = getattr(Path, name)
+def stopped_before_rename(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+    """Let `meanwhile` happen before the next Path.replace."""
+    real = Path.replace
 
     def late(self: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, name, real)
+        monkeypatch.setattr(Path, "replace", real)
         meanwhile()
-        return real(self, target)  # type: ignore[no-any-return]
+        return real(self, target)
 
-    monkeypatch.setattr(Path, name, late)
+    monkeypatch.setattr(Path, "replace", late)
 
 
 def test_a_status_that_comes_late_does_not_appear(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_segment_that_comes_late_neither_appears_nor_takes_the_successors_away
         if has_sealed:
             write_sealed(path, b"of the successor", staging=new.staging(layout.rollouts))
 
-    stopped_before_rename(monkeypatch, "rename", successor)
+    stopped_before_rename(monkeypatch, successor)
     with pytest.raises(SegmentError, match="could not be written"):
         write_sealed(path, b"late", staging=old.staging(layout.rollouts))
     assert (path.read_bytes() if path.exists() else None) == (b"of the successor" if has_sealed else None)
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_comes_late_does_not_count(layout: RunLayout, monkeypa
     old = take_over(layout, 0)
     temporary = begin(layout.checkpoint(4), old.staging(layout.checkpoints))
     (temporary / "controller.json").write_text("{}")
-    stopped_before_rename(monkeypatch, "replace", lambda: take_over(layout, 1))
+    stopped_before_rename(monkeypatch, lambda: take_over(layout, 1))
     with pytest.raises(CheckpointError, match="cannot be completed"):
         complete(temporary, layout.checkpoint(4), {"step": 4})
     assert latest_complete(layout.checkpoints) is None

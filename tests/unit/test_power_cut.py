@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence, read_owner, take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import Fate, begin, complete, set_aside
+from rlhpc.training.checkpoint.timeline import Timeline
 from tests.unit.buffer.rollout_samples import make_prompt
 
 
@@ -117,6 +119,12 @@ def record_lost_lease(fence: Fence) -> Path:
     return fence.layout.strikes
 
 
+def note_an_attempt(fence: Fence) -> Path:
+    note_attempt(fence.layout, Attempt(0, None, fence.owner))
+    note_attempt(fence.layout, Attempt(1, 4, fence.owner))
+    return fence.layout.attempts
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -127,6 +135,7 @@ def record_lost_lease(fence: Fence) -> Path:
         complete_checkpoint,
         set_checkpoint_aside,
         record_lost_lease,
+        note_an_attempt,
     ],
 )
 def test_what_counts_on_disk_is_there_before_it_has_its_name_and_its_name_before_it_is_reported(
@@ -143,3 +152,13 @@ def test_a_run_directory_that_was_taken_over_has_its_owner_on_disk(tmp_path: Pat
     assert read_owner(layout) == fence.owner
     assert disk.renamed_too_early == []
     assert disk.lost(layout.owner) == []
+
+
+def test_an_attempt_that_begins_does_not_continue_the_line_of_one_that_a_crash_has_cut_off(fence: Fence) -> None:
+    """Else neither had begun: the next had the number of this one, and checkpoints that it undid would count again."""
+    note_attempt(fence.layout, Attempt(0, None, fence.owner))
+    with fence.layout.attempts.open("a") as file:
+        file.write('{"index": 1, "resu')
+    note_attempt(fence.layout, Attempt(2, 4, fence.owner))
+    assert num_attempts(fence.layout) == 3
+    assert Timeline.read(fence.layout.attempts).undone_by(6, 0) == 2

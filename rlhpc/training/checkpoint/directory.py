@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.errors import CheckpointError
-from rlhpc.files import sync_directory, write_atomically
+from rlhpc.files import rename, sync_directory, write_atomically
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.file_record import FileRecord, check_file, of_each_file, record_of
 from rlhpc.training.checkpoint.timeline import Timeline
@@ -134,7 +134,7 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         write_atomically(temporary / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
         if final.is_dir():
             _clear_the_way(final)
-        temporary.replace(final)  # it appears and becomes valid atomically
+        rename(temporary, final)  # it appears and becomes valid atomically
         sync_directory(final.parent)
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be completed: {error}") from error

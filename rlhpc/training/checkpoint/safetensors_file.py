@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError
-from rlhpc.files import sync_directory
+from rlhpc.files import rename, sync_directory
 from rlhpc.training.checkpoint.file_record import FileRecord
 from rlhpc.types import TensorSpec
 
@@ -55,7 +55,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterator
             record = _write_body(file, specs, tensors)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        rename(temporary, path)
         sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -91,7 +91,7 @@ class RecordedDisk:
         self._root, self._log, self._forgets = root, list[tuple[Any, ...]](), forgets_syncs
         self._paths: dict[int, str] = {}  # descriptor → path at its opening
         self._real = {
-            name: getattr(os, name) for name in ("open", "pwritev", "ftruncate", "fsync", "fdatasync", "rename")
+            name: getattr(os, name) for name in ("open", "pwritev", "ftruncate", "fsync", "fdatasync", "replace")
         }
         for name in self._real:
             monkeypatch.setattr(os, name, getattr(self, f"_{name}"))
@@ -149,8 +149,8 @@ class RecordedDisk:
         else:
             self._note(descriptor, "sync")
 
-    def _rename(self, old: Any, new: Any) -> None:
-        self._real["rename"](old, new)
+    def _replace(self, old: Any, new: Any) -> None:
+        self._real["replace"](old, new)
         if self._is_mine(new):
             self._log.append(("rename", *(str(Path(path).relative_to(self._root)) for path in (old, new))))
 

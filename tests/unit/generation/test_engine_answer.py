@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rlhpc.generation import engine_answer
-from rlhpc.generation.engine_answer import EngineSilent, answered
+from rlhpc.generation.engine_answer import EngineSilent, answered, comes
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +51,16 @@ async def test_who_stops_waiting_stops_asking() -> None:
         await waiting
     await asyncio.sleep(0)
     assert asked.cancelled()
+
+
+async def test_an_event_comes_or_not_and_a_cancellation_at_the_same_moment_is_heard() -> None:
+    """A loop that had not heard it would go on for ever, and its task group wait for it."""
+    event = asyncio.Event()
+    assert not await comes(event, 0.01)
+    waiting = asyncio.ensure_future(comes(event, 60.0))
+    await asyncio.sleep(0.01)
+    event.set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await comes(event, 0.01)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_files.events import EventLog
+from launch.run_files.events import EventLog, last_outcome
 from launch.run_files.exit_records import ExitRecord, read_records, write_record
 from launch.run_files.plan_file import PlanFileError, read_plan
 from launch.run_files.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
@@ -142,6 +142,24 @@ def test_events_are_lines_of_json_that_a_later_life_goes_on_with(tmp_path: Path)
     later.say("requeue", "back into the queue")
     events = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(e["event"], e["restart"], e["attempt"]) for e in events] == [("life", 0, -1), ("requeue", 1, 2)]
+
+
+def test_an_event_that_a_full_disk_takes_a_part_of_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+    """A life that has begun must not stay the outcome of the one before, which is read from here."""
+    layout = layout_in(tmp_path)
+    log = EventLog(layout.job_events("12"), 0)
+    log.say("verdict", "requeue: the time limit")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (layout.job_events("12").stat().st_size + 10, hard))  # as a full disk
+    try:
+        log.say("queue", "is asked")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert last_outcome(layout, "12") == "requeue: the time limit"
+    EventLog(layout.job_events("12"), 1).say("life", "begins")
+    assert last_outcome(layout, "12") == ""
+    events = [json.loads(line)["event"] for line in layout.job_events("12").read_text().splitlines()]
+    assert events == ["verdict", "life"]
 
 
 def test_signals_become_flags_and_end_a_sleep() -> None:

@@ -1,16 +1,21 @@
+import errno
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from rlhpc.errors import RunDirectoryError
+from rlhpc.metrics.curves import read_curves
 from rlhpc.metrics.event_file import EventFile
+from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
 
 
 def event(step: int) -> Event:
@@ -57,6 +62,42 @@ def test_two_files_that_begin_in_the_same_second_do_not_overwrite_each_other(tmp
     assert len({file.path for file in files}) == 3
     for file in files:
         file.close()
+
+
+def test_an_attempt_whose_clock_is_behind_that_of_the_one_before_undoes_its_points_and_not_the_other_way_round(
+    tmp_path,
+):
+    """The clock was set back, or the controller is on another node now: files are read in the order of their names."""
+    for clock, value in ((5000.0, 1.0), (4000.0, 2.0), (4000.0, 3.0)):
+        writer = TensorBoardWriter(tmp_path, lambda clock=clock: clock)
+        writer.undo_from(2)
+        for step in range(2 if value > 1 else 0, 4):
+            writer.scalars(step, {"x": value})
+        writer.close()
+    assert read_curves(tmp_path)["x"].values.tolist() == [1.0, 1.0, 3.0, 3.0]
+    loader = EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in loader.Scalars("x")] == [(0, 1.0), (1, 1.0), (2, 3.0), (3, 3.0)]
+
+
+def test_a_quota_that_refuses_only_when_bytes_go_to_the_server_costs_the_events_of_that_moment(tmp_path, monkeypatch):
+    """As on NFS, where zeros remain of what was taken and refused later; every reader would stop there."""
+    file, real = EventFile(tmp_path, lambda: 1000.0), os.fdatasync
+    file.append(event(0))
+    assert file.flush()
+    whole = file.path.stat().st_size
+
+    def over_quota(descriptor: int) -> None:
+        os.pwrite(descriptor, bytes(file.path.stat().st_size - whole), whole)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fdatasync", over_quota)
+    file.append(event(1))
+    assert file.flush()
+    assert (file.is_failing, file.num_lost) == (True, 1)
+    monkeypatch.setattr(os, "fdatasync", real)
+    file.append(event(2))
+    file.close()
+    assert steps_in(file.path) == [0, 2]
 
 
 def test_a_directory_that_cannot_be_made_is_the_users_error(tmp_path):
