@@ -132,6 +132,7 @@ def test_what_a_model_thinks_is_not_judged_where_the_run_file_says_so(tmp_path, 
         model.path = "model"
         data = [{}]
         generation = {{ max_prompt_tokens = 8, max_completion_tokens = 8 }}
+        admission = {{ groups_per_step = 1, group_size = 2 }}
         trainer.token_budget = 64
     """
     first = '{ path = "train.jsonl", task = "exact_match", thinking_end = "</think>" }'

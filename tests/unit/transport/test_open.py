@@ -21,12 +21,13 @@ import zmq
 from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ChannelTimeout, ConfigError, PeerUnreachable, RunDirectoryError
 from rlhpc.messages import Heartbeat, Hello, StopRole
+from rlhpc.open_files import MAX_OPEN_FILES
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import connect, connect_blocking, open_server
 from rlhpc.transport.rendezvous import Endpoint, find, publish
-from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, MAX_OPEN_FILES, terminate
+from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, terminate
 from tests.patience import PATIENCE_S
 
 CONFIG = TransportConfig()
