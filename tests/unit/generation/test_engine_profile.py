@@ -215,12 +215,12 @@ def test_batch_invariant_products_of_vllm_still_leave_out_the_one_of_16_bits_int
 
 
 @pytest.mark.starts
-def test_vllm_takes_the_name_of_that_attention_and_asks_for_flashinfers_compiler_where_we_do() -> None:
-    code = (
+def test_vllm_takes_the_name_of_that_attention_and_asks_for_flashinfers_compiler_where_we_do(tmp_path: Path) -> None:
+    code = (  # the model is a directory: another one is looked for on a hub, or refused offline
         "from vllm.engine.arg_utils import AsyncEngineArgs; from vllm.config.attention import AttentionConfig;"
         "from vllm.utils.flashinfer import has_flashinfer; from vllm.platforms import current_platform;"
         "assert not has_flashinfer() and current_platform.get_device_capability() is None;"
-        "AsyncEngineArgs(model='m', attention_backend='FLASH_ATTN');"
+        f"AsyncEngineArgs(model='{tmp_path}', attention_backend='FLASH_ATTN');"
         "print(AttentionConfig(backend='FLASH_ATTN').backend.name)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
