@@ -229,6 +229,7 @@ def test_a_controller_that_scontrol_finds_down_is_away() -> None:
         "slurm_load_jobs error: Protocol authentication error",
     ],
 )
+@pytest.mark.starts
 def test_what_a_command_needs_before_it_can_ask_slurmctld_is_waited_for(tmp_path: Path, said: str) -> None:
     """A job that met one of these when it requeued itself took it for a refusal, and the run stood still."""
     words = (f"test -e $1 && echo fine || {{ touch $1; echo '{said}' >&2; exit 1; }}", "sh", str(tmp_path / "back"))

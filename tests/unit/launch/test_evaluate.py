@@ -85,6 +85,7 @@ def a_run(model: Path, *steps: int) -> RunLayout:
 # ------------------------------------------------------------------------------------------------------------- model
 
 
+@pytest.mark.starts
 def test_in_a_job_what_engines_compile_lies_on_the_node_until_the_command_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

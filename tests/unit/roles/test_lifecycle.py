@@ -110,6 +110,7 @@ def fail_before_a_slow_exit(directory: str) -> None:
     sys.exit(run_role(parse_role(["trainer", "--run-dir", directory]), work))
 
 
+@pytest.mark.starts
 def test_a_trainer_that_has_failed_waits_for_nothing_at_its_exit(context: RoleContext) -> None:
     process = subprocess.Popen(
         [
