@@ -149,7 +149,7 @@ class Config(Section):
 
 def budget_holds_longest_sample(config: Config) -> None:
     """A sample is never truncated, so it has to fit a micro-batch."""
-    longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    longest = config.generation.max_tokens
     if config.trainer.token_budget < longest:
         raise ValueError(
             f"trainer.token_budget={config.trainer.token_budget} is below the longest sample, "

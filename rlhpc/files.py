@@ -39,25 +39,27 @@ def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, i
             os.fsync(file.fileno())
 
 
-def append_lines(path: Path, lines: bytes) -> None:
-    """Append whole lines, which are then on disk, or nothing of them; a line that a crash cut off is not continued.
+def append_lines(path: Path, lines: bytes, *, is_synced: bool = True) -> None:
+    """Append whole lines, or nothing of them; a line that a crash cut off is not continued.
 
-    Raises OSError.
+    is_synced: on disk when this returns, the name of a new file too.  Raises OSError.
     """
     is_new = not path.exists()
-    with path.open("a+b", buffering=0) as file:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    with os.fdopen(descriptor, "a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         is_cut_off = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
         left = memoryview(b"\n" * is_cut_off + lines)
         try:
             while left:
                 left = left[file.write(left) :]
-            os.fsync(file.fileno())
+            if is_synced:
+                os.fsync(file.fileno())
         except OSError:  # what a full disk has taken would appear twice after another try
             with suppress(OSError):
                 file.truncate(end)
             raise
-    if is_new:
+    if is_new and is_synced:
         sync_directory(path.parent)
 
 

@@ -13,9 +13,10 @@ from rlhpc.data.thinking import THINKING_END
 from rlhpc.data.tokenizer import PromptTokenizer
 
 _MOST_LINES = 12
-JUDGE_EVERYTHING = {  # what stands before an answer, or looks like one
-    *("exact_match", "instruction_following", "json_schema", "llm_judge", "multiple_choice", "regex", "token_f1"),
-}
+# Tasks that read what stands before an answer, or take it for one.
+JUDGE_EVERYTHING = frozenset(
+    ("exact_match", "instruction_following", "json_schema", "llm_judge", "multiple_choice", "regex", "token_f1")
+)
 MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
 

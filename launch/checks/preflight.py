@@ -107,7 +107,7 @@ def _look_at_prompts(
     if roles_run_here:
         _judge_has_its_key(config)
     sandbox = _sandbox_here(config) if roles_run_here else ""
-    longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    longest = config.generation.max_tokens
     positions = int(model.get("max_position_embeddings", longest))
     if longest > positions:
         raise ConfigError(
@@ -178,7 +178,7 @@ def _model_of(config: Config, *, is_trained: bool = True) -> tuple[dict[str, Any
     """config.json and the tokenizer of the policy, after a look at whether a critic begins with the same tokens."""
     document = read_model(config.model.path)
     place = config.model.path / "config.json"
-    tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
+    tokenizer = PromptTokenizer.of(config.model)
     refuse_other_vocabulary(document, place, tokenizer.num_words, tokenizer.eos_tokens)
     if is_trained and config.critic.path is not None:
         _refuse_other_critic(config.critic.path, document, place)

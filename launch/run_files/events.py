@@ -6,7 +6,6 @@ A file that is missing or incomplete counts as absent.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhpc.files import append_lines
 from rlhpc.run_layout import RunLayout
 
 _TAIL_BYTES = 16384  # an event is a line of some hundred bytes
@@ -57,16 +57,7 @@ class EventLog(Log):
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append one JSON line, whole or not at all.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    with os.fdopen(descriptor, "ab", buffering=0) as file:
-        end, left = file.seek(0, os.SEEK_END), memoryview((json.dumps(line) + "\n").encode())
-        try:
-            while left:  # a disk that is nearly full takes a part
-                left = left[file.write(left) :]
-        except OSError:
-            with suppress(OSError):
-                file.truncate(end)  # the next line would continue what is there, and both be lost
-            raise
+    append_lines(path, (json.dumps(line) + "\n").encode(), is_synced=False)
 
 
 @dataclass(frozen=True)

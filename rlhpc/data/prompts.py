@@ -118,7 +118,7 @@ class SeededPrompts:
 
 def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
     """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
-    data, tokenizer = config.data[place], PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
+    data, tokenizer = config.data[place], PromptTokenizer.of(config.model)
     form = PromptForm(
         data,
         tokenizer,

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from rlhpc.config_sections import ModelConfig
 from rlhpc.data.chat_template import ChatTemplate
 from rlhpc.data.thinking import THINKING_END
 from rlhpc.errors import ConfigError
@@ -64,6 +65,11 @@ class PromptTokenizer:
         self._bos = self._special_tokens().get("bos_token", "")
         self._now = now
         self._chat_template: ChatTemplate | None = None
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> PromptTokenizer:
+        """That of a run's policy, with the variables of its chat template.  Raises ConfigError."""
+        return cls(model.path, model.chat_template_kwargs)
 
     def encode(self, text: str) -> Int32:
         """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one).

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhpc.files import append_lines
+
 log = logging.getLogger("rlhpc.rewards")
 
 _BEGIN = b'{"digest": "'  # of every line
@@ -53,8 +55,7 @@ class JudgeCache:
         line = json.dumps({"digest": digest, "reply": reply}).encode() + b"\n"
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
-            with self._own.open("ab", buffering=0) as file:
-                file.write(line)
+            append_lines(self._own, line, is_synced=False)
         except OSError as error:
             self._unwritten[digest] = reply
             log.warning("%s: a judge's reply cannot be cached: %s", self._own, error.strerror)

@@ -98,7 +98,7 @@ class Evaluator:
     ) -> None:
         self._settings, self._engine, self._pool, self._file = settings, engine, pool, file
         self._prompts: SeededPrompts = open_prompts(settings.config)
-        self._tokenizer = PromptTokenizer(settings.config.model.path, settings.config.model.chat_template_kwargs)
+        self._tokenizer = PromptTokenizer.of(settings.config.model)
         (self._dataset,) = settings.config.data
         self._template = dialogue_template(settings.config, self._tokenizer) if self._dataset.environment else None
         self._sampling = SamplingParams(

@@ -60,7 +60,7 @@ def _changes(config: Config) -> Iterator[Change]:
 def cheap_changes(config: Config) -> Iterator[Change]:
     """On the same ranks, in the order of what they cost; what is set already or legal nowhere here drops out."""
     trainer = config.trainer
-    longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    longest = config.generation.max_tokens
     changes: tuple[Change, ...] = (
         {"reference_memory": "host"},
         {"ema_memory": "host"},

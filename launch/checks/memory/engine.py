@@ -53,7 +53,7 @@ class EngineMemory:
 def plan_engine(config: Config, shape: ModelShape) -> EngineMemory:
     """What one GPU of a replica needs at least."""
     generation, b = config.generation, ELEMENT_BYTES[config.model.dtype]
-    tokens = generation.max_prompt_tokens + generation.max_completion_tokens
+    tokens = generation.max_tokens
     return EngineMemory(
         weights=b * shape.num_parameters // generation.tensor_parallel,
         kv_cache=generation.kv_cache_bytes or _cache_bytes(config, shape, tokens),
@@ -64,7 +64,7 @@ def plan_engine(config: Config, shape: ModelShape) -> EngineMemory:
 
 def least_cache_bytes(config: Config, shape: ModelShape) -> int:
     """The smallest generation.kv_cache_bytes with which vLLM starts: whole blocks for one sequence, and a spare one."""
-    tokens = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    tokens = config.generation.max_tokens
     return _cache_bytes(config, shape, (-(-tokens // _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS)
 
 

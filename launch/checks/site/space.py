@@ -51,7 +51,7 @@ class Forecast:
 
 def forecast(config: Config) -> Forecast:
     """From the run file, and the model's config.json where it can be read."""
-    tokens = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    tokens = config.generation.max_tokens
     rollouts = config.run.num_steps * config.admission.groups_per_step * config.largest_group
     parameters = _num_parameters(config.model.path / "config.json")
     each = None if parameters is None else parameters * (STATE_BYTES + ELEMENT_BYTES[config.model.dtype])

@@ -71,7 +71,7 @@ def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Sou
             raise ConfigError(f"{word!r}: not a setting of `rlhpc data`; legal: {', '.join(f'{s}.…' for s in OPEN)}")
     if data.suffix == ".toml":
         config = load_config(data, [*words, *([f"model.path={model}"] if model is not None else [])])
-        tokenizer: PromptTokenizer | None = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
+        tokenizer: PromptTokenizer | None = PromptTokenizer.of(config.model)
     else:
         config = _settings(data, words)
         if model is None and words and not _only_says_where(words):

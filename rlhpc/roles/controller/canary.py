@@ -209,7 +209,7 @@ class Canary:
 def open_canary(config: Config, prompts: PromptSource) -> Canary:
     """As a run has it.  A scripted engine has no model that a trainer could agree with."""
     weights, generation = config.weights, config.generation
-    num_tokens = min(MAX_TOKENS, generation.max_prompt_tokens + generation.max_completion_tokens - 1)
+    num_tokens = min(MAX_TOKENS, generation.max_tokens - 1)
     wanted = weights.max_canary_logratio
     if generation.engine != "vllm" or wanted == "off":
         return Canary(None, every=0, tolerance=np.inf)

@@ -66,7 +66,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
     saved = read_saved_state(layout, context.resume_step) if context.resume_step is not None else None
-    tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
+    tokenizer = PromptTokenizer.of(config.model)
     prompts, membership = open_prompt_source(config), Membership()
     if saved is not None:
         prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside

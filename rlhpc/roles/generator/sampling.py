@@ -60,7 +60,7 @@ class Sampling:
     def __init__(self, config: Config, engine: GenerationEngine, tasks: asyncio.TaskGroup) -> None:
         """tasks: they run in this group, which fails with the engine."""
         self._config, self._engine, self._group = config, engine, tasks
-        self._tokenizer = PromptTokenizer(config.model.path, config.model.chat_template_kwargs)
+        self._tokenizer = PromptTokenizer.of(config.model)
         self._now = asyncio.get_running_loop().time
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._requests: dict[str, RolloutRequest] = {}  # the same

@@ -91,6 +91,15 @@ async def test_ranks_get_all_commands_and_the_rows_of_their_replica_alone(tmp_pa
                 assert minibatch.num_loss_tokens == wanted.num_loss_tokens
 
 
+def ready_trainer(server: ZmqServer, secrets: Path) -> ZmqBlockingClient:
+    channel = ZmqBlockingClient(
+        BATCHES, server.address, name="trainer-0", incarnation="one", server_name="controller-0", config=CONFIG,
+        secrets=secrets,
+    )  # fmt: skip
+    channel.send(TrainerReady(0, MANIFEST, ""))
+    return channel
+
+
 class Ear:
     """A channel on which a rank hears what a test says."""
 
@@ -115,11 +124,7 @@ async def test_rows_that_were_lost_end_the_rank_with_a_message(tmp_path: Path, m
     )
 
     def be_alone() -> None:
-        channel = ZmqBlockingClient(
-            BATCHES, server.address, name="trainer-0", incarnation="one", server_name="controller-0", config=CONFIG,
-            secrets=tmp_path,
-        )  # fmt: skip
-        channel.send(TrainerReady(0, MANIFEST, ""))
+        channel = ready_trainer(server, tmp_path)
         try:
             CommandStream(channel, 0, 1).next(lambda: False)
         finally:
@@ -143,11 +148,7 @@ async def test_a_rank_asked_to_leave_does_so_though_the_exception_of_the_handler
     is_asked, found = threading.Event(), list[str]()
 
     def wait_for_a_command() -> None:
-        channel = ZmqBlockingClient(
-            BATCHES, server.address, name="trainer-0", incarnation="one", server_name="controller-0", config=CONFIG,
-            secrets=tmp_path,
-        )  # fmt: skip
-        channel.send(TrainerReady(0, MANIFEST, ""))
+        channel = ready_trainer(server, tmp_path)
         try:
             found.append(f"heard {CommandStream(channel, 0, 1).next(is_asked.is_set)}")
         except KeyboardInterrupt:
