@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from rlhpc.config_data import DataConfig
+from rlhpc.config_sections import ModelConfig
 from rlhpc.data import prompts
 from rlhpc.data.records import Record, read_records
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -57,9 +58,9 @@ _tokenizer_of = functools.cache(PromptTokenizer)
 _fingerprint = functools.cache(prompts._fingerprint)
 
 
-def _tokenizer(model_dir: Path, chat_template_kwargs: Mapping[str, object]) -> PromptTokenizer:
-    assert not chat_template_kwargs  # a dict is no key of a cache
-    return _tokenizer_of(model_dir)
+def _tokenizer(model: ModelConfig) -> PromptTokenizer:
+    assert not model.chat_template_kwargs  # a dict is no key of a cache
+    return _tokenizer_of(model.path)
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def in_silence() -> Iterator[None]:
         stack.enter_context(patch("rlhpc.transport.memory.Codec", _codec))
         stack.enter_context(patch("rlhpc.data.prompts.records_of", _records))
         stack.enter_context(patch("rlhpc.data.prompts._fingerprint", _fingerprint))
-        stack.enter_context(patch("rlhpc.data.prompts.PromptTokenizer", _tokenizer))
+        stack.enter_context(patch.object(PromptTokenizer, "of", _tokenizer))
         stack.enter_context(patch("rlhpc.roles.generator.outbox.SILENCE_S", SILENCE_S))
         stack.enter_context(patch("rlhpc.roles.controller.metrics.recorder.Recorder", _NoTensorBoard))
         stack.enter_context(patch("rlhpc.metrics.meters.LoopLag.run", _never))
