@@ -108,9 +108,9 @@ def logit_gradient(
     return gradient
 
 
-def try_out(device: torch.device) -> None:
-    """Compile the kernels for this device; raises RuntimeError or OSError if that does not work here."""
-    one = torch.ones(1, 1, device=device)
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile the kernels for this device; dtype: of the logits, always float32.  Raises RuntimeError or OSError if that does not work here."""
+    one = torch.ones(1, 1, device=device, dtype=dtype)
     target = torch.zeros(1, dtype=torch.int64, device=device)
     try:
         logit_statistics(one, target, 1.0, want_entropy=True)

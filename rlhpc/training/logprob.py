@@ -16,18 +16,15 @@ The cost is one more multiplication by the head in backward: logits are recomput
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-log = logging.getLogger("rlhpc.training")
+from rlhpc.training.triton_kernels import kernels_for
 
 NUM_BLOCKS = 8  # a second buffer beside a chunk's logits holds only a block of them
 LOWEST = torch.finfo(torch.float32).min
@@ -196,7 +193,7 @@ def _row_statistics(
         maximum.fill_(LOWEST)
         return
     logits = _product(hidden, head.t())
-    if (kernels := _kernels_for(logits)) is not None:
+    if (kernels := kernels_for("logit_kernels", logits)) is not None:
         want_entropy = len(sums) > WEIGHTED
         maximum[:], sums[:] = kernels.logit_statistics(logits, targets, temperature, want_entropy=want_entropy)
         return
@@ -220,23 +217,6 @@ def _exponential_sums(shifted: Tensor) -> tuple[Tensor, Tensor]:
     exp_sum = exponentials.sum(1)
     # A logit of −inf (a token the model rules out) adds nothing, but −inf · 0 would be nan.
     return exp_sum, exponentials.mul_(shifted.clamp_(min=LOWEST)).sum(1)
-
-
-def _kernels_for(logits: Tensor) -> Any:
-    """The module logit_kernels where it works, else None."""
-    return _compiled_kernels(logits.device) if logits.is_cuda else None
-
-
-@cache
-def _compiled_kernels(device: torch.device) -> Any:
-    """Cached: whether Triton is installed and can compile only shows when it is used."""
-    try:
-        kernels = import_module("rlhpc.training.logit_kernels")
-        kernels.try_out(device)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:  # nothing is lost but time
-        log.warning("computing log-probabilities without Triton, which does not work here: %s", error)
-        return None
-    return kernels
 
 
 def _find(targets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -272,7 +252,7 @@ def _logit_gradient(
     (onehot − softmax) · row_factors.  entropy: (entropies, factors), [C] each; adds factor · gradient of the entropy.
     """
     logits = _product(hidden, head.t())
-    if len(head) and (kernels := _kernels_for(logits)) is not None:
+    if len(head) and (kernels := kernels_for("logit_kernels", logits)) is not None:
         gradient: Tensor = kernels.logit_gradient(
             logits, targets, temperature, log_partition, row_factors, hidden.dtype, entropy
         )

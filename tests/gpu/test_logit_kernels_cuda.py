@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhpc.training import logprob
+from rlhpc.training.triton_kernels import compiled_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = [(5, 100, 1.0), (3, 9001, 0.7), (64, 151_936, 1.0), (1, 1, 1.3)]
@@ -27,12 +28,12 @@ def draw(rows, vocabulary):
 def both_ways(monkeypatch, work):
     """What `work` returns with the kernels, and without."""
     with_kernels = work()
-    monkeypatch.setattr(logprob, "_compiled_kernels", lambda device: None)
+    monkeypatch.setattr(logprob, "kernels_for", lambda module, tensor: None)
     return with_kernels, work()
 
 
 def test_the_kernels_compile_here():
-    assert logprob._compiled_kernels(torch.device("cuda", 0)) is not None
+    assert compiled_kernels("logit_kernels", torch.device("cuda", 0), torch.float32) is not None
 
 
 @pytest.mark.parametrize(("rows", "vocabulary", "temperature"), SIZES)

@@ -10,16 +10,16 @@ dropout, so no masks; (5) RMSNorm; (6) context parallelism.
 Legend: T tokens of a rank, t tensor ranks, b bytes of the dtype, H, A, K, D, F, V, E as in model_shape.py.
 
 Kept of a dense layer, bytes a token (u = t under sequence parallelism, otherwise 1):
-    norms, two            2·n·H / u                       input and normalised; n = 2·b, in transformers' layers 4 + b
+    norms, two            2·n·H / u                       Megatron: the input, n = b; in transformers' layers 4 + b
     inputs of matrices    2·b·H / u                       of the projections to q, k, v and of the MLP
-    attention             b·f·(A + K)·D / t + 4·A / t     q, k, v, result; f = 2, with Megatron 3: v is a part of the
-                                                          fused projection, all of which is kept; row sums
+    attention             2·b·(A + K)·D / t + 4·A / t     q, k, v, result; row sums
     … of a shared row     b·(3·A + 2·K·c)·D / t + 4·A / t q, k and v of all c context ranks, result twice
-    norms of heads        n·(A + K)·D / t                 where the family has them
-    rotation              4·b·D                           Megatron: cosines and sines of q and k, in every layer anew
-    SwiGLU                m·b·F / t                       gate, up, silu(gate), product: m = 4; Megatron copies up: 5
-Of a mixture the SwiGLU term is b·(6·F_expert + H) for each token that is routed here, plus 12·E for the router.
-Recompute "selective" keeps b·(3·A + 3·K)·D / t of attention in either case: little is gained unless rows are shared.
+    norms of heads        n·(A + K)·D / t                 where the family has them; Megatron: the whole fused projection,
+                                                          b·(A + 2·K)·D / t
+    SwiGLU                m·b·F / t                       gate, up, silu(gate), product: m = 4; Megatron: 3, not silu(gate)
+Of a mixture the SwiGLU term is b·(6·F_expert + H), with Megatron b·(4·F_expert + H), for each token that is routed here,
+plus 12·E for the router.
+Recompute "selective" keeps 2·b·(A + K)·D / t of attention in either case: little is gained unless rows are shared.
 "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being computed anew.
 Matrices of experts lie side by side while a product of Megatron's (bfloat16) takes them: 2·b·H·F_expert·E of a rank.
 """
@@ -56,8 +56,8 @@ class RowMemory:
 
     @property
     def _norm_bytes(self) -> int:
-        """For each number of a norm's input: Megatron's layers use one kernel here, transformers' a float32 copy."""
-        return 2 * self.element_bytes if self._is_megatron else 4 + self.element_bytes
+        """For each number of a norm's input: Megatron's layers keep it alone, transformers' a float32 copy, too."""
+        return self.element_bytes if self._is_megatron else 4 + self.element_bytes
 
     @property
     def _is_megatron(self) -> bool:
@@ -88,19 +88,19 @@ class RowMemory:
         norms = (2 * self._norm_bytes + 2 * b) * shape.hidden // self._norm_share
         is_selective = self.trainer.recompute_activations == "selective"
         is_own = is_selective or self.layout.context == 1
-        copies = 3 if self._is_megatron else 2
-        attention = b * (copies * heads + (copies if is_own else 2 * self.layout.context) * key_heads) // t
+        attention = b * (2 * (heads + key_heads) if is_own else 3 * heads + 2 * self.layout.context * key_heads) // t
         attention += 0 if is_selective else 4 * shape.num_heads // t
-        attention += self._norm_bytes * (heads + key_heads) // t if shape.has_qk_norm else 0
-        attention += 4 * b * shape.head_size if self._is_megatron else 0
+        if shape.has_qk_norm:
+            of_keys = 2 * key_heads if self._is_megatron else key_heads
+            attention += self._norm_bytes * (heads + of_keys) // t
         return self.num_tokens * (norms + attention) + self._mlp(layer)
 
     def _mlp(self, layer: int) -> int:
         shape, b = self.shape, self.element_bytes
         if layer not in shape.expert_layers:
-            copies = 5 if self._is_megatron else 4
+            copies = 3 if self._is_megatron else 4
             return self.num_tokens * copies * b * shape.mlp_width // self.layout.tensor
-        kept = b * (6 * shape.expert_width + shape.hidden)
+        kept = b * ((4 if self._is_megatron else 6) * shape.expert_width + shape.hidden)
         return int(self._num_routed * kept) + self.num_tokens // self._norm_share * 12 * shape.num_experts
 
     @property

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -33,15 +33,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PretrainedConfig
 
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.training.layer_functions import rotation_of
 from rlhpc.training.logprob import VocabularyShard, chunked_logprobs
 from rlhpc.training.megatron.attention import core_attention
 from rlhpc.training.megatron.grouped_experts import GroupedExperts
 from rlhpc.training.megatron.hf_layout import has_value_head
+from rlhpc.training.megatron.layers import GatedSilu, PackedSelfAttention, RMSNorm
 from rlhpc.training.megatron.local_row import LocalRow
 from rlhpc.training.megatron.model_config import rotary_frequencies
 from rlhpc.training.value_head import token_values
@@ -55,22 +56,6 @@ class HeadRequest:
     chunk_tokens: int
     want_entropy: bool
     has_entropy_gradient: bool = False
-
-
-class RMSNorm(nn.Module):
-    """Rounded as transformers rounds it; every tensor rank has the whole weight."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        """Signature given by Megatron."""
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        # Each rank sees only a part of the row: Megatron sums the gradients of parameters with this mark.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension in float32, round, then scale: one kernel that keeps no float32 copy."""
-        return self.weight * functional.rms_norm(hidden, hidden.shape[-1:], None, self.eps)
 
 
 class _ValueHead(nn.Module):
@@ -127,13 +112,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         return output
 
     def _preprocess(self, *, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
-        """Megatron's, with the angles [L, 1, 1, head size] by which every token is rotated."""
+        """Megatron's, with the rotation [2, L, head size / 2] of every token in the place of Megatron's angles."""
         decoder_input, _, *others = super()._preprocess(position_ids=position_ids, **inputs)
         if self.pre_process and self._padding_token is not None:
             is_padding = torch.eq(inputs["input_ids"][0], self._padding_token)
             decoder_input = self._without_gradient(decoder_input, is_padding)
-        angles = position_ids[0, :, None].float() * self._frequencies
-        return (decoder_input, torch.cat([angles, angles], -1)[:, None, None], *others)
+        rotation = rotation_of(position_ids[0, :, None].float() * self._frequencies, self.config.params_dtype)
+        return (decoder_input, rotation, *others)
 
     def _without_gradient(self, embedded: Tensor, is_padding: Tensor) -> Tensor:
         """The padding token gets no gradient, as in transformers (padding_idx).
@@ -261,9 +246,10 @@ def _layer(config: TransformerConfig, trainer: TrainerConfig) -> ModuleSpec:
         k_layernorm=head_norm,
     )
     if config.num_moe_experts is None:
-        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, GatedSilu, RowParallelLinear))
     else:
         mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        mlp.submodules.experts.submodules.activation_func = GatedSilu
         if config.moe_grouped_gemm:
             mlp.submodules.experts.module = GroupedExperts  # has the same parts as the module that it replaces
     return ModuleSpec(
@@ -271,7 +257,7 @@ def _layer(config: TransformerConfig, trainer: TrainerConfig) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,

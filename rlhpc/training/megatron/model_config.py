@@ -57,7 +57,8 @@ def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: t
         moe_token_dispatcher_type="alltoall",
         # gloo may still be sending what this would free.
         deallocate_pipeline_outputs=has_cuda,
-        # Fused kernels need TransformerEngine, Apex or a compiler.
+        use_te_activation_func=True,  # whatever module a layer's MLPSubmodules name: layers.GatedSilu
+        # Megatron's fused kernels need TransformerEngine, Apex or a compiler.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,

@@ -19,6 +19,7 @@ from launch.checks.memory.model_shape import ModelShape
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.hf_model import cast_parameters, load_causal_lm
+from rlhpc.training.megatron.row_plan import held
 from rlhpc.training.packed_attention import SegmentPlan
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, pack_row
@@ -117,7 +118,15 @@ def _measure_layout(rank: int, family: str, keys: dict[str, Any]) -> tuple[int, 
         assert held == shape.on_rank(layout, stage).total, (family, keys, stage)
         kept.append(_kept_bytes(chunks[0], layout) if layout.pipeline == 1 else 0)
     close_groups()
-    return kept[-1] - kept[0], RowMemory(shape, layout, trainer, 4).of_layer(0)
+    return kept[-1] - kept[0] - _mask_bytes(rank, layout), RowMemory(shape, layout, trainer, 4).of_layer(0)
+
+
+def _mask_bytes(rank: int, layout: ParallelLayout) -> int:
+    """Float32 masks of a row of one segment that is cut up: on CPU alone, CUDA's kernel needs none."""
+    if layout.context == 1:
+        return 0
+    chunk = NUM_TOKENS // (2 * layout.context)
+    return sum(4 * chunk * chunk * (1 + index) for index in held(layout.context, rank) if index > 0)
 
 
 def _build(family: str, layers: int, trainer: TrainerConfig) -> tuple[ModelShape, list[Any]]:
@@ -159,11 +168,11 @@ def _kept_bytes(chunk: Any, layout: ParallelLayout) -> int:
 
 @pytest.mark.long
 def test_megatrons_ranks_hold_and_keep_what_is_planned(tmp_path: Path) -> None:
-    """Parameters to the last one (asserted by each rank); bytes within 7 %, and less where routing was even."""
+    """Parameters to the last one (asserted by each rank); bytes within 1 %, and less where routing was even."""
     ranks = run_ranks(2, measure, tmp_path, timeout_s=180)
     for name in LAYOUTS:
         for kept, planned in (rank[name] for rank in ranks):
             if name == "experts":
                 assert planned / ROUTING_IMBALANCE < kept < planned
             elif "pipeline" not in name:
-                assert kept == pytest.approx(planned, rel=0.07), name
+                assert kept == pytest.approx(planned, rel=0.01), (name, kept, planned)

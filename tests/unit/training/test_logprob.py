@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rlhpc.training import logprob
 from rlhpc.training.logprob import chunked_logprobs
+from rlhpc.training.triton_kernels import compiled_kernels
 from tests.unit.training.live_bytes import LiveBytes
 
 TOKENS, HIDDEN = 50, 16
@@ -176,5 +177,7 @@ def test_memory_stays_below_the_stated_bound(dtype, want_entropy, has_gradient):
 
 def test_where_triton_does_not_work_torch_does_the_same_and_it_is_said(caplog):
     with caplog.at_level("WARNING", "rlhpc.training"):
-        assert logprob._compiled_kernels.__wrapped__(torch.device("cpu")) is None  # kernels are for a GPU
-    assert "without Triton" in caplog.text
+        assert (
+            compiled_kernels.__wrapped__("logit_kernels", torch.device("cpu"), torch.float32) is None
+        )  # kernels are for a GPU
+    assert "without logit_kernels, since Triton does not work here" in caplog.text

@@ -1,0 +1,168 @@
+"""What a layer computes between its matrix products: norms, the gate, and heads that are normed and rotated.
+
+Input: activations of the model.  Output: the same, differentiable once.  By layer_kernels.py on a GPU where Triton works,
+elsewhere by torch's own operations, as transformers does it, rounded as it rounds.  Either way backward keeps only what
+forward has read; torch's operations would keep a copy of most of what they make.
+Legend: L tokens, H hidden size, F inner size, G key heads, R query heads of each key head, D head size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rlhpc.training.triton_kernels import kernels_for
+
+_kernels_for = partial(kernels_for, "layer_kernels")
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension in float32, round, then multiply by weight [H]."""
+    normed: Tensor = _RmsNorm.apply(hidden, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        hidden = hidden.contiguous()
+        ctx.save_for_backward(hidden, weight)
+        ctx.eps = eps
+        kernels = _kernels_for(hidden)
+        normed: Tensor = (kernels.rms_norm if kernels else _norm_by_torch)(hidden, weight, eps)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        kernels = _kernels_for(hidden)
+        differentiate = kernels.rms_norm_gradient if kernels else _norm_gradient_by_torch
+        return *differentiate(hidden, weight, ctx.eps, gradients[0].contiguous()), None
+
+
+def _norm_by_torch(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * functional.rms_norm(hidden, hidden.shape[-1:], None, eps)
+
+
+def _norm_gradient_by_torch(hidden: Tensor, weight: Tensor, eps: float, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        factors = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        of_hidden, of_weight = torch.autograd.grad(_norm_by_torch(*factors, eps), factors, gradient)
+    return of_hidden, of_weight
+
+
+def gated_silu(gate_and_up: Tensor) -> Tensor:
+    """[..., 2·F] → [..., F]: silu of the first half, rounded, times the second."""
+    product: Tensor = _GatedSilu.apply(gate_and_up)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        gate_and_up = gate_and_up.contiguous()
+        ctx.save_for_backward(gate_and_up)
+        if kernels := _kernels_for(gate_and_up):
+            product: Tensor = kernels.gated_silu(gate_and_up)
+            return product
+        gate, up = gate_and_up.chunk(2, -1)
+        return functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gate_and_up,), gradient = ctx.saved_tensors, gradients[0].contiguous()
+        if kernels := _kernels_for(gate_and_up):
+            of_both: Tensor = kernels.gated_silu_gradient(gate_and_up, gradient)
+            return of_both
+        gate, up = gate_and_up.chunk(2, -1)
+        return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), gradient * functional.silu(gate)], -1)
+
+
+def rotation_of(angles: Tensor, dtype: torch.dtype) -> Tensor:
+    """[2, L, D / 2], cosines and sines of float32 angles [L, D / 2], rounded as transformers rounds them."""
+    return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+
+
+def rotated_heads(
+    mixed: Tensor, rotation: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split mixed [L, G, R + 2, D] into query [L, G·R, D], key [L, G, D] and value [L, G, D]; rotate the first two.
+
+    Each group of heads is its R queries, then its key, then its value.  rotation: from rotation_of, without gradient.
+    weights: [D] each, of the norms of query and key before they are rotated, None where the model has none.
+    """
+    query, key, value = _RotatedHeads.apply(mixed, rotation, *(weights or (None, None)), eps)  # type: ignore[no-untyped-call]
+    return query, key, value
+
+
+class _RotatedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, rotation: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mixed = mixed.contiguous()
+        weights = None if query_weight is None or key_weight is None else (query_weight, key_weight)
+        # Without norms they are turned back without what they were.
+        ctx.save_for_backward(rotation, *((mixed, *weights) if weights else ()))
+        ctx.eps = eps
+        kernels = _kernels_for(mixed)
+        rotate = kernels.rotated_heads if kernels else _rotated_by_torch
+        heads: tuple[Tensor, Tensor, Tensor] = rotate(mixed, rotation, weights, eps)
+        return heads
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rotation, *others = ctx.saved_tensors
+        mixed, *weights = others or [None]
+        kernels = _kernels_for(gradients[0])
+        differentiate = kernels.rotated_heads_gradient if kernels else _heads_gradient_by_torch
+        of_mixed, of_query_weight, of_key_weight = differentiate(
+            mixed, rotation, tuple(weights) or None, ctx.eps, tuple(each.contiguous() for each in gradients)
+        )
+        return of_mixed, None, of_query_weight, of_key_weight, None
+
+
+def _rotated_by_torch(
+    mixed: Tensor, rotation: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = _three_parts(mixed)
+    if weights is not None:
+        query, key = _norm_by_torch(query, weights[0], eps), _norm_by_torch(key, weights[1], eps)
+    return _turned(query, *rotation), _turned(key, *rotation), value.clone()
+
+
+def _heads_gradient_by_torch(
+    mixed: Tensor | None,
+    rotation: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    cosines, sines = rotation
+    of_query, of_key = (_turned(each, cosines, -sines) for each in gradients[:2])
+    of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
+    if mixed is not None and weights is not None:
+        query, key, _ = _three_parts(mixed)
+        of_query, of_query_weight = _norm_gradient_by_torch(query, weights[0], eps, of_query)
+        of_key, of_key_weight = _norm_gradient_by_torch(key, weights[1], eps, of_key)
+        of_weights = of_query_weight, of_key_weight
+    tokens, groups, size = of_key.shape
+    parts = (of_query, of_key, gradients[2])
+    return torch.cat([part.view(tokens, groups, -1, size) for part in parts], 2), *of_weights
+
+
+def _three_parts(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, _, slots, size = mixed.shape
+    query, key, value = (part.reshape(tokens, -1, size) for part in mixed.split([slots - 2, 1, 1], 2))
+    return query, key, value
+
+
+def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Each head's halves as the two coordinates of D / 2 points, turned by the angles of its token."""
+    low, high = heads.chunk(2, -1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    return torch.cat([low * cosines - high * sines, high * cosines + low * sines], -1)

@@ -1,0 +1,34 @@
+"""Our modules of Triton kernels, where Triton works, and None elsewhere: torch's own operations give the same.
+
+Input: the name of a module here, and a tensor that its kernels would read.  Whether Triton is installed and can compile
+for this GPU only shows when it is used, so that every module has a function try_out(device, dtype).
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("rlhpc.training")
+
+
+def kernels_for(module: str, tensor: Tensor) -> Any:
+    """The module, or None on CPU and where it was tried and failed, which is logged once."""
+    return compiled_kernels(module, tensor.device, tensor.dtype) if tensor.is_cuda else None
+
+
+@cache
+def compiled_kernels(module: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The module if its kernels compile for this device, else None."""
+    try:
+        kernels = import_module(f"rlhpc.training.{module}")
+        kernels.try_out(device, dtype)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # nothing is lost but time
+        log.warning("training without %s, since Triton does not work here: %s", module, error)
+        return None
+    return kernels
