@@ -247,6 +247,7 @@ def rotated_heads(
         _heads_kernel[(tokens, groups)](
             mixed, rotation[0], rotation[1], of_query, of_key, query, key, value, groups, slots - 2, head_size, eps,
             has_norm=weights is not None, **_heads_block(slots, head_size),
+            enable_fp_fusion=False,  # a product is rounded before it is added
         )  # fmt: skip
     return query, key, value
 
@@ -270,7 +271,7 @@ def rotated_heads_gradient(
         _heads_gradient_kernel[(num_programs if weights else tokens * groups,)](
             rotation if mixed is None else mixed, rotation[0], rotation[1], query_weight, key_weight,
             of_query, of_key, of_value, of_mixed, sums, tokens * groups, groups, slots - 2, head_size, eps,
-            has_norm=weights is not None, **_heads_block(slots, head_size),
+            has_norm=weights is not None, **_heads_block(slots, head_size, 2 if weights else 1),
         )  # fmt: skip
     if weights is None:
         return of_mixed, None, None
@@ -278,9 +279,10 @@ def rotated_heads_gradient(
     return of_mixed, of_weights[0].to(weights[0].dtype), of_weights[1].to(weights[1].dtype)
 
 
-def _heads_block(slots: int, head_size: int) -> dict[str, int]:
+def _heads_block(slots: int, head_size: int, num_kept: int = 1) -> dict[str, int]:
+    """num_kept: tiles of sums that a program keeps in its registers, over one."""
     rows, half = triton.next_power_of_2(slots), triton.next_power_of_2(max(head_size // 2, 1))
-    return {"slots": rows, "half_block": half, "num_warps": 1 if rows * half <= 512 else 4}
+    return {"slots": rows, "half_block": half, "num_warps": 4 if rows * half * num_kept > 512 else num_kept}
 
 
 def _num_warps(block: int) -> int:

@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.determinism import compute_deterministically
+from tests.contracts.reference_scenarios import ask_a_reference
 from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import NanGradientOn, Rows, train
 from tests.unit.training.packed_rows import draw_samples, pack_row
@@ -63,6 +64,14 @@ def masters_after(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any
     backend.close()
     torch.use_deterministic_algorithms(False)
     return norms, state
+
+
+def ask_the_same(rank: Rank, **settings: Any) -> Any:
+    """ask_a_reference, each kernel the same in every run: after two steps other sums would be other bits."""
+    compute_deterministically()
+    seen = ask_a_reference(rank, **settings)
+    torch.use_deterministic_algorithms(False)
+    return seen
 
 
 def save_twice(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:

@@ -10,6 +10,7 @@ from tests.contracts.trainer_cluster import ClusterPool
 from tests.contracts.trainer_scenarios import look, take_steps
 from tests.gpu.gpu_ranks import (
     VOCABULARY,
+    ask_the_same,
     masters_after,
     relative_distance,
     rows_of,
@@ -138,7 +139,7 @@ def test_a_reference_in_host_memory_gives_the_bits_of_one_on_the_gpu(backend, cl
     rows, seen = [*ROWS, dummy_row()], {}
     for memory in ("device", "host"):
         settings = {"model": model, "rows": rows, "memory": memory, "dtype": "bfloat16"}
-        (seen[memory],) = cluster.run(ask_a_reference, tmp_path / memory, **settings)
+        (seen[memory],) = cluster.run(ask_the_same, tmp_path / memory, **settings)
         for name in sorted(path.name for path in (tmp_path / memory / "before").iterdir()):
             before, after = (tmp_path / memory / when / name for when in ("before", "after"))
             assert before.read_bytes() == after.read_bytes(), name

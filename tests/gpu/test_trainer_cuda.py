@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -18,9 +20,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ROW = pack_row(draw_samples((200, 370, 80, 330, 1, 64)))
 
 
+@contextmanager
 def open_on(device, model, **settings):
-    config = tiny_config(model, device=device, **settings)
-    return open_backend(config, RankContext())
+    """Closed at the end: its page-locked memory would stay locked, and fail whoever is given the same addresses."""
+    backend = open_backend(tiny_config(model, device=device, **settings), RankContext())
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +52,10 @@ def test_the_flash_kernel_gives_what_padding_gives(key_heads):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
 def test_logprobs_are_near_those_of_the_cpu(model, dtype, tolerance):
-    (found,) = open_on("cuda", model, dtype=dtype).logprobs([ROW])
-    (wanted,) = open_on("cpu", model).logprobs([ROW])
+    with open_on("cuda", model, dtype=dtype) as backend:
+        (found,) = backend.logprobs([ROW])
+    with open_on("cpu", model) as backend:
+        (wanted,) = backend.logprobs([ROW])
     assert found.is_cuda
     assert (found.cpu() - wanted).abs().max() < tolerance
 
@@ -56,19 +63,19 @@ def test_logprobs_are_near_those_of_the_cpu(model, dtype, tolerance):
 def test_bfloat16_training_follows_float32_on_the_cpu(model):
     norms = []
     for device, dtype in (("cuda", "bfloat16"), ("cpu", "float32")):
-        backend = open_on(device, model, dtype=dtype)
-        results = [
-            backend.step(
-                [ROW],
-                clipped_loss,
-                proximal=None,
-                num_loss_tokens=num_loss_tokens([ROW]),
-                learning_rate=1e-3,
-                weight_decay=0.0,
-                max_grad_norm=1.0,
-            )
-            for _ in range(3)
-        ]
+        with open_on(device, model, dtype=dtype) as backend:
+            results = [
+                backend.step(
+                    [ROW],
+                    clipped_loss,
+                    proximal=None,
+                    num_loss_tokens=num_loss_tokens([ROW]),
+                    learning_rate=1e-3,
+                    weight_decay=0.0,
+                    max_grad_norm=1.0,
+                )
+                for _ in range(3)
+            ]
         assert all(result.applied for result in results)
         norms.append([result.grad_norm for result in results])
     assert norms[0] == pytest.approx(norms[1], rel=0.1)

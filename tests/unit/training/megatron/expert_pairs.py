@@ -15,6 +15,7 @@ from transformers import Qwen3MoeConfig
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.grouped_experts import GroupedExperts
+from rlhpc.training.megatron.layers import GatedSilu
 from rlhpc.training.megatron.model_config import transformer_config
 from rlhpc.training.megatron.parallel import open_groups
 
@@ -35,6 +36,7 @@ def expert_pair(
     )
     config = transformer_config(model, trainer, dtype)
     submodules = get_moe_module_spec(use_te=False, num_experts=num_experts).submodules.experts.submodules
+    submodules.activation_func = GatedSilu
     made: list[Any] = [
         kind(num_experts, config, deepcopy(submodules), get_default_pg_collection()).to(device)
         for kind in (SequentialMLP, GroupedExperts)
