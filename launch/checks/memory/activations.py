@@ -14,11 +14,11 @@ Kept of a dense layer, bytes a token (u = t under sequence parallelism, otherwis
     inputs of matrices    2·b·H / u                       of the projections to q, k, v and of the MLP
     attention             2·b·(A + K)·D / t + 4·A / t     q, k, v, result; row sums
     … of a shared row     b·(3·A + 2·K·c)·D / t + 4·A / t q, k and v of all c context ranks, result twice
-    norms of heads        n·(A + K)·D / t                 where the family has them; Megatron: the whole fused projection,
-                                                          b·(A + 2·K)·D / t
-    SwiGLU                m·b·F / t                       gate, up, silu(gate), product: m = 4; Megatron: 3, not silu(gate)
-Of a mixture the SwiGLU term is b·(6·F_expert + H), with Megatron b·(4·F_expert + H), for each token that is routed here,
-plus 12·E for the router.
+    norms of heads        n·(A + K)·D / t                 where the family has them: q and k before their norms
+    … with Megatron       b·(A + 2·K)·D / t               q, k and v as the fused projection gives them
+    SwiGLU                m·b·F / t                       gate, up, silu(gate), product, m = 4; Megatron: 3, no silu
+Of a mixture the SwiGLU term is b·(m·F_expert + H) for each token that is routed here, m = 6, with Megatron 4, plus 12·E
+for the router.
 Recompute "selective" keeps 2·b·(A + K)·D / t of attention in either case: little is gained unless rows are shared.
 "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being computed anew.
 Matrices of experts lie side by side while a product of Megatron's (bfloat16) takes them: 2·b·H·F_expert·E of a rank.
