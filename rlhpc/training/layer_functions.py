@@ -1,8 +1,8 @@
 """What a layer computes between its matrix products: norms, the gate, and heads that are normed and rotated.
 
-Input: activations of the model.  Output: the same, differentiable once.  By layer_kernels.py on a GPU where Triton works,
-elsewhere by torch's own operations, as transformers does it, rounded as it rounds.  Either way backward keeps only what
-forward has read; torch's operations would keep a copy of most of what they make.
+Input: activations of the model.  Output: the same, differentiable once.  By layer_kernels.py on a GPU where Triton
+works, elsewhere by torch's own operations, as transformers does it, rounded as it rounds.  Either way only what forward
+has read is kept for backward; torch's operations would keep a copy of most of what they make.
 Legend: L tokens, H hidden size, F inner size, G key heads, R query heads of each key head, D head size.
 """
 
@@ -22,7 +22,7 @@ _kernels_for = partial(kernels_for, "layer_kernels")
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension in float32, round, then multiply by weight [H]."""
-    normed: Tensor = _RmsNorm.apply(hidden, weight, eps)  # type: ignore[no-untyped-call]
+    normed: Tensor = _RmsNorm.apply(hidden, weight, eps)
     return normed
 
 
@@ -57,7 +57,7 @@ def _norm_gradient_by_torch(hidden: Tensor, weight: Tensor, eps: float, gradient
 
 def gated_silu(gate_and_up: Tensor) -> Tensor:
     """[..., 2·F] → [..., F]: silu of the first half, rounded, times the second."""
-    product: Tensor = _GatedSilu.apply(gate_and_up)  # type: ignore[no-untyped-call]
+    product: Tensor = _GatedSilu.apply(gate_and_up)
     return product
 
 
@@ -95,7 +95,7 @@ def rotated_heads(
     Each group of heads is its R queries, then its key, then its value.  rotation: from rotation_of, without gradient.
     weights: [D] each, of the norms of query and key before they are rotated, None where the model has none.
     """
-    query, key, value = _RotatedHeads.apply(mixed, rotation, *(weights or (None, None)), eps)  # type: ignore[no-untyped-call]
+    query, key, value = _RotatedHeads.apply(mixed, rotation, *(weights or (None, None)), eps)
     return query, key, value
 
 
@@ -117,11 +117,12 @@ class _RotatedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rotation, *others = ctx.saved_tensors
-        mixed, *weights = others or [None]
-        kernels = _kernels_for(gradients[0])
+        mixed, weights = (others[0], (others[1], others[2])) if others else (None, None)
+        of_query, of_key, of_value = (each.contiguous() for each in gradients)
+        kernels = _kernels_for(of_query)
         differentiate = kernels.rotated_heads_gradient if kernels else _heads_gradient_by_torch
         of_mixed, of_query_weight, of_key_weight = differentiate(
-            mixed, rotation, tuple(weights) or None, ctx.eps, tuple(each.contiguous() for each in gradients)
+            mixed, rotation, weights, ctx.eps, (of_query, of_key, of_value)
         )
         return of_mixed, None, of_query_weight, of_key_weight, None
 
@@ -157,8 +158,8 @@ def _heads_gradient_by_torch(
 
 def _three_parts(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tokens, _, slots, size = mixed.shape
-    query, key, value = (part.reshape(tokens, -1, size) for part in mixed.split([slots - 2, 1, 1], 2))
-    return query, key, value
+    query, key, value = torch.split(mixed, [slots - 2, 1, 1], 2)
+    return query.reshape(tokens, -1, size), key.reshape(tokens, -1, size), value.reshape(tokens, -1, size)
 
 
 def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -21,8 +21,14 @@ BLOCK = 1024  # elements of a row at once, where rows are not summed
 NUM_PROGRAMS = 1024  # that share rows whose contributions to a weight's gradient they add up
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rounded(numbers, like):
+    """Float32, rounded to the dtype of the pointer `like`."""
+    return numbers.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _norm_kernel(
     hidden, weight, normed, size, eps, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -30,13 +36,13 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     is_inside = columns < size
     values = tl.load(hidden + row * size + columns, mask=is_inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    rounded = (values * scale).to(normed.dtype.element_ty).to(tl.float32)
+    rounded = _rounded(values * scale, normed)
     factors = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(normed + row * size + columns, (rounded * factors).to(normed.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm_gradient_kernel(
     hidden, weight, gradient, of_hidden, of_weight, num_rows, size, eps, block: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -50,15 +56,15 @@ def _norm_gradient_kernel(  # type: ignore[no-untyped-def]
         arriving = tl.load(gradient + place, mask=is_inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
         exact = values * scale
-        total += arriving * exact.to(of_hidden.dtype.element_ty).to(tl.float32)
+        total += arriving * _rounded(exact, of_hidden)
         arriving = arriving * factors
         result = (arriving - exact * (tl.sum(arriving * exact, 0) / size)) * scale
         tl.store(of_hidden + place, result.to(of_hidden.dtype.element_ty), mask=is_inside)
     tl.store(of_weight + program * size + columns, total, mask=is_inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gate_kernel(
     gate_and_up, product, size, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -66,12 +72,12 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     is_inside = columns < size
     gate = tl.load(gate_and_up + row * 2 * size + columns, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(gate_and_up + row * 2 * size + size + columns, mask=is_inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(product.dtype.element_ty).to(tl.float32)
+    silu = _rounded(gate / (1.0 + tl.exp(-gate)), product)
     tl.store(product + row * size + columns, (silu * up).to(product.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gate_gradient_kernel(
     gate_and_up, gradient, of_both, size, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -87,56 +93,57 @@ def _gate_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(of_both + place + size, (arriving * gate * sigmoid).to(of_both.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _heads_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_halves(heads, place, half, mask):
+    """Float32: a head's numbers at `place`, and those `half` behind them, with which they are rotated."""
+    low = tl.load(heads + place, mask=mask, other=0.0).to(tl.float32)
+    return low, tl.load(heads + place + half, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(heads, place, half, low, high, mask):
+    tl.store(heads + place, low.to(heads.dtype.element_ty), mask=mask)
+    tl.store(heads + place + half, high.to(heads.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weights_of(query_weight, key_weight, columns, half, is_query, is_inside):
+    """Of each slot's norm, in halves; what the value's slot gets is not used."""
+    query_low, query_high = _load_halves(query_weight, columns, half, is_inside & is_query)
+    key_low, key_high = _load_halves(key_weight, columns, half, is_inside & ~is_query)
+    return query_low + key_low, query_high + key_high
+
+
+@triton.jit
+def _heads_kernel(
     mixed, cosines, sines, query_weight, key_weight, query, key, value, groups, queries, head_size, eps,
     has_norm: tl.constexpr, slots: tl.constexpr, half_block: tl.constexpr,
 ):  # fmt: skip
-    # One token's heads of one group: its queries, its key, its value, in this order.
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    pair = token * groups + tl.program_id(1)  # one token's heads of one group: queries, key, value
     half = head_size // 2
     slot, columns = tl.arange(0, slots)[:, None], tl.arange(0, half_block)[None, :]
     is_inside = (slot < queries + 2) & (columns < half)
-    is_query, is_key = slot < queries, slot == queries
-    place = (token * groups + group) * (queries + 2) * head_size + slot * head_size + columns
-    low = tl.load(mixed + place, mask=is_inside, other=0.0).to(tl.float32)
-    high = tl.load(mixed + place + half, mask=is_inside, other=0.0).to(tl.float32)
-    value_place = (token * groups + group) * head_size + columns + slot * 0
-    is_value = is_inside & (slot == queries + 1)
-    tl.store(value + value_place, low.to(value.dtype.element_ty), mask=is_value)
-    tl.store(value + value_place + half, high.to(value.dtype.element_ty), mask=is_value)
+    is_query, is_key, is_value = slot < queries, slot == queries, slot == queries + 1
+    low, high = _load_halves(mixed, (pair * (queries + 2) + slot) * head_size + columns, half, is_inside)
+    place = pair * head_size + columns + slot * 0
+    _store_halves(value, place, half, low, high, is_inside & is_value)
     if has_norm:
         scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / head_size + eps)[:, None]
-        low = (low * scale).to(query.dtype.element_ty).to(tl.float32)
-        high = (high * scale).to(query.dtype.element_ty).to(tl.float32)
-        low *= _weight_of(query_weight, key_weight, columns, is_query, is_inside)
-        high *= _weight_of(query_weight, key_weight, columns + half, is_query, is_inside)
-        low = low.to(query.dtype.element_ty).to(tl.float32)
-        high = high.to(query.dtype.element_ty).to(tl.float32)
+        weight_low, weight_high = _weights_of(query_weight, key_weight, columns, half, is_query, is_inside)
+        low = _rounded(_rounded(low * scale, query) * weight_low, query)
+        high = _rounded(_rounded(high * scale, query) * weight_high, query)
     cosine = tl.load(cosines + token * half + columns, mask=columns < half, other=0.0).to(tl.float32)
     sine = tl.load(sines + token * half + columns, mask=columns < half, other=0.0).to(tl.float32)
-    rotated_low = (low * cosine).to(query.dtype.element_ty).to(tl.float32) + (-high * sine).to(
-        query.dtype.element_ty
-    ).to(tl.float32)
-    rotated_high = (high * cosine).to(query.dtype.element_ty).to(tl.float32) + (low * sine).to(
-        query.dtype.element_ty
-    ).to(tl.float32)
-    query_place = ((token * groups + group) * queries + slot) * head_size + columns
-    tl.store(query + query_place, rotated_low.to(query.dtype.element_ty), mask=is_inside & is_query)
-    tl.store(query + query_place + half, rotated_high.to(query.dtype.element_ty), mask=is_inside & is_query)
-    tl.store(key + value_place, rotated_low.to(query.dtype.element_ty), mask=is_inside & is_key)
-    tl.store(key + value_place + half, rotated_high.to(query.dtype.element_ty), mask=is_inside & is_key)
+    turned_low = _rounded(low * cosine, query) - _rounded(high * sine, query)
+    turned_high = _rounded(high * cosine, query) + _rounded(low * sine, query)
+    query_place = (pair * queries + slot) * head_size + columns
+    _store_halves(query, query_place, half, turned_low, turned_high, is_inside & is_query)
+    _store_halves(key, place, half, turned_low, turned_high, is_inside & is_key)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weight_of(query_weight, key_weight, columns, is_query, is_inside):  # type: ignore[no-untyped-def]
-    of_query = tl.load(query_weight + columns, mask=is_inside & is_query, other=0.0).to(tl.float32)
-    of_key = tl.load(key_weight + columns, mask=is_inside & ~is_query, other=0.0).to(tl.float32)
-    return of_query + of_key
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _heads_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _heads_gradient_kernel(
     mixed, cosines, sines, query_weight, key_weight, of_query, of_key, of_value, of_mixed, of_weights,
     num_pairs, groups, queries, head_size, eps,
     has_norm: tl.constexpr, slots: tl.constexpr, half_block: tl.constexpr,
@@ -147,48 +154,39 @@ def _heads_gradient_kernel(  # type: ignore[no-untyped-def]
     is_inside = (slot < queries + 2) & (columns < half)
     is_query, is_key = is_inside & (slot < queries), is_inside & (slot == queries)
     is_value = is_inside & (slot == queries + 1)
-    total_low = tl.zeros([slots, half_block], tl.float32)
-    total_high = tl.zeros([slots, half_block], tl.float32)
+    total_low, total_high = tl.zeros([slots, half_block], tl.float32), tl.zeros([slots, half_block], tl.float32)
     if has_norm:
-        weight_low = _weight_of(query_weight, key_weight, columns, is_query, is_inside)
-        weight_high = _weight_of(query_weight, key_weight, columns + half, is_query, is_inside)
+        weight_low, weight_high = _weights_of(query_weight, key_weight, columns, half, is_query, is_inside)
     for passed in range(0, num_pairs - program, tl.num_programs(0)):
         pair = program + passed  # of a token and a group
-        query_place = (pair * queries + slot) * head_size + columns
+        place = (pair * (queries + 2) + slot) * head_size + columns
         key_place = pair * head_size + columns + slot * 0
-        low = tl.load(of_query + query_place, mask=is_query, other=0.0).to(tl.float32)
-        high = tl.load(of_query + query_place + half, mask=is_query, other=0.0).to(tl.float32)
-        low += tl.load(of_key + key_place, mask=is_key, other=0.0).to(tl.float32)
-        high += tl.load(of_key + key_place + half, mask=is_key, other=0.0).to(tl.float32)
+        low, high = _load_halves(of_query, (pair * queries + slot) * head_size + columns, half, is_query)
+        key_low, key_high = _load_halves(of_key, key_place, half, is_key)
+        low, high = low + key_low, high + key_high
         angle = (pair // groups) * half + columns
         cosine = tl.load(cosines + angle, mask=columns < half, other=0.0).to(tl.float32)
         sine = tl.load(sines + angle, mask=columns < half, other=0.0).to(tl.float32)
         back_low, back_high = low * cosine + high * sine, high * cosine - low * sine
-        place = (pair * (queries + 2) + slot) * head_size + columns
         if has_norm:
-            first = tl.load(mixed + place, mask=is_inside, other=0.0).to(tl.float32)
-            second = tl.load(mixed + place + half, mask=is_inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / head_size + eps)[:, None]
-            first, second = first * scale, second * scale
-            total_low += back_low * first.to(of_mixed.dtype.element_ty).to(tl.float32)
-            total_high += back_high * second.to(of_mixed.dtype.element_ty).to(tl.float32)
+            low, high = _load_halves(mixed, place, half, is_inside)
+            scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / head_size + eps)[:, None]
+            low, high = low * scale, high * scale
+            total_low += back_low * _rounded(low, of_mixed)
+            total_high += back_high * _rounded(high, of_mixed)
             back_low, back_high = back_low * weight_low, back_high * weight_high
-            along = (tl.sum(back_low * first + back_high * second, 1) / head_size)[:, None]
-            back_low, back_high = (back_low - first * along) * scale, (back_high - second * along) * scale
-        kept_low = tl.load(of_value + key_place, mask=is_value, other=0.0).to(tl.float32)
-        kept_high = tl.load(of_value + key_place + half, mask=is_value, other=0.0).to(tl.float32)
-        result_low = tl.where(is_value, kept_low, back_low)
-        result_high = tl.where(is_value, kept_high, back_high)
-        tl.store(of_mixed + place, result_low.to(of_mixed.dtype.element_ty), mask=is_inside)
-        tl.store(of_mixed + place + half, result_high.to(of_mixed.dtype.element_ty), mask=is_inside)
+            along = (tl.sum(back_low * low + back_high * high, 1) / head_size)[:, None]
+            back_low, back_high = (back_low - low * along) * scale, (back_high - high * along) * scale
+        value_low, value_high = _load_halves(of_value, key_place, half, is_value)
+        back_low, back_high = tl.where(is_value, value_low, back_low), tl.where(is_value, value_high, back_high)
+        _store_halves(of_mixed, place, half, back_low, back_high, is_inside)
     if has_norm:
-        query_sum, key_sum = of_weights + program * 2 * head_size, of_weights + (program * 2 + 1) * head_size
-        inside = tl.arange(0, half_block) < half
         column = tl.arange(0, half_block)
-        tl.store(query_sum + column, tl.sum(tl.where(is_query, total_low, 0.0), 0), mask=inside)
-        tl.store(query_sum + half + column, tl.sum(tl.where(is_query, total_high, 0.0), 0), mask=inside)
-        tl.store(key_sum + column, tl.sum(tl.where(is_key, total_low, 0.0), 0), mask=inside)
-        tl.store(key_sum + half + column, tl.sum(tl.where(is_key, total_high, 0.0), 0), mask=inside)
+        for_query, for_key = of_weights + program * 2 * head_size, of_weights + (program * 2 + 1) * head_size
+        low, high = tl.sum(tl.where(is_query, total_low, 0.0), 0), tl.sum(tl.where(is_query, total_high, 0.0), 0)
+        _store_halves(for_query, column, half, low, high, column < half)
+        low, high = tl.sum(tl.where(is_key, total_low, 0.0), 0), tl.sum(tl.where(is_key, total_high, 0.0), 0)
+        _store_halves(for_key, column, half, low, high, column < half)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -20,8 +20,8 @@ BLOCK = 4096  # elements of a row at once
 LOWEST = torch.finfo(torch.float32).min
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _statistics_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _statistics_kernel(
     logits, targets, maximum, sums, num_rows, vocabulary, temperature, lowest,
     has_entropy: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -52,8 +52,8 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums + 3 * num_rows + row, weighted)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gradient_kernel(
     logits, targets, log_partition, row_factors, entropy, entropy_factors, gradient, vocabulary, temperature,
     has_entropy: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,10 @@ def logit_gradient(
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels for this device; dtype: of the logits, always float32.  Raises RuntimeError or OSError if that does not work here."""
+    """Compile the kernels for this device; raises RuntimeError or OSError if that does not work here.
+
+    dtype: of the logits, float32.
+    """
     one = torch.ones(1, 1, device=device, dtype=dtype)
     target = torch.zeros(1, dtype=torch.int64, device=device)
     try:

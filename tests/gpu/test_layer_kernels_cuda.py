@@ -85,7 +85,7 @@ def test_heads(shape, has_norm, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_are_rounded_where_torch_rounds(dtype, monkeypatch):
-    """Rotation and gate alone: the same bits.  A norm's sum may differ in its last bit, and one rounding in hundreds."""
+    """The same bits in bfloat16; but a norm's sum may differ in its last bit, and with it a rounding or two."""
     mixed, angles, _ = draw_heads((500, 8, 2, 128), dtype, has_norm=False, device="cuda")
     gate_and_up, weight, _ = draw_hidden(dtype, 2048, 500, "cuda")
 
@@ -101,9 +101,8 @@ def test_results_are_rounded_where_torch_rounds(dtype, monkeypatch):
     differing = [float((found != wanted).float().mean()) for found, wanted in zip(by_kernels, work(), strict=True)]
     print(dtype, differing)
     if dtype == torch.bfloat16:
-        assert max(differing[:3]) == 0.0
-        assert differing[3] < 1e-3
-        assert differing[4] < 1e-2
+        assert max(differing[:4]) == 0.0
+        assert differing[4] < 1e-3
 
 
 def test_gradients_are_the_same_bits_every_time():

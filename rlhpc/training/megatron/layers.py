@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -45,7 +46,7 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
         packed_seq_params: Any,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and no bias.  rotary_pos_emb: [2, L, D / 2] from layer_functions.rotation_of, not Megatron's angles."""
+        """Return the output and no bias.  rotary_pos_emb: not Megatron's angles, but [2, L, D / 2] from rotation_of."""
         mixed, _ = self.linear_qkv(hidden_states)
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         heads = rotated_heads(
@@ -69,12 +70,12 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
         return bool(self.checkpoint_core_attention and self.training)
 
 
-class GatedSilu(nn.Module):
+class GatedSilu(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
     """The activation function of an MLP whose first matrix gives gate and up, [..., 2·F] → [..., F]."""
 
     def __init__(self, config: TransformerConfig) -> None:
         """Signature given by Megatron."""
-        super().__init__()
+        super().__init__(config)
         assert config.gated_linear_unit, "computed here: SwiGLU"
         assert config.activation_func is functional.silu, "computed here: SwiGLU"
 
