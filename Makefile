@@ -105,6 +105,7 @@ gpu: setup  ## only the tests that need a CUDA device
 gpu-dry: setup  ## without a GPU: our adapters beside official wheels, and the CUDA build of torch; downloads GBs
 	$(BIN)/python -m tests.gpu_dry names
 	$(BIN)/python -m tests.gpu_dry torch $(if $(GPU_DRY_PYTHON),--python $(GPU_DRY_PYTHON))
+	$(BIN)/python -m tests.gpu_dry kernels $(if $(GPU_DRY_PYTHON),--python $(GPU_DRY_PYTHON))
 
 bench: setup  ## measure every figure of docs/benchmarks.md and write it anew; half an hour on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.scoreboard

@@ -3,7 +3,8 @@
 Input and output: contiguous tensors on the GPU, of the dtype of the model.  Their meaning, and the same by torch's
 operations, is in layer_functions.py.  Forward rounds where torch's operations round; sums and backward are float32.
 Each row is summed by one program in a fixed order, and the weights' gradients over a fixed number of programs: the same
-bits every time.  Triton comes with torch's CUDA builds; kernels are compiled when first used.
+bits every time.  Every launch says whether a product and a sum become one operation: Triton's default changes with its
+versions.  Triton comes with torch's CUDA builds; kernels are compiled when first used.
 Legend: L tokens, H hidden size, F inner size, G key heads, R query heads of each key head, D head size.
 """
 
@@ -195,7 +196,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     if hidden.numel():
         block = triton.next_power_of_2(size)
         _norm_kernel[(hidden.numel() // size,)](
-            hidden, weight, normed, size, eps, block=block, num_warps=_num_warps(block)
+            hidden, weight, normed, size, eps, block=block, num_warps=_num_warps(block), enable_fp_fusion=True
         )
     return normed
 
@@ -209,8 +210,9 @@ def rms_norm_gradient(hidden: Tensor, weight: Tensor, eps: float, gradient: Tens
     block = triton.next_power_of_2(size)
     sums = torch.empty(min(num_rows, NUM_PROGRAMS), size, dtype=torch.float32, device=hidden.device)
     _norm_gradient_kernel[(len(sums),)](
-        hidden, weight, gradient, of_hidden, sums, num_rows, size, eps, block=block, num_warps=_num_warps(block)
-    )
+        hidden, weight, gradient, of_hidden, sums, num_rows, size, eps,
+        block=block, num_warps=_num_warps(block), enable_fp_fusion=True,
+    )  # fmt: skip
     return of_hidden, sums.sum(0).to(weight.dtype)
 
 
@@ -220,7 +222,7 @@ def gated_silu(gate_and_up: Tensor) -> Tensor:
     product = gate_and_up.new_empty(*gate_and_up.shape[:-1], size)
     if product.numel():
         grid = (product.numel() // size, triton.cdiv(size, BLOCK))
-        _gate_kernel[grid](gate_and_up, product, size, block=BLOCK, num_warps=4)
+        _gate_kernel[grid](gate_and_up, product, size, block=BLOCK, num_warps=4, enable_fp_fusion=True)
     return product
 
 
@@ -229,7 +231,9 @@ def gated_silu_gradient(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
     of_both, size = torch.empty_like(gate_and_up), gate_and_up.shape[-1] // 2
     if of_both.numel():
         grid = (gradient.numel() // size, triton.cdiv(size, BLOCK))
-        _gate_gradient_kernel[grid](gate_and_up, gradient, of_both, size, block=BLOCK, num_warps=4)
+        _gate_gradient_kernel[grid](
+            gate_and_up, gradient, of_both, size, block=BLOCK, num_warps=4, enable_fp_fusion=True
+        )
     return of_both
 
 
@@ -269,7 +273,7 @@ def rotated_heads_gradient(
         _heads_gradient_kernel[(num_programs if weights else tokens * groups,)](
             rotation if mixed is None else mixed, rotation[0], rotation[1], query_weight, key_weight,
             of_query, of_key, of_value, of_mixed, sums, tokens * groups, groups, slots - 2, head_size, eps,
-            has_norm=weights is not None, **_heads_block(slots, head_size, 2 if weights else 1),
+            has_norm=weights is not None, **_heads_block(slots, head_size, 2 if weights else 1), enable_fp_fusion=True,
         )  # fmt: skip
     if weights is None:
         return of_mixed, None, None

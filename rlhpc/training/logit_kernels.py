@@ -81,7 +81,7 @@ def logit_statistics(
     if rows:
         _statistics_kernel[(rows,)](
             logits, targets.contiguous(), maximum, sums, rows, vocabulary, temperature, LOWEST,
-            has_entropy=want_entropy, block=BLOCK, num_warps=8,
+            has_entropy=want_entropy, block=BLOCK, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
     return maximum, sums
 
@@ -103,7 +103,7 @@ def logit_gradient(
         _gradient_kernel[(rows, triton.cdiv(vocabulary, BLOCK))](
             logits, targets.contiguous(), log_partition.contiguous(), row_factors.contiguous(),
             of_entropy.contiguous(), entropy_factors.contiguous(), gradient, vocabulary, temperature,
-            has_entropy=entropy is not None, block=BLOCK, num_warps=8,
+            has_entropy=entropy is not None, block=BLOCK, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
     return gradient
 

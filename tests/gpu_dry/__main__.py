@@ -3,6 +3,7 @@
     python -m tests.gpu_dry names            every name and call of vLLM, Megatron-Core, DeepSpeed that we use, held
                                              against the oldest, the locked and the newest version in pyproject's ranges
     python -m tests.gpu_dry torch            what happens before the engine starts, in an environment like a GPU node's
+    python -m tests.gpu_dry kernels          our Triton kernels compiled for cards from A100 to B200, there, too
 
 Wheels (1 GB, of which the sources are kept) and the environment (9 GB, unless --python names one that is there) lie
 below --cache.  One line, and success, where there is no package index.
@@ -28,26 +29,31 @@ from tests.gpu_dry.library import Library
 from tests.gpu_dry.names import ROOT, complaints, our_uses
 
 IMPORTED_AS = {"vllm": "vllm", "megatron-core": "megatron", "deepspeed": "deepspeed"}
+IN_ENVIRONMENT = {"torch": "tests.gpu_dry.before_engine", "kernels": "tests.gpu_dry.kernels"}
 # A wheel for another machine than this one: only its sources are looked at.
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_35_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One of the two."""
+    """One of the three."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("names", "torch"))
+    parser.add_argument("what", choices=("names", "torch", "kernels"))
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "gpu-dry")
-    parser.add_argument("--python", help="of torch: an interpreter in whose environment '.[gpu]' is installed")
+    parser.add_argument(
+        "--python", help="of torch and kernels: an interpreter in whose environment '.[gpu]' is installed"
+    )
     options = parser.parse_args(arguments)
-    if options.what == "torch" and options.python:
-        return before_engine(Path(options.python))
+    if options.what != "names" and options.python:
+        return run_there(Path(options.python), IN_ENVIRONMENT[options.what])
     try:
         reach_index()
     except NoIndex as error:
         print(f"gpu-dry: {options.what} skipped: no index ({error})")
         return 0
     options.cache.mkdir(parents=True, exist_ok=True)
-    return names(options.cache) if options.what == "names" else before_engine(environment(options.cache))
+    if options.what == "names":
+        return names(options.cache)
+    return run_there(environment(options.cache), IN_ENVIRONMENT[options.what])
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -149,9 +155,9 @@ def environment(cache: Path) -> Path:
     return place / "bin" / "python"
 
 
-def before_engine(python: Path) -> int:
-    """Run before_engine.py there, with the code of this checkout."""
-    command = [str(python), "-m", "tests.gpu_dry.before_engine"]
+def run_there(python: Path, module: str) -> int:
+    """With the code of this checkout."""
+    command = [str(python), "-m", module]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     return done.returncode
 
