@@ -1,8 +1,8 @@
 """What a layer computes between its matrix products: norms, the gate, and heads that are normed and rotated.
 
-Input: activations of the model.  Output: the same, differentiable once.  By layer_kernels.py on a GPU where Triton
-works, elsewhere by torch's own operations, as transformers does it, rounded as it rounds.  Either way only what forward
-has read is kept for backward; torch's operations would keep a copy of most of what they make.
+Input: activations of the model.  Output: the same, differentiable once.  By layer_kernels.py and head_kernels.py on a
+GPU where Triton works, elsewhere by torch's own operations, as transformers does it, rounded as it rounds.  Either way
+only what forward has read is kept for backward; torch's operations would keep a copy of most of what they make.
 Legend: L tokens, H hidden size, F inner size, G key heads, R query heads of each key head, D head size.
 """
 
@@ -18,6 +18,7 @@ from torch.nn import functional
 from rlhpc.training.triton_kernels import kernels_for
 
 _kernels_for = partial(kernels_for, "layer_kernels")
+_head_kernels_for = partial(kernels_for, "head_kernels")
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,6 +83,45 @@ class _GatedSilu(torch.autograd.Function):
         return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), gradient * functional.silu(gate)], -1)
 
 
+def weighted_gated_silu(gate_and_up: Tensor, factors: Tensor) -> Tensor:
+    """[T, 2·F], [T] → [T, F]: gated_silu times float32 factors, rounded where Megatron's SequentialMLP rounds."""
+    product: Tensor = _WeightedGatedSilu.apply(gate_and_up, factors)
+    return product
+
+
+class _WeightedGatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor, factors: Tensor) -> Tensor:
+        gate_and_up, factors = gate_and_up.contiguous(), factors.contiguous()
+        ctx.save_for_backward(gate_and_up, factors)
+        if kernels := _kernels_for(gate_and_up):
+            product: Tensor = kernels.weighted_gated_silu(gate_and_up, factors)
+            return product
+        gate, up = gate_and_up.chunk(2, -1)
+        return (functional.silu(gate) * up * factors[:, None]).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gate_and_up, factors), gradient = ctx.saved_tensors, gradients[0].contiguous()
+        kernels = _kernels_for(gate_and_up)
+        differentiate = kernels.weighted_gated_silu_gradient if kernels else _weighted_gradient_by_torch
+        of_both, of_factors = differentiate(gate_and_up, factors, gradient)
+        return of_both, of_factors
+
+
+def _weighted_gradient_by_torch(gate_and_up: Tensor, factors: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = gate_and_up.chunk(2, -1)
+    silu = functional.silu(gate)
+    # In place where it can be: these are the largest tensors of a layer, and all experts' live at once.
+    of_factors = gradient.to(factors.dtype, copy=True).mul_(silu * up).sum(-1)
+    of_product = (gradient * factors[:, None]).to(gate.dtype)
+    of_both = torch.empty_like(gate_and_up)
+    of_gate, of_up = of_both.chunk(2, -1)
+    torch.mul(of_product, silu, out=of_up)
+    torch.ops.aten.silu_backward(of_product.mul_(up), gate, grad_input=of_gate)
+    return of_both, of_factors
+
+
 def rotation_of(angles: Tensor, dtype: torch.dtype) -> Tensor:
     """[2, L, D / 2], cosines and sines of float32 angles [L, D / 2], rounded as transformers rounds them."""
     return torch.stack([angles.cos(), angles.sin()]).to(dtype)
@@ -109,7 +149,7 @@ class _RotatedHeads(torch.autograd.Function):
         # Without norms they are turned back without what they were.
         ctx.save_for_backward(rotation, *((mixed, *weights) if weights else ()))
         ctx.eps = eps
-        kernels = _kernels_for(mixed)
+        kernels = _head_kernels_for(mixed)
         rotate = kernels.rotated_heads if kernels else _rotated_by_torch
         heads: tuple[Tensor, Tensor, Tensor] = rotate(mixed, rotation, weights, eps)
         return heads
@@ -119,7 +159,7 @@ class _RotatedHeads(torch.autograd.Function):
         rotation, *others = ctx.saved_tensors
         mixed, weights = (others[0], (others[1], others[2])) if others else (None, None)
         of_query, of_key, of_value = (each.contiguous() for each in gradients)
-        kernels = _kernels_for(of_query)
+        kernels = _head_kernels_for(of_query)
         differentiate = kernels.rotated_heads_gradient if kernels else _heads_gradient_by_torch
         of_mixed, of_query_weight, of_key_weight = differentiate(
             mixed, rotation, weights, ctx.eps, (of_query, of_key, of_value)

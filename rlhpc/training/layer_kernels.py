@@ -1,11 +1,11 @@
-"""Fused GPU kernels between the matrix products of a layer, one pass each; torch's own operations take up to twenty.
+"""Fused GPU kernels of a layer's norms and gates, one pass each; torch's own operations take up to a dozen.
 
 Input and output: contiguous tensors on the GPU, of the dtype of the model.  Their meaning, and the same by torch's
 operations, is in layer_functions.py.  Forward rounds where torch's operations round; sums and backward are float32.
 Each row is summed by one program in a fixed order, and the weights' gradients over a fixed number of programs: the same
 bits every time.  Every launch says whether a product and a sum become one operation: Triton's default changes with its
 versions.  Triton comes with torch's CUDA builds; kernels are compiled when first used.
-Legend: L tokens, H hidden size, F inner size, G key heads, R query heads of each key head, D head size.
+Legend: T tokens, H hidden size, F inner size.
 """
 
 from __future__ import annotations
@@ -23,9 +23,23 @@ NUM_PROGRAMS = 1024  # that share rows whose contributions to a weight's gradien
 
 
 @triton.jit
-def _rounded(numbers, like):
+def rounded(numbers, like):
     """Float32, rounded to the dtype of the pointer `like`."""
     return numbers.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def load_halves(numbers, place, half, mask):
+    """Float32: the numbers at `place`, and those `half` behind them."""
+    low = tl.load(numbers + place, mask=mask, other=0.0).to(tl.float32)
+    return low, tl.load(numbers + place + half, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_halves(numbers, place, half, low, high, mask):
+    """Round float32 to the dtype of the pointer, and write it where load_halves reads it."""
+    tl.store(numbers + place, low.to(numbers.dtype.element_ty), mask=mask)
+    tl.store(numbers + place + half, high.to(numbers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -37,9 +51,9 @@ def _norm_kernel(
     is_inside = columns < size
     values = tl.load(hidden + row * size + columns, mask=is_inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    rounded = _rounded(values * scale, normed)
+    unweighted = rounded(values * scale, normed)
     factors = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
-    tl.store(normed + row * size + columns, (rounded * factors).to(normed.dtype.element_ty), mask=is_inside)
+    tl.store(normed + row * size + columns, (unweighted * factors).to(normed.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -57,7 +71,7 @@ def _norm_gradient_kernel(
         arriving = tl.load(gradient + place, mask=is_inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
         exact = values * scale
-        total += arriving * _rounded(exact, of_hidden)
+        total += arriving * rounded(exact, of_hidden)
         arriving = arriving * factors
         result = (arriving - exact * (tl.sum(arriving * exact, 0) / size)) * scale
         tl.store(of_hidden + place, result.to(of_hidden.dtype.element_ty), mask=is_inside)
@@ -71,9 +85,8 @@ def _gate_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     is_inside = columns < size
-    gate = tl.load(gate_and_up + row * 2 * size + columns, mask=is_inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_and_up + row * 2 * size + size + columns, mask=is_inside, other=0.0).to(tl.float32)
-    silu = _rounded(gate / (1.0 + tl.exp(-gate)), product)
+    gate, up = load_halves(gate_and_up, row * 2 * size + columns, size, is_inside)
+    silu = rounded(gate / (1.0 + tl.exp(-gate)), product)
     tl.store(product + row * size + columns, (silu * up).to(product.dtype.element_ty), mask=is_inside)
 
 
@@ -85,109 +98,44 @@ def _gate_gradient_kernel(
     columns = tl.program_id(1) * block + tl.arange(0, block)
     is_inside = columns < size
     place = row * 2 * size + columns
-    gate = tl.load(gate_and_up + place, mask=is_inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_and_up + place + size, mask=is_inside, other=0.0).to(tl.float32)
+    gate, up = load_halves(gate_and_up, place, size, is_inside)
     arriving = tl.load(gradient + row * size + columns, mask=is_inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     of_gate = arriving * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(of_both + place, of_gate.to(of_both.dtype.element_ty), mask=is_inside)
-    tl.store(of_both + place + size, (arriving * gate * sigmoid).to(of_both.dtype.element_ty), mask=is_inside)
+    store_halves(of_both, place, size, of_gate, arriving * gate * sigmoid, is_inside)
 
 
 @triton.jit
-def _load_halves(heads, place, half, mask):
-    """Float32: a head's numbers at `place`, and those `half` behind them, with which they are rotated."""
-    low = tl.load(heads + place, mask=mask, other=0.0).to(tl.float32)
-    return low, tl.load(heads + place + half, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_halves(heads, place, half, low, high, mask):
-    tl.store(heads + place, low.to(heads.dtype.element_ty), mask=mask)
-    tl.store(heads + place + half, high.to(heads.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _weights_of(query_weight, key_weight, columns, half, is_query, is_inside):
-    """Of each slot's norm, in halves; what the value's slot gets is not used."""
-    query_low, query_high = _load_halves(query_weight, columns, half, is_inside & is_query)
-    key_low, key_high = _load_halves(key_weight, columns, half, is_inside & ~is_query)
-    return query_low + key_low, query_high + key_high
-
-
-@triton.jit
-def _heads_kernel(
-    mixed, cosines, sines, query_weight, key_weight, query, key, value, groups, queries, head_size, eps,
-    has_norm: tl.constexpr, slots: tl.constexpr, half_block: tl.constexpr,
+def _weighted_gate_kernel(
+    gate_and_up, factors, product, size, block: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    pair = token * groups + tl.program_id(1)  # one token's heads of one group: queries, key, value
-    half = head_size // 2
-    slot, columns = tl.arange(0, slots)[:, None], tl.arange(0, half_block)[None, :]
-    is_inside = (slot < queries + 2) & (columns < half)
-    is_query, is_key, is_value = slot < queries, slot == queries, slot == queries + 1
-    low, high = _load_halves(mixed, (pair * (queries + 2) + slot) * head_size + columns, half, is_inside)
-    place = pair * head_size + columns + slot * 0
-    _store_halves(value, place, half, low, high, is_inside & is_value)
-    if has_norm:
-        scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / head_size + eps)[:, None]
-        weight_low, weight_high = _weights_of(query_weight, key_weight, columns, half, is_query, is_inside)
-        low = _rounded(_rounded(low * scale, query) * weight_low, query)
-        high = _rounded(_rounded(high * scale, query) * weight_high, query)
-    cosine = tl.load(cosines + token * half + columns, mask=columns < half, other=0.0).to(tl.float32)
-    sine = tl.load(sines + token * half + columns, mask=columns < half, other=0.0).to(tl.float32)
-    turned_low = _rounded(low * cosine, query) - _rounded(high * sine, query)
-    turned_high = _rounded(high * cosine, query) + _rounded(low * sine, query)
-    query_place = (pair * queries + slot) * head_size + columns
-    _store_halves(query, query_place, half, turned_low, turned_high, is_inside & is_query)
-    _store_halves(key, place, half, turned_low, turned_high, is_inside & is_key)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    is_inside = columns < size
+    gate, up = load_halves(gate_and_up, row * 2 * size + columns, size, is_inside)
+    plain = rounded(rounded(gate / (1.0 + tl.exp(-gate)), product) * up, product)
+    factor = tl.load(factors + row).to(tl.float32)
+    tl.store(product + row * size + columns, (plain * factor).to(product.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
-def _heads_gradient_kernel(
-    mixed, cosines, sines, query_weight, key_weight, of_query, of_key, of_value, of_mixed, of_weights,
-    num_pairs, groups, queries, head_size, eps,
-    has_norm: tl.constexpr, slots: tl.constexpr, half_block: tl.constexpr,
+def _weighted_gate_gradient_kernel(
+    gate_and_up, factors, gradient, of_both, of_factors, size, block: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    half = head_size // 2
-    slot, columns = tl.arange(0, slots)[:, None], tl.arange(0, half_block)[None, :]
-    is_inside = (slot < queries + 2) & (columns < half)
-    is_query, is_key = is_inside & (slot < queries), is_inside & (slot == queries)
-    is_value = is_inside & (slot == queries + 1)
-    total_low, total_high = tl.zeros([slots, half_block], tl.float32), tl.zeros([slots, half_block], tl.float32)
-    if has_norm:
-        weight_low, weight_high = _weights_of(query_weight, key_weight, columns, half, is_query, is_inside)
-    for passed in range(0, num_pairs - program, tl.num_programs(0)):
-        pair = program + passed  # of a token and a group
-        place = (pair * (queries + 2) + slot) * head_size + columns
-        key_place = pair * head_size + columns + slot * 0
-        low, high = _load_halves(of_query, (pair * queries + slot) * head_size + columns, half, is_query)
-        key_low, key_high = _load_halves(of_key, key_place, half, is_key)
-        low, high = low + key_low, high + key_high
-        angle = (pair // groups) * half + columns
-        cosine = tl.load(cosines + angle, mask=columns < half, other=0.0).to(tl.float32)
-        sine = tl.load(sines + angle, mask=columns < half, other=0.0).to(tl.float32)
-        back_low, back_high = low * cosine + high * sine, high * cosine - low * sine
-        if has_norm:
-            low, high = _load_halves(mixed, place, half, is_inside)
-            scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / head_size + eps)[:, None]
-            low, high = low * scale, high * scale
-            total_low += back_low * _rounded(low, of_mixed)
-            total_high += back_high * _rounded(high, of_mixed)
-            back_low, back_high = back_low * weight_low, back_high * weight_high
-            along = (tl.sum(back_low * low + back_high * high, 1) / head_size)[:, None]
-            back_low, back_high = (back_low - low * along) * scale, (back_high - high * along) * scale
-        value_low, value_high = _load_halves(of_value, key_place, half, is_value)
-        back_low, back_high = tl.where(is_value, value_low, back_low), tl.where(is_value, value_high, back_high)
-        _store_halves(of_mixed, place, half, back_low, back_high, is_inside)
-    if has_norm:
-        column = tl.arange(0, half_block)
-        for_query, for_key = of_weights + program * 2 * head_size, of_weights + (program * 2 + 1) * head_size
-        low, high = tl.sum(tl.where(is_query, total_low, 0.0), 0), tl.sum(tl.where(is_query, total_high, 0.0), 0)
-        _store_halves(for_query, column, half, low, high, column < half)
-        low, high = tl.sum(tl.where(is_key, total_low, 0.0), 0), tl.sum(tl.where(is_key, total_high, 0.0), 0)
-        _store_halves(for_key, column, half, low, high, column < half)
+    row = tl.program_id(0).to(tl.int64)
+    factor, total = tl.load(factors + row).to(tl.float32), 0.0
+    for first in range(0, size, block):
+        columns = first + tl.arange(0, block)
+        is_inside = columns < size
+        place = row * 2 * size + columns
+        gate, up = load_halves(gate_and_up, place, size, is_inside)
+        arriving = tl.load(gradient + row * size + columns, mask=is_inside, other=0.0).to(tl.float32)
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        total += tl.sum(arriving * rounded(rounded(gate * sigmoid, of_both) * up, of_both), 0)
+        arriving = rounded(arriving * factor, of_both)
+        of_gate = arriving * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        store_halves(of_both, place, size, of_gate, arriving * gate * sigmoid, is_inside)
+    tl.store(of_factors + row, total)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -237,54 +185,27 @@ def gated_silu_gradient(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
     return of_both
 
 
-def rotated_heads(
-    mixed: Tensor, rotation: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [L, G·R, D], key [L, G, D] and value [L, G, D] of mixed [L, G, R + 2, D]; see layer_functions."""
-    tokens, groups, slots, head_size = mixed.shape
-    query = mixed.new_empty(tokens, groups * (slots - 2), head_size)
-    key, value = mixed.new_empty(tokens, groups, head_size), mixed.new_empty(tokens, groups, head_size)
-    if mixed.numel():
-        of_query, of_key = weights or (mixed, mixed)  # not read without a norm
-        _heads_kernel[(tokens, groups)](
-            mixed, rotation[0], rotation[1], of_query, of_key, query, key, value, groups, slots - 2, head_size, eps,
-            has_norm=weights is not None, **_heads_block(slots, head_size),
-            enable_fp_fusion=False,  # a product is rounded before it is added
+def weighted_gated_silu(gate_and_up: Tensor, factors: Tensor) -> Tensor:
+    """[T, 2·F], [T] → [T, F]: gated_silu, rounded, times the row's factor."""
+    size = gate_and_up.shape[-1] // 2
+    product = gate_and_up.new_empty(len(gate_and_up), size)
+    if product.numel():
+        grid = (len(product), triton.cdiv(size, BLOCK))
+        _weighted_gate_kernel[grid](
+            gate_and_up, factors, product, size, block=BLOCK, num_warps=4, enable_fp_fusion=True
+        )
+    return product
+
+
+def weighted_gated_silu_gradient(gate_and_up: Tensor, factors: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Of gate_and_up and of the factors, from the gradient [T, F] of weighted_gated_silu's result."""
+    of_both, of_factors = torch.empty_like(gate_and_up), torch.zeros_like(factors)
+    if of_both.numel():
+        _weighted_gate_gradient_kernel[(len(gradient),)](
+            gate_and_up, factors, gradient, of_both, of_factors, gradient.shape[1],
+            block=BLOCK, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-    return query, key, value
-
-
-def rotated_heads_gradient(
-    mixed: Tensor | None,
-    rotation: Tensor,
-    weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    gradients: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of mixed and of the two weights.  mixed: None without weights, where it is not needed."""
-    of_query, of_key, of_value = gradients
-    tokens, groups, head_size = of_key.shape
-    slots = of_query.shape[1] // groups + 2
-    of_mixed = of_query.new_empty(tokens, groups, slots, head_size)
-    num_programs = min(max(tokens * groups, 1), 2 * NUM_PROGRAMS)
-    sums = of_query.new_zeros(num_programs if weights else 1, 2, head_size, dtype=torch.float32)
-    if of_mixed.numel():
-        query_weight, key_weight = weights or (rotation, rotation)  # not read without a norm
-        _heads_gradient_kernel[(num_programs if weights else tokens * groups,)](
-            rotation if mixed is None else mixed, rotation[0], rotation[1], query_weight, key_weight,
-            of_query, of_key, of_value, of_mixed, sums, tokens * groups, groups, slots - 2, head_size, eps,
-            has_norm=weights is not None, **_heads_block(slots, head_size, 2 if weights else 1), enable_fp_fusion=True,
-        )  # fmt: skip
-    if weights is None:
-        return of_mixed, None, None
-    of_weights = sums.sum(0)
-    return of_mixed, of_weights[0].to(weights[0].dtype), of_weights[1].to(weights[1].dtype)
-
-
-def _heads_block(slots: int, head_size: int, num_kept: int = 1) -> dict[str, int]:
-    """num_kept: tiles of sums that a program keeps in its registers, over one."""
-    rows, half = triton.next_power_of_2(slots), triton.next_power_of_2(max(head_size // 2, 1))
-    return {"slots": rows, "half_block": half, "num_warps": 4 if rows * half * num_kept > 512 else num_kept}
+    return of_both, of_factors
 
 
 def _num_warps(block: int) -> int:
@@ -294,11 +215,10 @@ def _num_warps(block: int) -> int:
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """Compile the kernels for this device and dtype; raises RuntimeError or OSError if that does not work here."""
     one = torch.ones(1, 2, device=device, dtype=dtype)
-    mixed, rotation = one.expand(1, 1, 3, 2).contiguous(), torch.ones(2, 1, 1, device=device, dtype=dtype)
     try:
         rms_norm_gradient(one, one[0], 1.0, rms_norm(one, one[0], 1.0))
         gated_silu_gradient(one, gated_silu(one))
-        for weights in (None, (one[0], one[0])):
-            rotated_heads_gradient(mixed, rotation, weights, 1.0, rotated_heads(mixed, rotation, weights, 1.0))
+        factors = torch.ones(1, device=device)
+        weighted_gated_silu_gradient(one, factors, weighted_gated_silu(one, factors))
     except (TritonError, SubprocessError) as error:  # a kernel, a compiler
         raise RuntimeError(str(error)) from error

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhpc.training import layer_functions
-from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, rotation_of
+from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, rotation_of, weighted_gated_silu
 from rlhpc.training.triton_kernels import compiled_kernels
 from tests.unit.training.layer_inputs import EPS, SHAPES, draw_heads, draw_hidden
 
@@ -37,15 +37,19 @@ def both(function, leaves, others, gradients):
 @pytest.fixture(autouse=True)
 def wide_by_torch(monkeypatch):
     """There are kernels for every dtype: float64 is to be computed without them."""
-    kernels_for = layer_functions._kernels_for
-    monkeypatch.setattr(
-        layer_functions, "_kernels_for", lambda each: None if each.dtype == torch.float64 else kernels_for(each)
-    )
+    for name in ("_kernels_for", "_head_kernels_for"):
+        kernels_for = getattr(layer_functions, name)
+        monkeypatch.setattr(
+            layer_functions,
+            name,
+            lambda each, kernels_for=kernels_for: each.dtype != torch.float64 and kernels_for(each),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernels_compile_here(dtype):
-    assert compiled_kernels("layer_kernels", torch.device("cuda", 0), dtype) is not None
+@pytest.mark.parametrize("module", ["layer_kernels", "head_kernels"])
+def test_the_kernels_compile_here(module, dtype):
+    assert compiled_kernels(module, torch.device("cuda", 0), dtype) is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,6 +69,16 @@ def test_gates(size, rows, dtype):
     gate_and_up, _, gradient = draw_hidden(dtype, size, rows, "cuda")
     for found, wanted in both(gated_silu, (gate_and_up,), (), [gradient[..., : size // 2]]):
         assert distance(found, wanted) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "rows"), [(48, 7), (1536, 5000), (2, 1), (3000, 2)])
+def test_weighted_gates(size, rows, dtype):
+    gate_and_up, _, gradient = draw_hidden(dtype, size, rows, "cuda")
+    gate_and_up, gradient = gate_and_up.detach()[:, 0], gradient[:, 0, : size // 2]
+    factors = torch.linspace(0, 1, rows, device="cuda")
+    for found, wanted in both(weighted_gated_silu, (gate_and_up, factors), (), [gradient]):
+        assert distance(found, wanted) < 2 * TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +112,7 @@ def test_results_are_rounded_where_torch_rounds(dtype, monkeypatch):
 
     by_kernels = work()
     monkeypatch.setattr(layer_functions, "_kernels_for", lambda _: None)
+    monkeypatch.setattr(layer_functions, "_head_kernels_for", lambda _: None)
     differing = [float((found != wanted).float().mean()) for found, wanted in zip(by_kernels, work(), strict=True)]
     print(dtype, differing)
     if dtype == torch.bfloat16:

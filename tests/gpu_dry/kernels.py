@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from rlhpc.training import layer_kernels, logit_kernels
+from rlhpc.training import head_kernels, layer_kernels, logit_kernels
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)  # A100, RTX 30, L40S, H100 and H200, B200, RTX 50
 DTYPES = (torch.bfloat16, torch.float32)
@@ -66,10 +66,12 @@ def _launch_layer(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     hidden = torch.zeros(tokens, groups * queries * size, dtype=dtype)
     layer_kernels.rms_norm_gradient(hidden, hidden[0], 1e-6, layer_kernels.rms_norm(hidden, hidden[0], 1e-6))
     layer_kernels.gated_silu_gradient(hidden, layer_kernels.gated_silu(hidden))
+    factors = torch.zeros(tokens)
+    layer_kernels.weighted_gated_silu_gradient(hidden, factors, layer_kernels.weighted_gated_silu(hidden, factors))
     mixed, rotation = hidden.new_zeros(tokens, groups, queries + 2, size), hidden.new_zeros(2, tokens, size // 2)
     for weights in (None, (hidden[0, :size], hidden[0, :size])):
-        heads = layer_kernels.rotated_heads(mixed, rotation, weights, 1e-6)
-        layer_kernels.rotated_heads_gradient(mixed, rotation, weights, 1e-6, heads)
+        heads = head_kernels.rotated_heads(mixed, rotation, weights, 1e-6)
+        head_kernels.rotated_heads_gradient(mixed, rotation, weights, 1e-6, heads)
 
 
 def compile_for(capability: int, function: JITFunction[Any], arguments: tuple[Any, ...], keywords: Any) -> None:

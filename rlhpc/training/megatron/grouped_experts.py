@@ -20,6 +20,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn import functional
 
+from rlhpc.training.layer_functions import weighted_gated_silu
+
 # torch 2.11 to 2.14 has a kernel for compute capabilities 9.x and 10.x; elsewhere it copies the borders to the host and
 # multiplies expert by expert.  10.x is left out: there gradients of experts without tokens were reported to be wrong
 # (pytorch/pytorch#172439), and gradients of all experts not to be numbers (pytorch/pytorch#193633).
@@ -58,7 +60,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         inner, outer = ([getattr(each, name).weight for each in self.local_experts] for name in LAYERS)
         gate_and_up = grouped_linear(tokens, ends, inner)
-        return grouped_linear(weighted_swiglu(gate_and_up, probabilities), ends, outer), None
+        return grouped_linear(weighted_gated_silu(gate_and_up, probabilities), ends, outer), None
 
 
 def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -95,36 +97,6 @@ class _GroupedLinear(torch.autograd.Function):
             # groups of any length, and writes zeros for one without tokens.
             of_weights = functional.grouped_mm(gradient.mT, tokens, offs=ends).unbind()
         return of_tokens, None, *(of_weights or [None] * len(weights))
-
-
-def weighted_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> Tensor:
-    """[T, F]: silu(gate) · up · probability, rounded where SequentialMLP rounds.  gate_and_up: [T, 2·F], halves."""
-    product: Tensor = _WeightedSwiGLU.apply(gate_and_up, probabilities)  # type: ignore[no-untyped-call]
-    return product
-
-
-class _WeightedSwiGLU(torch.autograd.Function):
-    """Keeps only its inputs: 2·F numbers a token, where autograd would keep 4·F of single operations."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor, probabilities: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_and_up, probabilities)
-        gate, up = gate_and_up.chunk(2, -1)
-        return (functional.silu(gate) * up * probabilities[:, None]).to(gate.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gate_and_up, probabilities = ctx.saved_tensors
-        gate, up = gate_and_up.chunk(2, -1)
-        silu = functional.silu(gate)
-        # In place where it can be: these are the largest tensors of a layer, and all experts' live at once.
-        of_probabilities = gradient.to(probabilities.dtype, copy=True).mul_(silu * up).sum(-1)
-        of_product = (gradient * probabilities[:, None]).to(gate.dtype)
-        of_both = torch.empty_like(gate_and_up)
-        of_gate, of_up = of_both.chunk(2, -1)
-        torch.mul(of_product, silu, out=of_up)
-        torch.ops.aten.silu_backward(of_product.mul_(up), gate, grad_input=of_gate)
-        return of_both, of_probabilities
 
 
 def _plain_rows(matrix: Tensor) -> Tensor:

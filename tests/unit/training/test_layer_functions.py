@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, rotation_of
+from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, rotation_of, weighted_gated_silu
 from tests.unit.training.layer_inputs import EPS, SHAPES, draw_heads, draw_hidden, plain_heads
+from tests.unit.training.live_bytes import LiveBytes
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -43,6 +44,25 @@ def test_a_gate_and_its_gradient(dtype):
     product.backward(gradient)
     assert torch.equal(found, product)
     assert torch.equal(both.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weighted_gate_is_that_of_single_operations_and_keeps_its_inputs_alone(dtype):
+    torch.manual_seed(0)
+    gate_and_up = torch.randn(50, 24).to(dtype).requires_grad_()
+    probabilities, gradient = torch.rand(50).requires_grad_(), torch.randn(50, 12).to(dtype)
+    before = gradient.clone()
+    with LiveBytes(gate_and_up, probabilities) as live:
+        product = weighted_gated_silu(gate_and_up, probabilities)
+    assert live.live == product.nbytes
+    found = torch.autograd.grad(product, [gate_and_up, probabilities], gradient)
+    gate, up = gate_and_up.chunk(2, -1)
+    plain = (functional.silu(gate) * up * probabilities[:, None]).to(dtype)
+    assert torch.equal(product, plain)
+    for seen, wanted in zip(found, torch.autograd.grad(plain, [gate_and_up, probabilities], gradient), strict=True):
+        assert seen.dtype == wanted.dtype
+        torch.testing.assert_close(seen, wanted, rtol=1e-6 if seen.dtype == torch.float32 else 1e-2, atol=1e-6)
+    assert torch.equal(gradient, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,6 @@ from rlhpc.training.megatron.grouped_experts import (
     GroupedExperts,
     grouped_linear,
     has_grouped_kernel,
-    weighted_swiglu,
 )
 from rlhpc.training.megatron.parallel import close_groups
 from tests.contracts.trainer_cluster import Rank, RankProcesses
@@ -120,25 +119,6 @@ def test_matrices_lie_side_by_side_for_as_long_as_a_product_takes():
     with LiveBytes(tokens, ends, product, gradient, *weights) as backward:
         torch.autograd.grad(product, [tokens, *weights], gradient)
     assert backward.peak == stacked + tokens.nbytes  # laid side by side, and then their gradients
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weighted_swiglu_is_that_of_single_operations_and_keeps_its_inputs_alone(dtype):
-    torch.manual_seed(0)
-    gate_and_up = torch.randn(50, 24).to(dtype).requires_grad_()
-    probabilities, gradient = torch.rand(50).requires_grad_(), torch.randn(50, 12).to(dtype)
-    before = gradient.clone()
-    with LiveBytes(gate_and_up, probabilities) as live:
-        product = weighted_swiglu(gate_and_up, probabilities)
-    assert live.live == product.nbytes
-    found = torch.autograd.grad(product, [gate_and_up, probabilities], gradient)
-    gate, up = gate_and_up.chunk(2, -1)
-    plain = (torch.nn.functional.silu(gate) * up * probabilities[:, None]).to(dtype)
-    assert torch.equal(product, plain)
-    for seen, wanted in zip(found, torch.autograd.grad(plain, [gate_and_up, probabilities], gradient), strict=True):
-        assert seen.dtype == wanted.dtype
-        torch.testing.assert_close(seen, wanted, rtol=1e-6 if seen.dtype == torch.float32 else 1e-2, atol=1e-6)
-    assert torch.equal(gradient, before)
 
 
 def test_an_expanded_gradient_and_one_token_of_odd_strides_are_taken():
