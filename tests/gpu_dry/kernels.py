@@ -79,7 +79,7 @@ def compile_for(capability: int, function: JITFunction[Any], arguments: tuple[An
     signature, constants, attributes = {}, {}, {}
     options = {name: keywords[name] for name in OPTIONS if name in keywords}
     for index, (name, value) in enumerate(_named(function, arguments, keywords)):
-        if name in keywords:
+        if name in keywords or (isinstance(value, int) and value == 1):  # Triton makes a constant of every 1
             signature[name], constants[(index,)] = "constexpr", value
             continue
         signature[name] = TYPES[value.dtype if isinstance(value, torch.Tensor) else type(value)]

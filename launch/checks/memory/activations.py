@@ -136,8 +136,9 @@ class RowMemory:
         logits = 4 * min(LOGPROB_CHUNK_TOKENS, self.num_tokens) * vocabulary
         weight = 4 * vocabulary * shape.hidden
         backward = logits + weight if b == 4 else logits // 4 + weight * 13 // 8
-        hidden = self.num_tokens * shape.hidden * (self._norm_bytes // self._norm_share + 3 * b)
-        return max(logits * 9 // 8, backward) + hidden
+        hidden = self.num_tokens * shape.hidden
+        around = hidden * self._norm_bytes // self._norm_share + 3 * hidden * b
+        return max(logits * 9 // 8, backward) + around
 
 
 def rows_in_flight(layout: ParallelLayout, stage: int) -> float:

@@ -283,6 +283,17 @@ def test_activations_of_a_dense_layer_are_those_of_the_table() -> None:
     assert rank.activations == 8192 * per_token
 
 
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_the_last_norm_keeps_its_share_of_the_row_however_many_tensor_ranks_share_it(tensor: int) -> None:
+    """Qwen2.5-72B, bfloat16: 8192 tokens of 8192 numbers before the norm, in shares or on every rank whole."""
+    shared, whole = (
+        plan_of("Qwen2.5-72B", num_ranks=tensor, tensor_parallel=tensor, sequence_parallel=is_shared)[0].head
+        for is_shared in (True, False)
+    )
+    row = 8192 * 8192 * 2
+    assert whole - shared == row - row // tensor
+
+
 def test_matrices_of_experts_lie_side_by_side_once_a_rank_in_megatrons_bfloat16() -> None:
     """Twice the experts, of which each token takes as many: but for that, the router's 12 bytes a token and expert."""
     shape = shape_of(CONFIGS["Qwen3-30B-A3B"])
