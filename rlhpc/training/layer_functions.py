@@ -95,7 +95,7 @@ class _WeightedGatedSilu(torch.autograd.Function):
         gate_and_up, factors = gate_and_up.contiguous(), factors.contiguous()
         ctx.save_for_backward(gate_and_up, factors)
         if kernels := _kernels_for(gate_and_up):
-            product: Tensor = kernels.weighted_gated_silu(gate_and_up, factors)
+            product: Tensor = kernels.gated_silu(gate_and_up, factors)
             return product
         gate, up = gate_and_up.chunk(2, -1)
         return (functional.silu(gate) * up * factors[:, None]).to(gate.dtype)

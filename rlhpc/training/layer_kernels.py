@@ -10,13 +10,10 @@ Legend: T tokens, H hidden size, F inner size.
 
 from __future__ import annotations
 
-from subprocess import SubprocessError
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.errors import TritonError
 
 BLOCK = 1024  # elements of a row at once, where rows are not summed
 NUM_PROGRAMS = 1024  # that share rows whose contributions to a weight's gradient they add up
@@ -79,15 +76,29 @@ def _norm_gradient_kernel(
 
 
 @triton.jit
+def _gated(gate, up, like):
+    """Float32 silu(gate), rounded to the dtype of the pointer `like`, times up."""
+    return rounded(gate / (1.0 + tl.exp(-gate)), like) * up
+
+
+@triton.jit
+def _gate_gradients(gate, up, arriving):
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    return arriving * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), arriving * gate * sigmoid
+
+
+@triton.jit
 def _gate_kernel(
-    gate_and_up, product, size, block: tl.constexpr,
+    gate_and_up, factors, product, size, has_factors: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     is_inside = columns < size
     gate, up = load_halves(gate_and_up, row * 2 * size + columns, size, is_inside)
-    silu = rounded(gate / (1.0 + tl.exp(-gate)), product)
-    tl.store(product + row * size + columns, (silu * up).to(product.dtype.element_ty), mask=is_inside)
+    result = _gated(gate, up, product)
+    if has_factors:
+        result = rounded(result, product) * tl.load(factors + row).to(tl.float32)
+    tl.store(product + row * size + columns, result.to(product.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -100,22 +111,8 @@ def _gate_gradient_kernel(
     place = row * 2 * size + columns
     gate, up = load_halves(gate_and_up, place, size, is_inside)
     arriving = tl.load(gradient + row * size + columns, mask=is_inside, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    of_gate = arriving * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    store_halves(of_both, place, size, of_gate, arriving * gate * sigmoid, is_inside)
-
-
-@triton.jit
-def _weighted_gate_kernel(
-    gate_and_up, factors, product, size, block: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    is_inside = columns < size
-    gate, up = load_halves(gate_and_up, row * 2 * size + columns, size, is_inside)
-    plain = rounded(rounded(gate / (1.0 + tl.exp(-gate)), product) * up, product)
-    factor = tl.load(factors + row).to(tl.float32)
-    tl.store(product + row * size + columns, (plain * factor).to(product.dtype.element_ty), mask=is_inside)
+    of_gate, of_up = _gate_gradients(gate, up, arriving)
+    store_halves(of_both, place, size, of_gate, of_up, is_inside)
 
 
 @triton.jit
@@ -130,11 +127,9 @@ def _weighted_gate_gradient_kernel(
         place = row * 2 * size + columns
         gate, up = load_halves(gate_and_up, place, size, is_inside)
         arriving = tl.load(gradient + row * size + columns, mask=is_inside, other=0.0).to(tl.float32)
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        total += tl.sum(arriving * rounded(rounded(gate * sigmoid, of_both) * up, of_both), 0)
-        arriving = rounded(arriving * factor, of_both)
-        of_gate = arriving * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        store_halves(of_both, place, size, of_gate, arriving * gate * sigmoid, is_inside)
+        total += tl.sum(arriving * rounded(_gated(gate, up, of_both), of_both), 0)
+        of_gate, of_up = _gate_gradients(gate, up, rounded(arriving * factor, of_both))
+        store_halves(of_both, place, size, of_gate, of_up, is_inside)
     tl.store(of_factors + row, total)
 
 
@@ -153,24 +148,25 @@ def rms_norm_gradient(hidden: Tensor, weight: Tensor, eps: float, gradient: Tens
     """Of `hidden` and of the weight, from that of rms_norm's result."""
     of_hidden, size = torch.empty_like(hidden), hidden.shape[-1]
     num_rows = hidden.numel() // size
-    if not num_rows:
-        return of_hidden, torch.zeros_like(weight)
-    block = triton.next_power_of_2(size)
     sums = torch.empty(min(num_rows, NUM_PROGRAMS), size, dtype=torch.float32, device=hidden.device)
-    _norm_gradient_kernel[(len(sums),)](
-        hidden, weight, gradient, of_hidden, sums, num_rows, size, eps,
-        block=block, num_warps=_num_warps(block), enable_fp_fusion=True,
-    )  # fmt: skip
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        _norm_gradient_kernel[(len(sums),)](
+            hidden, weight, gradient, of_hidden, sums, num_rows, size, eps,
+            block=block, num_warps=_num_warps(block), enable_fp_fusion=True,
+        )  # fmt: skip
     return of_hidden, sums.sum(0).to(weight.dtype)
 
 
-def gated_silu(gate_and_up: Tensor) -> Tensor:
-    """[..., 2·F] → [..., F]: silu of the first half times the second."""
+def gated_silu(gate_and_up: Tensor, factors: Tensor | None = None) -> Tensor:
+    """[..., 2·F] → [..., F]: silu of the first half times the second; factors [T]: rounded, times the row's factor."""
     size = gate_and_up.shape[-1] // 2
     product = gate_and_up.new_empty(*gate_and_up.shape[:-1], size)
     if product.numel():
-        grid = (product.numel() // size, triton.cdiv(size, BLOCK))
-        _gate_kernel[grid](gate_and_up, product, size, block=BLOCK, num_warps=4, enable_fp_fusion=True)
+        _gate_kernel[(product.numel() // size, triton.cdiv(size, BLOCK))](
+            gate_and_up, product if factors is None else factors, product, size,
+            has_factors=factors is not None, block=BLOCK, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
     return product
 
 
@@ -185,20 +181,8 @@ def gated_silu_gradient(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
     return of_both
 
 
-def weighted_gated_silu(gate_and_up: Tensor, factors: Tensor) -> Tensor:
-    """[T, 2·F], [T] → [T, F]: gated_silu, rounded, times the row's factor."""
-    size = gate_and_up.shape[-1] // 2
-    product = gate_and_up.new_empty(len(gate_and_up), size)
-    if product.numel():
-        grid = (len(product), triton.cdiv(size, BLOCK))
-        _weighted_gate_kernel[grid](
-            gate_and_up, factors, product, size, block=BLOCK, num_warps=4, enable_fp_fusion=True
-        )
-    return product
-
-
 def weighted_gated_silu_gradient(gate_and_up: Tensor, factors: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Of gate_and_up and of the factors, from the gradient [T, F] of weighted_gated_silu's result."""
+    """Of gate_and_up and of the factors, from the gradient [T, F] of gated_silu's result with them."""
     of_both, of_factors = torch.empty_like(gate_and_up), torch.zeros_like(factors)
     if of_both.numel():
         _weighted_gate_gradient_kernel[(len(gradient),)](
@@ -213,12 +197,9 @@ def _num_warps(block: int) -> int:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels for this device and dtype; raises RuntimeError or OSError if that does not work here."""
+    """Compile the kernels for this device and dtype; raises whatever Triton raises."""
     one = torch.ones(1, 2, device=device, dtype=dtype)
-    try:
-        rms_norm_gradient(one, one[0], 1.0, rms_norm(one, one[0], 1.0))
-        gated_silu_gradient(one, gated_silu(one))
-        factors = torch.ones(1, device=device)
-        weighted_gated_silu_gradient(one, factors, weighted_gated_silu(one, factors))
-    except (TritonError, SubprocessError) as error:  # a kernel, a compiler
-        raise RuntimeError(str(error)) from error
+    rms_norm_gradient(one, one[0], 1.0, rms_norm(one, one[0], 1.0))
+    gated_silu_gradient(one, gated_silu(one))
+    factors = torch.ones(1, device=device)
+    weighted_gated_silu_gradient(one, factors, gated_silu(one, factors))

@@ -8,13 +8,10 @@ Legend: C tokens of a chunk, V rows of the head.
 
 from __future__ import annotations
 
-from subprocess import SubprocessError
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.errors import TritonError
 
 BLOCK = 4096  # elements of a row at once
 LOWEST = torch.finfo(torch.float32).min
@@ -109,15 +106,12 @@ def logit_gradient(
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels for this device; raises RuntimeError or OSError if that does not work here.
+    """Compile the kernels for this device; raises whatever Triton raises.
 
     dtype: of the logits, float32.
     """
     one = torch.ones(1, 1, device=device, dtype=dtype)
     target = torch.zeros(1, dtype=torch.int64, device=device)
-    try:
-        logit_statistics(one, target, 1.0, want_entropy=True)
-        for entropy in (None, (one[0], one[0])):
-            logit_gradient(one, target, 1.0, one[0], one[0], torch.bfloat16, entropy)
-    except (TritonError, SubprocessError) as error:  # a kernel, a compiler
-        raise RuntimeError(str(error)) from error
+    logit_statistics(one, target, 1.0, want_entropy=True)
+    for entropy in (None, (one[0], one[0])):
+        logit_gradient(one, target, 1.0, one[0], one[0], torch.bfloat16, entropy)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from importlib import import_module
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -26,9 +27,16 @@ def kernels_for(module: str, tensor: Tensor) -> Any:
 def compiled_kernels(module: str, device: torch.device, dtype: torch.dtype) -> Any:
     """The module if its kernels compile for this device, else None."""
     try:
-        kernels = import_module(f"rlhpc.training.{module}")
-        kernels.try_out(device, dtype)
+        return _tried_out(module, device, dtype)
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # nothing is lost but time
         log.warning("training without %s, since Triton does not work here: %s", module, error)
         return None
+
+
+def _tried_out(module: str, device: torch.device, dtype: torch.dtype) -> Any:
+    kernels = import_module(f"rlhpc.training.{module}")
+    try:
+        kernels.try_out(device, dtype)
+    except (import_module("triton.errors").TritonError, SubprocessError) as error:  # a kernel, a compiler
+        raise RuntimeError(str(error)) from error
     return kernels

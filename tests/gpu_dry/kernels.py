@@ -67,7 +67,7 @@ def _launch_layer(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     layer_kernels.rms_norm_gradient(hidden, hidden[0], 1e-6, layer_kernels.rms_norm(hidden, hidden[0], 1e-6))
     layer_kernels.gated_silu_gradient(hidden, layer_kernels.gated_silu(hidden))
     factors = torch.zeros(tokens)
-    layer_kernels.weighted_gated_silu_gradient(hidden, factors, layer_kernels.weighted_gated_silu(hidden, factors))
+    layer_kernels.weighted_gated_silu_gradient(hidden, factors, layer_kernels.gated_silu(hidden, factors))
     mixed, rotation = hidden.new_zeros(tokens, groups, queries + 2, size), hidden.new_zeros(2, tokens, size // 2)
     for weights in (None, (hidden[0, :size], hidden[0, :size])):
         heads = head_kernels.rotated_heads(mixed, rotation, weights, 1e-6)
