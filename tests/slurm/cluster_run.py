@@ -167,7 +167,7 @@ class SlurmRun:
         said = [
             f"{e['unix_time_s']:.1f} {e['restart']} {e['attempt']} {e['event']}: {e['text']}" for e in self.events()
         ]
-        logs = sorted([*self.layout.logs.rglob("*.log")])
+        logs = sorted([*self.layout.logs.rglob("*.log"), *self.layout.evaluations.rglob("*.log")])
         tails = [f"--- {log.parent.name}/{log.name}\n{_tail(log)}" for log in logs]
         return "\n".join([*said, self.cluster.run("squeue", "--states=all", check=False), *tails])
 

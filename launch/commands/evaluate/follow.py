@@ -24,10 +24,10 @@ from launch.commands.evaluate.directory import unlike_samples
 from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
 from launch.commands.evaluate.following_job import (
     TimeIsUp,
+    TimeWarning,
     go_on_later,
     is_following_job,
     look_again_later,
-    warned_of_the_limit,
 )
 from launch.commands.evaluate.past import past_evaluations, past_values
 from launch.commands.evaluate.report import Report
@@ -84,8 +84,13 @@ def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
     """
     layout = run_of(options)
     try:
-        with warned_of_the_limit(layout) as remind:
-            return _follow(layout, options, show, tell, remind)
+        with TimeWarning(layout) as warning:
+
+            def tell_in_time(line: str) -> None:  # also from within an evaluation of hours
+                warning.remind()
+                tell(line)
+
+            return _follow(layout, options, show, tell_in_time, warning.remind)
     except TimeIsUp:
         return go_on_later(layout, tell)
 

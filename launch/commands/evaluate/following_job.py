@@ -10,11 +10,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Self
 
 from launch.commands.evaluate.job import SCRIPT, EvaluationJob
 from launch.plan.site_file import Site
@@ -78,33 +78,40 @@ def end_following(layout: RunLayout, tell: Tell) -> None:
     tell(f"cancelled    evaluation job {job}; `rlhpc evaluate {layout.root}` evaluates the newest checkpoint")
 
 
-@contextmanager
-def warned_of_the_limit(layout: RunLayout) -> Iterator[Callable[[], None]]:
+class TimeWarning:
     """In that job: raise TimeIsUp in the block when Slurm says that its time is nearly over.
 
-    Yields a function that raises it again: Python drops what a signal raises while an object is being finalised.
+    Some libraries (pydantic, torch) raise an error of their own in its place: any error after the warning becomes
+    TimeIsUp.  Python drops what a signal raises while an object is being finalised: `remind` raises it again.
     """
-    warned: list[int] = []
 
-    def remind() -> None:
-        if warned:
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._has_come = False
+
+    def __enter__(self) -> Self:
+        if "SLURM_JOB_ID" in os.environ:
+            self._before = signal.signal(signal.SIGUSR2, self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if "SLURM_JOB_ID" in os.environ:
+            signal.signal(signal.SIGUSR2, self._before)
+        if isinstance(error, Exception):
+            self.remind()
+
+    def remind(self) -> None:
+        """Raises TimeIsUp once the warning has come."""
+        if self._has_come:
             raise TimeIsUp
 
-    if "SLURM_JOB_ID" not in os.environ:
-        yield remind
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        if is_following_job(layout):  # recorded by now, if it is; this process may have started before
-            warned.append(number)
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if is_following_job(self._layout):  # recorded by now, if it is; this process may have started before
+            self._has_come = True
             raise TimeIsUp
         raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR2, end)
-    try:
-        yield remind
-    finally:
-        signal.signal(signal.SIGUSR2, before)
 
 
 def go_on_later(layout: RunLayout, tell: Tell) -> int:
