@@ -86,7 +86,7 @@ def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
     try:
         with TimeWarning(layout) as warning:
 
-            def tell_in_time(line: str) -> None:  # also from within an evaluation of hours
+            def tell_in_time(line: str) -> None:  # twice a minute while samples are drawn
                 warning.remind()
                 tell(line)
 

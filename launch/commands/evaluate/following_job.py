@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from launch.commands.evaluate.job import SCRIPT, EvaluationJob
@@ -79,10 +79,10 @@ def end_following(layout: RunLayout, tell: Tell) -> None:
 
 
 class TimeWarning:
-    """In that job: raise TimeIsUp in the block when Slurm says that its time is nearly over.
+    """In that job: hears Slurm say that its time is nearly over, and raises TimeIsUp in `remind`.
 
-    Some libraries (pydantic, torch) raise an error of their own in its place: any error after the warning becomes
-    TimeIsUp.  Python drops what a signal raises while an object is being finalised: `remind` raises it again.
+    Not at once: what a signal raises within pydantic or torch comes out as an error of theirs, and Python drops what it
+    raises while an object is being finalised.
     """
 
     def __init__(self, layout: RunLayout) -> None:
@@ -94,24 +94,18 @@ class TimeWarning:
             self._before = signal.signal(signal.SIGUSR2, self._hear)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if "SLURM_JOB_ID" in os.environ:
             signal.signal(signal.SIGUSR2, self._before)
-        if isinstance(error, Exception):
-            self.remind()
 
     def remind(self) -> None:
-        """Raises TimeIsUp once the warning has come."""
+        """Raises TimeIsUp once the warning has come; KeyboardInterrupt in a job of somebody else's."""
         if self._has_come:
-            raise TimeIsUp
+            # It is recorded by now, if it is that job; this process may have started before.
+            raise TimeIsUp if is_following_job(self._layout) else KeyboardInterrupt
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if is_following_job(self._layout):  # recorded by now, if it is; this process may have started before
-            self._has_come = True
-            raise TimeIsUp
-        raise KeyboardInterrupt
+        self._has_come = True
 
 
 def go_on_later(layout: RunLayout, tell: Tell) -> int:

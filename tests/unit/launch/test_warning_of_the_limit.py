@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import BaseModel, field_serializer
 
 from launch.commands.evaluate.follow import follow_run
@@ -36,17 +35,6 @@ class Warned(BaseModel):
         return str(number)
 
 
-class WarnedSequence:
-    """The warning comes while torch asks for an element."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> float:
-        warn()
-        return 0.0
-
-
 class WarnedFinaliser:
     """The warning comes while it is being finalised."""
 
@@ -68,52 +56,42 @@ def write_settings() -> None:
     Warned().model_dump_json()
 
 
-def make_a_tensor() -> None:
-    torch.tensor(WarnedSequence())  # as safetensors makes one of a mapped file
+def finalise() -> None:
+    WarnedFinaliser()
 
 
-def sleep() -> None:
-    warn()
-
-
-@pytest.mark.parametrize("work", [sleep, write_settings, make_a_tensor])
-def test_whatever_a_library_makes_of_the_warning_the_job_goes_on_later(
-    layout: RunLayout, work: Callable[[], None]
-) -> None:
+@pytest.mark.parametrize("work", [warn, write_settings, finalise])
+def test_a_warning_disturbs_nobody_and_is_not_forgotten(layout: RunLayout, work: Callable[[], None]) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
-    with pytest.raises(TimeIsUp), TimeWarning(layout):
+    with TimeWarning(layout) as warning:
+        warning.remind()
         work()
+        with pytest.raises(TimeIsUp):
+            warning.remind()
     assert signal.getsignal(signal.SIGUSR2) is handler
 
 
-def test_a_job_that_is_cancelled_after_its_warning_does_not_go_on(layout: RunLayout) -> None:
-    def cancelled_while_it_ends() -> None:
-        with suppress(TimeIsUp):
-            warn()
-        raise KeyboardInterrupt  # as SIGTERM does
-
-    with pytest.raises(KeyboardInterrupt), TimeWarning(layout):
-        cancelled_while_it_ends()
+def test_in_a_job_of_somebody_elses_it_is_ctrl_c(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", str(JOB + 1))
+    with TimeWarning(layout) as warning:
+        warn()
+        with pytest.raises(KeyboardInterrupt):
+            warning.remind()
 
 
-def test_an_error_without_a_warning_stays_what_it_is(layout: RunLayout) -> None:
-    with pytest.raises(ValueError, match="of its own"), TimeWarning(layout):
-        raise ValueError("of its own")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_warning_that_python_drops_is_raised_when_the_job_next_says_how_far_it_is(
+def test_a_job_goes_on_later_when_it_next_says_how_far_it_is(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
 
     def evaluate(layout: RunLayout, options: object, show: object, tell: Callable[[str], None], remind: object) -> int:
-        WarnedFinaliser()
+        tell("2 of 8 samples")
+        warn()
         tell("4 of 8 samples")
         return 1
 
     monkeypatch.setattr("launch.commands.evaluate.follow._follow", evaluate)
     monkeypatch.setattr("launch.commands.evaluate.follow.run_of", lambda options: layout)
     monkeypatch.setattr("launch.commands.evaluate.follow.go_on_later", lambda layout, tell: said.append("later") or 0)
-    assert follow_run(None, None, said.append) == 0  # type: ignore[arg-type]
-    assert said == ["later"]
+    assert follow_run(argparse.Namespace(), lambda report: None, said.append) == 0
+    assert said == ["2 of 8 samples", "later"]
