@@ -6,13 +6,14 @@ g: seconds in which full generators sample a batch's worth of tokens; t: seconds
 steps a second · max(g, t): 1 is a ring in which one side never waits; in brackets the staleness of what is trained,
 mean and worst.  A generator decodes as many samples at once as it has places, each at the same pace.
 
-ours: the ledger as it is by default, a prompt drawn when somebody can sample it.  strict: batches in strict order of
-admission, every slot filled at once.  longest: as strict, but of the groups that have a slot the one that takes
-longest begins first, its length known beforehand, which nobody can.
+ours: the ledger as it is by default, a prompt drawn when somebody can sample it.  in parts: the same, and while the
+trainer would wait it trains what is finished of its batch, a quarter or more at once (admission.step_parts = 4).
+strict: batches in strict order of admission, every slot filled at once.  longest: as strict, but of the groups that
+have a slot the one that takes longest begins first, its length known beforehand, which nobody can.
 AReaL: begin while (S + version + 1) · P − (accepted + running) is above 0, train the oldest P that are finished
 (areal/core/staleness_manager.py).  open-instruct: S · P groups in flight, each that is collected is replaced; a group
 is thrown away that is older than S when its batch is put together, up to S batches ahead.
-limit: no rule is faster that keeps the bound and begins P groups a version (docs/staleness.md).
+limit: no rule is faster that keeps the bound, begins P groups a version and trains whole batches (docs/staleness.md).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from rlhpc.types import Prompt, SamplingParams
 
 P, G = 16, 8  # groups of a step, samples of a group
 SETTLE_SHARE = 0.02  # from the end of a step until its weights are live, of max(g, t)
+PART_SHARE = 0.01  # what a part of a step costs beside its groups, of max(g, t)
+STEP_PARTS = 4
 PACES = {"g = t": (1.0, 1.0), "g = 2t": (2.0, 1.0), "t = 2g": (1.0, 2.0)}
 SHARES = (0.5, 1.0)
 WARM_UP_STEPS = 30
@@ -65,6 +68,7 @@ class Rule(Protocol):
 
     live: int  # newest version that generators sample with
     fills_slots: bool  # whether groups begin before somebody can sample them
+    step_parts: int  # in which a step may be trained
 
     def may_begin(self) -> bool: ...
 
@@ -74,13 +78,17 @@ class Rule(Protocol):
 
     def batch(self, step: int) -> list[int] | None: ...
 
+    def part(self) -> list[int]: ...
+
     def went_live(self, batch: list[int]) -> None: ...
 
 
 class Ledger:
     """rlhpc's."""
 
-    def __init__(self, max_staleness: int, window: int | None, *, fills_slots: bool = False) -> None:
+    def __init__(
+        self, max_staleness: int, window: int | None, *, fills_slots: bool = False, step_parts: int = 1
+    ) -> None:
         admission = AdmissionConfig(groups_per_step=P, group_size=1, max_staleness=max_staleness, window_groups=window)
         self.ledger = AdmissionLedger(
             num_slots=admission.num_slots,
@@ -92,7 +100,7 @@ class Ledger:
             max_attempts=1,
             clock=lambda: 0.0,
         )
-        self.live, self.fills_slots = 0, fills_slots
+        self.live, self.fills_slots, self.step_parts = 0, fills_slots, step_parts
 
     def may_begin(self) -> bool:
         return self.ledger.has_slot
@@ -106,6 +114,9 @@ class Ledger:
     def batch(self, step: int) -> list[int] | None:
         return self.ledger.take(P, step)
 
+    def part(self) -> list[int]:
+        return self.ledger.begin(P, -(-P // self.step_parts)) if self.step_parts > 1 else []
+
     def went_live(self, batch: list[int]) -> None:
         self.ledger.release(batch)
 
@@ -113,7 +124,7 @@ class Ledger:
 class Areal:
     """A budget by version for what was ever accepted, and whatever is finished is trained, oldest first."""
 
-    fills_slots = False
+    fills_slots, step_parts = False, 1
 
     def __init__(self, max_staleness: int) -> None:
         self.live, self.max_staleness = 0, max_staleness
@@ -132,6 +143,9 @@ class Areal:
     def batch(self, step: int) -> list[int] | None:
         return [heapq.heappop(self.finished) for _ in range(P)] if len(self.finished) >= P else None
 
+    def part(self) -> list[int]:
+        return []
+
     def went_live(self, batch: list[int]) -> None:
         pass
 
@@ -139,7 +153,7 @@ class Areal:
 class OpenInstruct:
     """Replacement one for one, batches put together up to S ahead, what is too old then is thrown away."""
 
-    fills_slots = False
+    fills_slots, step_parts = False, 1
 
     def __init__(self, max_staleness: int) -> None:
         self.live, self.max_staleness = 0, max_staleness
@@ -165,6 +179,9 @@ class OpenInstruct:
         taken = self.prepared.pop(0) if self.prepared else None
         self._collect()
         return taken
+
+    def part(self) -> list[int]:
+        return []
 
     def went_live(self, batch: list[int]) -> None:
         pass
@@ -217,6 +234,7 @@ class Ring:
         self.waiting: list[Group] = []  # with samples that have not begun
         self.num_drawn = self.trained = 0
         self.batch: list[int] = []
+        self.begun: list[int] = []  # groups of the next batch that are trained
         self.is_training, self.is_settling, self.queued = False, False, list[list[int]]()
         self.staleness: list[int] = []
         self.lengths: list[float] = []
@@ -274,16 +292,29 @@ class Ring:
             self.rule.finish(group_id)
 
     def _train(self) -> None:
+        """A batch that is there, or a part of one."""
         if self.is_training or len(self.queued) > 1:
             return
-        batch = self.rule.batch(self.trained)
+        batch, begun = self.rule.batch(self.trained), self.begun
         if batch is not None:
-            groups = [self.groups.pop(group_id) for group_id in batch]
-            if self.trained >= WARM_UP_STEPS:
-                self.staleness += [self.trained - group.version for group in groups]
-                self.lengths += [length for group in groups for length in group.lengths]
-            self.is_training, self.batch = True, batch
-            self._after(self.t, "stepped")
+            self.batch, self.begun = batch, []
+            self._work([group_id for group_id in batch if group_id not in begun], "stepped")
+        elif part := self.rule.part():
+            self.begun = [*begun, *part]
+            self._work(part, "parted")
+
+    def _work(self, group_ids: list[int], then: str) -> None:
+        """Forward and backward of these groups."""
+        groups = [self.groups.pop(group_id) for group_id in group_ids]
+        if self.trained >= WARM_UP_STEPS:
+            self.staleness += [self.trained - group.version for group in groups]
+            self.lengths += [length for group in groups for length in group.lengths]
+        self.is_training = True
+        extra_s = PART_SHARE * max(self.g, self.t) if self.begun else 0.0
+        self._after(self.t * len(groups) / P + extra_s, then)
+
+    def _parted(self, _: int) -> None:
+        self.is_training = False
 
     def _stepped(self, _: int) -> None:
         self.is_training = False
@@ -305,16 +336,17 @@ class Ring:
 
 RULES: dict[str, Callable[[int], Rule]] = {
     "ours": lambda bound: Ledger(bound, None),
+    "in parts": lambda bound: Ledger(bound, None, step_parts=STEP_PARTS),
     "strict": lambda bound: Ledger(bound, 1, fills_slots=True),
     "longest": lambda bound: Ledger(bound, 1, fills_slots=True),
     "AReaL": Areal,
     "open-instruct": OpenInstruct,
 }
-KEEP_THE_BOUND = ("ours", "strict", "longest")
+KEEP_THE_BOUND = ("ours", "in parts", "strict", "longest")
 
 
 def limit(bound: int, g: float, t: float, law: Draw, num_places: int) -> float:
-    """Steps a second · max(g, t) that no rule exceeds which keeps the bound and begins P groups a version."""
+    """Steps a second · max(g, t) that no rule of whole batches exceeds which keeps the bound, P groups a version."""
     random, pace = np.random.default_rng(0), max(g, t)
     longest_s = g * num_places / (P * G) * float(np.mean([law(random, P * G).max() for _ in range(1000)]))
     return min(1.0, (bound + 1) * pace / (t + SETTLE_SHARE * pace + longest_s))
@@ -354,6 +386,7 @@ def main() -> None:
             found = {name: figures_of(name, bound, pace, law, num_places, steps=options.steps, seeds=options.seeds)
                      for name in RULES}  # fmt: skip
             tell(f"admission S = {bound}", found["ours"].efficiency)
+            tell(f"admission in parts S = {bound}", found["in parts"].efficiency)
             highest = limit(bound, *PACES[pace], LAWS[law], num_places)
             print(
                 f"| {law} | {share:g} | {pace} | {bound} | {highest:.2f} |",

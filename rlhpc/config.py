@@ -13,6 +13,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
+from rlhpc.config_admission import ADMISSION
 from rlhpc.config_agent import AgentConfig, agent_has_its_keys, agents_are_not_evaluated
 from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig, no_prompt_is_solved_and_hopeless, stages_ascend
@@ -258,33 +259,11 @@ def critic_knows_no_tasks(config: Config) -> None:
         raise ValueError("algorithm.advantage_normalization='task' with advantage='gae'; legal: 'batch', 'off'")
 
 
-def deterministic_order_is_strict(config: Config) -> None:
-    """With a window, the batch depends on which groups are finished first."""
-    if config.run.deterministic and (window := config.admission.window_groups or 1) > 1:
-        raise ValueError(f"run.deterministic=true needs admission.window_groups=1, its default there; it is {window}")
-
-
-def stragglers_can_be_passed(config: Config) -> None:
-    """A batch passes groups that are admitted, oldest first, and whose order of finishing is not known before."""
-    admission = config.admission
-    if not admission.oversample:
-        return
-    key = f"admission.oversample={admission.oversample:g}"
-    if config.run.deterministic:
-        raise ValueError(f"{key} with run.deterministic=true: who is finished first decides what is cut; legal: 0")
-    if admission.max_staleness == 0:
-        raise ValueError(
-            f"{key} with admission.max_staleness=0, where no more groups are in flight than a batch has; legal: 0, or "
-            "admission.max_staleness of 1 or more"
-        )
-    if admission.window > 1:
-        raise ValueError(f"{key} with admission.window_groups={admission.window}, which lets batches wait; legal: 1")
-
-
 RULES = (
     budget_holds_longest_sample,
     engine_step_holds_every_sequence,
     *STATISTICS,
+    *ADMISSION,
     *RATES,
     sandbox_ends_before_its_verifier,
     languages_are_run,
@@ -300,8 +279,6 @@ RULES = (
     layout_keys_need_their_partner,
     format_has_its_backend,
     critic_knows_no_tasks,
-    deterministic_order_is_strict,
-    stragglers_can_be_passed,
     *DATA,
     stages_ascend,
     no_prompt_is_solved_and_hopeless,

@@ -11,6 +11,7 @@ from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloa
 from rlhpc.user_code import is_import_path
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
+OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # of these, normalised over the batch by definition
 LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
 
 

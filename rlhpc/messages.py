@@ -299,6 +299,14 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PartReport:
+    """Trainer → controller: a part of a batch was trained; nothing is applied before the last one."""
+
+    step: int
+    part: int  # from 0
+
+
+@dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
     """Controller → trainer: copy the current state, and write it to this directory while training continues."""
 

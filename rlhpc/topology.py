@@ -47,7 +47,7 @@ LEASES = ChannelSpec(
 )  # fmt: skip
 BATCHES = ChannelSpec(
     "batches", "controller", ("trainer",),
-    (m.TrainerReady, m.StepReport, m.GroupOpened, m.PublishReport, m.SnapshotTaken),
+    (m.TrainerReady, m.StepReport, m.PartReport, m.GroupOpened, m.PublishReport, m.SnapshotTaken),
     (m.BatchRows, m.TrainBatch, m.FormGroup, m.PublishWeights, m.SaveCheckpoint, m.StopRole),
     8,
     MAX_BATCH_BYTES,

@@ -208,6 +208,8 @@ class PackedBatch:
     learning_rate: float = 0.0  # of its optimiser steps
     critic_learning_rate: float = 0.0
     renews_reference: bool = False  # the policy becomes the new reference before this step
+    num_parts_before: int = 0  # parts of this step that were trained before this one; their gradients are kept
+    is_part: bool = False  # others follow; nothing is applied, and the loss tokens are an estimate for the whole step
 
     @property
     def rows(self) -> list[PackedMicrobatch]:

@@ -103,12 +103,13 @@ def _of_batches() -> list[object]:
     return [
         m.TrainerReady(7, _manifest(), "GPU-0"),
         m.StepReport(7, 8, applied=True, metrics={"loss": 0.5, "grad_norm": 1.25}, refused="kl"),
+        m.PartReport(7, 1),
         m.GroupOpened(_group(), ""),
         m.PublishReport(3, 7, 0.5, ""),
         m.SnapshotTaken(8, 0.25),
         m.BatchRows(4, (minibatch, minibatch)),
         m.TrainBatch(
-            4, PackedBatch(7, 7, (), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5, True)
+            4, PackedBatch(7, 7, (), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5, True, 2, True)
         ),
         m.FormGroup(_group()),
         m.PublishWeights(3, 7),

@@ -130,9 +130,15 @@ class LeaseBook:
         self._quarantine.forget(group)
 
     def hand_back(
-        self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]
+        self, group: GroupRecord | None, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]
     ) -> None:
-        """Free the members that the holder still holds; keep the longest prefix of those that are free."""
+        """Free the members that the holder still holds; keep the longest prefix of those that are free.
+
+        group: None where there is none any more.  Raises LedgerError, changing nothing, for an inconsistent message.
+        """
+        _refuse_odd_message(group, indices, prefixes)
+        if group is None:
+            return
         for position, index in enumerate(indices):
             member = group.members[index]
             if member.holder == holder:
@@ -140,8 +146,16 @@ class LeaseBook:
             if member.is_free and prefixes:
                 member.prefix = _longer(member.prefix, prefixes[position])
 
-    def renew(self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
-        """Renew the deadline of the members that the holder has; a prefix that it sends replaces the known one."""
+    def renew(
+        self, group: GroupRecord | None, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]
+    ) -> None:
+        """Renew the deadline of the members that the holder has; a prefix that it sends replaces the known one.
+
+        Arguments and errors as in hand_back.
+        """
+        _refuse_odd_message(group, indices, prefixes)
+        if group is None:
+            return
         for position, index in enumerate(indices):
             member = group.members[index]
             if member.holder == holder:
@@ -307,6 +321,14 @@ def _may_share(held: Mapping[int, GroupRecord], group: GroupRecord) -> bool:
     together = {**held, group.group_id: group}
     limits = [other.company for other in together.values() if other.company != ANY_COMPANY]
     return not limits or group.group_id in held or len(together) <= min(limits)
+
+
+def _refuse_odd_message(group: GroupRecord | None, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
+    name = "of a group that is gone" if group is None else f"of group {group.group_id}"
+    if prefixes and len(prefixes) != len(indices):
+        raise LedgerError(f"{len(indices)} members {name} with {len(prefixes)} prefixes")
+    if group and not 0 <= min(indices, default=0) <= max(indices, default=0) < len(group.members):
+        raise LedgerError(f"members {tuple(indices)} {name}, which has {len(group.members)}")
 
 
 def _longer(old: Prefix | None, new: Prefix | None) -> Prefix | None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhpc.buffer.batch_choice import choose_batch
+from rlhpc.buffer.batch_choice import BatchChoice
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.lease_book import LeaseBook
 from rlhpc.buffer.lost_leases import LostLeases
@@ -51,6 +51,7 @@ class AdmissionLedger:
         self.next_group_id = 0  # of the group that is admitted next
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._tally = UntakenTally(groups_per_step)  # of these
+        self._choice = BatchChoice(groups_per_step, window_groups)
         self._taken: dict[int, GroupRecord] = {}
         self._num_released = 0
         self._dropped: Counter[str] = Counter()
@@ -151,17 +152,13 @@ class AdmissionLedger:
         Ignored: members that another one holds or that are delivered, unknown groups.  prefixes: none, or one per
         sample index.  Raises LedgerError, changing nothing, for another number of them, or an index outside the group.
         """
-        group = self._group_of(group_id, sample_indices, prefixes)
-        if group is not None:
-            self._leases.hand_back(group, holder, sample_indices, prefixes)
+        self._leases.hand_back(self._untaken.get(group_id), holder, sample_indices, prefixes)
 
     def renew(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
         """The holder continues these members; prefixes are for the next holder.  Ignores and raises as hand_back."""
-        group = self._group_of(group_id, sample_indices, prefixes)
-        if group is not None:
-            self._leases.renew(group, holder, sample_indices, prefixes)
+        self._leases.renew(self._untaken.get(group_id), holder, sample_indices, prefixes)
 
     def expire(self) -> list[tuple[int, str]]:
         """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
@@ -190,12 +187,20 @@ class AdmissionLedger:
         """Ids of the groups that a batch would take now, ascending; None: it has to wait (batch_choice.py)."""
         if self.num_missing(num_groups):
             return None
-        waiting, num_taken = list(self._untaken.values()), self._num_released + len(self._taken)
-        return choose_batch(waiting, num_groups, num_taken, self.groups_per_step, self.window_groups)
+        return self._choice.batch(list(self._untaken.values()), num_groups, self._num_taken)
 
     def num_missing(self, num_groups: int) -> int:
         """The least number of groups that have to end before a batch can be formed; 0: ask `upcoming`."""
-        return self._tally.num_missing(num_groups, self._num_released + len(self._taken))
+        return self._tally.num_missing(num_groups, self._num_taken)
+
+    def begin(self, num_groups: int, least: int) -> list[int]:
+        """Ids of finished groups, `least` or more, with which the next batch begins or goes on; `take` includes them.
+
+        None, without effect, where there are fewer, or others would miss their due date.
+        """
+        if self._tally.num_finished - len(self._choice.begun) < least:
+            return []
+        return self._choice.begin(list(self._untaken.values()), num_groups, self._num_taken, least)
 
     def take(self, num_groups: int, step: int) -> list[int] | None:
         """Move the upcoming groups into the batch of this step; None, without effect, if it has to wait."""
@@ -205,10 +210,11 @@ class AdmissionLedger:
         return chosen
 
     def take_these(self, group_ids: Sequence[int], step: int) -> None:
-        """Move finished groups into the batch of a step.  Raises LedgerError, before any, if one is not finished."""
+        """Move finished groups into a batch.  Raises LedgerError, before any, if one is not, or a begun one lacks."""
         for group_id in group_ids:
             if group_id not in self._untaken or not self._untaken[group_id].is_finished:
                 raise LedgerError(f"group {group_id} cannot be taken: it is {self._whereabouts(group_id)}")
+        self._choice.complete(group_ids)
         for group_id in group_ids:
             group = self._taken[group_id] = self._untaken.pop(group_id)
             self._tally.remove(group)
@@ -327,16 +333,9 @@ class AdmissionLedger:
             self._tally.add(group)
             self._leases.add(group)
 
-    def _group_of(
-        self, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None]
-    ) -> GroupRecord | None:
-        """The open group that a generator's message names, or None.  Raises LedgerError for an inconsistent message."""
-        if prefixes and len(prefixes) != len(sample_indices):
-            raise LedgerError(f"{len(sample_indices)} members of group {group_id} with {len(prefixes)} prefixes")
-        group = self._untaken.get(group_id)
-        if group and not 0 <= min(sample_indices, default=0) <= max(sample_indices, default=0) < len(group.members):
-            raise LedgerError(f"members {tuple(sample_indices)} of group {group_id}, which has {len(group.members)}")
-        return group
+    @property
+    def _num_taken(self) -> int:
+        return self._num_released + len(self._taken)
 
     @property
     def _num_slots_taken(self) -> int:

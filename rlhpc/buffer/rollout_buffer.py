@@ -118,8 +118,8 @@ class RolloutBuffer:
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
         """Add a member; return its group if that is now complete (it stays here, ready to be taken or dropped).
 
-        Unwanted members are ignored.  Raises LedgerError, changing nothing, for an aborted rollout, which is handed
-        back and never delivered, and for one that answers another prompt than its group's.
+        Unwanted members are ignored.  Raises LedgerError, changing nothing, for an aborted rollout (those are handed
+        back), and for one that answers another prompt than its group's.
         """
         rollout = scored.rollout
         if rollout.finish_reason is FinishReason.ABORT:
@@ -162,8 +162,11 @@ class RolloutBuffer:
 
     def upcoming(self, num_groups: int) -> list[RolloutGroup] | None:
         """The groups that a batch would take now; None: it would have to wait (AdmissionLedger.upcoming)."""
-        group_ids = self._ledger.upcoming(num_groups)
-        return None if group_ids is None else [self._groups[group_id] for group_id in group_ids]
+        return None if (chosen := self._ledger.upcoming(num_groups)) is None else [self._groups[i] for i in chosen]
+
+    def begin(self, num_groups: int, least: int) -> list[RolloutGroup]:
+        """Groups with which the next step begins before its batch is there, or goes on (AdmissionLedger.begin)."""
+        return [self._groups[group_id] for group_id in self._ledger.begin(num_groups, least)]
 
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
         """Take the batch of a step, in order of admission; None, without effect, while it has to wait."""
@@ -235,13 +238,12 @@ class RolloutBuffer:
         """Seconds since the admission of the oldest unfinished group, or since the restart; 0 if there is none."""
         return self._ledger.oldest_in_flight_age_s
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ----------------------------------------------------------------------------------- checkpoints, restoration
 
     def freeze(self, next_step: int) -> FrozenBuffer:
         """Take a snapshot for a checkpoint; any thread may write it while the run goes on.
 
-        next_step: the step that a resume begins with; groups taken for an earlier one and not consumed are an error.
-        Raises LedgerError for that.
+        next_step: that a resume begins with.  Raises LedgerError if a group was taken before it and is not consumed.
         """
         late = [i for i in self._groups if (step := self._ledger.group(i).step) is not None and step < next_step]
         if late:
@@ -273,8 +275,6 @@ class RolloutBuffer:
             for member in resolved.group.members:
                 self._add(member)
         return len(saved)
-
-    # -------------------------------------------------------------------------------------------------- restoration
 
     def restore(self, history: History, draw_again: Callable[[int | None], Prompt]) -> list[ResolvedGroup]:
         """Bring back what has happened since the checkpoint, or since the start: admissions, rollouts, drops.

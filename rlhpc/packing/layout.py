@@ -55,6 +55,17 @@ def lay_out(samples: Sequence[TrainingSample], plan: Plan) -> PackedMinibatch:
     )
 
 
+def joined(parts: Sequence[PackedMinibatch]) -> PackedMinibatch:
+    """Parts of one optimiser step as one: every rank's rows of all of them, one part after the other."""
+    return PackedMinibatch(
+        ranks=tuple(
+            tuple(row for rows in of_rank for row in rows) for of_rank in zip(*(p.ranks for p in parts), strict=True)
+        ),
+        num_loss_tokens=sum(part.num_loss_tokens for part in parts),
+        num_samples=sum(part.num_samples for part in parts),
+    )
+
+
 def unpack(minibatch: PackedMinibatch) -> list[PackedMicrobatch]:
     """Return every segment as a row of its own, rank by rank, without filler rows."""
     return [

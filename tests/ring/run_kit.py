@@ -255,11 +255,16 @@ def summary_of(layout: RunLayout) -> dict[str, Any]:
 
 def last_scalar(layout: RunLayout, name: str) -> float:
     """The last value that TensorBoard has."""
+    return scalars(layout, name)[-1]
+
+
+def scalars(layout: RunLayout, name: str) -> list[float]:
+    """All values that TensorBoard has."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
 
     accumulator = EventAccumulator(str(layout.tensorboard))
     accumulator.Reload()
-    return float(accumulator.Scalars(name)[-1].value)
+    return [float(event.value) for event in accumulator.Scalars(name)]
 
 
 @contextlib.contextmanager

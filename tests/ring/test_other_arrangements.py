@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
-from tests.ring.run_kit import ROOT, Lab, Run, last_scalar, run_to_the_end, summary_of
+from tests.ring.run_kit import ROOT, Lab, Run, last_scalar, run_to_the_end, scalars, summary_of
 
 pytestmark = pytest.mark.ring
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -34,6 +34,17 @@ def test_a_run_over_tcp_with_two_trainer_ranks_and_weights_by_file(lab: Lab) -> 
     assert_full_batches_trained_once(layout.rollouts, 4, 4, 4)
     assert summary_of(layout)["staleness_max"] <= 1
     assert not list(layout.weights.rglob("*.safetensors"))  # nothing of the broadcasts stays on disk
+
+
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("deepspeed", marks=pytest.mark.long)])
+def test_steps_begin_with_what_is_finished_and_train_everything_once(lab: Lab, backend: str) -> None:
+    lab.script_engine(token_s=0.03)
+    layout = run_to_the_end(
+        lab, "in-parts", run={"num_steps": 5}, admission={"step_parts": 4}, trainer={"num_ranks": 2, "backend": backend}
+    )
+    assert_full_batches_trained_once(layout.rollouts, 5, 4, 4)
+    assert summary_of(layout)["staleness_max"] <= 1
+    assert max(scalars(layout, "trainer/step_parts")) > 1
 
 
 @pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])

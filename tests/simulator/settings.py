@@ -32,6 +32,8 @@ def settings_of(seed: int, root: Path) -> Config:
     )
     if admission.max_staleness and admission.window == 1 and seed % 2 == 0:
         admission = admission.model_copy(update={"oversample": 1.0})
+    elif seed % 3 == 0:
+        admission = admission.model_copy(update={"step_parts": groups_per_step})
     return base.model_copy(
         update={
             "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((2, 3, 4)), "seed": seed}),

@@ -20,6 +20,7 @@ from rlhpc.messages import (
     FormGroup,
     GroupOpened,
     Heartbeat,
+    PartReport,
     PublishReport,
     PublishWeights,
     SaveCheckpoint,
@@ -30,10 +31,11 @@ from rlhpc.messages import (
     TrainBatch,
     TrainerReady,
 )
+from rlhpc.packing.layout import joined
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, run_until
 from rlhpc.topology import BATCHES, CONTROL
-from rlhpc.types import PackedBatch, ScoredRollout, TensorSpec, WeightGroup, WeightManifest
+from rlhpc.types import PackedBatch, PackedMinibatch, ScoredRollout, TensorSpec, WeightGroup, WeightManifest
 from tests.simulator.network import SimulatedClient
 
 MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
@@ -165,6 +167,7 @@ class ScriptedTrainer:
             saved = json.loads(path.read_bytes())
             self.weights = Weights(saved["step"], saved["version"], tuple(saved["lineage"]))
         self._group: WeightGroup | None = None
+        self._parts: list[PackedMinibatch] = []  # of a step that has begun
 
     async def run(self) -> None:
         batches = await connected(self._world, BATCHES.name, self._context)
@@ -203,7 +206,14 @@ class ScriptedTrainer:
                     over.set()
                     return
 
-    def _train(self, batch: PackedBatch) -> StepReport:
+    def _train(self, batch: PackedBatch) -> StepReport | PartReport:
+        assert batch.num_parts_before == len(self._parts) or not batch.num_parts_before
+        self._parts = [*self._parts[: batch.num_parts_before], *batch.minibatches]
+        if batch.is_part:
+            return PartReport(batch.step, batch.num_parts_before)
+        if batch.num_parts_before:
+            batch = replace(batch, minibatches=(joined(self._parts),))
+        self._parts = []
         self._world.trained(batch, self.weights)
         metrics = {"loss": batch.step / 10, "grad_norm": 1.0}
         refused = refusal(batch.limits, metrics)

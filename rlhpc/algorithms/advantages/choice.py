@@ -10,7 +10,7 @@ from rlhpc.algorithms.advantages.opo import opo
 from rlhpc.algorithms.advantages.own import load_own_estimator
 from rlhpc.algorithms.advantages.pass_at_k import PassAtK
 from rlhpc.algorithms.advantages.reward_itself import reward_itself
-from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.config_algorithm import OVER_BATCH, AlgorithmConfig
 from rlhpc.contracts import AdvantageEstimator
 
 BY_GROUP: Mapping[str, AdvantageEstimator] = MappingProxyType(
@@ -24,7 +24,6 @@ BY_GROUP: Mapping[str, AdvantageEstimator] = MappingProxyType(
         "reinforce_pp_baseline": grpo_no_std,
     }
 )
-OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # normalised over the batch by definition
 
 
 def make_estimator(config: AlgorithmConfig) -> AdvantageEstimator:

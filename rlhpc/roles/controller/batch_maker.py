@@ -2,6 +2,7 @@
 
     groups finished ──▶ samples, rows, in a thread ──▶ BatchRows to every rank ──▶ … batch taken ──▶ TrainBatch
 
+A step that begins with a part of its batch (step_parts.py) gets the rows of that, and later those of the other groups.
 Input: RolloutGroup.  Output: MadeBatch.  What is made ahead is a guess: which groups a step trains is decided when its
 batch is taken, by the ledger, and their staleness is checked then.  If the ledger decides otherwise, rows are made and
 sent again under a new number, and the old ones are never trained.  Rows are a pure function of groups and step, so that
@@ -13,14 +14,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhpc.algorithms.minibatches import optimiser_steps
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import batch_slowdown, pack
+from rlhpc.packing.layout import batch_slowdown, joined, pack
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.types import PackedMinibatch, RolloutGroup
 
@@ -33,9 +34,10 @@ class MadeBatch:
     """A batch, but for what the steps before it decide; the ranks have its rows, or are being sent them."""
 
     number: int  # of the rows
-    minibatches: tuple[PackedMinibatch, ...]
+    minibatches: tuple[PackedMinibatch, ...]  # with the rows of parts that were made before
     order: tuple[int, ...]
     slowdown: float  # layout.batch_slowdown
+    num_parts_before: int = 0
 
 
 class BatchMaker:
@@ -49,6 +51,9 @@ class BatchMaker:
         self._changed = asyncio.Event()
         self._ahead: asyncio.Task[MadeBatch] | None = None
         self._guess: tuple[int, tuple[int, ...]] | None = None  # step and groups that are being made, or are made
+        self._begun: set[int] = set()  # groups of this step whose rows are made
+        self._parts: list[PackedMinibatch] = []  # with these
+        self._estimate = 1  # loss tokens of the whole step, by its first part
         self._num_made = 0
         self.num_wasted = 0  # made ahead for nothing
 
@@ -69,9 +74,27 @@ class BatchMaker:
         ahead, wanted = self._ahead, (step, tuple(group.group_id for group in groups))
         if ahead is not None and self._guess == wanted:
             self._ahead = self._guess = None
-            return await ahead
+            made = await ahead
+        else:
+            self.give_up()
+            made = await self._make(groups, step)
+        self._parts, self._begun = [], set()
+        return made
+
+    async def part(self, groups: Sequence[RolloutGroup], step: int, num_groups: int) -> MadeBatch:
+        """The next part of the batch of a step, which will have num_groups; its rows are on their way.
+
+        Its loss tokens are an estimate for the whole batch.  Raises as `made`.
+        """
         self.give_up()
-        return await self._make(groups, step)
+        number, (part,), slowdown = await self._packed(groups, step)
+        if not self._parts:
+            self._estimate = max(1, part.num_loss_tokens * num_groups // len(groups))
+        await self._trainer.send_rows(number, [replace(part, num_loss_tokens=self._estimate)])
+        made = MadeBatch(number, (part,), (0,), slowdown, len(self._parts))
+        self._parts.append(part)
+        self._begun.update(group.group_id for group in groups)
+        return made
 
     def give_up(self) -> None:
         """What was begun is not wanted."""
@@ -94,16 +117,28 @@ class BatchMaker:
             await asyncio.sleep(LOOK_S)
 
     async def _make(self, groups: Sequence[RolloutGroup], step: int) -> MadeBatch:
-        self._num_made += 1
-        number, num_tokens = self._num_made, sum(len(m.rollout.token_ids) for group in groups for m in group.members)
-        if num_tokens < SMALL_BATCH_TOKENS:
-            minibatches, slowdown = self._pack(groups, step)
-        else:
-            minibatches, slowdown = await asyncio.to_thread(self._pack, groups, step)
+        left = [group for group in groups if group.group_id not in self._begun]
+        number, minibatches, slowdown = await self._packed(left, step)
+        whole = minibatches
+        if self._parts:
+            (rest,) = minibatches
+            slowdown = batch_slowdown([*self._parts, rest], self._cost)
+            whole = (joined([*self._parts, rest]),)
+            minibatches = (replace(whole[0], ranks=rest.ranks),)
         await self._trainer.send_rows(number, minibatches)
         algorithm = self._config.algorithm
         order = optimiser_steps(algorithm.minibatches, algorithm.epochs, (self._config.run.seed, step))
-        return MadeBatch(number, minibatches, order, slowdown)
+        return MadeBatch(number, whole, order, slowdown, len(self._parts))
+
+    async def _packed(
+        self, groups: Sequence[RolloutGroup], step: int
+    ) -> tuple[int, tuple[PackedMinibatch, ...], float]:
+        """Number, rows and slowdown of these groups."""
+        self._num_made += 1
+        number, num_tokens = self._num_made, sum(len(m.rollout.token_ids) for group in groups for m in group.members)
+        if num_tokens < SMALL_BATCH_TOKENS:
+            return number, *self._pack(groups, step)
+        return number, *await asyncio.to_thread(self._pack, groups, step)
 
     def _pack(self, groups: Sequence[RolloutGroup], step: int) -> tuple[tuple[PackedMinibatch, ...], float]:
         """Any thread may do it."""

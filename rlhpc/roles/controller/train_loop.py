@@ -23,7 +23,7 @@ from rlhpc.buffer.history import RecordedStep, Replay
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
-from rlhpc.errors import LedgerError, RoleFailed
+from rlhpc.errors import RoleFailed
 from rlhpc.messages import StepReport, TrainBatch
 from rlhpc.packing.cost import FlopCost
 from rlhpc.roles.controller.batch_maker import BatchMaker
@@ -32,6 +32,7 @@ from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.learning_rates import LearningRates, RunProgress
 from rlhpc.roles.controller.lockstep import Lockstep
 from rlhpc.roles.controller.repeated_step import compare
+from rlhpc.roles.controller.step_parts import StepParts, refuse_stale
 from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.roles.controller.weight_sync import WeightSync
@@ -91,6 +92,7 @@ class TrainLoop:
         self._saved, self._none_is_live = step, False  # step of the last checkpoint
         make_samples = SampleMaker.of(config)
         self._batches = BatchMaker(config, buffer, trainer, cost, make_samples)
+        self._parts = StepParts(config, buffer, trainer, self._batches)
         self._lockstep = Lockstep(buffer, config.admission, make_samples.shaping) if config.run.deterministic else None
         self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
@@ -195,7 +197,7 @@ class TrainLoop:
 
     async def _full_batch(self, stop: asyncio.Event) -> tuple[list[RolloutGroup] | None, float]:
         """Wait for the groups of one batch; None if `stop` is set first."""
-        began = time.monotonic()
+        began = time.monotonic()  # later: it has not waited while it trained a part
         stopped = asyncio.ensure_future(stop.wait())
         try:
             while True:
@@ -203,10 +205,13 @@ class TrainLoop:
                 await self._clear_way()
                 groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
                 if groups is not None:
-                    self._check_staleness(groups)
+                    refuse_stale(groups, self.version, self._buffer.staleness_bound)
                     return groups, time.monotonic() - began
                 await self._republish_if_deserted()
-                await self._change(stopped)
+                if trained_s := await self._parts.train(self.step, self.version):
+                    began += trained_s
+                else:
+                    await self._change(stopped)
                 if stop.is_set():
                     return None, time.monotonic() - began
         finally:
@@ -241,8 +246,14 @@ class TrainLoop:
         recorded = self._recorded.pop(self.step, None)
         then = None if recorded is None else recorded.trained
         made = await self._batches.made(groups, self.step)
-        renews = self._config.algorithm.renews_reference(self.version)
-        batch = PackedBatch(self.step, self.version, made.minibatches, made.order, renews_reference=renews)
+        batch = PackedBatch(
+            self.step,
+            self.version,
+            made.minibatches,
+            made.order,
+            renews_reference=not made.num_parts_before and self._config.algorithm.renews_reference(self.version),
+            num_parts_before=made.num_parts_before,
+        )
         batch = self._guarding.limit(self._rates.give(batch, then), then)
         packed_s = time.monotonic() - began
         await self._trainer.tell(TrainBatch(made.number, replace(batch, minibatches=())))
@@ -274,16 +285,6 @@ class TrainLoop:
             pack_s=packed_s,
             guard=note,
         )
-
-    def _check_staleness(self, groups: list[RolloutGroup]) -> None:
-        """The bound holds by construction; if it does not, there is a bug and nothing may be trained."""
-        bound = self._buffer.staleness_bound
-        for group in groups:
-            if self.version - group.admitted_version > bound:
-                raise LedgerError(
-                    f"group {group.group_id}, admitted under version {group.admitted_version}, would be trained at "
-                    f"version {self.version}: staler than the bound of {bound}"
-                )
 
     # ------------------------------------------------------------------------------------------------- after the step
 

@@ -27,6 +27,7 @@ from rlhpc.errors import ProtocolError, WeightsError
 from rlhpc.messages import (
     FormGroup,
     GroupOpened,
+    PartReport,
     PublishReport,
     PublishWeights,
     SaveCheckpoint,
@@ -103,6 +104,7 @@ class Trainer:
         self._manifest: WeightManifest | None = None  # of the broadcast; version and epoch are filled in each time
         self._saving: Future[dict[str, int]] | None = None  # the last checkpoint
         self._waiting_since = time.monotonic()
+        self._times: list[tuple[float, float]] = []  # seconds waited and trained, of each part of the step so far
 
     def begin(self, replicas: tuple[int, ...] = (0,)) -> None:
         """Load the checkpoint to resume from, if any, and tell the controller what is broadcast.  replicas: by rank."""
@@ -128,6 +130,8 @@ class Trainer:
     def obey(self, command: object) -> bool:
         """Execute one command.  Returns False for StopRole."""
         match command:
+            case PackedBatch(is_part=True):
+                self._train_part(command)
             case PackedBatch():
                 self._train(command)
             case FormGroup():
@@ -153,12 +157,41 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def _train(self, batch: PackedBatch) -> None:
-        """One optimiser step for each minibatch in the order of the batch; the version rises if any was applied."""
-        waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
+    def _train_part(self, batch: PackedBatch) -> None:
+        """Forward and backward for a part of a step; the gradients belong to its last part."""
+        began = self._begin(batch)
+        (minibatch,), (reference,) = batch.minibatches, self._of_reference(batch)
+        self._backend.accumulate(
+            minibatch.ranks[self._backend.dp_rank],
+            make_policy_loss(self._config.algorithm, batch.policy_version),
+            proximal=self._proximal(minibatch),
+            reference=reference,
+            has_entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
+            num_loss_tokens=minibatch.num_loss_tokens,
+            is_first=not batch.num_parts_before,
+        )
+        self._heartbeat.now("running", "batch", self._version)
+        self._times.append((began - self._waiting_since, time.monotonic() - began))
+        if self._channel is not None:
+            self._channel.send(PartReport(batch.step, batch.num_parts_before))
+
+    def _begin(self, batch: PackedBatch) -> float:
+        """Returns the present time.  Raises ProtocolError if other parts of the step were trained before."""
+        began = time.monotonic()
         self._heartbeat.now("training", "", self._version)
+        if not batch.num_parts_before:
+            self._times = []  # of a step that was given up
+        if len(self._times) != batch.num_parts_before:
+            told = f"part {batch.num_parts_before} of step {batch.step} after {len(self._times)} parts"
+            raise ProtocolError("controller", "TrainBatch", told)
         if batch.renews_reference:
             self._backend.hold_reference(self._config.trainer.reference_memory)
+        return began
+
+    def _train(self, batch: PackedBatch) -> None:
+        """One optimiser step for each minibatch in the order of the batch; the version rises if any was applied."""
+        began = self._begin(batch)
+        waited_s = began - self._waiting_since
         judged, references = None, self._of_reference(batch)
         if self._critic is not None:
             judged = self._critic.judge(batch, references)
@@ -191,10 +224,12 @@ class Trainer:
         self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
             figures = done.means() | of_critic
-            figures |= {"learning_rate": batch.learning_rate, "wait_for_batch_s": waited_s}
-            figures["step_s"] = time.monotonic() - began
+            figures |= {"learning_rate": batch.learning_rate}
+            figures["wait_for_batch_s"] = waited_s + sum(waited for waited, _ in self._times)
+            figures["step_s"] = time.monotonic() - began + sum(trained for _, trained in self._times)
             report = StepReport(batch.step, self._version, done.is_applied, figures, done.refused, done.skipped)
             self._channel.send(report)
+        self._times = []
 
     def _proximal(self, minibatch: PackedMinibatch) -> list[Tensor] | None:
         """Log-probabilities at the start of the batch, where algorithm.proximal asks for a forward pass of its own."""

@@ -45,6 +45,7 @@ class Ring(RuleBasedStateMachine):
         self.admitted_versions: dict[int, int] = {}
         self.dropped: set[int] = set()
         self.taken: set[int] = set()
+        self.begun: set[int] = set()  # groups of the next batch that are trained already
 
     @initialize(
         groups_per_step=st.integers(1, 4),
@@ -148,11 +149,25 @@ class Ring(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         """Active sampling: a group without spread makes room for another."""
-        droppable = sorted(set(range(self.num_admitted)) - self.dropped - self.taken)
+        droppable = sorted(set(range(self.num_admitted)) - self.dropped - self.taken - self.begun)
         if droppable:
             group_id = data.draw(st.sampled_from(droppable))
             self.ledger.drop(group_id, DropReason.NO_SPREAD)
             self.dropped.add(group_id)
+
+    @rule(least=st.integers(1, 4))
+    def begin_a_part(self, least: int) -> None:
+        """The trainer waits: it begins with what is finished, as far as all others can still be in time."""
+        if self.most_cut:
+            return
+        part = self.ledger.begin(self.ledger.groups_per_step, least)
+        assert not part or len(part) >= least
+        for group_id in part:
+            assert self.num_batches - self.admitted_versions[group_id] <= self.max_staleness
+            assert group_id not in self.taken | self.dropped | self.begun
+            assert {(group_id, i) for i in range(self.ledger.group_size)} <= self.delivered
+        self.begun.update(part)
+        assert not self.begun or len(self.begun) < self.ledger.groups_per_step
 
     @rule()
     def take_batch(self) -> None:
@@ -172,6 +187,8 @@ class Ring(RuleBasedStateMachine):
             assert staleness <= self.max_staleness, "the bound on staleness is broken"
             assert group_id not in self.taken | self.dropped
             assert {(group_id, i) for i in range(self.ledger.group_size)} <= self.delivered
+        assert self.begun <= set(group_ids), "what is trained is not in the batch"
+        self.begun.clear()
         self.taken.update(group_ids)
         self.unreleased.append(group_ids)
         self.num_batches += 1
@@ -195,6 +212,7 @@ class Ring(RuleBasedStateMachine):
         self.ledger = AdmissionLedger.from_state(state, **self.settings)
         self.taken.difference_update(*self.unreleased)
         self.unreleased.clear()
+        self.begun.clear()
         self.num_batches = self.trained_version
 
     @invariant()
@@ -228,7 +246,8 @@ class Ring(RuleBasedStateMachine):
                 self.ledger.deliver(lease.group_id, index)
         for group_id in self.ledger.poisoned():
             self.ledger.drop(group_id, DropReason.POISON)
-        while group_ids := self.ledger.take(1, step=self.num_batches):
+        while group_ids := self.ledger.take(max(1, len(self.begun)), step=self.num_batches):
+            self.begun.clear()
             self.ledger.release(group_ids)
         counts = self.ledger.counts()
         assert (counts["in_flight"], counts["finished"]) == (0, 0)

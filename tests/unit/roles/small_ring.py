@@ -29,6 +29,7 @@ from rlhpc.messages import (
     FormGroup,
     GroupOpened,
     JoinGroup,
+    PartReport,
     PublishReport,
     PublishWeights,
     Quarantine,
@@ -143,6 +144,7 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.version = 0
         self.batches: list[PackedBatch] = []
+        self.parts: list[PackedBatch] = []
         self.formed: list[tuple[str, ...]] = []  # members of each epoch
         self.transports: list[str] = []  # of each epoch
         self.published: list[int] = []
@@ -165,6 +167,9 @@ class FakeTrainer:
 
     def _answer(self, command: object) -> object:
         match command:
+            case PackedBatch(is_part=True):
+                self.parts.append(command)
+                return PartReport(command.step, command.num_parts_before)
             case PackedBatch():
                 self.batches.append(command)
                 metrics = self.metrics(command.step)

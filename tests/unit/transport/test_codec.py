@@ -83,6 +83,7 @@ MESSAGES = [
     m.Hello("generator", 0, "abc", "hash", 123, "node-1", 2),
     m.Heartbeat("running", "", 3, 64, {"tokens_per_s": 1e4, "nan": float("inf")}),
     m.StepReport(1, 2, True, {}),
+    m.PartReport(1, 2),
     m.LeaseReturn(1, (0, 1), (None, lease().prefixes[1]), "draining", 0),
     m.RewardRequest(1 << 40, "math", "x" * 5_000_000, ""),  # a head of more than one frame
     m.ReceiveWeights(WeightManifest(1, 2, (TensorSpec("w", "bfloat16", (2, 3)),), (1,))),

@@ -68,6 +68,7 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
             "packing/fill": packing_fill(record.batch, token_budget),
             "packing/num_microbatches": float(sum(len(minibatch.ranks[0]) for minibatch in record.batch.minibatches)),
             "packing/lockstep_slowdown": record.lockstep_slowdown,
+            "trainer/step_parts": float(record.batch.num_parts_before + 1),
             "time/wait_for_groups_s": record.wait_for_groups_s,
             "time/pack_s": record.pack_s,
             "time/wait_for_weights_s": record.until_live_s,

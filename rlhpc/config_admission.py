@@ -1,0 +1,77 @@
+"""What a run file may not say of how batches are put together.
+
+Input: Config.  Each rule raises ValueError naming keys, values and what would be legal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhpc.config_algorithm import OVER_BATCH
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+
+def deterministic_order_is_strict(config: Config) -> None:
+    """With a window, the batch depends on which groups are finished first."""
+    if config.run.deterministic and (window := config.admission.window_groups or 1) > 1:
+        raise ValueError(f"run.deterministic=true needs admission.window_groups=1, its default there; it is {window}")
+
+
+def stragglers_can_be_passed(config: Config) -> None:
+    """A batch passes groups that are admitted, oldest first, and whose order of finishing is not known before."""
+    admission = config.admission
+    if not admission.oversample:
+        return
+    key = f"admission.oversample={admission.oversample:g}"
+    if config.run.deterministic:
+        raise ValueError(f"{key} with run.deterministic=true: who is finished first decides what is cut; legal: 0")
+    if admission.max_staleness == 0:
+        raise ValueError(
+            f"{key} with admission.max_staleness=0, where no more groups are in flight than a batch has; legal: 0, or "
+            "admission.max_staleness of 1 or more"
+        )
+    if admission.window > 1:
+        raise ValueError(f"{key} with admission.window_groups={admission.window}, which lets batches wait; legal: 1")
+
+
+def parts_are_within_a_batch(config: Config) -> None:
+    """Each part has a group at least."""
+    parts, groups = config.admission.step_parts, config.admission.groups_per_step
+    if parts > groups:
+        raise ValueError(
+            f"admission.step_parts={parts} is more than admission.groups_per_step={groups}; legal: 1 to {groups}"
+        )
+
+
+def parts_add_up(config: Config) -> None:
+    """The gradient of a part must not depend on what is in the parts that come after it."""
+    admission, algorithm = config.admission, config.algorithm
+    if admission.step_parts == 1:
+        return
+    of_whole_batches = {
+        "run.deterministic": (config.run.deterministic, False, "who is finished first decides what is in a part"),
+        "admission.oversample": (admission.oversample, 0.0, "what is cut depends on the whole batch"),
+        "algorithm.advantage_normalization": (algorithm.advantage_normalization, "off", "it is over the whole batch"),
+        "algorithm.aggregation": (algorithm.aggregation, "token", "other shares in the loss are of the whole batch"),
+        "algorithm.minibatches": (algorithm.minibatches, 1, "the whole batch is dealt out"),
+        "algorithm.epochs": (algorithm.epochs, 1, "the whole batch is passed over again"),
+    }
+    key = f"admission.step_parts={admission.step_parts}"
+    if config.has_critic or algorithm.advantage in OVER_BATCH:
+        raise ValueError(
+            f"{key} with algorithm.advantage={algorithm.advantage!r}, which is over the whole batch; "
+            "legal: step_parts=1, or an advantage over a group"
+        )
+    for other, (value, legal, why) in of_whole_batches.items():
+        if value != legal:
+            raise ValueError(f"{key} with {other}={value!r}: {why}; legal: step_parts=1, or {other}={legal!r}")
+
+
+ADMISSION = (
+    deterministic_order_is_strict,
+    stragglers_can_be_passed,
+    parts_are_within_a_batch,
+    parts_add_up,
+)

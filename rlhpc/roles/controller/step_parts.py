@@ -1,0 +1,60 @@
+"""Steps that begin with a part of their batch: what is finished is trained while the rest is still being sampled.
+
+    some groups finished, trainer waits ──▶ BatchRows, TrainBatch(is_part) ──▶ gradients summed ──▶ PartReport ──▶ …
+    all groups finished ─────────────────▶ the rest, as any batch ─────────────────────────────▶ one optimiser step
+
+Input: finished RolloutGroup, from the buffer, which keeps them until the batch is taken with them in it.  Output: none;
+the ranks hold gradients until the step's last part.  The same step as on the whole batch at once: no weight changes in
+between.  A part is begun only where the ledger can still complete the batch without making others late
+(buffer/batch_choice.py).  StreamRL (Zhong et al. 2025, arXiv:2504.15930) calls it stream generation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config import Config
+from rlhpc.errors import LedgerError
+from rlhpc.messages import PartReport, TrainBatch
+from rlhpc.roles.controller.batch_maker import BatchMaker
+from rlhpc.roles.controller.trainer_link import TrainerLink
+from rlhpc.types import PackedBatch, RolloutGroup
+
+
+class StepParts:
+    """Of one train loop."""
+
+    def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
+        self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
+
+    async def train(self, step: int, version: int) -> float:
+        """Train what is finished, if that is a part of the step's batch; returns seconds, 0 where it is not."""
+        admission = self._config.admission
+        if admission.step_parts == 1:
+            return 0.0
+        began = time.monotonic()
+        groups = self._buffer.begin(admission.groups_per_step, admission.least_part)
+        if not groups:
+            return 0.0
+        refuse_stale(groups, version, self._buffer.staleness_bound)
+        made = await self._batches.part(groups, step, admission.groups_per_step)
+        renews = not made.num_parts_before and self._config.algorithm.renews_reference(version)
+        batch = PackedBatch(
+            step, version, (), renews_reference=renews, num_parts_before=made.num_parts_before, is_part=True
+        )
+        await self._trainer.tell(TrainBatch(made.number, batch))
+        self._batches.begin(step)
+        await self._trainer.answer(PartReport)
+        return time.monotonic() - began
+
+
+def refuse_stale(groups: Sequence[RolloutGroup], version: int, bound: int) -> None:
+    """The bound holds by construction; if it does not, there is a bug and nothing may be trained: LedgerError."""
+    for group in groups:
+        if version - group.admitted_version > bound:
+            raise LedgerError(
+                f"group {group.group_id}, admitted under version {group.admitted_version}, would be trained at "
+                f"version {version}: staler than the bound of {bound}"
+            )

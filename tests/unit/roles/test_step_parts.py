@@ -1,0 +1,254 @@
+"""Steps that begin with a part of their batch: the same step, sooner, and nothing lost where it never ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.config import Config
+from rlhpc.errors import LedgerError, ProtocolError
+from rlhpc.messages import PartReport
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.role import Trainer
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
+from rlhpc.types import PackedBatch, PackedMinibatch
+from tests.patience import PATIENCE_S
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.roles.small_ring import SmallRing, prompt, scored, small_config, small_ring
+from tests.unit.roles.test_train_loop import settle_down, until
+from tests.unit.roles.test_trainer_steps import Ear, num_loss_tokens
+from tests.unit.training.packed_rows import draw_samples, pack_row, tiny_config
+
+
+def in_parts(num_steps: int = 1, step_parts: int = 2, **admission: Any) -> Config:
+    return small_config(num_steps, **{"window_groups": None, "max_staleness": 1, "step_parts": step_parts, **admission})
+
+
+def admit(ring: SmallRing, num_groups: int, version: int = 0) -> None:
+    for _ in range(num_groups):
+        ring.ledger.admit(prompt(ring.ledger.counts()["admitted"]), version)
+
+
+def finish(ring: SmallRing, *group_ids: int) -> None:
+    while ring.ledger.grant("somebody", 2) is not None:
+        pass
+    for group_id in group_ids:
+        for index in (0, 1):
+            ring.buffer.deliver("somebody", scored(group_id, index))
+    ring.loop.groups_changed()
+
+
+def groups_in(batch: PackedBatch) -> int:
+    return sum(minibatch.num_samples for minibatch in batch.minibatches) // 2
+
+
+async def test_what_is_finished_is_trained_while_the_trainer_would_wait_and_the_rest_later(tmp_path: Path) -> None:
+    async with small_ring(in_parts(groups_per_step=3, step_parts=3), tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        admit(ring, 3)
+        training = ring.start_training()
+        for group_id in (1, 0):
+            finish(ring, group_id)
+            await until(lambda: len(ring.trainer.parts) == 2 - group_id)  # noqa: B023
+        await settle_down()
+        assert ring.trainer.batches == []
+        assert ring.ledger.counts()["finished"] == 2  # a checkpoint has them as such
+        finish(ring, 2)
+        await asyncio.wait_for(training, PATIENCE_S)
+        [last] = ring.trainer.batches
+        assert [(part.num_parts_before, part.is_part) for part in [*ring.trainer.parts, last]] == [
+            (0, True),
+            (1, True),
+            (2, False),
+        ]
+        rows = [[len(row.loss_weights) for row in part.rows] for part in [*ring.trainer.parts, last]]
+        assert rows == [[2], [2], [2]]  # each group's members once
+        [record] = ring.records
+        assert [group.group_id for group in record.groups] == [0, 1, 2]
+        assert (groups_in(record.batch), len(record.batch.rows)) == (3, 3)
+        tokens = [part.minibatches[0].num_loss_tokens for part in [*ring.trainer.parts, last]]
+        assert tokens == [18, 18, 18]  # an estimate, here exact
+        assert record.batch.minibatches[0].num_loss_tokens == 18
+        assert ring.ledger.counts()["released"] == 3
+
+
+async def test_a_batch_that_is_there_is_trained_as_a_whole(tmp_path: Path) -> None:
+    async with small_ring(in_parts(num_steps=4), tmp_path) as ring:
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.trainer.parts == []
+        assert [batch.num_parts_before for batch in ring.trainer.batches] == [0] * 4
+
+
+async def test_a_part_is_not_begun_with_fewer_groups_than_it_should_have(tmp_path: Path) -> None:
+    async with small_ring(in_parts(groups_per_step=4), tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        admit(ring, 4)
+        ring.start_training()
+        finish(ring, 3)
+        await settle_down()
+        assert ring.trainer.parts == []
+        finish(ring, 0)
+        await until(lambda: len(ring.trainer.parts) == 1)
+        assert len(ring.trainer.parts[0].minibatches[0].rows[0].loss_weights) == 4
+
+
+async def test_a_part_leaves_places_for_all_that_are_due_in_its_batch(tmp_path: Path) -> None:
+    """S = 1: four groups due in batch 1 are in flight; when that is the next, no younger one may take their places."""
+    async with small_ring(in_parts(num_steps=2), tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        admit(ring, 4)
+        ring.start_training()
+        finish(ring, 0, 1)
+        await until(lambda: len(ring.records) == 1)  # 2 and 3 are due in the next batch
+        await until(lambda: ring.ledger.has_slot)
+        admit(ring, 2, version=1)
+        finish(ring, 4, 5)
+        await settle_down()
+        assert ring.trainer.parts == []
+        finish(ring, 3)
+        await until(lambda: len(ring.trainer.parts) == 1)
+        finish(ring, 2)
+        await until(lambda: len(ring.records) == 2)
+        assert [group.group_id for group in ring.records[1].groups] == [2, 3]
+
+
+async def test_a_run_that_stops_within_a_step_keeps_what_was_trained_of_it(tmp_path: Path) -> None:
+    async with small_ring(in_parts(), tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        admit(ring, 2)
+        training = ring.start_training()
+        finish(ring, 0)
+        await until(lambda: len(ring.trainer.parts) == 1)
+        ring.stop.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.records == []
+        frozen = ring.buffer.freeze(0)
+        assert [resolved.group.group_id for resolved in frozen.groups] == [0]
+        assert (ring.ledger.counts()["taken"], ring.ledger.counts()["finished"]) == (0, 1)
+
+
+async def test_generators_that_come_back_within_a_step_get_its_weights_and_it_goes_on(tmp_path: Path) -> None:
+    async with small_ring(in_parts(), tmp_path) as ring:
+        ring.is_generating = False
+        generator = await ring.add_generator()
+        admit(ring, 2)
+        training = ring.start_training()
+        finish(ring, 0)
+        await until(lambda: len(ring.trainer.parts) == 1)
+        await ring.lose(generator)
+        await ring.add_generator("generator-1", "second")
+        await until(lambda: ring.trainer.published == [0, 0])
+        finish(ring, 1)
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert [batch.num_parts_before for batch in ring.trainer.batches] == [1]
+
+
+async def test_a_part_that_is_too_stale_after_all_is_never_trained_on(tmp_path: Path) -> None:
+    async with small_ring(in_parts(), tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        admit(ring, 2, version=-3)
+        finish(ring, 0)
+        with pytest.raises(LedgerError, match=r"admitted under version -3.*bound of 1"):
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.trainer.parts == []
+
+
+async def test_a_reference_is_renewed_before_the_first_part_and_only_there(tmp_path: Path) -> None:
+    config = in_parts(groups_per_step=3, step_parts=3)
+    config = config.model_copy(
+        update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1, "reference_every": 1})}
+    )
+    async with small_ring(config, tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        admit(ring, 3)
+        ring.loop.version = ring.loop.step = 0
+        training = ring.start_training()
+        finish(ring, 0)
+        await until(lambda: len(ring.trainer.parts) == 1)
+        finish(ring, 1, 2)
+        await asyncio.wait_for(training, PATIENCE_S)
+        expected = config.algorithm.renews_reference(0)
+        assert [part.renews_reference for part in [*ring.trainer.parts, *ring.trainer.batches]] == [expected, False]
+
+
+# ---------------------------------------------------------------------------------------------------------- the trainer
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Any]:
+    backend = open_backend(tiny_config(make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)), RankContext())
+    yield backend
+    backend.close()
+
+
+def trainer_on(backend: Any, tmp_path: Path, ear: Ear) -> Trainer:
+    config = tiny_config(tmp_path / "model")
+    context = RoleContext("trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), config, "hash")
+    return Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
+
+
+ROWS = [pack_row(draw_samples(lengths, seed=seed)) for seed, lengths in enumerate([(5, 9), (14,), (7, 8, 4)])]
+
+
+def part_of(rows: list[Any], num_before: int, num_tokens: int, *, is_part: bool) -> PackedBatch:
+    minibatch = PackedMinibatch((tuple(rows),), num_tokens, 2)
+    return PackedBatch(0, 0, (minibatch,), learning_rate=1e-3, num_parts_before=num_before, is_part=is_part)
+
+
+@pytest.mark.starts
+def test_a_step_in_parts_is_the_step_on_the_whole_batch(backend: Any, tmp_path: Path) -> None:
+    ear, total = Ear(), num_loss_tokens(ROWS)
+    start = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.save(tmp_path / "start" / "trainer").result()
+    trainer_on(backend, tmp_path, ear).obey(part_of(ROWS, 0, total, is_part=False))
+    whole = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.load(tmp_path / "start" / "trainer")
+    trainer = trainer_on(backend, tmp_path, ear)
+    for number, row in enumerate(ROWS):
+        is_last = number == len(ROWS) - 1
+        assert is_last or all(torch_equal(tensor, start[name]) for name, tensor in backend.weights())
+        trainer.obey(part_of([row], number, total if is_last else 7, is_part=not is_last))
+    at_once, *parts, last = ear.answers
+    assert parts == [PartReport(0, 0), PartReport(0, 1)]
+    for name in ("loss", "grad_norm", "entropy"):
+        assert last.metrics[name] == pytest.approx(at_once.metrics[name], rel=1e-5)
+    for name, tensor in backend.weights():
+        np.testing.assert_allclose(tensor.numpy(), whole[name].numpy(), rtol=1e-4, atol=1e-6)
+
+
+def torch_equal(a: Any, b: Any) -> bool:
+    return bool((a == b).all())
+
+
+@pytest.mark.starts
+def test_a_step_that_was_given_up_leaves_nothing_to_the_next(backend: Any, tmp_path: Path) -> None:
+    """Another controller begins its step anew."""
+    ear = Ear()
+    trainer = trainer_on(backend, tmp_path, ear)
+    spoiled = replace(ROWS[0], advantages=np.where(ROWS[0].loss_mask, np.float32("nan"), 0))
+    trainer.obey(part_of([spoiled], 0, 7, is_part=True))
+    trainer.obey(part_of(ROWS[:1], 0, 7, is_part=True))
+    trainer.obey(part_of(ROWS[1:], 1, num_loss_tokens(ROWS), is_part=False))
+    assert ear.answers[-1].applied
+
+
+@pytest.mark.starts
+def test_a_part_without_those_before_it_is_refused(backend: Any, tmp_path: Path) -> None:
+    trainer = trainer_on(backend, tmp_path, Ear())
+    with pytest.raises(ProtocolError, match="part 1 of step 0 after 0 parts"):
+        trainer.obey(part_of(ROWS[:1], 1, 7, is_part=False))
