@@ -75,7 +75,8 @@ def share(values: NDArray[np.float64]) -> Estimate:
     prompts: within 0 and 1, and not empty where all prompts are alike.
     """
     number, mean = len(values), float(values.mean())
-    variance = float(values.var(ddof=1)) / number if number > 1 else 0.0
+    are_alike = values.min() == values.max()  # their mean, and so their variance, may be off by rounding
+    variance = 0.0 if are_alike else float(values.var(ddof=1)) / number
     trials = mean * (1 - mean) / variance if variance > 0 and 0 < mean < 1 else number
     centre = (mean + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half = Z / (1 + Z**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z**2 / (4 * trials**2))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +19,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from launch.commands.arguments import takes_evaluation
+from launch.commands.evaluate import follow
 from launch.commands.evaluate.past import past_evaluations
 from rlhpc.config import with_values
 from rlhpc.data.prompts import open_prompts
@@ -208,6 +212,20 @@ def test_a_process_that_fails_ends_the_command_which_says_why(lab: Lab) -> None:
     assert not evaluators(directory)
 
 
+@pytest.mark.long
+def test_a_process_that_somebody_ends_alone_ends_the_command_which_says_how_to_go_on(lab: Lab) -> None:
+    """As a guard of the machine's memory does, with SIGTERM first."""
+    slow_down(lab, 0.05)
+    directory = lab.root / "ended"
+    with started(words_of(lab, "ended", *SCRIPTED, "generation.max_num_seqs=4")) as process:
+        wait_for_samples(directory, 1)
+        evaluators(directory)[0].terminate()
+        _, said = process.communicate()
+    assert process.returncode == EXIT_CONFIG
+    assert "its processes were asked to end; the same command draws the other samples" in said
+    assert "Traceback" not in said
+
+
 def test_what_no_verifier_can_judge_is_counted_and_left_out(lab: Lab) -> None:
     found = rlhpc(*words_of(lab, "out", *SCRIPTED, "data.task=tests.ring.ring_rewards:fail", "--json"))
     assert found.returncode == 0, found.stderr
@@ -378,6 +396,35 @@ def test_a_run_file_can_say_when_a_run_is_stopped(lab: Lab) -> None:
     assert "reward is no better than" in (layout.evaluations / "follow.log").read_text()
     assert len(figures_of(layout)) >= 2
     assert 0 < run.status()["step"] < 100_000
+
+
+@pytest.mark.long
+def test_a_warning_of_the_limit_when_all_samples_are_there_leaves_the_judgement_to_be_made(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a requeue these figures would be old ones, which stop nobody."""
+    layout, said = run_to_the_end(lab, "warned"), list[str]()
+    layout.summary.unlink()
+    before = layout.evaluations / "warned-step_000001-train"
+    before.mkdir(parents=True)
+    figures = {figure: {"value": 2.0} for figure in ("reward", "pass@1")}
+    (before / "summary.json").write_text(json.dumps({"figures": figures}))
+    for name, value in {**command_environment(), "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    (layout.evaluations / "job.json").write_text(json.dumps({"job_id": 7}))
+    monkeypatch.setattr(follow, "go_on_later", lambda layout, tell: 99)  # there is no Slurm
+
+    def tell(line: str) -> None:
+        said.append(line)
+        if "the best model so far" in line:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    parser = argparse.ArgumentParser()
+    takes_evaluation(parser)
+    words = [str(layout.root), str(lab.dataset), *FEW, "--follow", "--keep-best", "reward", "--stop-after", "1"]
+    assert follow.follow_run(parser.parse_args(words), print, tell) == 0
+    assert layout.stop_request.exists(), said
+    assert max(figures_of(layout)) == 6
 
 
 @pytest.mark.long

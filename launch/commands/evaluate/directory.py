@@ -21,23 +21,28 @@ LOCK = RunLayout(Path()).lock.name
 LONGEST_VALUE = 80  # characters of a value in a message
 
 
+class DirectoryInUse(RunDirectoryError):
+    """Another command is at work there."""
+
+
 @contextmanager
 def evaluation_directory(
     directory: Path, settings: EvaluationSettings, *, is_fresh: bool, tell: Callable[[str], None]
 ) -> Iterator[DirectoryLock]:
     """Own the directory while the block runs, with these settings written to it.
 
-    is_fresh: delete what is there.  Raises RunDirectoryError: another command uses it, it holds something else, or
-    samples of other settings.
+    is_fresh: delete what is there.  Raises DirectoryInUse; RunDirectoryError: it holds something else, or samples of
+    other settings.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
-    names = {path.name for path in directory.iterdir()}
+    unfinished = f".{NAME}."  # a command was killed while it wrote its settings
+    names = {path.name for path in directory.iterdir() if not path.name.startswith(unfinished)}
     if names - {LOCK} and NAME not in names:
         raise RunDirectoryError(f"{directory}: not empty, and not an evaluation; choose another directory with --out")
     try:
         lock = lock_directory(RunLayout(directory))
     except LockHeld:
-        raise RunDirectoryError(f"{directory}: another `rlhpc evaluate` is running there") from None
+        raise DirectoryInUse(f"{directory}: another `rlhpc evaluate` is running there") from None
     try:
         before = read_settings(directory)
         if before is not None and not is_fresh:

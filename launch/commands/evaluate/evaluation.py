@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,11 +23,14 @@ from launch.commands.evaluate.settings import evaluation_config
 from launch.commands.evaluate.target import Target
 from launch.common.paths import without_dots
 from launch.plan.gpu_map import map_gpus
+from launch.run_directory.directory_lock import LockHeld, lock_directory
 from launch.run_directory.inputs import look_at_data
 from rlhpc.config import Config, with_values
+from rlhpc.errors import RoleFailed
 from rlhpc.evaluation.samples_file import read_samples
-from rlhpc.evaluation.settings import SUMMARY, EvaluationSettings
+from rlhpc.evaluation.settings import NAME, SUMMARY, EvaluationSettings
 from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
 
 MODEL = "model"  # in the directory, while samples are drawn: weights of a run's checkpoint as an HF checkpoint
 Tell = Callable[[str], None]
@@ -42,11 +46,17 @@ class Evaluation:
     directory: Path
 
     def report(
-        self, tell: Tell, *, is_fresh: bool = False, done: Callable[[Report, Path], None] = lambda report, model: None
+        self,
+        tell: Tell,
+        *,
+        is_fresh: bool = False,
+        done: Callable[[Report, Path], None] = lambda report, model: None,
+        remind: Callable[[], None] = lambda: None,
     ) -> Report:
         """The figures; draws what is missing.
 
         done: called with new figures and the HF checkpoint of the model, which it may move away.
+        remind: called twice a minute while samples are drawn, and then alone; it may raise.
         Raises CheckpointError, RunDirectoryError, RoleFailed; KeyboardInterrupt that says how far it has got.
         """
         directory, settings, attempt = self.directory, self.settings, self.target.attempt
@@ -54,7 +64,7 @@ class Evaluation:
             report = report_of(settings, read_samples(directory))
             if report is None or not (directory / SUMMARY).exists():  # then `done` has not been called to its end
                 try:
-                    report = self._draw(tell, lock.descriptor, done)
+                    report = self._draw(tell, lock.descriptor, done, remind)
                 except KeyboardInterrupt:
                     number = sum(1 for _ in read_samples(directory))
                     where = f"{number} of {settings.num_samples} samples are in {directory}"
@@ -66,16 +76,24 @@ class Evaluation:
             tell(f"all samples are in {directory}")
         return report
 
-    def _draw(self, tell: Tell, descriptor: int, done: Callable[[Report, Path], None]) -> Report:
+    def _draw(
+        self, tell: Tell, descriptor: int, done: Callable[[Report, Path], None], remind: Callable[[], None]
+    ) -> Report:
         directory = self.directory
+
+        def tell_in_time(line: str) -> None:
+            remind()
+            tell(line)
+
         gpus = map_gpus(self.settings.config, gpus_here(os.environ))
         shutil.rmtree(directory / MODEL, ignore_errors=True)  # of a command that was killed
         model = self.target.weights(directory / MODEL)
         settings = replace(self.settings, config=with_values(self.settings.config, {"model.path": model}))
         settings.write(directory)
-        sample_all(directory, settings, gpus, descriptor, tell)
+        sample_all(directory, settings, gpus, descriptor, tell_in_time)
         report = report_of(settings, read_samples(directory))
-        assert report is not None, "every process has said that it is done"
+        if report is None:
+            raise RoleFailed(f"{directory}: its processes were asked to end; the same command draws the other samples")
         done(report, model)
         return report
 
@@ -105,6 +123,16 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
     )
     directory = request.out or target.home / f"{target.title}-{request.name}"
     return Evaluation(target, request, settings, without_dots(directory))
+
+
+def delete_exports(evaluations: Path) -> None:
+    """Weights that killed commands have left below this directory; nothing that a command of now is at work with."""
+    for model in evaluations.glob(f"*/{MODEL}"):
+        if (model.parent / NAME).exists():
+            with suppress(LockHeld):
+                lock = lock_directory(RunLayout(model.parent))
+                shutil.rmtree(model, ignore_errors=True)
+                lock.close()
 
 
 def _corpus(config: Config) -> dict[str, list[str]]:

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from launch.commands.evaluate.directory import unlike_samples
-from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
+from launch.commands.evaluate.directory import DirectoryInUse, unlike_samples
+from launch.commands.evaluate.evaluation import Evaluation, delete_exports, plan_evaluation
 from launch.commands.evaluate.following_job import (
     TimeIsUp,
     TimeWarning,
@@ -48,7 +48,7 @@ FIGURES = "rlhpc_figures.json"  # in the best model's directory
 LOOK_S = 5.0
 ASK_S, ASK_SOON_S = 60.0, 10.0  # between two questions to Slurm; where the run was asked to stop
 SURE = 2  # answers of Slurm in a row that nothing is left
-MOST_FAILURES = 3  # evaluations in a row whose engines failed; then the command fails
+MOST_FAILURES = 3  # evaluations in a row whose engines or disk failed; then the command fails
 Tell = Callable[[str], None]
 Show = Callable[[Report], None]
 
@@ -85,19 +85,15 @@ def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
     layout = run_of(options)
     try:
         with TimeWarning(layout) as warning:
-
-            def tell_in_time(line: str) -> None:  # twice a minute while samples are drawn
-                warning.remind()
-                tell(line)
-
-            return _follow(layout, options, show, tell_in_time, warning.remind)
+            return _follow(layout, options, show, tell, warning.remind)
     except TimeIsUp:
         return go_on_later(layout, tell)
 
 
 def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Tell, remind: Callable[[], None]) -> int:
-    courses = [Course(layout, request) for request in requests_of(options, target_of_run(layout))]
+    courses = [Course(layout, request, remind) for request in requests_of(options, target_of_run(layout))]
     life = Life(layout, options.patience_s)
+    delete_exports(layout.evaluations)
     curves = TensorBoardWriter(layout.evaluations / "tensorboard")
     try:
         while True:
@@ -128,8 +124,9 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
 class Course:
     """A dataset, from checkpoint to checkpoint."""
 
-    def __init__(self, layout: RunLayout, request: Request) -> None:
-        self._layout, self._request = layout, request
+    def __init__(self, layout: RunLayout, request: Request, remind: Callable[[], None] = lambda: None) -> None:
+        """remind: called while samples are drawn; what it raises ends the evaluation, which can be continued."""
+        self._layout, self._request, self._remind = layout, request, remind
         self._tried: set[tuple[int, str]] = set()  # steps and digests of checkpoints
         self._failures = 0  # in a row
         self.has_new = False  # figures that nobody has judged
@@ -150,7 +147,7 @@ class Course:
     def evaluate(self, step: int, curves: TensorBoardWriter, show: Show, tell: Tell) -> bool:
         """Evaluate the checkpoint of a step, or say why not; False: another command does, and it is to be tried again.
 
-        Raises RoleFailed when the engines have failed several times in a row.
+        Raises RoleFailed or OSError when the engines or the disk have failed several times in a row.
         """
         place = step, self._digest(step)
         try:
@@ -162,15 +159,16 @@ class Course:
                 tell(f"step {step} is not evaluated: {evaluation.directory} holds samples of other {', '.join(unlike)}")
                 return True
             done = partial(self._done, step, evaluation, curves, tell)
-            report = evaluation.report(tell, is_fresh=bool(unlike), done=done)
-        except (CheckpointError, FileNotFoundError) as error:  # the run has deleted it; the next one comes
-            tell(f"step {step} is not evaluated: {error}")
-        except RunDirectoryError as error:  # another command is at it
+            report = evaluation.report(tell, is_fresh=bool(unlike), done=done, remind=self._remind)
+        except DirectoryInUse as error:
             if not self.is_waiting:
                 tell(f"step {step}: {error}; tried again until it is done")
             self.is_waiting = True
             return False
-        except RoleFailed as error:
+        except (CheckpointError, FileNotFoundError, RunDirectoryError) as error:
+            # The run has deleted it, or somebody else's files are there; the next one comes.
+            tell(f"step {step} is not evaluated: {error}")
+        except (RoleFailed, OSError) as error:  # a full disk or a file server: perhaps only now
             self._failures += 1
             if self._failures == MOST_FAILURES:
                 raise
@@ -218,11 +216,13 @@ def _keep_if_best(
 ) -> None:
     name, value = evaluation.request.name, report.figures[figure].value
     place = layout.evaluations / f"best-{name}"
+    old = place.with_name(f".{place.name}.old")
+    if old.exists() and not place.exists():  # a command was killed between the two renames below
+        old.rename(place)
     if value <= _kept_value(layout, place, figure):
         return
     document = report.as_json() | {"step": step, "attempt": evaluation.target.attempt}
     write_atomically(model / FIGURES, json.dumps(document, indent=1).encode())
-    old = place.with_name(f".{place.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if place.exists():
         place.rename(old)
@@ -270,9 +270,11 @@ class Life:
 
     @property
     def has_jobs(self) -> bool | None:
-        """Whether one of its Slurm jobs was left when Slurm was asked last; None: it has none, or Slurm did not say."""
+        """Whether one of its Slurm jobs was left when Slurm was asked last; None: Slurm did not say."""
         jobs = self._jobs
-        if jobs and time.monotonic() - self._asked_s >= (ASK_SOON_S if self._was_asked else ASK_S):
+        if not jobs:
+            return False
+        if time.monotonic() - self._asked_s >= (ASK_SOON_S if self._was_asked else ASK_S):
             self._asked_s, look = time.monotonic(), look_at_jobs(jobs)
             self._has_jobs = None if look.trouble else any(row.state.is_alive for row in look.rows)
             self._none_left = self._none_left + 1 if self._has_jobs is False else 0

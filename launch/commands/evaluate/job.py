@@ -115,6 +115,6 @@ def _words(evaluation: Evaluation) -> list[str]:
     """The command on the node, where relative paths mean nothing, and when the run may have saved another step."""
     target, directory, request = evaluation.target, evaluation.directory, evaluation.request
     words = ["evaluate", str(target.checkpoint or target.model), str(without_dots(request.data)), *request.words]
-    words += ["--samples", str(request.samples), "--temperature", f"{request.temperature:g}", "--out", str(directory)]
+    words += ["--samples", str(request.samples), "--temperature", str(request.temperature), "--out", str(directory)]
     words += ["--ema"] if request.is_average else []
     return words if request.prompts is None else [*words, "--prompts", str(request.prompts)]

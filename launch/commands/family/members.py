@@ -36,15 +36,15 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """A key and its values, as they were typed."""
+    """A key and its values, as they were typed; seeds as numbers, of which there may be too many for a list."""
 
     key: str
-    values: tuple[str, ...]
+    values: Sequence[str | int]
     stem: str  # of names: seed7, learning_rate-1e-6
 
-    def part(self, value: str) -> str:
+    def part(self, value: str | int) -> str:
         """Of a name."""
-        return f"-{self.stem}{re.sub(r'[^A-Za-z0-9._-]', '_', value.strip(chr(34)))}"
+        return f"-{self.stem}{re.sub(r'[^A-Za-z0-9._-]', '_', str(value).strip(chr(34)))}"
 
 
 def members_of(run_file: Path, overrides: Sequence[str], seeds: str | None, sweeps: Sequence[str]) -> list[Member]:
@@ -70,7 +70,7 @@ def members_of(run_file: Path, overrides: Sequence[str], seeds: str | None, swee
 
 
 def _member(
-    run_file: Path, overrides: Sequence[str], base: Config, axes: Sequence[_Axis], values: Sequence[str]
+    run_file: Path, overrides: Sequence[str], base: Config, axes: Sequence[_Axis], values: Sequence[str | int]
 ) -> Member:
     suffix = "".join(axis.part(value) for axis, value in zip(axes, values, strict=True))
     directory = base.run_directory.with_name(base.run_directory.name + suffix)
@@ -86,7 +86,7 @@ def _seed_axis(text: str, first: int) -> _Axis:
     listed = range(first, first + int(text)) if text.isdecimal() else sorted({int(word) for word in words})
     if not text.isdecimal() and len(listed) < len(words):
         raise ConfigError(f"--seeds {text!r}: a seed is listed twice")
-    return _Axis("run.seed", tuple(map(str, listed)), "seed")
+    return _Axis("run.seed", listed, "seed")
 
 
 def _axes(sweeps: Sequence[str]) -> list[_Axis]:

@@ -47,6 +47,14 @@ def test_where_all_prompts_are_alike_the_interval_is_wilsons(number: int, expect
         assert (found.low, found.high) == pytest.approx(bounds, abs=5e-4)
 
 
+@pytest.mark.parametrize("number", [3, 7, 10, 20, 100])
+@pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3, 0.5, 0.7, 0.9])
+def test_prompts_that_are_alike_to_a_fraction_leave_as_much_doubt_as_so_many_trials(number: int, value: float) -> None:
+    """Their mean is rounded, and a variance that is nothing but rounding is no measurement."""
+    found = share(np.full(number, value))
+    assert found.high - found.low > math.sqrt(value * (1 - value) / number)
+
+
 @pytest.mark.parametrize("chance", [0.1, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("num_samples", [1, 4])
 @pytest.mark.parametrize("spread", ["alike", "easy and hard prompts"])

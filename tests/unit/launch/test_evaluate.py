@@ -51,6 +51,7 @@ from rlhpc.training.checkpoint.directory import begin, complete
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.roles.small_ring import small_config
 
+LONGER = "generation.max_prompt_tokens=12"
 NEEDED = ["data.task=integer_arithmetic", "generation.max_prompt_tokens=12", "generation.max_completion_tokens=8"]
 
 
@@ -301,6 +302,20 @@ def test_samples_of_another_evaluation_are_not_mixed_in(
         f"{tmp_path / 'e'} is deleted, and the evaluation starts over"
     ]
     assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".lock", NAME]
+
+
+def test_a_command_killed_while_it_wrote_its_settings_is_repeated(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / f".{NAME}.0123456789ab.tmp").write_text("{")
+    assert open_directory(tmp_path / "e", settings_of(model)) == []
+
+
+def test_a_job_is_told_the_temperature_to_its_last_digit(model: Path) -> None:
+    """Otherwise it refuses the directory that its own submission has prepared."""
+    target = find_target(model, None)
+    request = Request("d", model.parent / "test.jsonl", words=tuple(NEEDED), temperature=0.12345678)
+    words = _words(plan_evaluation(target, request))
+    assert float(words[words.index("--temperature") + 1]) == request.temperature
 
 
 def test_one_command_at_a_time_and_no_directory_of_somebody_else(model: Path, tmp_path: Path) -> None:
@@ -616,6 +631,81 @@ def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(mod
     assert "holds samples of other temperature" in said[-1]
     assert (evaluation.directory / NAME).read_bytes() == before
     assert course.due(is_last=True) is None
+
+
+def test_a_directory_that_will_never_do_is_not_waited_for(model: Path) -> None:
+    """A follower that waited would not end with its run."""
+    layout, said = a_run(model, 4), list[str]()
+    course = Course(layout, request := Request("d", model.parent / "test.jsonl", words=(LONGER,)))
+    directory = plan_evaluation(find_target(layout.root, 4), request).directory
+    directory.mkdir(parents=True)
+    (directory / "notes.txt").touch()
+    assert course.evaluate(4, SimpleNamespace(), said.append, said.append)  # type: ignore[arg-type]
+    assert not course.is_waiting
+    assert course.due(is_last=True) is None
+    assert "step 4 is not evaluated" in said[0]
+    assert "not empty, and not an evaluation" in said[0]
+
+
+def test_a_disk_that_fails_costs_an_evaluation_and_ends_the_command_only_if_it_goes_on_failing(model: Path) -> None:
+    layout, said = a_run(model, 4, 8, 12), list[str]()
+    course = Course(layout, request := Request("d", model.parent / "test.jsonl", words=(LONGER,)))
+    layout.evaluations.mkdir()
+    for step in (4, 8, 12):
+        plan_evaluation(find_target(layout.root, step), request).directory.touch()  # no directory can be made there
+    for step in (4, 8):
+        assert course.evaluate(step, SimpleNamespace(), said.append, said.append)  # type: ignore[arg-type]
+    assert [line[:24] for line in said] == ["step 4 is not evaluated:", "step 8 is not evaluated:"]
+    with pytest.raises(OSError, match="small-step_000012-d"):
+        course.evaluate(12, SimpleNamespace(), said.append, said.append)  # type: ignore[arg-type]
+
+
+def test_a_command_killed_while_it_kept_a_model_has_not_lost_the_better_one(model: Path) -> None:
+    layout, said = a_run(model, 4), list[str]()
+    request = Request("d", model.parent / "test.jsonl", words=(LONGER,), best="reward")
+    evaluation = plan_evaluation(find_target(layout.root, 4), request)
+    moved_away = layout.evaluations / ".best-d.old"
+    moved_away.mkdir(parents=True)
+    (moved_away / "rlhpc_figures.json").write_text(
+        json.dumps({"step": 2, "attempt": 0, "figures": {"reward": {"value": 0.9}}})
+    )
+    report = Report("small-step_000004 on d", 1.0, 1, 3, {"reward": Estimate(0.5, 0.4, 0.6, 3)}, 4.0, 0.0, 0)
+    follow._keep_if_best(layout, 4, evaluation, report, model, "reward", said.append)
+    assert json.loads((layout.evaluations / "best-d" / "rlhpc_figures.json").read_bytes())["step"] == 2
+    assert not moved_away.exists()
+    assert said == []
+
+
+def test_weights_that_a_killed_command_has_left_are_deleted_when_the_run_is_followed_again(model: Path) -> None:
+    layout = a_run(model)
+    settings, places = settings_of(model), [layout.evaluations / name for name in ("left", "used", "of-others")]
+    for place in places:
+        (place / "model").mkdir(parents=True)
+        (place / "model" / "model.safetensors").touch()
+    for place in places[:2]:
+        settings.write(place)
+    layout.summary.write_text("{}")  # the run is complete, and has saved nothing
+    options = options_of(str(layout.root), str(model.parent / "test.jsonl"), "--follow")
+    with evaluation_directory(places[1], settings, is_fresh=False, tell=print):
+        assert follow.follow_run(options, print, print) == 0
+    assert [(place / "model").exists() for place in places] == [False, True, True]
+    with evaluation_directory(places[0], settings, is_fresh=False, tell=print):
+        pass  # nobody holds it
+
+
+def test_a_job_that_follows_a_dead_run_without_jobs_gives_its_node_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, said = a_run(model), list[str]()
+    layout.evaluations.mkdir()
+    (layout.evaluations / "job.json").write_text(json.dumps({"job_id": 7}))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(follow, "LOOK_S", 0.01)
+    looks = iter(range(100))
+    monkeypatch.setattr(Life, "is_over", property(lambda life: next(looks) < 0))  # StopIteration: it goes on for ever
+    options = options_of(str(layout.root), str(model.parent / "test.jsonl"), "--follow", "--patience-s", "0.1")
+    assert follow.follow_run(options, print, said.append) == 1
+    assert "no sign of life" in said[-1]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_keys_of_one_name_are_written_out(run_file: Path) -> None:
         ("7,,8", [], "--seeds '7,,8': legal"),
         ("7,7", [], "--seeds '7,7': a seed is listed twice"),
         ("1234", [], f"1234 runs; legal: up to {MOST_RUNS} at once; for the one seed: --seeds 1234,"),
+        ("4294967295", [], "4294967295 runs; legal: .*: --seeds 4294967295,"),  # 300 GB as a list
         ("40", ["trainer.learning_rate=1e-6,2e-6"], "--seeds and --sweep: 80 runs"),
         (None, ["trainer.learning_rate"], "legal: section.key=value,value"),
         (None, ["trainer.learning_rate=1e-6,"], "legal: section.key=value,value"),

@@ -79,19 +79,22 @@ def test_in_a_job_of_somebody_elses_it_is_ctrl_c(layout: RunLayout, monkeypatch:
             warning.remind()
 
 
-def test_a_job_goes_on_later_when_it_next_says_how_far_it_is(
+def test_a_job_goes_on_later_where_it_is_reminded_and_nowhere_else(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
 
-    def evaluate(layout: RunLayout, options: object, show: object, tell: Callable[[str], None], remind: object) -> int:
-        tell("2 of 8 samples")
+    def evaluate(
+        layout: RunLayout, options: object, show: object, tell: Callable[[str], None], remind: Callable[[], None]
+    ) -> int:
+        remind()
         warn()
-        tell("4 of 8 samples")
+        tell("the best model so far")  # before its figures are on disk: nothing is raised here
+        remind()
         return 1
 
     monkeypatch.setattr("launch.commands.evaluate.follow._follow", evaluate)
     monkeypatch.setattr("launch.commands.evaluate.follow.run_of", lambda options: layout)
     monkeypatch.setattr("launch.commands.evaluate.follow.go_on_later", lambda layout, tell: said.append("later") or 0)
     assert follow_run(argparse.Namespace(), lambda report: None, said.append) == 0
-    assert said == ["2 of 8 samples", "later"]
+    assert said == ["the best model so far", "later"]
