@@ -37,6 +37,7 @@ def _tried_out(module: str, device: torch.device, dtype: torch.dtype) -> Any:
     kernels = import_module(f"rlhpc.training.{module}")
     try:
         kernels.try_out(device, dtype)
-    except (import_module("triton.errors").TritonError, SubprocessError) as error:  # a kernel, a compiler
+    # A kernel does not compile; libcuda.so is not where Triton looks for it, as in many a container; no compiler.
+    except (import_module("triton.errors").TritonError, AssertionError, SubprocessError) as error:
         raise RuntimeError(str(error)) from error
     return kernels

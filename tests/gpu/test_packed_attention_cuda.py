@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.training.megatron.attention import PackedCoreAttention, PackedRow, chunk_attention
+from rlhpc.training.megatron.attention import PackedCoreAttention, chunk_attention
 from rlhpc.training.megatron.row_plan import RowPlan, held_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -67,7 +67,7 @@ def test_a_whole_row_attends_as_a_dense_mask_would_have_it(lengths, key_heads, d
     borders = np.cumsum((0, *lengths), dtype=np.int32)
     full = draw(device, key_heads)
     half = in_half(full)
-    row = PackedRow(RowPlan.of(borders, 1, 0, device))
+    row = RowPlan.of(borders, 1, 0, device)
     attention = PackedCoreAttention(SimpleNamespace(kv_channels=64), SimpleNamespace(cp=None))
     key, value = (part[:, None] for part in half[1].unbind(1))
     found = attention(half[0][:, None], key, value, packed_seq_params=row)
@@ -96,7 +96,7 @@ def test_all_context_ranks_together_attend_as_a_dense_mask_would_have_it(lengths
 def test_a_long_row_needs_no_memory_for_a_mask(device):
     tokens = 32_768
     query, keys_and_values = in_half(draw(device, 2, tokens))
-    row = PackedRow(RowPlan.of(np.array([0, tokens // 2, tokens], dtype=np.int32), 1, 0, device))
+    row = RowPlan.of(np.array([0, tokens // 2, tokens], dtype=np.int32), 1, 0, device)
     attention = PackedCoreAttention(SimpleNamespace(kv_channels=64), SimpleNamespace(cp=None))
     key, value = (part[:, None] for part in keys_and_values.unbind(1))
     before = torch.cuda.memory_allocated()
@@ -116,10 +116,9 @@ def test_in_float32_a_row_attends_as_a_dense_mask_would_have_it(lengths, num_ran
         plan = RowPlan.of(borders, num_ranks, rank, device)
         tokens = torch.from_numpy(held_tokens(480, num_ranks, rank)).to(device)
         if plan.whole is not None:
-            row = PackedRow(plan)
             attention = PackedCoreAttention(SimpleNamespace(kv_channels=64), SimpleNamespace(cp=None))
             key, value = (part[:, None] for part in full[1].unbind(1))
-            parts.append(attention(full[0][:, None], key, value, packed_seq_params=row).view(480, HEADS, 64))
+            parts.append(attention(full[0][:, None], key, value, packed_seq_params=plan).view(480, HEADS, 64))
         else:
             pairs = zip(full[0].index_select(0, tokens).chunk(2), plan.chunks, strict=True)
             parts += [chunk_attention(query, full[1], chunk, SCALING) for query, chunk in pairs]
@@ -134,7 +133,7 @@ def test_in_float32_a_row_attends_as_a_dense_mask_would_have_it(lengths, num_ran
 def test_in_float32_a_long_row_needs_no_memory_for_scores(device):
     tokens = 16_384
     query, keys_and_values = draw(device, 2, tokens)
-    row = PackedRow(RowPlan.of(np.array([0, tokens], dtype=np.int32), 1, 0, device))
+    row = RowPlan.of(np.array([0, tokens], dtype=np.int32), 1, 0, device)
     attention = PackedCoreAttention(SimpleNamespace(kv_channels=64), SimpleNamespace(cp=None))
     key, value = (part[:, None] for part in keys_and_values.unbind(1))
     before = torch.cuda.memory_allocated()

@@ -24,8 +24,9 @@ CAPABILITIES = (80, 86, 89, 90, 100, 120)  # A100, RTX 30, L40S, H100 and H200, 
 DTYPES = (torch.bfloat16, torch.float32)
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", int: "i32", float: "fp32"}
 OPTIONS = ("num_warps", "enable_fp_fusion")
-# Tokens, key heads, queries of a key head, head size: Qwen3 0.6B, Qwen2.5 7B, Llama 3 8B; hidden and inner size beside.
-SHAPES = ((64, 8, 2, 128), (64, 4, 7, 128), (64, 8, 4, 128), (64, 16, 1, 80))
+# Tokens, key heads, queries of a key head, head size: Qwen3 0.6B, Qwen2.5 7B, Llama 3 8B and 70B; hidden and inner size
+# beside.
+SHAPES = ((64, 8, 2, 128), (64, 4, 7, 128), (64, 8, 4, 128), (64, 8, 8, 128), (64, 16, 1, 80))
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
 
 

@@ -1,6 +1,7 @@
 """Attention inside the segments of a packed row, as a part of Megatron's layers, over one or several context ranks.
 
-Input: Megatron's queries, keys and values [L, 1, heads, D] and a PackedRow.  Output: [L, 1, heads · D].
+Input: queries, keys and values [L, 1, heads, D], and a RowPlan, which Megatron passes on unread as packed_seq_params.
+Output: [L, 1, heads · D].
 Guarantees: no token attends across a segment border; no mask of the whole row is ever made.
 Legend: L tokens of this context rank, P of the padded row.
 
@@ -10,7 +11,6 @@ no kernel of its own; the gradient of that gather is summed back to its owners.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,18 +24,6 @@ from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.training.megatron.row_plan import ChunkPlan, RowPlan
 from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, packed_attention, varlen_causal
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """Passed by Megatron from the model to every attention layer as packed_seq_params; it reads only the format.
-
-    "sbhd" lets it rotate with the angles that it is given, which already restart at every border, instead of reading
-    the borders from the device in every layer.
-    """
-
-    plan: RowPlan
-    qkv_format: str = "sbhd"
 
 
 class PackedCoreAttention(nn.Module):
@@ -54,11 +42,11 @@ class PackedCoreAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        packed_seq_params: PackedRow,
+        packed_seq_params: RowPlan,
         **_: Any,
     ) -> Tensor:
         """See the module's head.  packed_seq_params has no default: a call that lost it must fail."""
-        plan = packed_seq_params.plan
+        plan = packed_seq_params
         if plan.whole is not None:
             output = _segment_attention(query[:, 0], key[:, 0], value[:, 0], plan.whole, self._scaling)
             return output.flatten(1)[:, None]
@@ -88,11 +76,11 @@ class TransformerEngineAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        packed_seq_params: PackedRow,
+        packed_seq_params: RowPlan,
         **_: Any,
     ) -> Tensor:
         """As PackedCoreAttention.forward."""
-        borders, longest = packed_seq_params.plan.borders, packed_seq_params.plan.max_tokens
+        borders, longest = packed_seq_params.borders, packed_seq_params.max_tokens
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=borders,

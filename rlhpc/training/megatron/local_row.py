@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.training.megatron.attention import PackedRow
 from rlhpc.training.megatron.row_plan import RowPlan, held, held_tokens, row_order
 from rlhpc.training.row_tensors import on_device
 from rlhpc.types import PackedMicrobatch
@@ -34,7 +33,7 @@ class LocalRow:
     position_ids: Tensor  # int64 [L] from 0 in every segment
     targets: Tensor  # int64 [W] the tokens whose log-probabilities are wanted and predicted here
     predictors: Tensor  # int64 [W] indices into the L tokens: the tokens right before the targets
-    packed: PackedRow  # segment borders, for attention
+    packed: RowPlan  # segment borders, for attention
 
     @classmethod
     def of(
@@ -61,7 +60,7 @@ class LocalRow:
             position_ids=on_device(position_ids[tokens], device),
             targets=on_device(token_ids[tokens[predictors] + 1], device),
             predictors=on_device(predictors, device),
-            packed=PackedRow(RowPlan.of(borders, layout.context, context_rank, device)),
+            packed=RowPlan.of(borders, layout.context, context_rank, device),
         )
 
 

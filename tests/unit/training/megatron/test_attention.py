@@ -88,7 +88,7 @@ def test_every_wanted_token_is_predicted_once_by_the_token_before_it(context, te
 def test_padding_is_a_segment_of_its_own():
     row = mixed_row(3, 100, (5, 2))
     local = LocalRow.of(row, row.loss_mask, row_layout(tensor=4), 0, CPU)
-    assert local.packed.plan.borders.tolist() == [0, 5, 7, 8]
+    assert local.packed.borders.tolist() == [0, 5, 7, 8]
     assert local.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
 
 
