@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from launch.commands.status import render_status
 from launch.commands.tensorboard import EventView
 from launch.common.text_table import escaped
 from launch.reading.report_data import as_text, read_report
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
+from tests.unit.doc_pages import ROOT
 from tests.unit.launch.runs_kit import Runs
 from tests.unit.launch.test_report import BEGAN_S, ToldRun
 
@@ -139,6 +144,29 @@ def test_the_last_line_of_a_process_that_died_within_it_is_shown(
     assert show_logs(layout, None, follow=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["trainer-0 | step 4", "trainer-0 | Fatal Python error: Segmentation fault"]
+
+
+def rlhpc_into(stdout: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Buffered, as where it is a user who types it."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-m", "launch.cli", *words], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False,
+        cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_a_pipe_whose_reader_has_left_is_no_error(layout: RunLayout) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = rlhpc_into(writing, "status", str(layout.root))
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_standard_output_on_a_full_disk_is_said_in_one_line(layout: RunLayout) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = rlhpc_into(full.fileno(), "status", str(layout.root))
+    assert (ended.returncode, ended.stderr) == (EXIT_CONFIG, "rlhpc: No space left on device\n")
 
 
 # ---------------------------------------------------------------------------------------------------------- tensorboard
