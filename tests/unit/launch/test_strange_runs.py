@@ -146,12 +146,12 @@ def test_the_last_line_of_a_process_that_died_within_it_is_shown(
     assert lines == ["trainer-0 | step 4", "trainer-0 | Fatal Python error: Segmentation fault"]
 
 
-def rlhpc_into(stdout: int, *words: str) -> subprocess.CompletedProcess[str]:
+def rlhpc_into(stdout: int, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Buffered, as where it is a user who types it."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
         [sys.executable, "-m", "launch.cli", *words], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False,
-        cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)} | variables,
     )  # fmt: skip
 
 
@@ -167,6 +167,12 @@ def test_standard_output_on_a_full_disk_is_said_in_one_line(layout: RunLayout) -
     with Path("/dev/full").open("w") as full:
         ended = rlhpc_into(full.fileno(), "status", str(layout.root))
     assert (ended.returncode, ended.stderr) == (EXIT_CONFIG, "rlhpc: No space left on device\n")
+
+
+def test_a_locale_without_our_letters_costs_letters_and_not_the_report(told: ToldRun) -> None:
+    ended = rlhpc_into(subprocess.PIPE, "report", str(told.layout.root), PYTHONIOENCODING="latin-1")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "0.025 \\u2192 0.925" in ended.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------- tensorboard
