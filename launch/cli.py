@@ -20,6 +20,7 @@ from launch.commands.arguments import (
     resume_point,
 )
 from launch.commands.parser import command_parser
+from launch.common.standard_output import flush_or_give_up, print_whatever_the_locale
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -28,6 +29,7 @@ from rlhpc.run_layout import RunLayout
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every error is a line on stderr with exit status 2, Ctrl-C gives 130."""
+    print_whatever_the_locale()
     parser = command_parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
@@ -38,12 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setattr(options, place, [*getattr(options, place), *rest])
     try:
         status = _ACTIONS[options.command](options)
+        sys.stdout.flush()
     except RlhpcError as error:
         sys.stderr.write(f"rlhpc: {error}\n")
         return EXIT_CONFIG
-    except BrokenPipeError:  # `rlhpc status … | head`
-        return 0
     except OSError as error:  # no permission, a full disk
+        flush_or_give_up()
+        if isinstance(error, BrokenPipeError):  # `rlhpc status … | head`
+            return 0
         where = f"{error.filename}: " if error.filename is not None else ""
         sys.stderr.write(f"rlhpc: {where}{error.strerror or error}\n")
         return EXIT_CONFIG
@@ -128,7 +132,6 @@ def _submit(options: argparse.Namespace) -> int:
     if options.dry_run:
         dependency(options.after)
         return _show_jobs(options)
-
     config = load_config(options.run_file, options.overrides)
     how = {"resume": options.resume, "fresh": options.fresh}
     layout = submit_run(config, options.site_file, **how, after=options.after, tell=_tell, resume_from=resume_from)

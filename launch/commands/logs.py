@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.commands.job_status import is_slurm_run, look_at_run
+from launch.common.text_table import escaped
 from launch.run_directory.owner import launcher_of
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_INTERRUPTED
@@ -53,6 +54,8 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
     for tail in tails.values():
         tail.print_last(LAST_LINES, width)
     if not follow:
+        for tail in tails.values():
+            tail.finish(width)
         return 0
     if not found:
         sys.stderr.write(f"rlhpc: no log yet; waiting for one (`rlhpc status {layout.root}` says why)\n")
@@ -186,7 +189,7 @@ class _Tail:
         for line in lines:
             # Of a progress bar, which overwrites its line, only the last state.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-            sys.stdout.write(f"{self.file.name:<{width}} | {text}\n")
+            sys.stdout.write(f"{self.file.name:<{width}} | {escaped(text, keeps_colours=True)}\n")
         sys.stdout.flush()
 
 

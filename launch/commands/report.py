@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.commands.evaluate.past import past_evaluations
+from launch.common.text_table import escaped
 from launch.reading.report_data import as_text, read_report
 from rlhpc.run_layout import RunLayout
 
@@ -16,7 +17,7 @@ def report_run(layout: RunLayout, page: Path | None) -> int:
     """Print the short form, and write the page if one is named.  Raises ConfigError: no run is here."""
     report = read_report(layout, past_evaluations(layout) if layout.evaluations.is_dir() else {})
     if page is None:
-        print("\n".join(as_text(report)))
+        print(escaped("\n".join(as_text(report))))
         return 0
     from launch.reading.report_page import write_report
 

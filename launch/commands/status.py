@@ -7,15 +7,17 @@ launch/commands/job_status.py.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.commands.job_status import document_of, is_slurm_run, lines_of, look_at_run
+from launch.commands.job_status import SlurmView, document_of, is_slurm_run, lines_of, look_at_run
 from launch.commands.overview.find import find_runs
 from launch.commands.overview.standing import Queue, State, standing_of
-from launch.commands.status_notes import read_notes
-from launch.common.text_table import printable
+from launch.commands.status_notes import Notes, read_notes
+from launch.common.json_text import json_text
+from launch.common.text_table import escaped, printable
 from launch.plan.processes import process_names
 from launch.run_directory.owner import launcher_of
 from rlhpc.config_file import read_resolved
@@ -27,15 +29,22 @@ NUM_FIGURES = 2  # lines of them at the head of a status
 WIDTH = 80  # columns, of counts
 MOST_NAMES = 4  # of processes, in one line
 _OVER = ("admitted", "released", "dropped")  # counts since the start of the run
+# What the controller of another version may not have written.
+_NOT_SAID: Mapping[str, Any] = {
+    **dict.fromkeys(("name", "phase", "step", "num_steps", "version", "staleness_max", "staleness_bound"), "?"),
+    **dict.fromkeys(("unix_time_s", "reward", "generator_tokens_per_s", "trainer_tokens_per_s"), math.nan),
+    "queue": {},
+    "roles": (),
+}
 
 
 def read_status(layout: RunLayout) -> dict[str, Any] | None:
-    """Return the last status written, or None if there is none yet."""
+    """Return the last status written, or None if there is none yet, or none that can be read."""
     try:
-        document: dict[str, Any] = json.loads(layout.status.read_bytes())
-    except (FileNotFoundError, json.JSONDecodeError):
+        document = json.loads(layout.status.read_bytes())
+    except (FileNotFoundError, ValueError):
         return None
-    return document
+    return document if isinstance(document, dict) else None
 
 
 def render_status(layout: RunLayout, as_json: bool = False) -> str:
@@ -48,26 +57,29 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
     notes = read_notes(layout)
     if as_json:
         document = {"status": status, "slurm": None if view is None else document_of(view), **notes.as_document()}
-        return json.dumps(document, indent=1)
+        return json_text(document, indent=1)
+    return escaped("\n".join(_lines(layout, status and {**_NOT_SAID, **status}, view, notes)))
+
+
+def _lines(layout: RunLayout, status: dict[str, Any] | None, view: SlurmView | None, notes: Notes) -> list[str]:
     if view is None:
         pid = launcher_of(layout)
         expected = _expected(layout) if pid else ()
         if status is None:
-            return f"{layout.root}: " + (
-                f"starting (launcher pid {pid})" if pid else "ended before its controller started"
-            )
+            said = f"starting (launcher pid {pid})" if pid else "ended before its controller started"
+            return [f"{layout.root}: {said}"]
         if pid:
-            return "\n".join([*_run_lines(status, f"launcher pid {pid}", expected), *notes.lines()])
+            return [*_run_lines(status, f"launcher pid {pid}", expected), *notes.lines()]
         status, why = _as_it_ended(layout, status)
         lines = _without_roles(status, _run_lines(status, "not running on this machine"))
-        return "\n".join([*lines, *why, *notes.lines()])
+        return [*lines, *why, *notes.lines()]
     life = "under Slurm" if view.is_alive else "none of its jobs is alive"
     if status is None:
         head = [f"{layout.root}: {life}, no controller yet"]
     else:
         lines = _run_lines(status, life)
         head = lines if view.is_alive else _without_roles(status, lines)
-    return "\n".join([*head, *notes.lines(), "", *lines_of(view)])
+    return [*head, *notes.lines(), "", *lines_of(view)]
 
 
 def _as_it_ended(layout: RunLayout, status: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -103,7 +115,7 @@ def _expected(layout: RunLayout) -> Sequence[str]:
 
 
 def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
-    age = time.time() - status["unix_time_s"]
+    age = max(time.time() - status["unix_time_s"], 0.0)  # the clock of its node may be ahead of this one
     return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
         f"{status['version']}, {life}, as of {age:.0f} s ago",

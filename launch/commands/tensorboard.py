@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ class EventView:
         """Look for runs that are not shown yet; on a large directory of a shared filesystem this takes a while."""
         for run in find_runs(self._tops, DEPTH).runs:
             if run.root not in self._names and any(run.layout.tensorboard.glob(EVENT_FILES)):
-                self._add(run.layout, str(run.config.get("run", {}).get("name") or run.root.name))
+                self._add(run.layout, re.sub(r"^\.+|/", "_", run.name))  # a name, and no path
 
     def update(self) -> None:
         """Look for what runs have written.  A run that is being deleted is passed over."""

@@ -5,9 +5,14 @@ Input: rows of cells, seconds.  Output: lines, words.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
+
+_CONTROL = r"\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_OBEYED = re.compile(rf"[{_CONTROL}\x1b]")
+_OBEYED_BUT_COLOURS = re.compile(rf"[{_CONTROL}]|\x1b(?!\[[0-9;]*m)")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -43,3 +48,9 @@ def printable_line(text: str, longest: int = 160) -> str:
     rest = len(text) - longest
     cut = text if rest <= 0 else f"{text[:longest]} … and {rest:,} characters"
     return "".join(letter if letter.isprintable() else "?" for letter in cut)
+
+
+def escaped(text: str, *, keeps_colours: bool = False) -> str:
+    """Lines without characters that a terminal would obey, or that cannot be encoded: logs hold what models sample."""
+    pattern = _OBEYED_BUT_COLOURS if keeps_colours else _OBEYED
+    return pattern.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

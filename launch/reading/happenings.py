@@ -8,6 +8,7 @@ skipped: this is for viewing only.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,19 +147,18 @@ def _of_supervisors(layout: RunLayout) -> Iterator[Happening]:
         name = path.name.removesuffix(".events.jsonl")
         for line in _lines(path):
             who = "run" if name == "local" else f"job {name}"
-            if {"unix_time_s", "event", "text"} <= line.keys() and line["event"] != "attempt":  # of attempts.jsonl
-                yield Happening(line["unix_time_s"], who, line["event"], line["text"], line.get("attempt", -1))
+            if {"event", "text"} <= line.keys() and line["event"] != "attempt":  # of attempts.jsonl
+                yield Happening(line["unix_time_s"], who, str(line["event"]), str(line["text"]), _attempt(line))
 
 
 def _of_attempts(layout: RunLayout) -> Iterator[Happening]:
     for line in _lines(layout.attempts):
-        if not {"unix_time_s", "index"} <= line.keys():
+        if "index" not in line:
             continue
         step = line.get("resume_step")
         begins = "from the beginning" if step is None else f"from the checkpoint of step {step}"
-        yield Happening(
-            line["unix_time_s"], "run", "attempt", f"attempt {line['index']} begins {begins}", line["index"]
-        )
+        text = f"attempt {line['index']} begins {begins}"
+        yield Happening(line["unix_time_s"], "run", "attempt", text, _attempt(line, "index"))
 
 
 def _of_guard(layout: RunLayout) -> Iterator[Happening]:
@@ -171,12 +171,14 @@ def _of_jobs(layout: RunLayout) -> Iterator[Happening]:
         try:
             record = json.loads(path.read_bytes())
             text = f"{record['name']} submitted"
-            yield Happening(record["submitted_unix_s"], f"job {record['job_id']}", "submitted", text)
+            if _is_time(record["submitted_unix_s"]):
+                yield Happening(record["submitted_unix_s"], f"job {record['job_id']}", "submitted", text)
         except (OSError, ValueError, KeyError, TypeError):
             continue
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines that have a time."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -186,5 +188,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             document = json.loads(line)
         except ValueError:
             continue
-        if isinstance(document, dict):
+        if isinstance(document, dict) and _is_time(document.get("unix_time_s")):
             yield document
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _attempt(line: Mapping[str, Any], key: str = "attempt") -> int:
+    number = line.get(key)
+    return number if isinstance(number, int) else -1

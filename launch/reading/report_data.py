@@ -77,11 +77,12 @@ def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
     def last(name: str) -> float:
         return figures.curves[name].last if name in figures.curves else math.nan
 
-    total = status.get("num_steps") or figures.settings.get("run", {}).get("num_steps", "?")
+    settings = figures.settings.get("run", {})
+    total = status.get("num_steps") or settings.get("num_steps", "?")
     reward = figures.curves.get("reward/mean")
     tenth = max(1, len(reward.values) // 10) if reward is not None else 1
     rows = [
-        ("run", str(figures.settings.get("run", {}).get("name", figures.layout.root.name))),
+        ("run", str(settings.get("name", figures.layout.root.name))),
         ("phase", "complete" if figures.summary else str(status.get("phase", "not begun"))),
         ("steps", f"{figures.num_steps} of {total}, policy version {status.get('version', '?')}"),
     ]
@@ -101,7 +102,8 @@ def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
         ("time", f"{format_duration(max(0.0, story.end_s - story.begin_s))} since the beginning"),
         ("faults", f"{len(story.faults)}"),
     ]
-    return [(name, value) for name, value in rows if "nan" not in value]
+    of_run, *of_figures = rows  # a run may be called nanogpt
+    return [of_run, *((name, value) for name, value in of_figures if "nan" not in value)]
 
 
 def _share(figures: RunFigures, name: str) -> str:

@@ -61,7 +61,8 @@ class RunFigures:
     @property
     def num_steps(self) -> int:
         """Steps done."""
-        return int(max([self.status.get("step", 0), *(int(c.steps[-1]) + 1 for c in self.curves.values())]))
+        told = self.status.get("step")
+        return max([told if isinstance(told, int) else 0, *(int(c.steps[-1]) + 1 for c in self.curves.values())])
 
     def mean_of(self, name: str) -> float | None:
         """Mean over the second half of the steps, where a run has settled.  None: the metric was not written."""
@@ -86,7 +87,7 @@ def read_figures(layout: RunLayout) -> RunFigures:
         read_sampled(layout),
         document_of(layout, "status"),
         document_of(layout, "summary"),
-        dict(document_of(layout, "config").get("config", {})),
+        settings_of(layout),
         config,
     )
 
@@ -98,6 +99,14 @@ def document_of(layout: RunLayout, name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def settings_of(layout: RunLayout) -> dict[str, Any]:
+    """The resolved run file, by section and key; without what is of another form where it is damaged."""
+    settings = document_of(layout, "config").get("config")
+    if not isinstance(settings, dict):
+        return {}
+    return {name: keys for name, keys in settings.items() if isinstance(keys, dict | list)}
 
 
 def read_sampled(layout: RunLayout) -> Sampled:

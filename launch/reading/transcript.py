@@ -7,18 +7,17 @@ or do worse, are shown escaped.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+from launch.common.text_table import escaped
 from launch.reading.rollouts import SeenRollout
 from rlhpc.types import Int32
 
 _RULE = "─" * 80
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
@@ -34,12 +33,7 @@ def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
 def as_document(seen: SeenRollout) -> dict[str, Any]:
     """The same for programs: every field, NaN as null, and staleness."""
     document = {each.name: _plain(getattr(seen, each.name)) for each in fields(seen)}
-    return document | {"staleness": seen.staleness, "advantage": seen.advantage}
-
-
-def shown(text: str) -> str:
-    """Text without characters that a terminal would interpret."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return document | {"staleness": seen.staleness, "advantage": _plain(seen.advantage)}
 
 
 def ranges(versions: Int32) -> str:
@@ -65,7 +59,7 @@ def fate(seen: SeenRollout) -> str:
 def _head(seen: SeenRollout) -> Iterator[str]:
     leases = f", lease {seen.attempts}" if seen.attempts > 1 else ""
     yield _RULE
-    yield f"group {seen.group_id}: {shown(seen.task)}, {fate(seen)} (prompt {seen.prompt_id}{leases})"
+    yield f"group {seen.group_id}: {escaped(seen.task)}, {fate(seen)} (prompt {seen.prompt_id}{leases})"
     yield from _block("prompt", seen.prompt)
     yield from _block("reference", seen.reference)
 
@@ -75,12 +69,12 @@ def _completion(seen: SeenRollout) -> Iterator[str]:
     yield f"  [{seen.sample_index}] {_worth(seen)}"
     yield f"      {_origin(seen)}"
     if seen.detail:
-        yield f"      verifier: {shown(seen.detail)}"
+        yield f"      verifier: {escaped(seen.detail)}"
     yield from _block("completion", seen.completion)
 
 
 def _worth(seen: SeenRollout) -> str:
-    parts = ", ".join(f"{shown(name)} {value:g}" for name, value in seen.reward_parts.items())
+    parts = ", ".join(f"{escaped(name)} {value:g}" for name, value in seen.reward_parts.items())
     reward = "no reward" if math.isnan(seen.reward) else f"reward {seen.reward:.4g}"
     advantage = "" if seen.advantage is None else f", advantage {seen.advantage:+.3f}"
     return f"{seen.verdict}, {reward}{f' ({parts})' if parts else ''}{advantage}"
@@ -93,7 +87,7 @@ def _origin(seen: SeenRollout) -> str:
 
 
 def _block(title: str, text: str) -> Iterator[str]:
-    lines = shown(text).split("\n") or [""]
+    lines = escaped(text).split("\n") or [""]
     for number, line in enumerate(lines):
         yield f"{'' if number else title:<10} │ {line}".rstrip()
 

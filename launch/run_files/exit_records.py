@@ -29,8 +29,10 @@ class ExitRecord:
 
     @property
     def cause(self) -> str:
-        """In words."""
-        how = f"signal {signal.Signals(self.status - 128).name}" if self.status > 128 else f"exit status {self.status}"
+        """In words.  Not every status above 128 is a signal's: a container that cannot be made ends with 255."""
+        number = self.status - 128
+        is_signal = number in set(signal.Signals)
+        how = f"signal {signal.Signals(number).name}" if is_signal else f"exit status {self.status}"
         return f"{self.name} on {self.host} ended with {how}: {self.last_words}"
 
 

@@ -12,6 +12,7 @@ from launch.commands.dataset.convert import convert
 from launch.commands.dataset.examples import first_records
 from launch.commands.dataset.figures import figures
 from launch.commands.dataset.source import Source, sources_of
+from launch.common.text_table import escaped
 from rlhpc.errors import ConfigError
 
 _ONLY_CONVERT = ("min_tokens", "max_tokens", "min_characters", "max_characters", "distinct", "validation")
@@ -36,7 +37,8 @@ def look_at_dataset(options: argparse.Namespace) -> int:
 
 def _print(source: Source, number: int, action: str, is_one_of_several: bool) -> None:
     lines = first_records(source, number) if action == "head" else figures(source)
-    print("\n".join([f"== {source.data.title}"] * is_one_of_several + lines))
+    head = [f"== {source.data.title}"] * is_one_of_several
+    print(escaped("\n".join([*head, *lines])))  # names of fields are foreign, too
 
 
 def _refuse_options(options: argparse.Namespace, outputs: list[Path]) -> None:

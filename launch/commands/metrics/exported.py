@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from launch.reading.run_figures import document_of
+from launch.reading.run_figures import settings_of
 from rlhpc.metrics.curve_table import CurveTable
 from rlhpc.run_layout import RunLayout
 
@@ -21,7 +21,7 @@ class ExportedRun:
     @property
     def settings(self) -> dict[str, Any]:
         """The resolved run file, by section and key; {} where it is damaged."""
-        return dict(document_of(self.layout, "config").get("config", {}))
+        return settings_of(self.layout)
 
     @property
     def name(self) -> str:

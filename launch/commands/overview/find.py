@@ -45,6 +45,12 @@ class RunFiles:
         """The run's paths."""
         return RunLayout(self.root)
 
+    @property
+    def name(self) -> str:
+        """The run's, as its settings say; that of the directory where they say none."""
+        settings = self.config.get("run")
+        return str(settings.get("name") or self.root.name) if isinstance(settings, dict) else self.root.name
+
 
 @dataclass(slots=True)
 class Found:

@@ -62,6 +62,14 @@ def test_head_shows_fields_and_with_a_model_prompts(said) -> None:
     ]
 
 
+@pytest.mark.parametrize("action", ["head", "stats"])
+def test_the_name_of_a_field_commands_no_terminal(action: str, said, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "foreign.jsonl", [{"\x1b]0;title\x07": "\x1b[2J"}])
+    shown = said(action, "foreign.jsonl")
+    assert "\\x1b]0;title\\x07" in shown
+    assert "\x1b" not in shown
+
+
 def test_stats_count_records_fields_tokens_and_references(said) -> None:
     lines = said("stats", "train.jsonl", *KEYS, "generation.max_prompt_tokens=26").splitlines()
     assert lines[0] == "records     20; 12 the same as an earlier one"

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,19 @@ def test_a_run_that_failed_here_says_what_the_first_role_died_of(
     write_record(layout.exit_record("trainer", 0, 0), record)  # as the launcher does
     runs.status(layout, "stopped", 5)  # and the controller closes its books
     assert state(capsys, "failed") == ("failed", "trainer-0 on vm ended with signal SIGKILL: step 5")
+
+
+def test_an_exit_status_above_128_that_is_no_signals_is_told_as_a_status(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = runs.local("contained")
+    record = ExitRecord("trainer-0", 255, "FATAL: no such image", starts=1, host="vm", job="")
+    layout.exit_record("trainer", 0, 0).parent.mkdir()
+    write_record(layout.exit_record("trainer", 0, 0), record)
+    words = "trainer-0 on vm ended with exit status 255: FATAL: no such image"
+    assert state(capsys, "contained") == ("failed", words)
+    assert replace(record, status=128 + 40).cause.startswith("trainer-0 on vm ended with exit status 168")
+    assert replace(record, status=128 + 9).cause.startswith("trainer-0 on vm ended with signal SIGKILL")
 
 
 def test_of_a_failed_attempt_the_trainer_is_named_first_and_what_was_started_again_not_at_all(
