@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 
 from launch.reading.run_figures import RunFigures
+from rlhpc.config import with_values
+from rlhpc.errors import ConfigError
 
 FEWEST_STEPS = 10
 IDLE = 0.15  # of the time: below it nothing is recommended
@@ -81,7 +83,19 @@ def _both_wait(figures: RunFigures, mean: Reader, generators: float, trainer: fl
     weights = mean("time/wait_for_weights_s") / step_s
     if weights > 0.2:
         return f"{said} {weights:.0%} of a step passes until new weights are live (docs/operating.md)."
-    return f"{said} admission.max_staleness={bound:.0f} leaves too little in flight: try {bound + 1:.0f}."
+    parts = ", or admission.step_parts=4 at the same bound" if _can_be_in_parts(figures) else ""
+    return f"{said} admission.max_staleness={bound:.0f} leaves too little in flight: try {bound + 1:.0f}{parts}."
+
+
+def _can_be_in_parts(figures: RunFigures) -> bool:
+    config = figures.config
+    if config is None or config.admission.step_parts > 1:
+        return False
+    try:
+        with_values(config, {"admission.step_parts": min(4, config.admission.groups_per_step)})
+    except ConfigError:
+        return False
+    return config.admission.groups_per_step >= 4
 
 
 def _spread(figures: RunFigures, mean: Reader) -> list[str]:
