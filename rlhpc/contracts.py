@@ -485,6 +485,27 @@ class TrainerBackend(ABC):
         """
 
     @abstractmethod
+    def accumulate(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
+        num_loss_tokens: int,
+        is_first: bool,
+    ) -> None:
+        """Forward and backward for a part of a step whose other micro-batches are not there yet; applies nothing.
+
+        Gradients and metrics are kept for the next `step`, whose micro-batches are the last part.
+        num_loss_tokens: an estimate for the whole step, the same in every part; gradients are scaled to the true number
+        that `step` is given.  is_first: drops what an abandoned step has accumulated.
+        weights(), logprobs(), hold_reference(), move_average() and save() may come in between; a save does not contain
+        what is accumulated.  Does not raise for non-finite numbers: the step is not applied then.
+        """
+
+    @abstractmethod
     def step(
         self,
         microbatches: Sequence[PackedMicrobatch],
@@ -501,6 +522,9 @@ class TrainerBackend(ABC):
     ) -> StepResult:
         """Forward, backward, vote, clip, optimiser step.
 
+        After calls of `accumulate`: the step's last part.  Gradient, metrics, norm, vote and gate are those of all
+        parts together; afterwards nothing is accumulated, whether the step was applied or not.
+        `num_loss_tokens`: of the whole step.
         `proximal`, `reference`: float32 [T] per micro-batch, passed to the loss unchanged; None: the behaviour
         log-probabilities.  `has_entropy_gradient`: whether TokenRow.entropy carries one; else it is only a metric.
         Does not raise for non-finite numbers: every rank skips and reports the step, as when `may_apply` is False.

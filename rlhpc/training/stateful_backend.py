@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +46,14 @@ class StateSaver(Protocol):
         """Wait for a running save."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """What the micro-batches of a step add up to besides their gradient."""
+
+    divisor: int  # of every micro-batch's loss: the number of loss tokens of the step, or an estimate of it
+    metrics: MetricSums = field(default_factory=MetricSums)
+
+
 class StatefulBackend(TrainerBackend):
     """Backends whose constructor sets these parts."""
 
@@ -52,6 +61,7 @@ class StatefulBackend(TrainerBackend):
     _reference: HeldParameters
     _average: WeightAverage
     _saver: StateSaver
+    _accumulated: StepSums | None = None  # of the parts of a step that its last part has yet to follow
 
     @property
     def device(self) -> str:
@@ -70,6 +80,40 @@ class StatefulBackend(TrainerBackend):
     def move_average(self, decay: float) -> None:
         """See TrainerBackend."""
         self._average.move(decay)
+
+    def accumulate(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
+        num_loss_tokens: int,
+        is_first: bool,
+    ) -> None:
+        """See TrainerBackend; no rank waits for another replica except as it does within a step."""
+        if is_first:
+            self._zero_gradients()
+            self._accumulated = StepSums(num_loss_tokens)
+        assert self._accumulated, "the first part of a step says so"
+        assert self._accumulated.divisor == num_loss_tokens, "the parts of a step have the same estimate"
+        self._add_gradients(
+            microbatches,
+            loss,
+            {"proximal": proximal, "reference": reference},
+            self._accumulated,
+            has_entropy_gradient=has_entropy_gradient,
+            is_last_part=False,
+        )
+
+    def _begin_last_part(self, num_loss_tokens: int) -> StepSums:
+        """Sums for the rest of a step, which is all of it if nothing is accumulated: gradients are then zero."""
+        accumulated, self._accumulated = self._accumulated, None
+        if accumulated is None:
+            self._zero_gradients()
+            return StepSums(num_loss_tokens)
+        return accumulated
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; every number comes from the lowest rank that keeps it."""
@@ -96,6 +140,23 @@ class StatefulBackend(TrainerBackend):
     def _continue_from(self, num_steps_applied: int, rng: dict[str, str]) -> None:
         self._publish(num_steps_applied)
         write_rng(rng, self._device)
+
+    @abstractmethod
+    def _zero_gradients(self) -> None:
+        """Drop whatever is accumulated."""
+
+    @abstractmethod
+    def _add_gradients(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        anchors: Mapping[str, NoneOrRows],
+        sums: StepSums,
+        *,
+        has_entropy_gradient: bool,
+        is_last_part: bool,
+    ) -> None:
+        """Add the gradient of the loss divided by sums.divisor, and the metrics.  is_last_part: the step follows."""
 
     @abstractmethod
     def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
@@ -142,30 +203,29 @@ class ReplicatedBackend(StatefulBackend):
         """See TrainerBackend; every rank is a replica."""
         return sums_over_ranks(figures, self._device)
 
-    def _gradients(
+    def _add_gradients(
         self,
         microbatches: Sequence[PackedMicrobatch],
         loss: PolicyLoss,
         anchors: Mapping[str, NoneOrRows],
+        sums: StepSums,
         *,
-        num_loss_tokens: int,
         has_entropy_gradient: bool,
-    ) -> dict[str, float]:
-        """Add up this rank's gradient of the loss; metrics are summed over ranks."""
-        sums = MetricSums()
+        is_last_part: bool,
+    ) -> None:
         for index, microbatch in enumerate(microbatches):
             current, entropy, entropy_sum = self._token_logprobs(
                 microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
             )
             of_this_row = {name: of_row(rows, index) for name, rows in anchors.items()}
             loss_sum, metrics = loss(current, token_row(microbatch, entropy, **of_this_row))
-            self._backward(loss_sum, current, num_loss_tokens, is_last=index == len(microbatches) - 1)
-            sums.add({**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()})
-        return sums.over_ranks(self._device)
+            is_last = is_last_part and index == len(microbatches) - 1
+            self._backward(loss_sum, current, sums.divisor, is_last=is_last)
+            sums.metrics.add({**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()})
 
     @abstractmethod
-    def _backward(self, loss_sum: Tensor, current: Tensor, num_loss_tokens: int, *, is_last: bool) -> None:
-        """Add the gradient of loss_sum / num_loss_tokens.  is_last: no micro-batch of this step follows."""
+    def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:
+        """Add the gradient of loss_sum / divisor.  is_last: no micro-batch of this step follows."""
 
     @abstractmethod
     def _token_logprobs(

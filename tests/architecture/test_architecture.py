@@ -82,7 +82,7 @@ STAGES = {
 _ANYWHERE = {"Int32", "Float32", "Bool", "UInt8", "WeightGroup", "WeightManifest", "TensorSpec"}
 
 MAX_FILE_LINES = 350
-WHOLE_ON_ONE_PAGE = {"rlhpc/contracts.py": 543}  # every contract at one look is the point of that file
+WHOLE_ON_ONE_PAGE = {"rlhpc/contracts.py": 567}  # every contract at one look is the point of that file
 MAX_FUNCTION_LINES = 60
 # Budgets may only shrink.
 BUDGETS = {"type: ignore": 25, "except Exception": 13}

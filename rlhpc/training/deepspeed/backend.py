@@ -157,26 +157,26 @@ class DeepSpeedBackend(ReplicatedBackend):
         for group in zero.optimizer.param_groups:
             group.update(lr=learning_rate, weight_decay=weight_decay if group["decays"] else 0.0)
         zero.clip_grad = max_grad_norm
+        sums = self._begin_last_part(num_loss_tokens)
         anchors = {"proximal": proximal, "reference": reference}
-        metrics = self._gradients(
-            microbatches,
-            loss,
-            anchors,
-            num_loss_tokens=num_loss_tokens,
-            has_entropy_gradient=has_entropy_gradient,
+        self._add_gradients(
+            microbatches, loss, anchors, sums, has_entropy_gradient=has_entropy_gradient, is_last_part=True
         )
+        metrics = sums.metrics.over_ranks(self._device)
         with self._gate.asking(
-            lambda norm: all_ranks_agree(may_apply is None or may_apply(metrics, norm), self._device)
+            lambda norm: all_ranks_agree(may_apply is None or may_apply(metrics, norm), self._device),
+            scale=num_loss_tokens / sums.divisor,
         ):
             self._engine.step()
-        if zero.overflow and self._stage < 3:
-            self._forget_gradients(zero)
         return StepResult(applied=not zero.overflow, grad_norm=self._gate.norm, metrics=metrics)
 
-    def _backward(self, loss_sum: Tensor, current: Tensor, num_loss_tokens: int, *, is_last: bool) -> None:
+    def _zero_gradients(self) -> None:
+        self._forget_gradients(self._engine.optimizer, self._stage)
+
+    def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed divides by the number of ranks.
-        share = (loss_sum + 0.0 * current.sum()) * (self._world_size / num_loss_tokens)
+        share = (loss_sum + 0.0 * current.sum()) * (self._world_size / divisor)
         # A loss can be infinite while its gradient is finite: then none of the gradient may count.
         poison = torch.where(loss_sum.detach().isfinite(), 1.0, math.nan)
         self._engine.backward(share * poison, scale_wrt_gas=False)

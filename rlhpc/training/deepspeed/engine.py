@@ -29,6 +29,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import nn
 
 from rlhpc.config_sections import TrainerConfig
@@ -54,6 +55,7 @@ class NormGate:
 
     def __init__(self, zero: Any) -> None:
         """zero: the optimiser of an engine; stages 1 and 2 measure in one place, stage 3 in another."""
+        self._zero = zero
         self._allows: Callable[[float], bool] = lambda _: True
         self.norm = math.nan  # of the last step, before clipping; nan where it was not finite
         place = "_get_norm_groups" if hasattr(zero, "_get_norm_groups") else "scaled_global_norm"
@@ -61,18 +63,23 @@ class NormGate:
         self.leave: Callable[[], None] = partial(delattr, zero, place)  # once; each keeps the other alive
 
     @contextmanager
-    def asking(self, allows: Callable[[float], bool]) -> Iterator[None]:
-        """Ask `allows` while the block runs; it is called on every rank with the same finite norm, or on none."""
+    def asking(self, allows: Callable[[float], bool], *, scale: float) -> Iterator[None]:
+        """Ask `allows` while the block runs; it is called on every rank with the same finite norm, or on none.
+
+        scale: what the step divides the gradients by, before their norm is asked about and clipped.
+        """
         self._allows, self.norm = allows, math.nan
+        self._zero.loss_scale = scale
         try:
             yield
         finally:
+            self._zero.loss_scale = 1.0
             self._allows = lambda _: True  # it may keep the step's batch alive
 
     def _measured(self, measure: Callable[[], Any]) -> Any:
         measured = measure()
         total = combine_grad_norm_groups(measured) if isinstance(measured, list) else measured
-        norm = float(total)
+        norm = float(total) / self._zero.loss_scale
         if not math.isfinite(norm):
             return measured
         self.norm = norm
@@ -162,14 +169,18 @@ def engine_options(trainer: TrainerConfig, *, dtype: torch.dtype, num_elements: 
     }
 
 
-def forget_gradients(zero: Any) -> None:
-    """Drop the gradient sums that DeepSpeed 0.19 keeps after a skipped step, if the optimiser is in host memory.
+def forget_gradients(zero: Any, stage: int) -> None:
+    """Drop what backward passes have added up since the last step, and what DeepSpeed 0.19 keeps after a skipped one if
+    the optimiser is in host memory.
 
-    Otherwise they are part of the next step, finite or not.  zero: the optimiser of an engine of stage 1 or 2.
+    Otherwise they are part of the next step, finite or not.  zero: the optimiser of an engine.
     """
-    for sums in (zero.averaged_gradients, zero.all_grad_tensors):
-        for group in sums:
-            sums[group] = None
+    zero.zero_grad()  # in stage 3 that is all: the next backward overwrites its sums
+    if stage < 3:
+        zero.micro_step_id = INITIAL_MICRO_STEP_ID  # the next backward overwrites sums in host memory
+        for sums in (zero.averaged_gradients, zero.all_grad_tensors):
+            for group in sums:
+                sums[group] = None
 
 
 def close_engine(engine: ZeroEngine) -> None:

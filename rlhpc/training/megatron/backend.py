@@ -50,7 +50,7 @@ from rlhpc.training.process_group import (
 )
 from rlhpc.training.row_tensors import all_but_first, of_row, token_row
 from rlhpc.training.sharded_tensors import gather_stream
-from rlhpc.training.stateful_backend import StatefulBackend
+from rlhpc.training.stateful_backend import NoneOrRows, StatefulBackend, StepSums
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.weight_average import WeightAverage
 from rlhpc.types import PackedMicrobatch, TensorSpec
@@ -201,20 +201,15 @@ class MegatronBackend(StatefulBackend):
         may_apply: StepGate | None = None,
     ) -> StepResult:
         """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
-        self._optimizer.zero_gradients()
-        sums = MetricSums()
-
-        def loss_callback(index: int, current: Tensor, entropies: Tensor) -> Tensor:
-            anchors = {"proximal": of_row(proximal, index), "reference": of_row(reference, index)}
-            loss_sum, metrics = loss(current, token_row(microbatches[index], entropies, **anchors))
-            sums.add({**metrics, "entropy": entropies.detach().sum(), "loss": loss_sum.detach()})
-            return loss_sum / num_loss_tokens
-
-        work = [Work(microbatch, microbatch.loss_mask) for microbatch in microbatches]
-        request = self._request(want_entropy=True, has_entropy_gradient=has_entropy_gradient)
-        self._schedule.forward_backward(work, request, loss_callback)
+        sums = self._begin_last_part(num_loss_tokens)
+        anchors = {"proximal": proximal, "reference": reference}
+        self._add_gradients(
+            microbatches, loss, anchors, sums, has_entropy_gradient=has_entropy_gradient, is_last_part=True
+        )
+        if sums.divisor != num_loss_tokens:
+            self._optimizer.scale_gradients(sums.divisor / num_loss_tokens)
         own_norm = self._optimizer.gradient_norm()
-        metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums), own_norm))
+        metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums.metrics), own_norm))
         is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
         is_allowed = may_apply is None or may_apply(metrics, grad_norm)
         applied = all_ranks_agree(is_finite and is_allowed, self._device)
@@ -223,6 +218,30 @@ class MegatronBackend(StatefulBackend):
             self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
         is_known = applied or (is_finite and not is_allowed)
         return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
+
+    def _zero_gradients(self) -> None:
+        self._optimizer.zero_gradients()
+
+    def _add_gradients(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        anchors: Mapping[str, NoneOrRows],
+        sums: StepSums,
+        *,
+        has_entropy_gradient: bool,
+        is_last_part: bool,
+    ) -> None:
+        def loss_callback(index: int, current: Tensor, entropies: Tensor) -> Tensor:
+            of_this_row = {name: of_row(rows, index) for name, rows in anchors.items()}
+            loss_sum, metrics = loss(current, token_row(microbatches[index], entropies, **of_this_row))
+            sums.metrics.add({**metrics, "entropy": entropies.detach().sum(), "loss": loss_sum.detach()})
+            return loss_sum / sums.divisor
+
+        work = [Work(microbatch, microbatch.loss_mask) for microbatch in microbatches]
+        request = self._request(want_entropy=True, has_entropy_gradient=has_entropy_gradient)
+        run = self._schedule.forward_backward if is_last_part else self._schedule.accumulate
+        run(work, request, loss_callback)
 
     def _request(
         self, *, want_entropy: bool, has_entropy_gradient: bool = False, temperature: float | None = None

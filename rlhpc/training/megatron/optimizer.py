@@ -90,6 +90,11 @@ class MegatronAdamW:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients, before gradient_norm()."""
+        for chunk in self._chunks:
+            chunk.scale_gradients(factor)
+
     def gradient_norm(self) -> float:
         """Global L2 norm of the summed gradients, each parameter counted once; not finite if they are not.
 

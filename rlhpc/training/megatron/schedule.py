@@ -9,6 +9,7 @@ last stage, in order; rows that only fill up the schedule are not shown to the c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,8 +56,30 @@ class Schedule:
             config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
 
     def forward_backward(self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback) -> None:
-        """Accumulate the gradients of the losses that `loss_callback` returns.  A collective; buffers must be zero."""
+        """Add the gradients of the losses that `loss_callback` returns, then sum the buffers over ranks.  A collective;
+        buffers hold nothing but what accumulate has added.
+        """
         self._run(work, request, loss_callback, forward_only=False)
+
+    def accumulate(self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback) -> None:
+        """Add the gradients to the buffers and sum nothing over ranks: forward_backward follows.  A collective."""
+        with self._summing_nothing():
+            self._run(work, request, loss_callback, forward_only=False)
+
+    @contextmanager
+    def _summing_nothing(self) -> Iterator[None]:
+        """A block in which every micro-batch's backward is one that others follow."""
+        config = self._chunks[0].config
+        kept = config.no_sync_func, config.finalize_model_grads_func
+        # Megatron's own pause ends before the last micro-batch, and takes this one with it.
+        config.no_sync_func = config.finalize_model_grads_func = None
+        try:
+            with ExitStack() as pauses:
+                for chunk in self._chunks:
+                    pauses.enter_context(chunk.no_sync())
+                yield
+        finally:
+            config.no_sync_func, config.finalize_model_grads_func = kept
 
     @torch.no_grad()
     def forward(self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback) -> None:

@@ -131,15 +131,14 @@ class ReferenceBackend(ReplicatedBackend):
         may_apply: StepGate | None = None,
     ) -> StepResult:
         """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
-        self._optimizer.zero_gradients()
+        sums = self._begin_last_part(num_loss_tokens)
         anchors = {"proximal": proximal, "reference": reference}
-        metrics = self._gradients(
-            microbatches,
-            loss,
-            anchors,
-            num_loss_tokens=num_loss_tokens,
-            has_entropy_gradient=has_entropy_gradient,
+        self._add_gradients(
+            microbatches, loss, anchors, sums, has_entropy_gradient=has_entropy_gradient, is_last_part=True
         )
+        metrics = sums.metrics.over_ranks(self._device)
+        if sums.divisor != num_loss_tokens:
+            self._optimizer.gradients.mul_(sums.divisor / num_loss_tokens)
         if self._world_size > 1:
             dist.all_reduce(self._optimizer.gradients)
         grad_norm = self._optimizer.gradient_norm()
@@ -152,9 +151,12 @@ class ReferenceBackend(ReplicatedBackend):
         is_known = applied or (is_finite and not is_allowed)
         return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
 
-    def _backward(self, loss_sum: Tensor, current: Tensor, num_loss_tokens: int, *, is_last: bool) -> None:
+    def _zero_gradients(self) -> None:
+        self._optimizer.zero_gradients()
+
+    def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:
         if loss_sum.requires_grad:  # not so for a row without loss tokens
-            (loss_sum / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
+            (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
 
     def _token_logprobs(
         self,
