@@ -109,7 +109,8 @@ def _of_batches() -> list[object]:
         m.SnapshotTaken(8, 0.25),
         m.BatchRows(4, (minibatch, minibatch)),
         m.TrainBatch(
-            4, PackedBatch(7, 7, (), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5, True, 2, True)
+            4,
+            PackedBatch(7, 7, (), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5, True, 2, True),
         ),
         m.FormGroup(_group()),
         m.PublishWeights(3, 7),

@@ -179,8 +179,8 @@ class Trainer:
         """Returns the present time.  Raises ProtocolError if other parts of the step were trained before."""
         began = time.monotonic()
         self._heartbeat.now("training", "", self._version)
-        if not batch.num_parts_before:
-            self._times = []  # of a step that was given up
+        if batch.is_part and not batch.num_parts_before:
+            self._times = []  # of a step that was given up, whose gradients go now, too
         if len(self._times) != batch.num_parts_before:
             told = f"part {batch.num_parts_before} of step {batch.step} after {len(self._times)} parts"
             raise ProtocolError("controller", "TrainBatch", told)

@@ -248,7 +248,12 @@ def test_a_step_that_was_given_up_leaves_nothing_to_the_next(backend: Any, tmp_p
 
 
 @pytest.mark.starts
-def test_a_part_without_those_before_it_is_refused(backend: Any, tmp_path: Path) -> None:
+def test_a_part_without_those_before_it_is_refused_and_so_is_a_batch_after_parts_of_another(
+    backend: Any, tmp_path: Path
+) -> None:
     trainer = trainer_on(backend, tmp_path, Ear())
     with pytest.raises(ProtocolError, match="part 1 of step 0 after 0 parts"):
         trainer.obey(part_of(ROWS[:1], 1, 7, is_part=False))
+    trainer.obey(part_of(ROWS[:1], 0, 7, is_part=True))
+    with pytest.raises(ProtocolError, match="part 0 of step 0 after 1 parts"):
+        trainer.obey(part_of(ROWS, 0, num_loss_tokens(ROWS), is_part=False))
