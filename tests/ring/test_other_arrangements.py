@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
-from tests.ring.run_kit import ROOT, Lab, Run, last_scalar, run_to_the_end, scalars, summary_of
+from tests.ring.run_kit import ROOT, Lab, Run, last_scalar, make_lab, run_to_the_end, scalars, summary_of
 
 pytestmark = pytest.mark.ring
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -37,7 +38,8 @@ def test_a_run_over_tcp_with_two_trainer_ranks_and_weights_by_file(lab: Lab) -> 
 
 
 @pytest.mark.parametrize("backend", ["megatron", pytest.param("deepspeed", marks=pytest.mark.long)])
-def test_steps_begin_with_what_is_finished_and_train_everything_once(lab: Lab, backend: str) -> None:
+def test_steps_begin_with_what_is_finished_and_train_everything_once(tmp_path: Path, backend: str) -> None:
+    lab = make_lab(tmp_path)
     lab.script_engine(token_s=0.03)
     layout = run_to_the_end(
         lab, "in-parts", run={"num_steps": 5}, admission={"step_parts": 4}, trainer={"num_ranks": 2, "backend": backend}
