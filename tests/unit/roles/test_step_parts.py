@@ -124,6 +124,19 @@ async def test_a_part_leaves_places_for_all_that_are_due_in_its_batch(tmp_path: 
         assert [group.group_id for group in ring.records[1].groups] == [2, 3]
 
 
+async def test_what_has_begun_stays_in_its_batch_though_older_groups_are_finished_later(tmp_path: Path) -> None:
+    async with small_ring(in_parts(), tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        admit(ring, 4)
+        training = ring.start_training()
+        finish(ring, 3)
+        await until(lambda: len(ring.trainer.parts) == 1)
+        finish(ring, 0, 1, 2)
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert [group.group_id for group in ring.records[0].groups] == [0, 3]
+
+
 async def test_a_run_that_stops_within_a_step_keeps_what_was_trained_of_it(tmp_path: Path) -> None:
     async with small_ring(in_parts(), tmp_path) as ring:
         ring.is_generating = False
