@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.determinism import compute_deterministically
+from tests.contracts.part_scenarios import train_in_parts
 from tests.contracts.reference_scenarios import ask_a_reference
 from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import NanGradientOn, Rows, train
@@ -59,6 +60,18 @@ def masters_after(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any
     compute_deterministically()
     backend = rank.open(model, **settings)
     norms = [train(rank, backend, rows, learning_rate=1e-3).grad_norm for rows in steps]
+    backend.save(rank.scratch / "checkpoint").result()
+    state = masters_in(rank.scratch / "checkpoint") if backend.is_rank_zero else {}
+    backend.close()
+    torch.use_deterministic_algorithms(False)
+    return norms, state
+
+
+def masters_after_parts(rank: Rank, *, model: Path, parts: list[Rows], **settings: Any) -> Any:
+    """As masters_after, of one step that comes in parts."""
+    compute_deterministically()
+    backend = rank.open(model, **settings)
+    norms = [train_in_parts(rank, backend, parts, learning_rate=1e-3).grad_norm]
     backend.save(rank.scratch / "checkpoint").result()
     state = masters_in(rank.scratch / "checkpoint") if backend.is_rank_zero else {}
     backend.close()

@@ -12,6 +12,7 @@ from tests.gpu.gpu_ranks import (
     VOCABULARY,
     ask_the_same,
     masters_after,
+    masters_after_parts,
     relative_distance,
     rows_of,
     save_twice,
@@ -91,6 +92,24 @@ def test_five_steps_lead_where_the_reference_goes(backend, dtype, distance, clus
     norms = [[result.grad_norm for result in each] for each in (results, wanted_results)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3 if dtype == "float32" else 0.1)
     assert relative_distance(weights, wanted, start) < distance
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_in_parts_is_the_step_on_all_of_them(backend, is_offloaded, clusters, model, tmp_path):
+    if is_offloaded and backend not in OFFLOADED:
+        pytest.skip("its optimizer stays on the device")
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    settings = {"model": model, "dtype": "bfloat16", "optimizer_offload": is_offloaded}
+    rows = rows_of(0, count=4)
+    ((whole, wanted),) = cluster.run(masters_after, tmp_path / "whole", steps=[rows], **settings)
+    ((norms, found),) = cluster.run(
+        masters_after_parts, tmp_path / "parts", parts=[rows[:1], rows[1:3], rows[3:]], **settings
+    )
+    assert norms == pytest.approx(whole, rel=2e-2)  # losses are divided by other numbers, and rounded in bfloat16
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        assert (found[key] - wanted[key]).norm() <= 4e-2 * wanted[key].norm(), key
 
 
 @pytest.mark.parametrize("backend", OFFLOADED)
