@@ -95,7 +95,7 @@ def main() -> None:
     cases, root = list(product(BOUNDS, (1, options.parts))), options.directory.absolute()
     root.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(cases)) as pool, slow_trainers(options.slowness * TRAINED_TOKEN_S):
-        each = pool.map(lambda case: measure(root, *case, options.steps, options.slowness), cases)
+        each = pool.map(lambda case: measure(root, case[0], case[1], options.steps, options.slowness), cases)
         found = dict(zip(cases, each, strict=True))
     print("| S | step_parts | steps/s | of whole batches | parts | trainer idle | generators idle | staleness |")
     print("|---|---|---|---|---|---|---|---|")
