@@ -30,9 +30,12 @@ class StepParts:
         self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
 
     async def train(self, step: int, version: int) -> float:
-        """Train what is finished, if that is a part of the step's batch; returns seconds, 0 where it is not."""
+        """Train what is finished, if that is a part of the step's batch; returns seconds, 0 where it is not.
+
+        A batch that has become whole meanwhile is left to the caller.
+        """
         admission = self._config.admission
-        if admission.step_parts == 1:
+        if admission.step_parts == 1 or self._buffer.upcoming(admission.groups_per_step) is not None:
             return 0.0
         began = time.monotonic()
         groups = self._buffer.begin(admission.groups_per_step, admission.least_part)
