@@ -57,11 +57,12 @@ def lay_out(samples: Sequence[TrainingSample], plan: Plan) -> PackedMinibatch:
 
 def joined(parts: Sequence[PackedMinibatch]) -> PackedMinibatch:
     """Parts of one optimiser step as one: every rank's rows of all of them, one part after the other."""
+    num_loss_tokens = sum(int(np.count_nonzero(row.loss_mask)) for part in parts for row in part.rows)
     return PackedMinibatch(
         ranks=tuple(
             tuple(row for rows in of_rank for row in rows) for of_rank in zip(*(p.ranks for p in parts), strict=True)
         ),
-        num_loss_tokens=sum(part.num_loss_tokens for part in parts),
+        num_loss_tokens=max(1, num_loss_tokens),  # not the sum of theirs: a part without any says 1
         num_samples=sum(part.num_samples for part in parts),
     )
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlhpc.errors import PackingError
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import lay_out, lockstep_slowdown, pack, packing_fill, unpack
+from rlhpc.packing.layout import joined, lay_out, lockstep_slowdown, pack, packing_fill, unpack
 from rlhpc.packing.planner import plan
 from rlhpc.types import PackedMinibatch, TrainingSample
 
@@ -92,6 +92,16 @@ def test_versions_of_tokens_the_policy_did_not_choose_are_hidden() -> None:
     tool.loss_mask[3] = False
     row = packed([tool], num_ranks=1).ranks[0][0]
     assert row.versions.tolist() == [-1, -1, 1, -1, 1, 1]
+
+
+def test_parts_joined_count_what_the_whole_counts_though_one_has_nothing_to_learn_from() -> None:
+    masked, *others = [sample(index, 3, 4 + index) for index in range(5)]
+    masked.loss_mask[:] = False
+    whole, parts = packed([masked, *others]), [packed([masked]), packed(others[:1]), packed(others[1:])]
+    one = joined(parts)
+    assert (one.num_loss_tokens, one.num_samples) == (whole.num_loss_tokens, whole.num_samples) == (26, 5)
+    assert len(one.rows) == sum(len(part.rows) for part in parts)
+    assert joined([packed([masked]), packed([masked])]).num_loss_tokens == 1  # which losses are divided by
 
 
 def test_an_oversize_sample_is_refused() -> None:
