@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable
 
 from launch.reading.run_figures import RunFigures
-from rlhpc.config import with_values
-from rlhpc.errors import ConfigError
+from rlhpc.config import obeys_rules, with_values
 
 FEWEST_STEPS = 10
 IDLE = 0.15  # of the time: below it nothing is recommended
@@ -91,11 +90,7 @@ def _can_be_in_parts(figures: RunFigures) -> bool:
     config = figures.config
     if config is None or config.admission.step_parts > 1:
         return False
-    try:
-        with_values(config, {"admission.step_parts": min(4, config.admission.groups_per_step)})
-    except ConfigError:
-        return False
-    return config.admission.groups_per_step >= 4
+    return obeys_rules(with_values(config, {"admission.step_parts": 4}))
 
 
 def _spread(figures: RunFigures, mean: Reader) -> list[str]:

@@ -40,8 +40,8 @@ EVALUATIONS = {"held_out": {10: {"pass@1": {"value": 0.5, "low": 0.4, "high": 0.
 class ToldRun(TextRun):
     """A run of 20 steps with a timeline of 100 s: a generator dies after 40 s and is back after 70."""
 
-    def __init__(self, root: Path, scalars: Mapping[str, float] | None = None) -> None:
-        super().__init__(root, "run.name=told", "generation.num_replicas=2")
+    def __init__(self, root: Path, scalars: Mapping[str, float] | None = None, *overrides: str) -> None:
+        super().__init__(root, "run.name=told", "generation.num_replicas=2", *overrides)
         self.seal([self.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=step) for step in range(4)])
         entries = []
         for end in range(5, 101, 5):
@@ -254,6 +254,24 @@ def test_recommendations_have_numbers_and_follow_from_the_figures(
     run = ToldRun(tmp_path / "told", scalars)
     advice = advice_for(read_figures(run.layout))
     assert len([each for each in advice if re.search(said, each)]) == 1, advice
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_advised"),
+    [
+        ([], True),
+        (["admission.step_parts=2"], False),
+        (["algorithm.aggregation=sequence"], False),
+        (["admission.groups_per_step=3"], False),
+    ],
+)
+def test_steps_in_parts_are_advised_to_runs_that_can_have_them(
+    tmp_path: Path, overrides: list[str], is_advised: bool
+) -> None:
+    scalars = {"trainer/idle_ratio": 0.4, "generator/idle_ratio": 0.4, "generator/live": 2.0, "staleness/bound": 1.0}
+    run = ToldRun(tmp_path / "told", scalars, "admission.groups_per_step=4", *overrides)
+    (advice,) = [each for each in advice_for(read_figures(run.layout)) if "wait for each other" in each]
+    assert ("admission.step_parts=4 at the same bound" in advice) == is_advised
 
 
 def test_more_generators_are_added_to_a_run_that_is_submitted(tmp_path: Path) -> None:
