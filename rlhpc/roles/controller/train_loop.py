@@ -208,7 +208,7 @@ class TrainLoop:
                     refuse_stale(groups, self.version, self._buffer.staleness_bound)
                     return groups, time.monotonic() - began
                 await self._republish_if_deserted()
-                if trained_s := await self._parts.train(self.step, self.version):
+                if not stop.is_set() and (trained_s := await self._parts.train(self.step, self.version)):
                     began += trained_s
                 else:
                     await self._change(stopped)

@@ -153,6 +153,24 @@ async def test_a_run_that_stops_within_a_step_keeps_what_was_trained_of_it(tmp_p
         assert (ring.ledger.counts()["taken"], ring.ledger.counts()["finished"]) == (0, 1)
 
 
+async def test_no_part_is_begun_once_the_run_is_to_stop(tmp_path: Path) -> None:
+    """It was publishing to a generator that came back when it was asked to, and groups were finished meanwhile."""
+    async with small_ring(in_parts(), tmp_path) as ring:
+        ring.is_generating = False
+        generator = await ring.add_generator()
+        admit(ring, 2)
+        training = ring.start_training()
+        await until(lambda: ring.trainer.published == [0])
+        await settle_down()
+        await ring.lose(generator)
+        await ring.add_generator("generator-1", "second")
+        await until(lambda: ring.trainer.published == [0, 0])
+        finish(ring, 0)
+        ring.stop.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.trainer.parts == []
+
+
 async def test_generators_that_come_back_within_a_step_get_its_weights_and_it_goes_on(tmp_path: Path) -> None:
     async with small_ring(in_parts(), tmp_path) as ring:
         ring.is_generating = False
@@ -188,15 +206,15 @@ async def test_a_reference_is_renewed_before_the_first_part_and_only_there(tmp_p
     async with small_ring(config, tmp_path) as ring:
         ring.is_generating = False
         await ring.add_generator()
-        admit(ring, 3)
-        ring.loop.version = ring.loop.step = 0
+        admit(ring, 3, version=1)
+        ring.loop.version = ring.trainer.version = 1  # of the model itself, 0, there is nothing to renew
         training = ring.start_training()
-        finish(ring, 0)
-        await until(lambda: len(ring.trainer.parts) == 1)
-        finish(ring, 1, 2)
+        for group_id in range(3):
+            finish(ring, group_id)
+            await until(lambda: len(ring.trainer.parts) == min(2, group_id + 1))  # noqa: B023
         await asyncio.wait_for(training, PATIENCE_S)
-        expected = config.algorithm.renews_reference(0)
-        assert [part.renews_reference for part in [*ring.trainer.parts, *ring.trainer.batches]] == [expected, False]
+        [last] = ring.trainer.batches
+        assert [part.renews_reference for part in [*ring.trainer.parts, last]] == [True, False, False]
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer
