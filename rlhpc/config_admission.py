@@ -51,7 +51,6 @@ def parts_add_up(config: Config) -> None:
     if admission.step_parts == 1:
         return
     of_whole_batches = {
-        "run.deterministic": (config.run.deterministic, False, "who is finished first decides what is in a part"),
         "admission.oversample": (admission.oversample, 0.0, "what is cut depends on the whole batch"),
         "algorithm.advantage_normalization": (algorithm.advantage_normalization, "off", "it is over the whole batch"),
         "algorithm.aggregation": (algorithm.aggregation, "token", "other shares in the loss are of the whole batch"),
@@ -59,6 +58,11 @@ def parts_add_up(config: Config) -> None:
         "algorithm.epochs": (algorithm.epochs, 1, "the whole batch is passed over again"),
     }
     key = f"admission.step_parts={admission.step_parts}"
+    if config.run.deterministic:
+        raise ValueError(
+            f"{key} with run.deterministic=true: who is finished first decides what is in a part; "
+            "legal: step_parts=1, or run.deterministic=false"
+        )
     if config.has_critic or algorithm.advantage in OVER_BATCH:
         raise ValueError(
             f"{key} with algorithm.advantage={algorithm.advantage!r}, which is over the whole batch; "

@@ -196,7 +196,7 @@ class AdmissionLedger:
     def begin(self, num_groups: int, least: int) -> list[int]:
         """Ids of finished groups, `least` or more, with which the next batch begins or goes on; `take` includes them.
 
-        None, without effect, where there are fewer, or others would miss their due date.
+        [], without effect, where there are fewer, or others would miss their due date.
         """
         if self._tally.num_finished - len(self._choice.begun) < least:
             return []
@@ -210,7 +210,7 @@ class AdmissionLedger:
         return chosen
 
     def take_these(self, group_ids: Sequence[int], step: int) -> None:
-        """Move finished groups into a batch.  Raises LedgerError, before any, if one is not, or a begun one lacks."""
+        """Move finished groups, begun ones included, into a batch; LedgerError, before any, where they are not."""
         for group_id in group_ids:
             if group_id not in self._untaken or not self._untaken[group_id].is_finished:
                 raise LedgerError(f"group {group_id} cannot be taken: it is {self._whereabouts(group_id)}")

@@ -109,7 +109,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "trainer/entropy": Metric("nats", "of the current policy, mean over loss tokens"),
         "trainer/tokens_per_s": Metric("tokens/s", "trained, prompts included, over the last steps"),
         "trainer/idle_ratio": Metric("ratio", "share of wall time in which the trainer had no batch"),
-        "trainer/step_s": Metric("s", "from a batch's arrival to the end of its step; of a step in parts, all of them"),
+        "trainer/step_s": Metric("s", "from a batch's arrival to the end of its step; of a step in parts, their sum"),
         "trainer/step_parts": Metric("parts", "in which the step was trained; 1: as a whole"),
         "trainer/skipped_steps": Metric("steps", "not applied since the start: not finite, or refused by the guard"),
         # How far the policy moves, and how far sampler and trainer disagree.

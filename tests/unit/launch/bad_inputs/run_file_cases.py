@@ -109,7 +109,7 @@ CONTRADICTIONS = (
     case("more parts than groups", key("admission.step_parts", 5, admission__groups_per_step=4), "admission.step_parts=5", "legal: 1 to 4"),
     case("parts of a loss by completions", key("admission.step_parts", 2, algorithm__aggregation="sequence"), "admission.step_parts=2 with algorithm.aggregation='sequence'", "legal: step_parts=1, or algorithm.aggregation='token'"),
     case("parts and advantages over a batch", key("admission.step_parts", 2, algorithm__advantage="reinforce_pp_baseline"), "algorithm.advantage='reinforce_pp_baseline'", "legal: step_parts=1, or an advantage over a group"),
-    case("parts of a deterministic run", key("admission.step_parts", 2, run__deterministic=True), "admission.step_parts=2 with run.deterministic=True", "legal: step_parts=1"),
+    case("parts of a deterministic run", key("admission.step_parts", 2, run__deterministic=True), "admission.step_parts=2 with run.deterministic=true", "legal: step_parts=1"),
     case("ages above the bound", key("algorithm.max_token_age", 1), "algorithm.max_token_age=1", "admission.max_staleness=1"),
     case("a cushion as long as completions", key("shaping.overlong_tokens", 24), "shaping.overlong_tokens=24", "legal: 0 to 23"),
     case("stages that do not ascend", key("curriculum.stages", [0.5, 0.2]), "curriculum.stages=[0.5, 0.2]", "ascend"),
