@@ -98,7 +98,7 @@ def test_forged_runs_of_a_gigabyte_are_among_the_mutants_and_refused(monkeypatch
 
     codec = all_codec()
     breeder = Breeder(*make_specimens(codec), seed=2)
-    mutants = [breeder.next(0) for _ in range(NUM_SEEN)]
+    mutants = [breeder.next(0) for _ in range(10 * NUM_SEEN)]  # rarer than others
     monkeypatch.setattr(Allowance, "covers", watched)
     tally = frames.Tally()
     for mutant in mutants:
