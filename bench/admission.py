@@ -68,7 +68,6 @@ class Rule(Protocol):
 
     live: int  # newest version that generators sample with
     fills_slots: bool  # whether groups begin before somebody can sample them
-    step_parts: int  # in which a step may be trained
 
     def may_begin(self) -> bool: ...
 
@@ -89,7 +88,13 @@ class Ledger:
     def __init__(
         self, max_staleness: int, window: int | None, *, fills_slots: bool = False, step_parts: int = 1
     ) -> None:
-        admission = AdmissionConfig(groups_per_step=P, group_size=1, max_staleness=max_staleness, window_groups=window)
+        admission = AdmissionConfig(
+            groups_per_step=P,
+            group_size=1,
+            max_staleness=max_staleness,
+            window_groups=window,
+            step_parts=step_parts,
+        )
         self.ledger = AdmissionLedger(
             num_slots=admission.num_slots,
             window_groups=admission.window,
@@ -100,7 +105,7 @@ class Ledger:
             max_attempts=1,
             clock=lambda: 0.0,
         )
-        self.live, self.fills_slots, self.step_parts = 0, fills_slots, step_parts
+        self.live, self.fills_slots, self.least_part = 0, fills_slots, admission.least_part
 
     def may_begin(self) -> bool:
         return self.ledger.has_slot
@@ -115,7 +120,7 @@ class Ledger:
         return self.ledger.take(P, step)
 
     def part(self) -> list[int]:
-        return self.ledger.begin(P, -(-P // self.step_parts)) if self.step_parts > 1 else []
+        return self.ledger.begin(P, self.least_part) if self.least_part < P else []
 
     def went_live(self, batch: list[int]) -> None:
         self.ledger.release(batch)
@@ -124,7 +129,7 @@ class Ledger:
 class Areal:
     """A budget by version for what was ever accepted, and whatever is finished is trained, oldest first."""
 
-    fills_slots, step_parts = False, 1
+    fills_slots = False
 
     def __init__(self, max_staleness: int) -> None:
         self.live, self.max_staleness = 0, max_staleness
@@ -153,7 +158,7 @@ class Areal:
 class OpenInstruct:
     """Replacement one for one, batches put together up to S ahead, what is too old then is thrown away."""
 
-    fills_slots, step_parts = False, 1
+    fills_slots = False
 
     def __init__(self, max_staleness: int) -> None:
         self.live, self.max_staleness = 0, max_staleness

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -31,6 +32,7 @@ from bench.figures import tell
 from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
 from launch.reading.run_figures import read_figures
+from rlhpc.metrics.curves import Curve
 from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import consumed
 from tests.ring.run_kit import Lab, Run, make_lab
@@ -87,11 +89,7 @@ class Measured:
     def of(cls, name: str, layout: RunLayout) -> Measured:
         """Read the directory of a complete run."""
         curves = read_figures(layout).curves
-
-        def mean(metric: str) -> float:
-            values = curves[metric].values
-            return float(values[len(values) // 10 :].mean())
-
+        mean = partial(settled_mean, curves)
         rewards = defaultdict[int, set[float]](set)
         num_rollouts = 0
         for rollout in consumed(layout.rollouts):
@@ -110,6 +108,12 @@ class Measured:
             staleness=mean("staleness/mean"),
             to_goal_s=finished.rollouts_to_goal / finished.rollouts * float(steps_s.sum()),
         )
+
+
+def settled_mean(curves: Mapping[str, Curve], metric: str) -> float:
+    """Of a metric, without the first tenth of the steps."""
+    values = curves[metric].values
+    return float(values[len(values) // 10 :].mean())
 
 
 def measure(root: Path, number: int, num_steps: int, speeds: Mapping[str, float]) -> list[Measured]:

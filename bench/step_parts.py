@@ -13,20 +13,19 @@ from __future__ import annotations
 import argparse
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 from bench.figures import tell
+from bench.ladder import GENERATORS, GROUP_SIZE, GROUPS, PLACES, SAMPLE_S, settled_mean
 from launch.reading.run_figures import read_figures
 from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import consumed
 from tests.ring.run_kit import Run, make_lab, summary_of
 from tests.ring.timed_runs import LONGEST, LONGEST_S, STOP_PROBABILITY, TOKEN_S, slow_trainers
 
-SAMPLE_S = 0.00125
 TRAINED_TOKEN_S = 0.0015
-GENERATORS, PLACES = 2, 8
-GROUPS, GROUP_SIZE = 8, 4
 BOUNDS = (0, 1, 2)
 
 
@@ -69,11 +68,7 @@ def measure(root: Path, bound: int, parts: int, num_steps: int, slowness: float)
 
 def _figures(layout: RunLayout) -> Measured:
     curves = read_figures(layout).curves
-
-    def mean(metric: str) -> float:
-        values = curves[metric].values
-        return float(values[len(values) // 10 :].mean())
-
+    mean = partial(settled_mean, curves)
     ages = [rollout.trained_version - rollout.admitted_version for rollout in consumed(layout.rollouts)]
     return Measured(
         steps_per_s=1 / mean("time/step_s"),

@@ -6,6 +6,8 @@ its communicators, and peaks of memory are a process's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rlhpc.contracts import StepResult
 from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.determinism import compute_deterministically
 from tests.contracts.part_scenarios import train_in_parts
@@ -55,23 +58,20 @@ def masters_in(directory: Path) -> dict[tuple[str, str], Tensor]:
     return {(kind, name): tensor.clone() for kind, name, tensor in read_checkpoint(directory, None).tensors()}
 
 
-def masters_after(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:
+def masters_after(rank: Rank, *, steps: list[Rows], **settings: Any) -> Any:
     """Gradient norms, and on rank 0 the float32 state after these steps, each kernel the same in every run."""
-    compute_deterministically()
-    backend = rank.open(model, **settings)
-    norms = [train(rank, backend, rows, learning_rate=1e-3).grad_norm for rows in steps]
-    backend.save(rank.scratch / "checkpoint").result()
-    state = masters_in(rank.scratch / "checkpoint") if backend.is_rank_zero else {}
-    backend.close()
-    torch.use_deterministic_algorithms(False)
-    return norms, state
+    return _masters_after(rank, [partial(train, rows=rows) for rows in steps], **settings)
 
 
-def masters_after_parts(rank: Rank, *, model: Path, parts: list[Rows], **settings: Any) -> Any:
+def masters_after_parts(rank: Rank, *, parts: list[Rows], **settings: Any) -> Any:
     """As masters_after, of one step that comes in parts."""
+    return _masters_after(rank, [partial(train_in_parts, parts=parts)], **settings)
+
+
+def _masters_after(rank: Rank, steps: list[Callable[..., StepResult]], *, model: Path, **settings: Any) -> Any:
     compute_deterministically()
     backend = rank.open(model, **settings)
-    norms = [train_in_parts(rank, backend, parts, learning_rate=1e-3).grad_norm]
+    norms = [step(rank, backend, learning_rate=1e-3).grad_norm for step in steps]
     backend.save(rank.scratch / "checkpoint").result()
     state = masters_in(rank.scratch / "checkpoint") if backend.is_rank_zero else {}
     backend.close()

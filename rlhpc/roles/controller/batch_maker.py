@@ -20,10 +20,11 @@ from rlhpc.algorithms.minibatches import optimiser_steps
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
+from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown, joined, pack
 from rlhpc.roles.controller.trainer_link import TrainerLink
-from rlhpc.types import PackedMinibatch, RolloutGroup
+from rlhpc.types import PackedBatch, PackedMinibatch, RolloutGroup
 
 LOOK_S = 0.05  # between looks whether the groups of a batch are there: a look takes as long as there are groups
 SMALL_BATCH_TOKENS = 1 << 14  # of completions: made at once, since handing it to a thread takes longer
@@ -38,6 +39,18 @@ class MadeBatch:
     order: tuple[int, ...]
     slowdown: float  # layout.batch_slowdown
     num_parts_before: int = 0
+
+    def packed(self, step: int, version: int, algorithm: AlgorithmConfig, *, is_part: bool = False) -> PackedBatch:
+        """To be trained as this step of the run, without rates and limits; a reference is renewed by its first part."""
+        return PackedBatch(
+            step,
+            version,
+            self.minibatches,
+            self.order,
+            renews_reference=not self.num_parts_before and algorithm.renews_reference(version),
+            num_parts_before=self.num_parts_before,
+            is_part=is_part,
+        )
 
 
 class BatchMaker:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
@@ -20,7 +21,7 @@ from rlhpc.errors import LedgerError
 from rlhpc.messages import PartReport, TrainBatch
 from rlhpc.roles.controller.batch_maker import BatchMaker
 from rlhpc.roles.controller.trainer_link import TrainerLink
-from rlhpc.types import PackedBatch, RolloutGroup
+from rlhpc.types import RolloutGroup
 
 
 class StepParts:
@@ -43,11 +44,8 @@ class StepParts:
             return 0.0
         refuse_stale(groups, version, self._buffer.staleness_bound)
         made = await self._batches.part(groups, step, admission.groups_per_step)
-        renews = not made.num_parts_before and self._config.algorithm.renews_reference(version)
-        batch = PackedBatch(
-            step, version, (), renews_reference=renews, num_parts_before=made.num_parts_before, is_part=True
-        )
-        await self._trainer.tell(TrainBatch(made.number, batch))
+        batch = made.packed(step, version, self._config.algorithm, is_part=True)
+        await self._trainer.tell(TrainBatch(made.number, replace(batch, minibatches=())))
         self._batches.begin(step)
         await self._trainer.answer(PartReport)
         return time.monotonic() - began

@@ -36,7 +36,7 @@ from rlhpc.roles.controller.step_parts import StepParts, refuse_stale
 from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.roles.controller.weight_sync import WeightSync
-from rlhpc.types import PackedBatch, RolloutGroup
+from rlhpc.types import RolloutGroup
 
 log = logging.getLogger("rlhpc.train_loop")
 
@@ -246,14 +246,7 @@ class TrainLoop:
         recorded = self._recorded.pop(self.step, None)
         then = None if recorded is None else recorded.trained
         made = await self._batches.made(groups, self.step)
-        batch = PackedBatch(
-            self.step,
-            self.version,
-            made.minibatches,
-            made.order,
-            renews_reference=not made.num_parts_before and self._config.algorithm.renews_reference(self.version),
-            num_parts_before=made.num_parts_before,
-        )
+        batch = made.packed(self.step, self.version, self._config.algorithm)
         batch = self._guarding.limit(self._rates.give(batch, then), then)
         packed_s = time.monotonic() - began
         await self._trainer.tell(TrainBatch(made.number, replace(batch, minibatches=())))

@@ -702,7 +702,7 @@ def test_a_job_that_follows_a_dead_run_without_jobs_gives_its_node_back(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(follow, "LOOK_S", 0.01)
     looks = iter(range(100))
-    monkeypatch.setattr(Life, "is_over", property(lambda life: next(looks) < 0))  # StopIteration: it goes on for ever
+    monkeypatch.setattr(Life, "is_over", property(lambda life: next(looks) < 0))  # StopIteration: it never ends
     options = options_of(str(layout.root), str(model.parent / "test.jsonl"), "--follow", "--patience-s", "0.1")
     assert follow.follow_run(options, print, said.append) == 1
     assert "no sign of life" in said[-1]

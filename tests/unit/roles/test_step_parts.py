@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlhpc.config import Config
 from rlhpc.errors import LedgerError, ProtocolError
 from rlhpc.messages import PartReport
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.trainer.role import Trainer
-from rlhpc.run_layout import RunLayout
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedBatch, PackedMinibatch
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.roles.small_ring import SmallRing, prompt, scored, small_config, small_ring
+from tests.unit.roles.small_ring import FakeGenerator, SmallRing, prompt, scored, small_config, small_ring
 from tests.unit.roles.test_train_loop import settle_down, until
-from tests.unit.roles.test_trainer_steps import Ear, num_loss_tokens
-from tests.unit.training.packed_rows import draw_samples, pack_row, tiny_config
+from tests.unit.roles.test_trainer_steps import Ear, trainer_on
+from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
 
 
 def in_parts(num_steps: int = 1, step_parts: int = 2, **admission: Any) -> Config:
@@ -46,15 +45,24 @@ def finish(ring: SmallRing, *group_ids: int) -> None:
     ring.loop.groups_changed()
 
 
+@asynccontextmanager
+async def waiting_ring(
+    config: Config, directory: Path, num_groups: int, version: int = 0
+) -> AsyncIterator[tuple[SmallRing, FakeGenerator]]:
+    """A ring, not yet training, and its generator, which has been given so many groups and finished none."""
+    async with small_ring(config, directory) as ring:
+        ring.is_generating = False
+        generator = await ring.add_generator()
+        admit(ring, num_groups, version)
+        yield ring, generator
+
+
 def groups_in(batch: PackedBatch) -> int:
     return sum(minibatch.num_samples for minibatch in batch.minibatches) // 2
 
 
 async def test_what_is_finished_is_trained_while_the_trainer_would_wait_and_the_rest_later(tmp_path: Path) -> None:
-    async with small_ring(in_parts(groups_per_step=3, step_parts=3), tmp_path) as ring:
-        ring.is_generating = False
-        await ring.add_generator()
-        admit(ring, 3)
+    async with waiting_ring(in_parts(groups_per_step=3, step_parts=3), tmp_path, 3) as (ring, _):
         training = ring.start_training()
         for group_id in (1, 0):
             finish(ring, group_id)
@@ -90,10 +98,7 @@ async def test_a_batch_that_is_there_is_trained_as_a_whole(tmp_path: Path) -> No
 
 
 async def test_a_part_is_not_begun_with_fewer_groups_than_it_should_have(tmp_path: Path) -> None:
-    async with small_ring(in_parts(groups_per_step=4), tmp_path) as ring:
-        ring.is_generating = False
-        await ring.add_generator()
-        admit(ring, 4)
+    async with waiting_ring(in_parts(groups_per_step=4), tmp_path, 4) as (ring, _):
         ring.start_training()
         finish(ring, 3)
         await settle_down()
@@ -105,10 +110,7 @@ async def test_a_part_is_not_begun_with_fewer_groups_than_it_should_have(tmp_pat
 
 async def test_a_part_leaves_places_for_all_that_are_due_in_its_batch(tmp_path: Path) -> None:
     """S = 1: four groups due in batch 1 are in flight; when that is the next, no younger one may take their places."""
-    async with small_ring(in_parts(num_steps=2), tmp_path) as ring:
-        ring.is_generating = False
-        await ring.add_generator()
-        admit(ring, 4)
+    async with waiting_ring(in_parts(num_steps=2), tmp_path, 4) as (ring, _):
         ring.start_training()
         finish(ring, 0, 1)
         await until(lambda: len(ring.records) == 1)  # 2 and 3 are due in the next batch
@@ -125,10 +127,7 @@ async def test_a_part_leaves_places_for_all_that_are_due_in_its_batch(tmp_path: 
 
 
 async def test_what_has_begun_stays_in_its_batch_though_older_groups_are_finished_later(tmp_path: Path) -> None:
-    async with small_ring(in_parts(), tmp_path) as ring:
-        ring.is_generating = False
-        await ring.add_generator()
-        admit(ring, 4)
+    async with waiting_ring(in_parts(), tmp_path, 4) as (ring, _):
         training = ring.start_training()
         finish(ring, 3)
         await until(lambda: len(ring.trainer.parts) == 1)
@@ -138,10 +137,7 @@ async def test_what_has_begun_stays_in_its_batch_though_older_groups_are_finishe
 
 
 async def test_a_run_that_stops_within_a_step_keeps_what_was_trained_of_it(tmp_path: Path) -> None:
-    async with small_ring(in_parts(), tmp_path) as ring:
-        ring.is_generating = False
-        await ring.add_generator()
-        admit(ring, 2)
+    async with waiting_ring(in_parts(), tmp_path, 2) as (ring, _):
         training = ring.start_training()
         finish(ring, 0)
         await until(lambda: len(ring.trainer.parts) == 1)
@@ -155,10 +151,7 @@ async def test_a_run_that_stops_within_a_step_keeps_what_was_trained_of_it(tmp_p
 
 async def test_no_part_is_begun_once_the_run_is_to_stop(tmp_path: Path) -> None:
     """It was publishing to a generator that came back when it was asked to, and groups were finished meanwhile."""
-    async with small_ring(in_parts(), tmp_path) as ring:
-        ring.is_generating = False
-        generator = await ring.add_generator()
-        admit(ring, 2)
+    async with waiting_ring(in_parts(), tmp_path, 2) as (ring, generator):
         training = ring.start_training()
         await until(lambda: ring.trainer.published == [0])
         await settle_down()
@@ -172,10 +165,7 @@ async def test_no_part_is_begun_once_the_run_is_to_stop(tmp_path: Path) -> None:
 
 
 async def test_generators_that_come_back_within_a_step_get_its_weights_and_it_goes_on(tmp_path: Path) -> None:
-    async with small_ring(in_parts(), tmp_path) as ring:
-        ring.is_generating = False
-        generator = await ring.add_generator()
-        admit(ring, 2)
+    async with waiting_ring(in_parts(), tmp_path, 2) as (ring, generator):
         training = ring.start_training()
         finish(ring, 0)
         await until(lambda: len(ring.trainer.parts) == 1)
@@ -188,10 +178,7 @@ async def test_generators_that_come_back_within_a_step_get_its_weights_and_it_go
 
 
 async def test_a_part_that_is_too_stale_after_all_is_never_trained_on(tmp_path: Path) -> None:
-    async with small_ring(in_parts(), tmp_path) as ring:
-        ring.is_generating = False
-        await ring.add_generator()
-        admit(ring, 2, version=-3)
+    async with waiting_ring(in_parts(), tmp_path, 2, version=-3) as (ring, _):
         finish(ring, 0)
         with pytest.raises(LedgerError, match=r"admitted under version -3.*bound of 1"):
             await asyncio.wait_for(ring.start_training(), PATIENCE_S)
@@ -203,10 +190,7 @@ async def test_a_reference_is_renewed_before_the_first_part_and_only_there(tmp_p
     config = config.model_copy(
         update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1, "reference_every": 1})}
     )
-    async with small_ring(config, tmp_path) as ring:
-        ring.is_generating = False
-        await ring.add_generator()
-        admit(ring, 3, version=1)
+    async with waiting_ring(config, tmp_path, 3, version=1) as (ring, _):
         ring.loop.version = ring.trainer.version = 1  # of the model itself, 0, there is nothing to renew
         training = ring.start_training()
         for group_id in range(3):
@@ -225,12 +209,6 @@ def backend(tmp_path: Path) -> Iterator[Any]:
     backend = open_backend(tiny_config(make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)), RankContext())
     yield backend
     backend.close()
-
-
-def trainer_on(backend: Any, tmp_path: Path, ear: Ear) -> Trainer:
-    config = tiny_config(tmp_path / "model")
-    context = RoleContext("trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), config, "hash")
-    return Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
 
 
 ROWS = [pack_row(draw_samples(lengths, seed=seed)) for seed, lengths in enumerate([(5, 9), (14,), (7, 8, 4)])]
@@ -252,7 +230,7 @@ def test_a_step_in_parts_is_the_step_on_the_whole_batch(backend: Any, tmp_path: 
     trainer = trainer_on(backend, tmp_path, ear)
     for number, row in enumerate(ROWS):
         is_last = number == len(ROWS) - 1
-        assert is_last or all(torch_equal(tensor, start[name]) for name, tensor in backend.weights())
+        assert is_last or all(torch.equal(tensor, start[name]) for name, tensor in backend.weights())
         trainer.obey(part_of([row], number, total if is_last else 7, is_part=not is_last))
     at_once, *parts, last = ear.answers
     assert parts == [PartReport(0, 0), PartReport(0, 1)]
@@ -260,10 +238,6 @@ def test_a_step_in_parts_is_the_step_on_the_whole_batch(backend: Any, tmp_path: 
         assert last.metrics[name] == pytest.approx(at_once.metrics[name], rel=1e-5)
     for name, tensor in backend.weights():
         np.testing.assert_allclose(tensor.numpy(), whole[name].numpy(), rtol=1e-4, atol=1e-6)
-
-
-def torch_equal(a: Any, b: Any) -> bool:
-    return bool((a == b).all())
 
 
 @pytest.mark.starts
