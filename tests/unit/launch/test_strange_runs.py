@@ -24,6 +24,7 @@ from tests.unit.doc_pages import ROOT
 from tests.unit.launch.runs_kit import Runs
 from tests.unit.launch.test_report import BEGAN_S, ToldRun
 
+pytestmark = pytest.mark.starts  # a run has a launcher, a command its output
 SWITCHES_SCREEN = "\x1b[2J\x1b]0;title\x07"
 
 
