@@ -93,7 +93,6 @@ class Ledger:
             group_size=1,
             max_staleness=max_staleness,
             window_groups=window,
-            step_parts=step_parts,
         )
         self.ledger = AdmissionLedger(
             num_slots=admission.num_slots,
@@ -105,7 +104,7 @@ class Ledger:
             max_attempts=1,
             clock=lambda: 0.0,
         )
-        self.live, self.fills_slots, self.least_part = 0, fills_slots, admission.least_part
+        self.live, self.fills_slots, self.least_part = 0, fills_slots, -(-P // step_parts)
 
     def may_begin(self) -> bool:
         return self.ledger.has_slot
@@ -120,7 +119,9 @@ class Ledger:
         return self.ledger.take(P, step)
 
     def part(self) -> list[int]:
-        return self.ledger.begin(P, self.least_part) if self.least_part < P else []
+        part = self.ledger.part(P, self.least_part) if self.least_part < P else []
+        self.ledger.begin(part)
+        return part
 
     def went_live(self, batch: list[int]) -> None:
         self.ledger.release(batch)

@@ -28,6 +28,7 @@ from launch.prediction.rates import Figure, Rates
 from launch.prediction.ring import Outcome, Ring, RingShape
 from launch.prediction.sources import rates_of
 from launch.reading.run_figures import read_figures
+from rlhpc.config_admission import AUTO_PARTS, SmallestPart
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.packing.cost import FlopCost
@@ -129,7 +130,8 @@ def fleet(num_engines: int, num_steps: int = 1000) -> None:
         LengthLaw("lognormal", 0.8), 1000, 4096, prompt_tokens=200, dropped_share=0.2, source="made up"
     )
     admission = AdmissionConfig(groups_per_step=max(1, num_engines // 8), group_size=16, max_staleness=3)
-    shape = RingShape(admission, num_engines, 16, 64, 16_384, 1, 1, 50, FlopCost(3e9, 1e5))
+    part = SmallestPart(-(-admission.groups_per_step // AUTO_PARTS), 64 * 16_384)
+    shape = RingShape(admission, part, num_engines, 16, 64, 16_384, 1, 1, 50, FlopCost(3e9, 1e5))
     Ring(shape, rates, lengths).run(2)  # compiles
     began, cpu = time.monotonic(), time.process_time()
     outcome = Ring(shape, rates, lengths).run(num_steps)

@@ -1,13 +1,15 @@
 """The step of the Megatron backend beside the same step written straight onto Megatron-Core's schedule.
 
     python -m bench.trainer [--layouts dp1 tp2 pp2] [--model tiny] [--tokens 2048] [--rows 4] [--repeats 7]
-    python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-0.6b --layouts dp1 --tokens 16384 --rows 2
+    python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-0.6b --layouts dp1 --tokens 16384 --rows 4 \
+        --parts 4
 
 Both take the same rows through the same model, layout and optimiser in the same processes, turn about.  "direct" is
 what one writes by hand when nothing else is wanted: rows made ready beforehand, one loss, Megatron's own
-optimizer.step(); no metrics, no vote.  Prints tokens/s (median and range) and the ratio; on
-CUDA also MFU: model FLOPs (6 per parameter and token without the embedding, and attention's 12 · heads · head size per
-token pair that is looked at, counted once for forward and twice for backward) over the GPU's dense bf16 peak.
+optimizer.step(); no metrics, no vote.  Prints tokens/s (median and range) and the ratio; with --parts also the time of
+a step whose rows come in so many parts (admission.step_parts), over that of a whole step; on CUDA also MFU: model FLOPs
+(6 per parameter and token without the embedding, and attention's 12 · heads · head size per token pair that is looked
+at, counted once for forward and twice for backward) over the GPU's dense bf16 peak.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class Task:
     dtype: str
     rows: list[PackedMicrobatch]
     repeats: int
+    parts: int
     scratch: Path
 
 
@@ -204,21 +207,34 @@ def on_rank(rank: int, task: Task, pipe: Connection) -> None:
     tokens = num_loss_tokens(task.rows) * backend.dp_size
 
     def ours() -> None:
-        proximal = [torch.from_numpy(row.behaviour_logprobs) for row in task.rows]
-        backend.step(task.rows, clipped_loss, proximal=proximal, num_loss_tokens=tokens, **STEP)
+        backend.step(task.rows, clipped_loss, proximal=behaviour(task.rows), num_loss_tokens=tokens, **STEP)
 
+    def in_parts() -> None:
+        *parts, last = [task.rows[i : i + a_part] for i in range(0, len(task.rows), a_part)]
+        for number, rows in enumerate(parts):
+            words = {"num_loss_tokens": tokens, "is_first": number == 0}
+            backend.accumulate(rows, clipped_loss, proximal=behaviour(rows), **words)
+        backend.step(last, clipped_loss, proximal=behaviour(last), num_loss_tokens=tokens, **STEP)
+
+    a_part = -(-len(task.rows) // task.parts)
     ours()
     peak = torch.cuda.max_memory_allocated() if backend.device == "cuda" else 0  # before the other has taken any
     direct = DirectStep(backend, config.trainer, task.rows, getattr(torch, task.dtype))
-    times: dict[str, list[float]] = {"ours": [], "direct": []}
+    contenders = [("ours", ours), ("direct", direct)]
+    if task.parts > 1:
+        contenders.append(("in parts", in_parts))
+    times: dict[str, list[float]] = {name: [] for name, _ in contenders}
     for repeat in range(task.repeats + 2):
-        contenders = [("ours", ours), ("direct", direct)]
         for name, step in contenders if repeat % 2 else reversed(contenders):
             seconds = timed(step, backend._device)
             if repeat >= 2:  # the first two warm up
                 times[name].append(seconds)
     pipe.send((times, peak, torch.cuda.get_device_name() if peak else ""))
     backend.close()
+
+
+def behaviour(rows: list[PackedMicrobatch]) -> list[torch.Tensor]:
+    return [torch.from_numpy(row.behaviour_logprobs) for row in rows]
 
 
 def timed(step: Any, device: torch.device) -> float:
@@ -265,6 +281,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", choices=MODELS)
     parser.add_argument("--tokens", type=int, default=2048, help="of one row")
     parser.add_argument("--rows", type=int, default=4, help="micro-batches of one rank and step")
+    parser.add_argument("--parts", type=int, default=1, help="of a step, at most --rows")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -278,7 +295,7 @@ def main() -> None:
     )
     print(
         f"{'layout':8}{'ours tok/s':>12}{'range':>18}{'direct tok/s':>14}{'range':>18}"
-        f"{'ratio':>8}{'MFU':>7}{'peak GiB':>10}"
+        f"{'ratio':>8}{'MFU':>7}{'peak GiB':>10}{'parts/whole':>14}"
     )
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", options.model)
@@ -291,7 +308,7 @@ def main() -> None:
                 "recompute_activations": options.recompute,
                 "token_budget": options.tokens,
             }
-            times, peak, gpu = measure(Task(model, keys, options.dtype, rows, options.repeats, place))
+            times, peak, gpu = measure(Task(model, keys, options.dtype, rows, options.repeats, options.parts, place))
             replicas = keys["num_ranks"] if layout.startswith("dp") else 1
             print(
                 render(layout, times, tokens * replicas, model_flops(options.model, rows) * replicas, keys, peak, gpu)
@@ -311,7 +328,9 @@ def render(
     fastest = next((peak_flops for name, peak_flops in PEAK_BF16_FLOPS.items() if name in gpu), None)
     mfu = f"{flops / statistics.median(times['ours']) / keys['num_ranks'] / fastest:.1%}" if fastest else "–"
     memory = f"{peak / 2**30:.1f}" if peak else "–"
-    return f"{layout:8}{cell('ours')}{cell('direct')}{ratio:>8.3f}{mfu:>7}{memory:>10}"
+    pairs = zip(times.get("in parts", ()), times["ours"], strict=False)
+    parts = f"{statistics.median(p / o for p, o in pairs):.3f}" if "in parts" in times else "–"
+    return f"{layout:8}{cell('ours')}{cell('direct')}{ratio:>8.3f}{mfu:>7}{memory:>10}{parts:>14}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from rlhpc.config_admission import ADMISSION
+from rlhpc.config_admission import ADMISSION, SmallestPart, smallest_part
 from rlhpc.config_agent import AgentConfig, agent_has_its_keys, agents_are_not_evaluated
 from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig, no_prompt_is_solved_and_hopeless, stages_ascend
@@ -133,6 +133,11 @@ class Config(Section):
     def window_groups(self) -> int:
         """A batch takes groups less than this many admissions past the oldest one waiting."""
         return 1 if self.run.deterministic else self.admission.window
+
+    @property
+    def smallest_part(self) -> SmallestPart:
+        """Of a step that begins before its batch is there."""
+        return smallest_part(self)
 
     @property
     def largest_group(self) -> int:

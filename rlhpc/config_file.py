@@ -193,7 +193,7 @@ def _legal(detail: ErrorDetails) -> str:
 
 def _is_pydantics_own(part: str | int) -> bool:
     """True for what pydantic adds to a place: the key of a table, and the alternative of a type that it has tried."""
-    return part in ("[key]", "constrained-float") or str(part).startswith("literal[")
+    return part in ("[key]", "constrained-float", "constrained-int") or str(part).startswith("literal[")
 
 
 def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) -> Config:

@@ -127,9 +127,10 @@ class AdmissionConfig(Section):
     oversample: Share = 0.0
     """Stragglers that a batch may leave behind, as a share of groups_per_step; they are dropped, so shorter rollouts
     are trained."""
-    step_parts: Positive = 1
+    step_parts: Positive | Literal["auto"] = "auto"
     """Parts in which a step may be trained: while the trainer would wait for its batch, it computes the gradients of
-    finished groups, 1/step_parts of groups_per_step or more at once."""
+    finished groups, 1/step_parts of groups_per_step or more at once. "auto": 4, each of which fills a row of every
+    data-parallel rank; 1 with pipeline stages, and where the loss or the advantages are over the whole batch."""
     lease_deadline_s: PositiveFloat = 600.0
     """A generator that delivers nothing and makes no progress for this long loses the lease, which is granted to
     another."""
@@ -150,11 +151,6 @@ class AdmissionConfig(Section):
     def window(self) -> int:
         """W with its default filled in, of a run that is not deterministic."""
         return self.window_groups or (1 if self.oversample else NO_WINDOW)
-
-    @property
-    def least_part(self) -> int:
-        """Groups of a part of a step, at least."""
-        return -(-self.groups_per_step // self.step_parts)
 
     @property
     def most_cut(self) -> int:

@@ -136,6 +136,11 @@ class RolloutGroup:
     admitted_version: int
     members: tuple[ScoredRollout, ...]  # exactly group_size, ordered by sample_index
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all its samples, each with its prompt."""
+        return sum(len(each.rollout.prompt.token_ids) + len(each.rollout.token_ids) for each in self.members)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:

@@ -74,7 +74,6 @@ def _left_out(config: Config) -> list[str]:
     return left_out_of(
         [
             (config.admission.oversample > 0, f"admission.oversample={config.admission.oversample:g}"),
-            (config.admission.step_parts > 1, f"admission.step_parts={config.admission.step_parts}"),
             (config.run.deterministic, "run.deterministic=true"),
             (any(dataset.environment for dataset in config.data), "what environments take to answer"),
             (config.largest_group > config.admission.group_size, "groups of more than admission.group_size"),

@@ -3,7 +3,7 @@
 Input: RingShape, Rates, Lengths.  Output: Outcome.  The order of events is that of roles/controller/train_loop.py:
 
     full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
-                                       └──▶ live ───▶ release     a publication waits for the one before to be live
+    part of one ─▶ train ──▶ the rest  └──▶ live ───▶ release     a publication waits for the one before to be live
 
 To the ledger a group is one member, delivered together with the last of its rollouts: admission, window, staleness and
 release know only groups.  launch/prediction/fleet.py decides which engine decodes which rollout.
@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 from launch.prediction.fleet import Fleet, FleetShape
 from launch.prediction.lengths import DrawnGroup, Lengths
 from launch.prediction.rates import Rates
+from launch.prediction.takeable import Takeable
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.config import Config
+from rlhpc.config_admission import SmallestPart
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import plan
@@ -43,6 +45,7 @@ class RingShape:
     """The settings of a run file that determine its speed."""
 
     admission: AdmissionConfig
+    smallest_part: SmallestPart
     num_engines: int
     max_num_seqs: int
     data_parallel: int
@@ -57,6 +60,7 @@ class RingShape:
         """The shape of a configured run; cost: of the model."""
         return cls(
             admission=config.admission,
+            smallest_part=config.smallest_part,
             num_engines=config.generation.num_replicas,
             max_num_seqs=config.generation.max_num_seqs,
             data_parallel=config.trainer.data_parallel,
@@ -111,40 +115,6 @@ class Outcome:
         return sum(age * count for age, count in self.staleness.items()) / sum(self.staleness.values())
 
 
-class Takeable:
-    """Counts the finished groups that a batch may be chosen from, to save thousands of fruitless calls of the ledger.
-
-    These are the groups less than `window` ids past the oldest group in flight; ids are given in order.
-    """
-
-    def __init__(self, window: int) -> None:
-        self.number = 0
-        self.oldest = 0  # in flight; if none is, the id of the next
-        self._window = window
-        self._in_flight: set[int] = set()
-        self._beyond: set[int] = set()  # ready, and past the window
-        self._next = 0
-
-    def admitted(self, group_id: int) -> None:
-        """A group is in flight."""
-        self._in_flight.add(group_id)
-        self._next = group_id + 1
-
-    def ended(self, group_id: int, *, is_ready: bool) -> None:
-        """A group is no longer in flight: it is finished, or dropped."""
-        self._in_flight.remove(group_id)
-        if is_ready and group_id < self.oldest + self._window:
-            self.number += 1
-        elif is_ready:
-            self._beyond.add(group_id)
-        while self.oldest < self._next and self.oldest not in self._in_flight:
-            edge = self.oldest + self._window  # which is inside from now on
-            self.oldest += 1
-            if edge in self._beyond:
-                self._beyond.remove(edge)
-                self.number += 1
-
-
 class Ring:
     """One simulation."""
 
@@ -173,6 +143,7 @@ class Ring:
         self._drawn: dict[int, DrawnGroup] = {}  # group → what it will be
         self._takeable = Takeable(admission.window)
         self._batch: list[int] = []  # in training, then until its weights are live
+        self._begun: set[int] = set()  # groups of the next batch that are trained
         self._going_live: list[int] | None = None  # batch of the version that is published
         self._needs_live = ""  # what the controller does once that version is live
         self._wants_batch, self._wants_since_s = True, 0.0
@@ -204,7 +175,9 @@ class Ring:
         if not self._wants_batch:
             return self.fleet.advance(until_s, admission.num_slots)
         if admission.window > 1:
-            return self.fleet.advance(until_s, max(1, self.ledger.num_missing(admission.groups_per_step)))
+            missing = self.ledger.num_missing(admission.groups_per_step)
+            short_of_part = self._shape.smallest_part.groups + len(self._begun) - self._takeable.number
+            return self.fleet.advance(until_s, max(1, min(missing, short_of_part)))
         oldest = self._place_of.get(self._takeable.oldest)  # no batch without it
         if oldest is not None:
             self.fleet.stop_at(oldest)
@@ -249,21 +222,43 @@ class Ring:
 
     def _take(self) -> None:
         admission = self._shape.admission
-        if not self._wants_batch or self._takeable.number < admission.groups_per_step:
+        if not self._wants_batch or self._begin_part():
+            return
+        if self._takeable.number < admission.groups_per_step:
             return
         batch = self.ledger.take(admission.groups_per_step, self.trained)
         if batch is None:  # other groups would miss their due date: try again when the next one finishes
             return
-        self._wants_batch, self._batch = False, batch
+        self._batch = batch
         self._takeable.number -= len(batch)
-        self._spent["groups"] += self.now_s - self._wants_since_s
         for group_id in batch:
             self._staleness[self.trained - self.ledger.group(group_id).admitted_version] += admission.group_size
-        rows = np.concatenate([self._drawn.pop(group_id).trained_tokens for group_id in batch])
+        self._train([group_id for group_id in batch if group_id not in self._begun], "stepped")
+        self._begun.clear()
+
+    def _begin_part(self) -> bool:
+        """Train what is finished, if that is a part of a batch that is not there (roles/controller/step_parts.py)."""
+        num_groups, smallest = self._shape.admission.groups_per_step, self._shape.smallest_part
+        if smallest.groups == num_groups or self.ledger.upcoming(num_groups) is not None:
+            return False
+        part = self.ledger.part(num_groups, smallest.groups)
+        if not part or sum(self._drawn[group_id].trained_tokens.sum() for group_id in part) < smallest.tokens:
+            return False
+        self.ledger.begin(part)
+        self._begun.update(part)
+        self._train(part, "next")
+        return True
+
+    def _train(self, groups: list[int], then: str) -> None:
+        """What a step takes beside its rows is counted once, with its last part."""
+        self._wants_batch = False
+        self._spent["groups"] += self.now_s - self._wants_since_s
+        rows = np.concatenate([self._drawn.pop(group_id).trained_tokens for group_id in groups])
         self._num_tokens += int(rows.sum())
-        seconds = self._rates.trainer_step_s.value + self._rates.trainer_pflop_s.value * self._shape.pflops(rows)
+        seconds = self._rates.trainer_pflop_s.value * self._shape.pflops(rows)
+        seconds += self._rates.trainer_step_s.value if then == "stepped" else 0.0
         self._spent["works"] += seconds
-        self._after(seconds, "stepped")
+        self._after(seconds, then)
 
     def _stepped(self) -> None:
         self.trained += 1

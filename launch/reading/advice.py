@@ -82,13 +82,14 @@ def _both_wait(figures: RunFigures, mean: Reader, generators: float, trainer: fl
     weights = mean("time/wait_for_weights_s") / step_s
     if weights > 0.2:
         return f"{said} {weights:.0%} of a step passes until new weights are live (docs/operating.md)."
-    parts = ", or admission.step_parts=4 at the same bound" if _can_be_in_parts(figures) else ""
+    parts = ", or admission.step_parts=4 at the same bound" if _can_be_in_parts(figures, mean) else ""
     return f"{said} admission.max_staleness={bound:.0f} leaves too little in flight: try {bound + 1:.0f}{parts}."
 
 
-def _can_be_in_parts(figures: RunFigures) -> bool:
+def _can_be_in_parts(figures: RunFigures, mean: Reader) -> bool:
+    """And are not: by default parts begin only where they fill the rows of all ranks."""
     config = figures.config
-    if config is None or config.admission.step_parts > 1:
+    if config is None or config.admission.step_parts not in ("auto", 1) or mean("trainer/step_parts") > 1:
         return False
     return obeys_rules(with_values(config, {"admission.step_parts": 4}))
 

@@ -30,13 +30,9 @@ class BatchChoice:
         """The next batch, what has begun included (choose_batch)."""
         return choose_batch(groups, num_groups, num_taken, *self._rules, self.begun)
 
-    def begin(self, groups: Sequence[GroupRecord], num_groups: int, num_taken: int, least: int) -> list[int]:
-        """Begin, or go on, with a part of at least `least` groups (choose_part); [], without effect, if it is less."""
-        part = choose_part(groups, num_groups, num_taken, *self._rules, self.begun)
-        if len(part) < least:
-            return []
-        self.begun += part
-        return part
+    def part(self, groups: Sequence[GroupRecord], num_groups: int, num_taken: int) -> list[int]:
+        """What the next batch could begin with, or go on with (choose_part)."""
+        return choose_part(groups, num_groups, num_taken, *self._rules, self.begun)
 
     def complete(self, group_ids: Collection[int]) -> None:
         """The batch consists of these.  Raises LedgerError if one is left out with which it has begun."""

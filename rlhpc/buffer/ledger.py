@@ -46,8 +46,7 @@ class AdmissionLedger:
         self.num_slots = self._num_slots_open = num_slots
         self.window_groups, self.groups_per_step, self.group_size = window_groups, groups_per_step, group_size
         self._sampling, self._clock = sampling, clock
-        known = lost_leases or LostLeases()
-        self._leases = LeaseBook(lease_deadline_s, max_attempts, clock=clock, lost_leases=known)
+        self._leases = LeaseBook(lease_deadline_s, max_attempts, clock=clock, lost_leases=lost_leases or LostLeases())
         self.next_group_id = 0  # of the group that is admitted next
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._tally = UntakenTally(groups_per_step)  # of these
@@ -193,14 +192,16 @@ class AdmissionLedger:
         """The least number of groups that have to end before a batch can be formed; 0: ask `upcoming`."""
         return self._tally.num_missing(num_groups, self._num_taken)
 
-    def begin(self, num_groups: int, least: int) -> list[int]:
-        """Ids of finished groups, `least` or more, with which the next batch begins or goes on; `take` includes them.
-
-        [], without effect, where there are fewer, or others would miss their due date.
-        """
+    def part(self, num_groups: int, least: int) -> list[int]:
+        """Ids of the finished groups, `least` or more, that the next batch can begin with or go on with; else []."""
         if self._tally.num_finished - len(self._choice.begun) < least:
             return []
-        return self._choice.begin(list(self._untaken.values()), num_groups, self._num_taken, least)
+        part = self._choice.part(list(self._untaken.values()), num_groups, self._num_taken)
+        return part if len(part) >= least else []
+
+    def begin(self, part: Sequence[int]) -> None:
+        """The next batch includes these groups, which `part` has just told."""
+        self._choice.begun += part
 
     def take(self, num_groups: int, step: int) -> list[int] | None:
         """Move the upcoming groups into the batch of this step; None, without effect, if it has to wait."""

@@ -111,10 +111,6 @@ class RolloutBuffer:
         """True if `deliver` would keep this member."""
         return self._ledger.is_wanted(group_id, sample_index)
 
-    def admitted_version(self, group_id: int) -> int:
-        """The policy version under which a group was admitted.  Raises LedgerError for one that is gone or unknown."""
-        return self._ledger.group(group_id).admitted_version
-
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
         """Add a member; return its group if that is now complete (it stays here, ready to be taken or dropped).
 
@@ -164,9 +160,13 @@ class RolloutBuffer:
         """The groups that a batch would take now; None: it would have to wait (AdmissionLedger.upcoming)."""
         return None if (chosen := self._ledger.upcoming(num_groups)) is None else [self._groups[i] for i in chosen]
 
-    def begin(self, num_groups: int, least: int) -> list[RolloutGroup]:
-        """Groups with which the next step begins before its batch is there, or goes on (AdmissionLedger.begin)."""
-        return [self._groups[group_id] for group_id in self._ledger.begin(num_groups, least)]
+    def part(self, num_groups: int, least: int) -> list[RolloutGroup]:
+        """Groups, `least` or more, with which the next step can begin before its batch is there, or go on; else []."""
+        return [self._groups[group_id] for group_id in self._ledger.part(num_groups, least)]
+
+    def begin(self, part: Sequence[RolloutGroup]) -> None:
+        """The next batch includes these groups (AdmissionLedger.begin)."""
+        self._ledger.begin([group.group_id for group in part])
 
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
         """Take the batch of a step, in order of admission; None, without effect, while it has to wait."""

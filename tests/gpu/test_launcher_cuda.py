@@ -13,7 +13,7 @@ import torch
 from launch.checks.gpus import gpus_here
 from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import Lab, Run, make_lab
+from tests.ring.run_kit import Lab, Run, make_lab, scalars
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,13 +32,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("lab"))
 
 
-def start(lab: Lab, name: str, **generation: object) -> Run:
+def start(
+    lab: Lab, name: str, admission: dict[str, object] | None = None, backend: str = "reference", **generation: object
+) -> Run:
     engine = {"engine": "vllm", "kv_cache_bytes": KV_CACHE_BYTES, "enforce_eager": True}
     run_file = lab.run_file(
         name,
         model={"dtype": "bfloat16"},
         generation={**engine, **generation},
-        trainer={"device": "cuda"},
+        admission=admission or {},
+        trainer={"device": "cuda", "backend": backend},
         weights={"timeout_s": 60.0},
     )
     return Run(run_file, lab.layout(name))
@@ -71,6 +74,14 @@ def test_a_trainer_and_a_fresh_engine_share_one_gpu(lab: Lab, monkeypatch: pytes
     with start(lab, "shared") as run:
         finish(run, layout)
     assert "by ipc: generator-0" in epochs(layout)
+
+
+def test_steps_begin_with_parts_of_their_batches(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    layout = lab.layout("in-parts")
+    with start(lab, "in-parts", {"max_staleness": 0, "step_parts": GROUPS}, "megatron") as run:
+        finish(run, layout)
+    assert max(scalars(layout, "trainer/step_parts")) > 1
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")

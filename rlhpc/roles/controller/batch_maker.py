@@ -27,7 +27,7 @@ from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.types import PackedBatch, PackedMinibatch, RolloutGroup
 
 LOOK_S = 0.05  # between looks whether the groups of a batch are there: a look takes as long as there are groups
-SMALL_BATCH_TOKENS = 1 << 14  # of completions: made at once, since handing it to a thread takes longer
+SMALL_BATCH_TOKENS = 1 << 14  # made at once, since handing it to a thread takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ class BatchMaker:
     ) -> tuple[int, tuple[PackedMinibatch, ...], float]:
         """Number, rows and slowdown of these groups."""
         self._num_made += 1
-        number, num_tokens = self._num_made, sum(len(m.rollout.token_ids) for group in groups for m in group.members)
-        if num_tokens < SMALL_BATCH_TOKENS:
+        number = self._num_made
+        if sum(group.num_tokens for group in groups) < SMALL_BATCH_TOKENS:
             return number, *self._pack(groups, step)
         return number, *await asyncio.to_thread(self._pack, groups, step)
 

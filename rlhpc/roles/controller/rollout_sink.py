@@ -71,13 +71,13 @@ class RolloutSink:
         LedgerError if a lease was sampled by weights that it was not for.
         """
         rollout = scored.rollout
-        if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
-            return False  # a second copy, or its group was dropped meanwhile
         record = self._buffer.open_record(rollout.group_id)
-        if record is not None and record.prompt.prompt_id != rollout.prompt.prompt_id:
+        if record is None or not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
+            return False  # a second copy, or its group was dropped meanwhile
+        if record.prompt.prompt_id != rollout.prompt.prompt_id:
             log.warning("rollout %d:%d belongs to another prompt: ignored", rollout.group_id, rollout.sample_index)
             return False
-        if self._of_one_version and (rollout.versions != self._buffer.admitted_version(rollout.group_id)).any():
+        if self._of_one_version and (rollout.versions != record.admitted_version).any():
             self._check_holder(holder, rollout)
             log.warning("rollout %d:%d was sampled with other weights: ignored", rollout.group_id, rollout.sample_index)
             return False  # a generator has kept it from before a restart that has not repeated its steps

@@ -29,21 +29,22 @@ class StepParts:
 
     def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
         self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
+        self._smallest = config.smallest_part
 
     async def train(self, step: int, version: int) -> float:
         """Train what is finished, if that is a part of the step's batch; returns seconds, 0 where it is not.
 
         A batch that has become whole meanwhile is left to the caller.
         """
-        admission = self._config.admission
-        if admission.step_parts == 1 or self._buffer.upcoming(admission.groups_per_step) is not None:
+        num_groups, began = self._config.admission.groups_per_step, time.monotonic()
+        if self._smallest.groups == num_groups or self._buffer.upcoming(num_groups) is not None:
             return 0.0
-        began = time.monotonic()
-        groups = self._buffer.begin(admission.groups_per_step, admission.least_part)
-        if not groups:
+        groups = self._buffer.part(num_groups, self._smallest.groups)
+        if not groups or sum(group.num_tokens for group in groups) < self._smallest.tokens:
             return 0.0
         refuse_stale(groups, version, self._buffer.staleness_bound)
-        made = await self._batches.part(groups, step, admission.groups_per_step)
+        self._buffer.begin(groups)
+        made = await self._batches.part(groups, step, num_groups)
         batch = made.packed(step, version, self._config.algorithm, is_part=True)
         await self._trainer.tell(TrainBatch(made.number, replace(batch, minibatches=())))
         self._batches.begin(step)

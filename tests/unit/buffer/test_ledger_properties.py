@@ -160,7 +160,8 @@ class Ring(RuleBasedStateMachine):
         """The trainer waits: it begins with what is finished, as far as all others can still be in time."""
         if self.most_cut:
             return
-        part = self.ledger.begin(self.ledger.groups_per_step, least)
+        part = self.ledger.part(self.ledger.groups_per_step, least)
+        self.ledger.begin(part)
         assert not part or len(part) >= least
         for group_id in part:
             assert self.num_batches - self.admitted_versions[group_id] <= self.max_staleness

@@ -5,6 +5,7 @@ from __future__ import annotations
 from launch.prediction.lengths import LawfulLengths, LengthLaw
 from launch.prediction.rates import Figure, Rates
 from launch.prediction.ring import RingShape
+from rlhpc.config_admission import SmallestPart
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.packing.cost import FlopCost
 
@@ -36,9 +37,11 @@ def shape(
     group_size: int = 4,
     max_staleness: int = 1,
     window: int = 1,
+    part: SmallestPart | None = None,
 ) -> RingShape:
-    """One rank, one micro-batch a step."""
+    """One rank, one micro-batch a step or a part of one; without `part` steps have none."""
     admission = AdmissionConfig(
         groups_per_step=groups, group_size=group_size, max_staleness=max_staleness, window_groups=window
     )
-    return RingShape(admission, num_engines, max_num_seqs, 1, 1_000_000, 1, 1, 10_000, PER_TOKEN)
+    part = part or SmallestPart(groups)
+    return RingShape(admission, part, num_engines, max_num_seqs, 1, 1_000_000, 1, 1, 10_000, PER_TOKEN)

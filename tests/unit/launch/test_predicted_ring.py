@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.prediction.fleet import Fleet, FleetShape
-from launch.prediction.ring import Ring, Takeable
+from launch.prediction.ring import Outcome, Ring
 from launch.prediction.splits import Price, numbers_of_engines, other_splits, recommended
+from launch.prediction.takeable import Takeable
+from rlhpc.config_admission import SmallestPart
 from tests.unit.launch.predicted_rings import lengths, rates, shape
 
 NUM_STEPS = 12
@@ -51,15 +53,19 @@ def test_prompts_are_read_once_a_group_and_pauses_stop_every_engine() -> None:
     live_s=st.floats(0, 3),
     dropped=st.sampled_from((0.0, 0.3, 0.7)),
     law=st.sampled_from(("fixed", "geometric", "lognormal:1")),
+    parts=st.integers(1, 4),
+    least_tokens=st.sampled_from((0, 200)),
 )
 def test_no_ring_is_faster_than_its_slower_side_nor_staler_than_its_bound(
     num_engines: int, max_num_seqs: int, groups: int, group_size: int, max_staleness: int, window: int,
-    trainer_s: float, live_s: float, dropped: float, law: str,
+    trainer_s: float, live_s: float, dropped: float, law: str, parts: int, least_tokens: int,
 ) -> None:  # fmt: skip
     window = min(window, max_staleness * groups + 1)
+    part, token_s = SmallestPart(-(-groups // parts), least_tokens), 0.001
+    times = {"trainer_step_s": trainer_s, "trainer_pflop_s": token_s, "publish_s": 0.1, "live_s": live_s}
     ring = Ring(
-        shape(num_engines, max_num_seqs, groups, group_size, max_staleness, window),
-        rates(engine_sample_s=0.001, trainer_step_s=trainer_s, publish_s=0.1, live_s=live_s, judge_s=0.05),
+        shape(num_engines, max_num_seqs, groups, group_size, max_staleness, window, part),
+        rates(engine_sample_s=0.001, judge_s=0.05, **times),
         lengths(law, dropped_share=dropped),
     )
     outcome = ring.run(NUM_STEPS)
@@ -71,7 +77,8 @@ def test_no_ring_is_faster_than_its_slower_side_nor_staler_than_its_bound(
     assert sum(outcome.staleness.values()) == NUM_STEPS * groups * group_size
     # The trainer's side: steps and publications, one after the other.
     assert outcome.seconds >= NUM_STEPS * trainer_s + (NUM_STEPS - 1) * 0.1 - 1e-9
-    assert outcome.trainer_works * outcome.seconds == pytest.approx(NUM_STEPS * trainer_s)
+    worked_s = NUM_STEPS * trainer_s + token_s * outcome.tokens_per_s * outcome.seconds
+    assert outcome.trainer_works * outcome.seconds == pytest.approx(worked_s)
     # The engines' side: no engine gives its places tokens faster than a step of them all.
     trained_tokens = outcome.tokens_per_s * outcome.seconds - 10 * NUM_STEPS * groups * group_size
     tokens_per_s = num_engines * max(n / (0.01 + 0.001 * n) for n in range(1, max_num_seqs + 1))
@@ -83,6 +90,17 @@ def test_no_ring_is_faster_than_its_slower_side_nor_staler_than_its_bound(
         + outcome.trainer_waits_for_weights + outcome.trainer_saves
     )  # fmt: skip
     assert of_trainer == pytest.approx(1, abs=0.1 / outcome.seconds + 1e-6) or of_trainer < 1 + 1e-9
+
+
+def test_a_step_in_parts_does_not_wait_for_the_longest_rollout_with_idle_ranks() -> None:
+    def outcome(part: SmallestPart) -> Outcome:
+        sides = shape(max_num_seqs=16, groups=8, max_staleness=0, window=8, part=part)
+        return Ring(sides, rates(trainer_pflop_s=0.001), lengths()).run(50)
+
+    whole = outcome(SmallestPart(8))
+    assert outcome(SmallestPart(2)).step_s < 0.85 * whole.step_s
+    assert outcome(SmallestPart(2, tokens=600)).step_s < 0.95 * whole.step_s
+    assert outcome(SmallestPart(2, tokens=100_000)) == whole  # no part fills its rows
 
 
 def test_more_generators_and_a_larger_bound_make_no_ring_slower() -> None:

@@ -257,18 +257,20 @@ def test_recommendations_have_numbers_and_follow_from_the_figures(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "is_advised"),
+    ("overrides", "parts", "is_advised"),
     [
-        ([], True),
-        (["admission.step_parts=2"], False),
-        (["algorithm.aggregation=sequence"], False),
-        (["admission.groups_per_step=3"], False),
+        ([], 1.0, True),
+        ([], 3.2, False),
+        (["admission.step_parts=2"], 1.0, False),
+        (["algorithm.aggregation=sequence"], 1.0, False),
+        (["admission.groups_per_step=3"], 1.0, False),
     ],
 )
 def test_steps_in_parts_are_advised_to_runs_that_can_have_them(
-    tmp_path: Path, overrides: list[str], is_advised: bool
+    tmp_path: Path, overrides: list[str], parts: float, is_advised: bool
 ) -> None:
     scalars = {"trainer/idle_ratio": 0.4, "generator/idle_ratio": 0.4, "generator/live": 2.0, "staleness/bound": 1.0}
+    scalars["trainer/step_parts"] = parts
     run = ToldRun(tmp_path / "told", scalars, "admission.groups_per_step=4", *overrides)
     (advice,) = [each for each in advice_for(read_figures(run.layout)) if "wait for each other" in each]
     assert ("admission.step_parts=4 at the same bound" in advice) == is_advised

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rlhpc.config import Config
+from rlhpc.config_admission import SmallestPart
 from rlhpc.errors import LedgerError, ProtocolError
 from rlhpc.messages import PartReport
 from rlhpc.training.factory import open_backend
@@ -27,7 +28,7 @@ from tests.unit.roles.test_trainer_steps import Ear, trainer_on
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
 
 
-def in_parts(num_steps: int = 1, step_parts: int = 2, **admission: Any) -> Config:
+def in_parts(num_steps: int = 1, step_parts: int | str = 2, **admission: Any) -> Config:
     return small_config(num_steps, **{"window_groups": None, "max_staleness": 1, "step_parts": step_parts, **admission})
 
 
@@ -106,6 +107,41 @@ async def test_a_part_is_not_begun_with_fewer_groups_than_it_should_have(tmp_pat
         finish(ring, 0)
         await until(lambda: len(ring.trainer.parts) == 1)
         assert len(ring.trainer.parts[0].minibatches[0].rows[0].loss_weights) == 4
+
+
+async def test_by_default_a_part_fills_a_row_of_every_rank(tmp_path: Path) -> None:
+    config = in_parts(groups_per_step=4, step_parts="auto")
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"token_budget": 12})})
+    async with waiting_ring(config, tmp_path, 4) as (ring, _):
+        ring.start_training()
+        finish(ring, 3)  # ten tokens, prompts included
+        await settle_down()
+        assert ring.trainer.parts == []
+        finish(ring, 0)
+        await until(lambda: len(ring.trainer.parts) == 1)
+        assert sum(len(row.token_ids) for row in ring.trainer.parts[0].rows) == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({}, SmallestPart(2, tokens=64)),
+        ({"admission": {"groups_per_step": 3}}, SmallestPart(1, tokens=64)),
+        ({"trainer": {"num_ranks": 4, "tensor_parallel": 2}}, SmallestPart(2, tokens=2 * 64)),
+        ({"trainer": {"num_ranks": 2, "pipeline_parallel": 2}}, SmallestPart(8)),
+        ({"trainer": {"num_ranks": 2, "pipeline_parallel": 2}, "admission": {"step_parts": 2}}, SmallestPart(4)),
+        ({"algorithm": {"aggregation": "sequence"}}, SmallestPart(8)),
+        ({"algorithm": {"advantage": "reinforce_pp"}}, SmallestPart(8)),
+        ({"run": {"deterministic": True}}, SmallestPart(8)),
+        ({"admission": {"step_parts": 1}}, SmallestPart(8)),
+    ],
+)
+def test_how_small_a_part_may_be(change: dict[str, dict[str, Any]], parts: SmallestPart) -> None:
+    tables = small_config(groups_per_step=8, window_groups=None).model_dump(exclude_unset=True)
+    tables["trainer"] |= {"backend": "megatron"}
+    for name, keys in change.items():
+        tables[name] = tables.get(name, {}) | keys
+    assert Config.model_validate(tables).smallest_part == parts
 
 
 async def test_a_part_leaves_places_for_all_that_are_due_in_its_batch(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ CONTRADICTIONS = (
     case("minibatches around themselves", key("algorithm.minibatches", 2), "algorithm.proximal='current'", "legal: 'recompute'"),
     case("a window of a deterministic run", key("run.deterministic", True, admission__window_groups=4), "admission.window_groups=1", "it is 4"),
     case("stragglers of a synchronous run", key("admission.oversample", 0.2, admission__max_staleness=0), "admission.oversample=0.2", "legal: 0"),
+    case("no part of a step", key("admission.step_parts", 0), "admission.step_parts=0", "legal: above 0, or 'auto'"),
+    case("groups of at most none", key("curriculum.max_group_size", 0), "curriculum.max_group_size=0", "legal: above 0, or 'off'"),
     case("more parts than groups", key("admission.step_parts", 5, admission__groups_per_step=4), "admission.step_parts=5", "legal: 1 to 4"),
     case("parts of a loss by completions", key("admission.step_parts", 2, algorithm__aggregation="sequence"), "admission.step_parts=2 with algorithm.aggregation='sequence'", "legal: step_parts=1, or algorithm.aggregation='token'"),
     case("parts and advantages over a batch", key("admission.step_parts", 2, algorithm__advantage="reinforce_pp_baseline"), "algorithm.advantage='reinforce_pp_baseline'", "legal: step_parts=1, or an advantage over a group"),
