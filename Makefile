@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 KEEPS_COMPILED := PYTHONDONTWRITEBYTECODE=
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 $(KEEPS_COMPILED)  # processes share two cores
 
-.PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
+.PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator soak-sandbox test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
     slurm-releases gpu gpu-dry bench clean
 
 help:  ## show this
@@ -40,7 +40,7 @@ demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
 demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of three partitions
 	$(KEEPS_COMPILED) $(BIN)/rlhpc demo --slurm
 
-soak: soak-hostile soak-simulator soak-kills  ## these, then a run through 100 time limits on a private Slurm; three hours
+soak: soak-hostile soak-simulator soak-sandbox soak-kills  ## these, then a run through 100 time limits on a private Slurm; three hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
 soak-hostile: setup  ## 1,000,000 mutated frames and 10,000 hostile connections; about ten minutes
@@ -51,6 +51,9 @@ soak-kills: setup  ## 200 SIGKILLs at random instants, all roles and the launche
 
 soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); ten minutes on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulator --seeds 10000 --jobs 2
+
+soak-sandbox: setup  ## 10,000 programs, good and bad ones, through one warm sandbox; five minutes
+	OMP_NUM_THREADS=1 RLHPC_TEST_PROGRAMS=10000 $(BIN)/python -m pytest tests/unit/sandbox/test_thousands_of_runs.py
 
 test: setup  ## the tests: every promise, on real parts; shared out by tests/conftest.py
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 4 -m "not long" $(PYTEST_ARGS)

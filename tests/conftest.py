@@ -34,6 +34,7 @@ TOGETHER = (
     "tests/slurm/",
     "tests/slurm/test_ha",
     "tests/faults/test_exact_restart",
+    "tests/unit/sandbox/test_thousands_of_runs",
     "tests/slurm/test_k",
     "tests/unit/launch/test_audit",
     "tests/contracts/test_generation_engine",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +12,13 @@ from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.weight_average import AVERAGE
 from tests.contracts.average_scenarios import average_steps, drop_an_average
-from tests.contracts.trainer_layouts import LENGTHS, MODELS, packed, usual_model
+from tests.contracts.trainer_layouts import (
+    LENGTHS,
+    MODELS,
+    in_bfloat16_everywhere_and_in_float32_once_each_way,
+    packed,
+    usual_model,
+)
 from tests.contracts.trainer_textbook import load_hf, weights_on_disk
 from tests.unit.training.packed_rows import draw_samples
 
@@ -33,7 +38,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@in_bfloat16_everywhere_and_in_float32_once_each_way()
 def test_it_is_that_of_float64_and_goes_on_from_a_checkpoint_bit_for_bit(cluster, dtype, model, tmp_path):
     steps, whole, resumed = steps_for(cluster), tmp_path / "whole", tmp_path / "resumed"
     arguments = {"model": model, "decay": DECAY, "dtype": dtype}

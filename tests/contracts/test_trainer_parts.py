@@ -14,19 +14,10 @@ from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.types import PackedMicrobatch
 from tests.contracts.part_scenarios import interrupt_a_step, lose_steps_in_parts, steps_in_parts, whole_steps
-from tests.contracts.trainer_layouts import LENGTHS, MODELS, packed, usual_model
+from tests.contracts.trainer_layouts import EACH_WAY, LENGTHS, MODELS, packed, usual_model
 from tests.unit.training.packed_rows import draw_samples
 
 Rows = list[PackedMicrobatch]
-# One of each way in which gradients are kept: for claims that do not hang on who holds which part of the model.
-EACH_WAY = (
-    "reference-dp2",
-    "megatron-vpp2",
-    "megatron-sp_ep2",
-    "deepspeed-zero1",
-    "deepspeed-zero2_offload",
-    "deepspeed-zero3",
-)
 
 
 def draw(cluster: Any, seed: int = 0) -> Rows:

@@ -16,7 +16,13 @@ from tests.contracts.reference_scenarios import (
     regularised_steps,
     renew_a_reference,
 )
-from tests.contracts.trainer_layouts import LENGTHS, MODELS, packed, usual_model
+from tests.contracts.trainer_layouts import (
+    LENGTHS,
+    MODELS,
+    in_bfloat16_everywhere_and_in_float32_once_each_way,
+    packed,
+    usual_model,
+)
 from tests.contracts.trainer_textbook import load_hf, weights_on_disk
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row
 
@@ -36,7 +42,7 @@ def draw(cluster: Any) -> list[TrainingSample]:
     return draw_samples(LENGTHS, vocabulary=MODELS[usual_model(cluster.name)]["vocabulary"])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@in_bfloat16_everywhere_and_in_float32_once_each_way()
 def test_a_reference_stays_as_it_was_held_and_asking_it_changes_no_bit_of_the_policy(cluster, dtype, model, tmp_path):
     """Held on the device or in host memory: the same bits.  An error while it is in place is no exception."""
     rows = packed(draw(cluster))
@@ -60,7 +66,7 @@ def test_a_reference_stays_as_it_was_held_and_asking_it_changes_no_bit_of_the_po
         assert all(same_bits(here[name], there[name]) for name in here)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@in_bfloat16_everywhere_and_in_float32_once_each_way()
 def test_a_reference_that_was_renewed_and_its_policy_are_the_same_bits_after_a_restart(cluster, dtype, model, tmp_path):
     rows = packed(draw(cluster))
     before = cluster.run(renew_a_reference, tmp_path / "before", model=model, rows=rows, dtype=dtype)

@@ -85,12 +85,30 @@ EVERYDAY: dict[str, tuple[str, ...]] = {
     "megatron-tp2_dp2": ("llama-odd",),
     "deepspeed-zero3": ("qwen2-tied",),
 }
+# One of each way in which weights and gradients are kept, for claims that do not hang on who holds which part.
+EACH_WAY = (
+    "reference-dp2",
+    "megatron-vpp2",
+    "megatron-sp_ep2",
+    "deepspeed-zero1",
+    "deepspeed-zero2_offload",
+    "deepspeed-zero3",
+)
 EVERYDAY_ACROSS = [("megatron-tp2_dp2", "deepspeed-zero3"), ("deepspeed-zero3", "megatron-tp2")]
 
 
 def marks_of(is_everyday: bool) -> tuple[pytest.MarkDecorator, ...]:
     """Marks of a parameter of the trainer contract."""
     return () if is_everyday else (pytest.mark.long,)
+
+
+def in_bfloat16_everywhere_and_in_float32_once_each_way() -> pytest.MarkDecorator:
+    """For tests that take cluster and dtype."""
+    cases = [
+        *(pytest.param(name, "bfloat16", marks=marks_of(name in EVERYDAY)) for name in LAYOUTS),
+        *(pytest.param(name, "float32", marks=pytest.mark.long) for name in EACH_WAY),
+    ]
+    return pytest.mark.parametrize(("cluster", "dtype"), cases, indirect=["cluster"])
 
 
 def usual_model(layout: str) -> str:

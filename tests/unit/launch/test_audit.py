@@ -95,7 +95,7 @@ def killed_run(root: Path, seed: int) -> RunLayout:
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(10), *(pytest.param(range(first, first + 30), marks=pytest.mark.long) for first in range(10, 340, 30))],
+    [range(10), *(pytest.param(range(first, first + 30), marks=pytest.mark.long) for first in range(10, 190, 30))],
     ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}",
 )
 def test_no_history_of_the_real_buffer_is_accused_whenever_it_is_killed(tmp_path: Path, seeds: range) -> None:
