@@ -55,6 +55,7 @@ def export_hf(
         raise CheckpointError(f"{checkpoint_dir}: has no weight average: trainer.ema_decay was off")
     named = _dtype_of(model_dir / "config.json")
     dtype = dtype or named
+    untrained = _untrained(model_dir, [spec.name for spec in checkpoint.specs])
     try:
         out_dir.mkdir(parents=True)
     except FileExistsError as error:
@@ -62,7 +63,6 @@ def export_hf(
     try:
         specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
         tensors = (tensor.to(DTYPES[dtype]) for tensor in checkpoint.verified_tensors(kind))
-        untrained = _untrained(model_dir, [spec.name for spec in specs])
         specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
         write_hf_weights(out_dir, specs, chain(tensors, untrained.values()), shard_bytes=shard_bytes)
         _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
