@@ -63,7 +63,7 @@ def _of_mapping(returned: Mapping[Any, Any]) -> RewardOutcome:
             f"a dict that a reward function returns has 'reward' or 'score', not {sorted(map(str, returned))}"
         )
     reward = _plain(returned[named[0]])
-    outcome = as_outcome(reward) if isinstance(reward, Real) else RewardOutcome(reward, is_correct=False)  # type: ignore[arg-type]
+    outcome = as_outcome(reward) if isinstance(reward, Real) else RewardOutcome(reward, is_correct=False)
     is_correct = next((_is_true(returned[key]) for key in _IS_CORRECT if key in returned), outcome.is_correct)
     others = {str(key): _plain(value) for key, value in returned.items() if key not in (*_REWARD, *_IS_CORRECT, *_KEPT)}
     parts = {key: _number(value) for key, value in others.items() if not isinstance(value, str | None)}

@@ -33,7 +33,7 @@ class OwnEstimator:
     function: AdvantageEstimator
 
     def __call__(self, rewards: Float32, lengths: Int32) -> Float32:
-        """Raises ConfigError for what the function raises, or a result that is not one finite number for each member."""
+        """Raises ConfigError: the function raises, or returns something else than a finite number for each member."""
         return try_out(KEY, self.path, f"{len(rewards)} rewards of a run", partial(self.checked, rewards, lengths))
 
     def checked(self, rewards: Float32, lengths: Int32) -> Float32:
