@@ -83,7 +83,7 @@ def _is_true(value: object) -> bool:
             return bool(value)
         case Real():
             return float(value) >= CORRECT_FROM
-    raise NoReward(f"is_correct must be True, False or a number, not {type(value).__name__} {str(value)[:40]}")
+    raise NoReward(f"is_correct must be True, False or a number, not {type(value).__name__} {value!r:.40}")
 
 
 def _number(value: object) -> Any:

@@ -50,7 +50,7 @@ def test_a_share_that_is_right_is_correct_where_it_is_all():
 @pytest.mark.parametrize(("returned", "said"), [
     (np.array([1.0, 0.0]), "not ndarray"),
     ((1.0, True), "not tuple"),
-    ({"score": 1.0, "acc": "no"}, "is_correct must be True, False or a number, not str no"),
+    ({"score": 1.0, "acc": "no"}, "is_correct must be True, False or a number, not str 'no'"),
 ])  # fmt: skip
 def test_what_is_no_reward_is_named(returned, said):
     with pytest.raises(NoReward, match=said):
