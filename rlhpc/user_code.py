@@ -85,6 +85,11 @@ def load(key: str, path: str, said: str | None = None) -> Any:
         raise ConfigError(f"{value}: cannot import {module_name}: {error}") from error
     except Exception as error:  # it is not our code
         raise ConfigError(f"{value}: cannot import {module_name}: {error!r}") from error
+    except SystemExit as error:  # with the status 0 a role would end as if it had done its work
+        raise ConfigError(
+            f"{value}: {module_name} is a program, which ends when it is imported ({error!r}); legal: what it does by "
+            "itself below if __name__ == '__main__'"
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(
@@ -102,7 +107,7 @@ def try_out(key: str, path: str, on: str, trial: Callable[[], Result]) -> Result
     """
     try:
         return trial()
-    except Exception as error:  # it is not our code
+    except (Exception, SystemExit) as error:  # it is not our code
         raise ConfigError(f"{key}={path!r}, tried on {on}: {error!r}") from error
 
 

@@ -164,7 +164,7 @@ class RunRollouts:
             return {}  # they are normalised over groups that are not here
         try:
             samples = iter(self._maker([found.resolved.group for found in batch]))
-        except (ValueError, RoleFailed) as error:
+        except (ValueError, ConfigError, RoleFailed) as error:
             self._tell(f"step {batch[0].resolved.consumed_step}: no advantages: {error}")
             return {}
         known: dict[int, list[Float32]] = {}

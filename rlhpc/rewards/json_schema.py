@@ -11,6 +11,7 @@ fetched: a $ref leads to a place in the schema.
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import lru_cache
 from itertools import islice
@@ -30,6 +31,7 @@ from rlhpc.rewards.marked_answer import LONGEST_ANSWER
 _FENCE = re.compile(r"^[ ]{0,3}```", re.MULTILINE)
 _MOST_ERRORS = 50  # the most telling of these is shown
 _SHOWN_CHARACTERS = 200
+_DEEPEST = 64  # a document that is deeper may be more than the validator can follow
 
 
 def judge(completion: str, reference: str) -> RewardOutcome:
@@ -39,13 +41,19 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     if text is None:
         return RewardOutcome(0.0, is_correct=False, parts={"json": 0.0}, detail="the last fenced block is not JSON")
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         why = f"no JSON: {error}"[:_SHOWN_CHARACTERS]
         return RewardOutcome(0.0, is_correct=False, parts={"json": 0.0}, detail=why)
-    fault = best_match(islice(validator.iter_errors(value), _MOST_ERRORS))
+    try:
+        fault = best_match(islice(validator.iter_errors(value), _MOST_ERRORS))
+        answer = json.dumps(value, sort_keys=True)[:LONGEST_ANSWER]
+    except RecursionError:
+        if _depth(value) <= _DEEPEST:  # it is the schema that has no end
+            raise
+        why = f"nested more than {_DEEPEST} deep"
+        return RewardOutcome(0.0, is_correct=False, parts={"json": 1.0}, detail=why)
     detail = "valid" if fault is None else f"{fault.json_path}: {fault.message}"[:_SHOWN_CHARACTERS]
-    answer = json.dumps(value, sort_keys=True)[:LONGEST_ANSWER]
     return RewardOutcome(float(fault is None), fault is None, parts={"json": 1.0}, detail=detail, answer=answer)
 
 
@@ -99,6 +107,26 @@ def _document(completion: str) -> str | None:
     if block is None or len(_FENCE.findall(completion)) % 2 or block[0].lower() not in ("json", ""):
         return None
     return block[1]
+
+
+def _depth(value: Any) -> int:
+    """1 for a value that is neither object nor array."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return depth
+
+
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number[:40]} is too large")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

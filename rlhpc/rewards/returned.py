@@ -2,9 +2,12 @@
 
     True, False                        reward 1.0 or 0.0
     a number                           the reward; correct from 1.0 on
-    {"reward": 0.5, "is_correct": …}   "score" is another name of the reward, "acc" of is_correct; "detail", "answer"
-                                       and "rewards_at" as in a RewardOutcome; every other number is a part
+    {"reward": 0.5, "is_correct": …}   "score" is another name of the reward, "acc" of is_correct, "pred" of answer;
+                                       "detail", "answer" and "rewards_at" as in a RewardOutcome; every other number is
+                                       a part, other texts and None are left out
     a coroutine (async def)            what it returns
+
+Numbers and truths may be numpy's or torch's, as comparisons of arrays give them.
 
 Input: what was returned.  Output: a RewardOutcome, whose numbers the worker checks.
 """
@@ -21,7 +24,8 @@ from typing import Any
 from rlhpc.contracts import RewardOutcome
 
 CORRECT_FROM = 1.0
-_REWARD, _IS_CORRECT, _KEPT = ("reward", "score"), ("is_correct", "acc"), ("detail", "answer", "rewards_at")
+_REWARD, _IS_CORRECT = ("reward", "score"), ("is_correct", "acc")
+_KEPT = {"detail": "detail", "pred": "answer", "answer": "answer", "rewards_at": "rewards_at"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +43,11 @@ def as_outcome(returned: object) -> RewardOutcome:
     """The outcome that was returned.  Raises NoReward for anything else, naming it; what a coroutine raises."""
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
-    match returned:
+    match returned := _plain(returned):
         case RewardOutcome():
             return returned
-        case bool():
-            return RewardOutcome(float(returned), is_correct=returned)
         case Real():
-            return RewardOutcome(float(returned), is_correct=float(returned) >= CORRECT_FROM)
+            return RewardOutcome(float(returned), _is_true(returned))
         case Mapping():
             return _of_mapping(returned)
     raise NoReward(
@@ -60,12 +62,28 @@ def _of_mapping(returned: Mapping[Any, Any]) -> RewardOutcome:
         raise NoReward(
             f"a dict that a reward function returns has 'reward' or 'score', not {sorted(map(str, returned))}"
         )
-    reward = returned[named[0]]
+    reward = _plain(returned[named[0]])
     outcome = as_outcome(reward) if isinstance(reward, Real) else RewardOutcome(reward, is_correct=False)
-    is_correct = next((bool(returned[key]) for key in _IS_CORRECT if key in returned), outcome.is_correct)
-    known = {*_REWARD, *_IS_CORRECT, *_KEPT}
-    parts = {str(key): _number(value) for key, value in returned.items() if key not in known}
-    return RewardOutcome(outcome.reward, is_correct, parts, **{key: returned[key] for key in _KEPT if key in returned})
+    is_correct = next((_is_true(returned[key]) for key in _IS_CORRECT if key in returned), outcome.is_correct)
+    others = {str(key): _plain(value) for key, value in returned.items() if key not in (*_REWARD, *_IS_CORRECT, *_KEPT)}
+    parts = {key: _number(value) for key, value in others.items() if not isinstance(value, str | None)}
+    kept = {field: returned[key] for key, field in _KEPT.items() if returned.get(key) is not None}
+    return RewardOutcome(outcome.reward, is_correct, parts, **kept)
+
+
+def _plain(value: object) -> Any:
+    """Python's own number or truth in place of numpy's or torch's; others as they are."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+def _is_true(value: object) -> bool:
+    """Raises NoReward for what says neither: "no" would count as true."""
+    match value := _plain(value):
+        case bool() | None:
+            return bool(value)
+        case Real():
+            return float(value) >= CORRECT_FROM
+    raise NoReward(f"is_correct must be True, False or a number, not {type(value).__name__} {value!r:.40}")
 
 
 def _number(value: object) -> Any:

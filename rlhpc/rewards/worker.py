@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 from msgspec.structs import replace
@@ -215,8 +215,25 @@ def _describe(error: Exception) -> str:
 
 
 def _send(replies: BinaryIO, message: Ready | Reply | Replies | Turn) -> None:
-    replies.write(encode_frame(message))
+    """Half a surrogate pair, which JSON and programs of the policy may spell, is sent spelt out."""
+    try:
+        frame = encode_frame(message)
+    except UnicodeEncodeError:
+        frame = encode_frame(msgspec.convert(_spelt_out(msgspec.to_builtins(message)), type(message)))
+    replies.write(frame)
     replies.flush()
+
+
+def _spelt_out(value: Any) -> Any:
+    """The same of lists, dicts and texts, with what UTF-8 cannot have as in ascii()."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case list() | tuple():
+            return [_spelt_out(each) for each in value]
+        case dict():
+            return {_spelt_out(key): _spelt_out(each) for key, each in value.items()}
+    return value
 
 
 def _die_with(parent_pid: int) -> None:

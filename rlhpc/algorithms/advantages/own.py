@@ -21,7 +21,7 @@ def load_own_estimator(path: str) -> AdvantageEstimator:
     """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or returns what does not fit."""
     estimator = OwnEstimator(path, load(KEY, path))
     rewards, lengths = np.array([1.0, 0.0, 0.5], np.float32), np.array([3, 1, 2], np.int32)
-    try_out(KEY, path, "rewards 1, 0, 0.5 of 3, 1, 2 tokens", partial(estimator, rewards, lengths))
+    try_out(KEY, path, "rewards 1, 0, 0.5 of 3, 1, 2 tokens", partial(estimator.checked, rewards, lengths))
     return estimator
 
 
@@ -33,7 +33,11 @@ class OwnEstimator:
     function: AdvantageEstimator
 
     def __call__(self, rewards: Float32, lengths: Int32) -> Float32:
-        """Raises ValueError if the result is not one finite number for each member."""
+        """Raises ConfigError: the function raises, or returns something else than a finite number for each member."""
+        return try_out(KEY, self.path, f"{len(rewards)} rewards of a run", partial(self.checked, rewards, lengths))
+
+    def checked(self, rewards: Float32, lengths: Int32) -> Float32:
+        """The same, but raises what the function raises, and ValueError."""
         advantages = np.asarray(self.function(rewards, lengths), np.float32)
         if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
             raise ValueError(

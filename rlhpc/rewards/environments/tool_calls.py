@@ -74,7 +74,7 @@ def _sequence(text: str) -> Calls:
     while text:
         try:
             value, end = _DECODER.raw_decode(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return [*found, CallError(f"not JSON: {error}")]
         found.append(_of_value(value))
         text = text[end:].lstrip().removeprefix(";").lstrip()
@@ -98,7 +98,7 @@ def _of_value(value: Any) -> Call | CallError:
     if isinstance(arguments, str):  # as in OpenAI's interface
         try:
             arguments = _DECODER.decode(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return CallError(f"its arguments are not JSON: {error}")
     if not isinstance(arguments, dict):
         return CallError("its arguments are no object")

@@ -1,7 +1,7 @@
 """Turn the trainer's part of a checkpoint into an HF checkpoint that others can load.
 
 Input: a checkpoint and the directory of the model that was trained.  Output: a directory with the new weights and
-everything else of the old one: configuration, tokenizer, chat template, licence.
+everything else of the old one: tensors that are not trained, configuration, tokenizer, chat template, licence.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,11 +19,12 @@ from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, size_in_bytes, write_safetensors
 from rlhpc.training.checkpoint.trainer_state import open_checkpoint
-from rlhpc.training.tensor_source import INDEX_FILE
+from rlhpc.training.tensor_source import INDEX_FILE, TensorSource
 from rlhpc.training.weight_average import AVERAGE
 from rlhpc.types import TensorSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
+CHAT_TEMPLATES = "additional_chat_templates"  # transformers keeps all but the default one there
 SHARD_BYTES = 4 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,6 +55,7 @@ def export_hf(
         raise CheckpointError(f"{checkpoint_dir}: has no weight average: trainer.ema_decay was off")
     named = _dtype_of(model_dir / "config.json")
     dtype = dtype or named
+    untrained = _untrained(model_dir, [spec.name for spec in checkpoint.specs])
     try:
         out_dir.mkdir(parents=True)
     except FileExistsError as error:
@@ -60,7 +63,8 @@ def export_hf(
     try:
         specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
         tensors = (tensor.to(DTYPES[dtype]) for tensor in checkpoint.verified_tensors(kind))
-        write_hf_weights(out_dir, specs, tensors, shard_bytes=shard_bytes)
+        specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
+        write_hf_weights(out_dir, specs, chain(tensors, untrained.values()), shard_bytes=shard_bytes)
         _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
     except CheckpointError:
         shutil.rmtree(out_dir, ignore_errors=True)
@@ -82,6 +86,25 @@ def _dtype_of(config_file: Path) -> str:
     return str(dtype)
 
 
+def _untrained(model_dir: Path, trained: Sequence[str]) -> dict[str, Tensor]:
+    """What modules with trained tensors have besides on disk: correction biases of routers (GLM 4.5), scales of layers.
+
+    Not a head that is tied, nor modules of which nothing is trained, such as layers that predict several tokens.
+    Raises ConfigError.
+    """
+    if not any(model_dir.glob("*.safetensors")):  # deleted since
+        return {}
+    modules = {name[:end] for name in trained for end, sign in enumerate(name) if sign == "."}
+    with TensorSource.of_model(model_dir) as source:
+        names = sorted(name for name in source.names - set(trained) if name.rpartition(".")[0] in modules)
+        tensors = {name: source.read(name).clone() for name in names}
+    return {name: tensor for name, tensor in tensors.items() if _word(tensor.dtype) in DTYPES}
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def write_hf_weights(
     out_dir: Path, specs: Sequence[TensorSpec], tensors: Iterator[Tensor], *, shard_bytes: int = SHARD_BYTES
 ) -> None:
@@ -101,7 +124,14 @@ def write_hf_weights(
 
 
 def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
-    """Copy all files but weights, config.json last; dtype: the one that config.json must name, if it differs."""
+    """Copy all files but weights, config.json last; dtype: the one that config.json must name, if it differs.
+
+    Of directories only the one that belongs to the tokenizer: others have weights in other formats, or a cache.
+    """
+    if (templates := model_dir / CHAT_TEMPLATES).is_dir():
+        (out_dir / CHAT_TEMPLATES).mkdir()
+        for path in templates.glob("*.jinja"):
+            shutil.copyfile(path, out_dir / CHAT_TEMPLATES / path.name)
     files = [path for path in model_dir.iterdir() if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES)]
     for path in sorted(files, key=lambda path: path.name == "config.json"):
         if dtype is not None and path.name == "config.json":

@@ -121,7 +121,16 @@ def test_an_estimator_that_does_not_fit_is_refused(module: Path, expression: str
 def test_an_estimator_that_fails_later_says_so(module: Path) -> None:
     module.write_text("def mine(rewards, lengths):\n    return rewards[:3]\n")
     estimator = make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
-    with pytest.raises(ValueError, match=rf"algorithm\.advantage='{module.stem}:mine' returned .* for 4 rewards"):
+    with pytest.raises(ConfigError, match=rf"algorithm\.advantage='{module.stem}:mine' returned .* for 4 rewards"):
+        estimator(np.zeros(4, np.float32), np.ones(4, np.int32))
+
+
+def test_what_an_estimator_raises_later_has_its_name(module: Path) -> None:
+    module.write_text(
+        "def mine(rewards, lengths):\n    return rewards / (1 if len(rewards) == 3 else {}[len(rewards)])\n"
+    )
+    estimator = make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
+    with pytest.raises(ConfigError, match=rf"{module.stem}:mine', tried on 4 rewards of a run: KeyError\(4"):
         estimator(np.zeros(4, np.float32), np.ones(4, np.int32))
 
 

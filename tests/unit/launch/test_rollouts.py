@@ -268,3 +268,17 @@ def test_a_damaged_segment_costs_its_groups_and_is_named(tmp_path: Path) -> None
     seen = list(RunRollouts(run.layout, tell=said.append).each())
     assert [each.group_id for each in seen] == [1, 1]
     assert path.name in " ".join(said)
+
+
+def test_rollouts_of_a_run_whose_own_estimator_raises_are_shown_without_advantages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "def mine(rewards, lengths):\n    return rewards if len(rewards) == 3 else {}[0]\n"
+    (tmp_path / "estimator_that_raises.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = TextRun(tmp_path / "text", "algorithm.advantage=estimator_that_raises:mine")
+    run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0)])
+    said: list[str] = []
+    seen = list(RunRollouts(run.layout, tell=said.append).each())
+    assert [each.advantages for each in seen] == [None, None]
+    assert "estimator_that_raises:mine" in " ".join(said)

@@ -138,6 +138,14 @@ async def return_later(completion: str, reference: str) -> dict[str, object]:
     return {"score": 0.5, "acc": True, "brevity": 1, "answer": completion}
 
 
+def raise_half_a_pair(completion: str, reference: str) -> float:
+    raise ValueError("\ud800")
+
+
+def answer_half_a_pair(completion: str, reference: str) -> dict[str, object]:
+    return {"reward": 1.0, "answer": "\ud800", "part\udfff": 0.5, "rewards_at": {1: 0.5}}
+
+
 not_callable = 5
 
 

@@ -105,3 +105,20 @@ def test_a_reference_that_is_no_schema_is_refused(reference, why):
     with pytest.raises(ValueError, match="legal") as refusal:
         json_schema.check_reference(reference)
     assert why in str(refusal.value)
+
+
+NESTED = {"$ref": "#/$defs/any", "$defs": {"any": {"additionalProperties": {"$ref": "#/$defs/any"}}}}
+
+
+def test_a_document_too_deep_for_the_validator_is_wrong_and_a_schema_without_end_is_no_verdict():
+    deep = judge('{"a":' * 900 + "1" + "}" * 900, NESTED)
+    assert (deep.reward, deep.parts, deep.detail) == (0.0, {"json": 1.0}, "nested more than 64 deep")
+    assert judge('{"a":' * 20 + "1" + "}" * 20, NESTED).is_correct
+    with pytest.raises(RecursionError):
+        judge("1", {"$ref": "#"})
+
+
+def test_a_number_beyond_all_floats_is_wrong_and_no_error_of_the_verifier():
+    found = judge("1e999", {"type": "number", "multipleOf": 0.5})
+    assert (found.is_correct, found.parts, found.detail) == (False, {"json": 0.0}, "no JSON: 1e999 is too large")
+    assert judge("1e300", {"type": "number"}).is_correct

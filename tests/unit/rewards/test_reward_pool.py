@@ -73,6 +73,7 @@ async def test_wrong_is_wrong_and_not_an_error(pool):
         ("nan_at_a_character", "rewards_at[1] must be a finite float, not float nan"),
         ("rewards_in_a_list", "rewards_at must be a dict, not list"),
         ("return_nothing", "a RewardOutcome, a number, True or False, or a dict with a reward, not NoneType"),
+        ("raise_half_a_pair", "ValueError: \\ud800"),
         ("return_two_rewards", "has 'reward' or 'score', not ['reward', 'score']"),
         ("nothing", "has no function"),
     ],
@@ -90,6 +91,13 @@ async def test_a_function_may_return_a_number_or_a_dict_and_be_a_coroutine(pool)
     assert (one.reward, one.verdict) == (1.0, Verdict.CORRECT)
     later = await pool.judge(TASK + "return_later", "abc", "")
     assert (later.reward, later.verdict, later.parts, later.answer) == (0.5, Verdict.CORRECT, {"brevity": 1.0}, "abc")
+
+
+async def test_half_a_surrogate_pair_in_what_is_returned_is_spelt_out_and_the_worker_lives(pool):
+    found = await pool.judge(TASK + "answer_half_a_pair", "abc", "")
+    assert (found.reward, found.verdict, found.answer) == (1.0, Verdict.CORRECT, "\\ud800")
+    assert (found.parts, found.rewards_at) == ({"part\\udfff": 0.5}, {1: 0.5})
+    assert pool.num_restarts == 0
 
 
 @pytest.mark.parametrize(("function", "detail"), [("die", "signal SIGSEGV"), ("leave", "exit status 3")])

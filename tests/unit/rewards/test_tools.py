@@ -51,6 +51,7 @@ def test_calls_as_hermes_and_qwen_write_them(turn, calls):
         ('<tool_call>{"name": "search", "arguments": [1]}</tool_call>', "no object"),
         ('<tool_call>{"name": "search", "arguments": "a"}</tool_call>', "are not JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
+        ('<tool_call>{"name": "search", "arguments": "' + "[" * 100_000 + '"}</tool_call>', "are not JSON"),
     ],
 )
 def test_what_is_meant_as_a_call_and_is_none_is_an_error_and_not_an_answer(turn, why):
@@ -83,7 +84,15 @@ def test_calls_as_llama_writes_them(turn, calls):
 
 @pytest.mark.parametrize(
     "turn",
-    ["<|python_tag|>search.call(open('x'))", "<|python_tag|>{", '{"name": 3}', f"{CALL} and", '{"name": "a"'],
+    [
+        "<|python_tag|>search.call(open('x'))",
+        "<|python_tag|>{",
+        '{"name": 3}',
+        f"{CALL} and",
+        '{"name": "a"',
+        '{"name": ' + "[" * 100_000,
+    ],
+    ids=lambda turn: turn[:30],
 )
 def test_llamas_slips_are_errors(turn):
     assert isinstance(llama3_calls(turn)[-1], CallError)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.returned import NoReward
 from rlhpc.roles.generator.agents.reports import last_line
 
@@ -27,3 +28,10 @@ def test_words_for_people_are_no_reward(output: str) -> None:
 def test_what_is_no_reward_is_refused() -> None:
     with pytest.raises(NoReward):
         last_line("begun\n[1]\n")
+
+
+def test_half_a_surrogate_pair_in_a_report_is_spelt_out_since_no_message_can_have_it() -> None:
+    found = last_line('{"reward": 1, "detail": "cut \\ud83d", "part\\udfff": 2}')
+    assert found == RewardOutcome(1.0, True, {"part\\udfff": 2.0}, "cut \\ud83d")
+    with pytest.raises(NoReward, match=r"not str \\ud83d"):
+        last_line('{"reward": "\\ud83d"}')

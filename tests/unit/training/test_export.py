@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
 from launch.commands.evaluate.target import find_target
 from launch.commands.export import export_run
@@ -15,8 +15,10 @@ from rlhpc.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete, verify
 from rlhpc.training.checkpoint.export import export_hf
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint
+from rlhpc.training.checkpoint.trainer_state import read_checkpoint, write_checkpoint
 from rlhpc.training.factory import open_backend
+from rlhpc.training.hf_model import load_causal_lm
+from rlhpc.training.hf_names import on_disk
 from rlhpc.training.process_group import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
@@ -59,6 +61,54 @@ def test_the_export_loads_in_transformers_with_the_trained_weights(trained, shar
     original, copy = (AutoTokenizer.from_pretrained(path) for path in (model_dir, tmp_path / "out"))
     assert original("1 + 2 = 3")["input_ids"] == copy("1 + 2 = 3")["input_ids"]
     assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (shard_bytes < 1 << 30)
+
+
+def test_what_modules_have_on_disk_besides_what_is_trained_is_exported_as_it_is(tmp_path):
+    config = Glm4MoeConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        dtype="bfloat16",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    bias = model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    bias.data = torch.tensor([0.1, -0.2, 0.3, 7.0])  # float32, as engines and others have it in models of bfloat16
+    model.save_pretrained(tmp_path / "model")
+    specs = tuple(load_causal_lm(tmp_path / "model", device=torch.device("cpu")).tensor_specs())
+    specs = [renamed for spec in specs for renamed in on_disk(spec)]
+    write_checkpoint(
+        tmp_path / "trainer",
+        specs,
+        lambda kind: (torch.zeros(spec.shape) for spec in specs),
+        num_steps_applied=1,
+        rng={},
+        kinds=("weights",),
+    )
+    export_hf(tmp_path, tmp_path / "model", tmp_path / "out")
+    found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(found.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias"), bias)
+    assert found.get_input_embeddings().weight.abs().sum() == 0
+    assert found.lm_head.weight.abs().sum() == 0
+
+
+def test_every_chat_template_of_the_tokenizer_is_exported(trained, tmp_path):
+    model_dir = shutil.copytree(trained[0], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(model_dir)
+    (model_dir / ".cache").mkdir()
+    export_hf(trained[1], model_dir, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    assert not (tmp_path / "out" / ".cache").exists()
 
 
 def test_the_average_is_exported_where_there_is_one(trained, tmp_path):

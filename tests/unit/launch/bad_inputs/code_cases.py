@@ -19,6 +19,7 @@ REWARDS = (
     case("a syntax error", module("def judge(a, b)\n    return 1\n", **MINE), "mine.py:1", "expected ':'"),
     case("an error on import", module("import no_such_package\n" + DEF + "    return 1.0\n", **MINE), "data.task='mine:judge'", "no_such_package", is_tried=True),
     case("an exception on import", module("x = 1 / 0\n" + DEF + "    return 1.0\n", **MINE), "data.task='mine:judge'", "ZeroDivisionError", is_tried=True),
+    case("a program for a module", module("import argparse\n" + DEF + "    return 1.0\np = argparse.ArgumentParser()\np.add_argument('model')\np.parse_args([])\n", **MINE), "data.task='mine:judge'", "SystemExit", "__main__", is_tried=True),
     case("a number in place of a function", module("judge = 3\n", **MINE), "data.task='mine:judge'", "function", is_tried=True),
     case("one parameter", module("def judge(completion):\n    return 1.0\n", **MINE), "data.task='mine:judge'", "train.jsonl:1", "positional argument", is_tried=True),
     case("four parameters", module("def judge(data_source, solution, truth, extra):\n    return 1.0\n", **MINE), "data.task='mine:judge'", "missing 2 required", is_tried=True),
@@ -68,6 +69,7 @@ ENVIRONMENTS = (
 LOSSES = (
     case("a loss that is not there", module("def other(a, b): pass\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", "other"),
     case("an advantage with an error on import", module("import no_such_package\ndef mine(rewards, lengths): pass\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", "no_such_package", is_tried=True),
+    case("a program for a loss", module("import sys\ndef loss(current, row): pass\nsys.exit(0)\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", "SystemExit", "__main__", is_tried=True),
     case("a loss that is a mean", module("def loss(current, row):\n    return (current * row.advantages * row.loss_mask).mean(), {}\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", is_tried=True),
     case("an advantage of one number", module("def mine(rewards): return 0.0\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", is_tried=True),
 )  # fmt: skip
