@@ -56,6 +56,11 @@ def as_outcome(returned: object) -> RewardOutcome:
     )
 
 
+def sendable(text: str) -> str:
+    """The same; half a surrogate pair, which JSON and programs can spell and no message can have, is spelt out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _of_mapping(returned: Mapping[Any, Any]) -> RewardOutcome:
     named = [key for key in _REWARD if key in returned]
     if len(named) != 1:

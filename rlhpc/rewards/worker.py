@@ -39,7 +39,7 @@ from rlhpc.rewards.frames import (
     encode_frame,
 )
 from rlhpc.rewards.registry import BUILT_IN, resolve
-from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome
+from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome, sendable
 from rlhpc.user_code import is_import_path
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _spelt_out(value: Any) -> Any:
     """The same of lists, dicts and texts, with what UTF-8 cannot have as in ascii()."""
     match value:
         case str():
-            return value.encode("utf-8", "backslashreplace").decode()
+            return sendable(value)
         case list() | tuple():
             return [_spelt_out(each) for each in value]
         case dict():

@@ -9,7 +9,7 @@ import json
 import math
 
 from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.returned import NoReward, as_outcome
+from rlhpc.rewards.returned import NoReward, as_outcome, sendable
 
 
 def outcome_of(reported: object) -> RewardOutcome | None:
@@ -19,16 +19,11 @@ def outcome_of(reported: object) -> RewardOutcome | None:
     outcome = as_outcome(reported)
     for name, value in {"reward": outcome.reward, **outcome.parts}.items():
         if isinstance(value, bool) or not isinstance(value, float) or not math.isfinite(value):
-            raise NoReward(_sendable(f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}"))
+            raise NoReward(sendable(f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}"))
     if outcome.rewards_at:
         raise NoReward("rewards_at: an agent's reward is of the whole rollout")
-    parts = {_sendable(name): value for name, value in outcome.parts.items()}
-    return RewardOutcome(outcome.reward, bool(outcome.is_correct), parts, _sendable(str(outcome.detail))[:500])
-
-
-def _sendable(text: str) -> str:
-    """With half a surrogate pair, which JSON can spell, spelt out: no message can have one."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    parts = {sendable(name): value for name, value in outcome.parts.items()}
+    return RewardOutcome(outcome.reward, bool(outcome.is_correct), parts, sendable(str(outcome.detail))[:500])
 
 
 def last_line(output: str) -> RewardOutcome | None:
