@@ -144,6 +144,7 @@ class Ring:
         self._takeable = Takeable(admission.window)
         self._batch: list[int] = []  # in training, then until its weights are live
         self._begun: set[int] = set()  # groups of the next batch that are trained
+        self._ready_tokens = 0  # of finished groups that are not trained
         self._going_live: list[int] | None = None  # batch of the version that is published
         self._needs_live = ""  # what the controller does once that version is live
         self._wants_batch, self._wants_since_s = True, 0.0
@@ -217,6 +218,7 @@ class Ring:
             self._admit()
         else:
             self._takeable.ended(group_id, is_ready=True)
+            self._ready_tokens += int(self._drawn[group_id].trained_tokens.sum())
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
@@ -239,7 +241,9 @@ class Ring:
     def _begin_part(self) -> bool:
         """Train what is finished, if that is a part of a batch that is not there (roles/controller/step_parts.py)."""
         num_groups, smallest = self._shape.admission.groups_per_step, self._shape.smallest_part
-        if smallest.groups == num_groups or self.ledger.upcoming(num_groups) is not None:
+        if smallest.groups == num_groups or self._ready_tokens < smallest.tokens:
+            return False
+        if self.ledger.upcoming(num_groups) is not None:
             return False
         part = self.ledger.part(num_groups, smallest.groups)
         if not part or sum(self._drawn[group_id].trained_tokens.sum() for group_id in part) < smallest.tokens:
@@ -255,6 +259,7 @@ class Ring:
         self._spent["groups"] += self.now_s - self._wants_since_s
         rows = np.concatenate([self._drawn.pop(group_id).trained_tokens for group_id in groups])
         self._num_tokens += int(rows.sum())
+        self._ready_tokens -= int(rows.sum())
         seconds = self._rates.trainer_pflop_s.value * self._shape.pflops(rows)
         seconds += self._rates.trainer_step_s.value if then == "stepped" else 0.0
         self._spent["works"] += seconds

@@ -194,9 +194,9 @@ class AdmissionLedger:
 
     def part(self, num_groups: int, least: int) -> list[int]:
         """Ids of the finished groups, `least` or more, that the next batch can begin with or go on with; else []."""
-        if self._tally.num_finished - len(self._choice.begun) < least:
-            return []
-        part = self._choice.part(list(self._untaken.values()), num_groups, self._num_taken)
+        begun_due = [self._untaken[group_id].due for group_id in self._choice.begun]
+        may_be = self._tally.most_in_part(num_groups, self._num_taken, begun_due) >= least
+        part = self._choice.part(list(self._untaken.values()), num_groups, self._num_taken) if may_be else []
         return part if len(part) >= least else []
 
     def begin(self, part: Sequence[int]) -> None:

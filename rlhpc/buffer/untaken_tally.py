@@ -1,12 +1,14 @@
-"""Tell from counts alone whether a batch can be formed, so that groups are scanned only if one can.
+"""Tell from counts alone whether a batch, or a part of one, can be formed, so that groups are scanned only if one can.
 
-Input: groups, as they are admitted, finish and leave.  Output: how many more have to end first.  A scan of all groups
-(batch_choice.py) costs a microsecond per group; with thousands that finish one by one, it would dominate.
+Input: groups, as they are admitted, finish and leave.  Output: how many more have to end first, and how many a part of
+the batch may have meanwhile.  A scan of all groups (batch_choice.py) costs a microsecond per group; with thousands that
+finish one by one, it would dominate.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 
 from rlhpc.buffer.group_record import GroupRecord
 
@@ -61,7 +63,27 @@ class UntakenTally:
             most = max(most, min(num_due - later * self._groups_per_step, num_left))
             later += 1
 
-    def _by_spare(self, by_due: Counter[int], num_taken: int) -> Counter[int]:
+    def most_in_part(self, num_groups: int, num_taken: int, begun_due: Collection[int]) -> int:
+        """How many groups choose_part would choose if there were no window; the counts are those of num_missing.
+
+        begun_due: when the groups are due that are parts of the batch already.
+        """
+        if -1 in self._all:  # their turn depends on all others
+            return self.num_finished - len(begun_due)
+        begun = self._by_spare(Counter(begun_due), num_taken)
+        everyone, finished = self._by_spare(self._all, num_taken), self._by_spare(self._finished, num_taken)
+        most, num_left, num_places = 0, 0, num_groups - len(begun_due)
+        room = num_places - 1  # one group is left for the end of the batch
+        for later in range(max(finished, default=-1) + 1):
+            ready = finished[later] - begun[later]
+            if most + ready > room:
+                return max(most, room)
+            most += ready
+            num_left += everyone[later] - finished[later]
+            room = min(room, num_places + later * self._groups_per_step - num_left)
+        return most
+
+    def _by_spare(self, by_due: Mapping[int, int], num_taken: int) -> Counter[int]:
         """Counts by the number of batches that may still come before a group's own (batch_choice.py)."""
         counts: Counter[int] = Counter()
         for due, count in by_due.items():

@@ -30,6 +30,7 @@ class StepParts:
     def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
         self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
         self._smallest = config.smallest_part
+        self._pack_s = 0.0  # of the step's parts so far
 
     async def train(self, step: int, version: int) -> float:
         """Train what is finished, if that is a part of the step's batch; returns seconds, 0 where it is not.
@@ -44,12 +45,19 @@ class StepParts:
             return 0.0
         refuse_stale(groups, version, self._buffer.staleness_bound)
         self._buffer.begin(groups)
+        packing = time.monotonic()
         made = await self._batches.part(groups, step, num_groups)
+        self._pack_s += time.monotonic() - packing
         batch = made.packed(step, version, self._config.algorithm, is_part=True)
         await self._trainer.tell(TrainBatch(made.number, replace(batch, minibatches=())))
         self._batches.begin(step)
         await self._trainer.answer(PartReport)
         return time.monotonic() - began
+
+    def take_pack_s(self) -> float:
+        """Seconds in which parts were packed since the last call."""
+        taken, self._pack_s = self._pack_s, 0.0
+        return taken
 
 
 def refuse_stale(groups: Sequence[RolloutGroup], version: int, bound: int) -> None:

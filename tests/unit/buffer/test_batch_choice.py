@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from rollout_samples import ManualClock, make_ledger, make_prompt
 
-from rlhpc.buffer.batch_choice import choose_batch
+from rlhpc.buffer.batch_choice import choose_batch, choose_part
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
@@ -76,10 +76,13 @@ def test_what_counts_say_is_what_a_look_at_every_group_would(
     data: st.DataObject, max_staleness: int, window: int
 ) -> None:
     """Asked at every change; and no batch is there before so many have ended as were said to be missing."""
-    per_step, version, no_batch_before, num_ended = 2, 0, 0, 0
+    per_step, version, no_batch_before, num_ended = 3, 0, 0, 0
     num_slots = (max_staleness + 1) * per_step
-    ledger = make_ledger(ManualClock(), num_slots=num_slots, group_size=1, window_groups=window)
+    ledger = make_ledger(
+        ManualClock(), num_slots=num_slots, groups_per_step=per_step, group_size=1, window_groups=window
+    )
     taken: list[list[int]] = []
+    begun: list[int] = []
     for _ in range(40):
         while ledger.has_slot:
             ledger.admit(make_prompt(ledger.next_group_id), version)
@@ -89,8 +92,8 @@ def test_what_counts_say_is_what_a_look_at_every_group_would(
         if what == "finish" and in_flight:
             finish(ledger, data.draw(st.sampled_from(in_flight)))
             num_ended += 1
-        elif what == "drop" and open_groups:
-            ledger.drop(data.draw(st.sampled_from(open_groups)).group_id, DropReason.NO_SPREAD)
+        elif what == "drop" and (droppable := [g.group_id for g in open_groups if g.group_id not in begun]):
+            ledger.drop(data.draw(st.sampled_from(droppable)), DropReason.NO_SPREAD)
             num_ended += 1
         elif what == "release" and taken:
             ledger.release(taken.pop(0))
@@ -99,15 +102,24 @@ def test_what_counts_say_is_what_a_look_at_every_group_would(
             ledger.tighten(data.draw(st.integers(per_step, num_slots)))
         open_groups = [group for group in ledger.groups if group.step is None]
         num_taken = per_step * (version + len(taken))
-        chosen = choose_batch(open_groups, per_step, num_taken, per_step, window)
+        chosen = choose_batch(open_groups, per_step, num_taken, per_step, window, begun)
         assert ledger.upcoming(per_step) == chosen
         assert chosen is None or num_ended >= no_batch_before
         assert window != NO_WINDOW or (chosen is None) == (ledger.num_missing(per_step) > 0)
         no_batch_before = max(no_batch_before, num_ended + ledger.num_missing(per_step))
+        least = data.draw(st.integers(1, 2))
+        part = choose_part(open_groups, per_step, num_taken, per_step, window, begun)
+        assert ledger.part(per_step, least) == (part if len(part) >= least else [])
+        most = ledger._tally.most_in_part(per_step, num_taken, [ledger.group(group_id).due for group_id in begun])
+        assert len(part) == most if window == NO_WINDOW else len(part) <= most
         if chosen is not None and data.draw(st.booleans()):
             ledger.take_these(chosen, step=version + len(taken))
             taken.append(chosen)
+            begun.clear()
             no_batch_before = 0
+        elif chosen is None and part and data.draw(st.booleans()):
+            ledger.begin(part)
+            begun += part
         ledger.conservation()
 
 

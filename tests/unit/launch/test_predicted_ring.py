@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from launch.prediction.fleet import Fleet, FleetShape
 from launch.prediction.ring import Outcome, Ring
 from launch.prediction.splits import Price, numbers_of_engines, other_splits, recommended
 from launch.prediction.takeable import Takeable
+from rlhpc.buffer import batch_choice
+from rlhpc.buffer.batch_choice import choose_part
 from rlhpc.config_admission import SmallestPart
 from tests.unit.launch.predicted_rings import lengths, rates, shape
 
@@ -142,6 +146,8 @@ class RingThatAsksAlways(Ring):
 
     def _take(self) -> None:
         self._takeable.number = len(self.ledger.groups)
+        self._ready_tokens = 1 << 60
+        self.ledger._tally.most_in_part = lambda num_groups, *_: num_groups
         self.ledger.num_missing = lambda num_groups: max(0, num_groups - self.ledger.counts()["finished"])
         super()._take()
 
@@ -151,8 +157,11 @@ class RingThatAsksAlways(Ring):
 @pytest.mark.parametrize("law", ["fixed", "geometric", "lognormal:1.5"])
 def test_a_prediction_is_what_asking_at_every_finish_would_give(law: str, dropped: float, window: int) -> None:
     """To the bit: asking less is a matter of speed."""
-    for max_staleness in (0, 1, 3):
-        size = shape(num_engines=3, max_num_seqs=4, groups=5, group_size=2, max_staleness=max_staleness, window=window)
+    for max_staleness, part in itertools.product((0, 1, 3), (None, SmallestPart(2), SmallestPart(1, tokens=250))):
+        size = replace(
+            shape(num_engines=3, max_num_seqs=4, groups=5, group_size=2, max_staleness=max_staleness, window=window),
+            smallest_part=part or SmallestPart(5),
+        )
         took = rates(trainer_step_s=0.3, publish_s=0.1, live_s=0.2, judge_s=0.05, engine_sample_s=0.001)
         outcomes = [
             kind(size, took, lengths(law, dropped_share=dropped)).run(30) for kind in (Ring, RingThatAsksAlways)
@@ -190,6 +199,23 @@ def test_a_fleet_gives_every_rollout_its_tokens_and_every_group_its_end() -> Non
     assert fleet.now_s == 1.0
     assert fleet.busy_s == pytest.approx([0.2, 0.41])
     assert fleet.decoding_s == pytest.approx(0.01 * (10 + 20 + 5 + 40 + 40 + 1))
+
+
+@pytest.mark.parametrize("part", [SmallestPart(16), SmallestPart(16, tokens=1_000_000)])
+def test_a_simulation_looks_at_every_group_only_where_a_part_may_begin(
+    part: SmallestPart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of groups in flight a look takes as long as a hundred events."""
+    looks = []
+
+    def counted(*arguments: Any) -> list[int]:
+        looks.append(choose_part(*arguments))
+        return looks[-1]
+
+    monkeypatch.setattr(batch_choice, "choose_part", counted)
+    sides = shape(max_num_seqs=128, groups=64, max_staleness=2, window=192, part=part)
+    Ring(sides, rates(trainer_step_s=0.5, engine_sample_s=0.0001), lengths()).run(20)
+    assert len(looks) <= 4 * 20
 
 
 def test_a_simulation_costs_events_and_not_tokens_or_engines() -> None:

@@ -17,6 +17,7 @@ from rlhpc.config import Config
 from rlhpc.config_admission import SmallestPart
 from rlhpc.errors import LedgerError, ProtocolError
 from rlhpc.messages import PartReport
+from rlhpc.roles.controller.batch_maker import BatchMaker, MadeBatch
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedBatch, PackedMinibatch
@@ -88,6 +89,25 @@ async def test_what_is_finished_is_trained_while_the_trainer_would_wait_and_the_
         assert tokens == [18, 18, 18]  # an estimate, here exact
         assert record.batch.minibatches[0].num_loss_tokens == 18
         assert ring.ledger.counts()["released"] == 3
+
+
+async def test_packing_a_part_counts_as_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer waits for it, and wait_for_groups_s and step_s leave it out."""
+    async with waiting_ring(in_parts(), tmp_path, 2) as (ring, _):
+        make_part = BatchMaker.part
+
+        async def make_slowly(*arguments: Any) -> MadeBatch:
+            await asyncio.sleep(0.3)
+            return await make_part(*arguments)
+
+        monkeypatch.setattr(BatchMaker, "part", make_slowly)
+        training = ring.start_training()
+        finish(ring, 0)
+        await until(lambda: len(ring.trainer.parts) == 1)
+        finish(ring, 1)
+        await asyncio.wait_for(training, PATIENCE_S)
+        [record] = ring.records
+        assert record.pack_s >= 0.3
 
 
 async def test_a_batch_that_is_there_is_trained_as_a_whole(tmp_path: Path) -> None:
