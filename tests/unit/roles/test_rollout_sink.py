@@ -26,9 +26,8 @@ class Door:
     ) -> None:
         config = small_config(max_staleness=20, **admission)
         self.buffer = make_buffer(config, directory)
-        self.sink = RolloutSink(
-            self.buffer, ErrorGate(max_error_share), config.admission, shaping and RewardShaping(shaping)
-        )
+        rules = RewardShaping(shaping or ShapingConfig())
+        self.sink = RolloutSink(self.buffer, ErrorGate(max_error_share), config.admission, rules)
         while self.buffer.has_slot:
             self.buffer.admit(prompt(self.buffer.counts()["admitted"]), 0)
         while self.buffer.grant("generator-0", 2) is not None:
