@@ -32,9 +32,10 @@ def sets_differ(config: Config) -> None:
     """Of a group of k members there is one set of k."""
     algorithm, size = config.algorithm, config.admission.group_size
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= size:
+        smaller = f"2 to {size - 1}, or " if size > 2 else ""
         raise ValueError(
-            f"algorithm.pass_k={algorithm.pass_k} with admission.group_size={size}: there is only one set of k, so "
-            f"every advantage is zero; legal: 2 to {size - 1}, or a larger group"
+            f"algorithm.pass_k={algorithm.pass_k} with admission.group_size={size}: there is no more than one set of "
+            f"k, so every advantage is zero; legal: {smaller}admission.group_size of {algorithm.pass_k + 1} or more"
         )
 
 

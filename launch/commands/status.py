@@ -92,7 +92,8 @@ def _as_it_ended(layout: RunLayout, status: dict[str, Any]) -> tuple[dict[str, A
     if standing is None or standing.state not in (State.FAILED, State.LOST):
         return status, []
     why = [f"{standing.state}: {printable(standing.remark)}"] if standing.remark else []
-    return {**status, "phase": f"{standing.state} while {status['phase']}"}, why
+    phase = status["phase"]  # "stopped": its controller has closed the books, which is no time to fail at
+    return {**status, "phase": standing.state if phase == "stopped" else f"{standing.state} while {phase}"}, why
 
 
 def waiting_for(status: dict[str, Any], expected: Sequence[str]) -> str:

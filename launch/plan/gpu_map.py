@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from launch.plan.shape import refuse_offload_on_cpu
 from rlhpc.config import Config, obeys_rules, with_values
 from rlhpc.config_effects import as_toml
 from rlhpc.errors import ConfigError
@@ -57,6 +58,8 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
     """Assign GPUs to trainer ranks and engines.  Raises ConfigError: too few GPUs, or MIG slices."""
     ranks, engines = _wanted(config)
     words = gpus.words
+    if not words or not ranks:
+        refuse_offload_on_cpu(config, gpus.describe())
     if not words:
         _refuse_gpu_settings_without_gpu(config, gpus)
         return GpuMap()

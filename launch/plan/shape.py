@@ -33,6 +33,8 @@ def trainer_shape(config: Config, section: GpuConfig) -> Shape:
     if trainer.device == "cuda" and section.gpus_per_node is None:
         raise ConfigError("trainer.gpus_per_node: missing in the site file; trainer.device='cuda' needs GPUs")
     on_gpu = trainer.device != "cpu" and section.gpus_per_node is not None
+    if not on_gpu:
+        refuse_offload_on_cpu(config, f"trainer.gpus_per_node={section.gpus_per_node} in the site file")
     most = section.gpus_per_node if on_gpu else None
     nodes = _nodes("trainer.num_ranks", trainer.num_ranks, most, section.nodes, "trainer")
     ranks = trainer.num_ranks // nodes
@@ -43,6 +45,16 @@ def trainer_shape(config: Config, section: GpuConfig) -> Shape:
             "would span nodes unevenly; legal: a divisor or a multiple of the ranks per node"
         )
     return Shape(nodes, ranks, 1 if on_gpu else 0)
+
+
+def refuse_offload_on_cpu(config: Config, gpus: str) -> None:
+    """Refuse what Megatron refuses on a CPU.  gpus: which ones there are, for people."""
+    trainer = config.trainer
+    if trainer.optimizer_offload and trainer.backend == "megatron":
+        raise ConfigError(
+            "trainer.optimizer_offload=true with trainer.backend='megatron' and "
+            f"trainer.device={trainer.device!r} needs a GPU to offload from, {gpus}; legal on a CPU: false"
+        )
 
 
 def generation_shape(config: Config, section: GpuConfig) -> Shape:

@@ -16,12 +16,17 @@ from rlhpc.run_layout import RunLayout
 FILES = ("journal_*.h5", "events_*.jsonl", "partials_*.bin")
 SHAPES_STEPS = (
     "algorithm.",
+    "critic.",
     "trainer.",
     "generation.",
+    "environment.",
+    "curriculum.",
     "admission.",
     "rewards.",
+    "composite.",
+    "instructions.",
     "shaping.",
-)  # a repeated step would differ
+)  # a repeated step would differ; without the curriculum, the prompts that it left out would be missed
 
 
 def set_journal_aside(

@@ -44,7 +44,7 @@ class RewardShaping:
 
     def judged(self, group: RolloutGroup) -> Float32:
         """Those whose variance decides whether a group teaches anything, float32 [G]; all 0 if none is learnt from."""
-        if all(self.is_masked(member.rollout) for member in group.members):
+        if self.is_all_masked(group):
             return np.zeros(len(group.members), np.float32)
         if self.settings.variance == "shaped":
             return self.rewards(group)
@@ -53,6 +53,10 @@ class RewardShaping:
     def is_masked(self, rollout: Rollout) -> bool:
         """Whether no token of it counts in the loss; its reward still counts for the others of its group."""
         return self.settings.truncated == "masked" and rollout.finish_reason is FinishReason.LENGTH
+
+    def is_all_masked(self, group: RolloutGroup) -> bool:
+        """Whether no rollout of a group counts in the loss."""
+        return all(self.is_masked(member.rollout) for member in group.members)
 
     def check_token_rewards(self, group: RolloutGroup) -> None:
         """Raise RoleFailed for rewards of tokens beside part_weights: they are parts of a reward that is not used."""

@@ -171,18 +171,26 @@ class RolloutSink:
         rewards = self._shaping.judged(group)
         self.stats.shaped_rewards += self._shaping.rewards(group).tolist()
         if has_reward_variance(rewards):
-            self._num_consecutive_zero_variance = 0
+            self._num_consecutive_zero_variance, self._last_rewards = 0, []
             return
         self.stats.num_zero_variance += 1
         if not self._admission.active_sampling:
             return
         self._num_consecutive_zero_variance += 1
-        self._last_rewards = [*self._last_rewards[-4:], float(rewards[0])]
+        if not self._shaping.is_all_masked(group):
+            self._last_rewards = [*self._last_rewards[-4:], float(rewards[0])]
         self.drop(group.group_id, DropReason.NO_SPREAD)
         if self._num_consecutive_zero_variance >= self._admission.max_groups_without_spread:
             raise StarvedError(self._advice())
 
     def _advice(self) -> str:
+        if not self._last_rewards:
+            return (
+                f"{self._num_consecutive_zero_variance} consecutive groups had no completion that was not cut off, and "
+                "shaping.truncated='masked' keeps those out of the loss, so that no batch can be filled; raise "
+                "generation.max_completion_tokens (of dialogues also environment.max_turn_tokens), warm-start the "
+                "model, or set shaping.truncated='scored'"
+            )
         mean = float(np.mean(self._last_rewards))
         remedy = (
             "the tasks are too easy for this model: choose harder prompts"

@@ -128,7 +128,7 @@ class Critic:
 
     def _less_divergence(self, row: PackedMicrobatch, reference: Tensor) -> PackedMicrobatch:
         algorithm = self._config.algorithm
-        log_ratio = reference.float().cpu() - torch.from_numpy(row.behaviour_logprobs)
+        log_ratio = reference.float().cpu() - torch.from_numpy(row.behaviour_logprobs.copy())
         costs = algorithm.kl_coefficient * divergence(log_ratio, algorithm.kl_estimator).numpy().astype(np.float64)
         return _with(row, row.advantages.astype(np.float64) - np.where(row.loss_mask, costs, 0))
 

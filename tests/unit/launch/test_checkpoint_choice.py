@@ -230,6 +230,8 @@ def test_a_resume_leaves_the_journal_where_it_is(config: Config, layout: RunLayo
         (ResumePoint(step=10), [], "--step 10: "),
         (ResumePoint(no_replay=True), [], "--no-replay: "),
         (NEWEST, ["trainer.learning_rate=0.5", "run.num_steps=900"], "trainer.learning_rate changed: "),
+        (NEWEST, ["curriculum.solved_rest_epochs=2"], "curriculum.solved_rest_epochs changed: "),
+        (NEWEST, ["algorithm.advantage=gae", "critic.path=c"], "algorithm.advantage, critic.path changed: "),
     ],
 )
 @pytest.mark.parametrize("is_for_jobs", [False, True])

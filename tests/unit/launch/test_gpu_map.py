@@ -236,6 +236,8 @@ def test_gpus_of_their_own_mean_nccl_and_the_plan_says_who_has_which() -> None:
         ({"generation": {"kv_cache_bytes": 9}, "weights": {"transport": "nccl"}}, ("0",), r"both on GPU 0, .*ipc"),
         ({"weights": {"transport": "ipc"}}, ("0", "1"), r"trainer-0 on GPU 0, generator-0 on GPU 1"),
         ({"weights": {"transport": "nccl"}}, (), r"weights\.transport='nccl', and generator-0 is on CPU"),
+        ({"trainer": {"optimizer_offload": True}}, (), r"offload=true .*device='auto' needs a GPU .* 0 visible"),
+        ({"trainer": {"optimizer_offload": True, "device": "cpu"}}, ("0",), r"'cpu' needs a GPU .*: false"),
         ({"trainer": {"device": "cuda"}}, (), r"trainer\.device='cuda' needs 1 GPU\(s\), 0 visible"),
     ],
 )  # fmt: skip

@@ -149,6 +149,7 @@ def test_an_array_task_is_a_node_where_nodes_are_whole(keys: dict[str, Any]) -> 
             ["trainer.tensor_parallel=4 with 6 ranks on each of 2 nodes", "a divisor or a multiple"],
         ),
         (["trainer.device=cuda"], {"trainer": {"gpus_per_node": None}}, ["trainer.gpus_per_node: missing"]),
+        (["trainer.optimizer_offload=true"], {"trainer": {"gpus_per_node": None}}, ["trainer.optimizer_offload=true"]),
         (["generation.tensor_parallel=16"], {}, ["=16 is more than generation.gpus_per_node=8", "up to 8"]),
         (
             ["generation.tensor_parallel=2"],

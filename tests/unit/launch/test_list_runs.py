@@ -98,6 +98,7 @@ def test_a_run_that_failed_here_says_what_the_first_role_died_of(
     write_record(layout.exit_record("trainer", 0, 0), record)  # as the launcher does
     runs.status(layout, "stopped", 5)  # and the controller closes its books
     assert state(capsys, "failed") == ("failed", "trainer-0 on vm ended with signal SIGKILL: step 5")
+    assert "failed, step 5/100" in render_status(layout)  # and not "failed while stopped"
 
 
 def test_an_exit_status_above_128_that_is_no_signals_is_told_as_a_status(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -134,6 +135,24 @@ def test_a_token_s_reward_is_less_by_its_divergence_from_the_reference(
             np.testing.assert_allclose(judged.returns[index][place].advantages, returns, rtol=1e-6, atol=1e-5)
     references[0][0][int(np.flatnonzero(ROWS[0].loss_mask)[2])] = float("nan")
     assert not np.isfinite(critic.judge(batch, references).batch.minibatches[0].ranks[0][0].advantages).all()
+
+
+def test_rows_are_read_only_as_those_of_a_message_and_nobody_is_warned_of_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, batch = config_of(model), batch_on(1)
+    words = {"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": "k1"}
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=words)})
+    for row in batch.minibatches[0].ranks[0]:
+        monkeypatch.setattr(row.behaviour_logprobs.flags, "writeable", False)
+    said_always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            critic_of(config).judge(batch, references_of(batch))
+    finally:
+        torch.set_warn_always(said_always)
 
 
 def test_a_reference_in_the_loss_costs_no_reward(model: Path) -> None:

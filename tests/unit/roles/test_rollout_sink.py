@@ -7,31 +7,37 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.config_algorithm import ShapingConfig
 from rlhpc.errors import LedgerError, RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller.rollout_sink import RolloutSink
-from rlhpc.types import RolloutGroup, Verdict
+from rlhpc.types import FinishReason, RolloutGroup, Verdict
 from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, scored, small_config
 
 
 class Door:
     """A sink before a buffer of groups of two that are all admitted and leased."""
 
-    def __init__(self, directory: Path, max_error_share: float = 1.0, **admission: object) -> None:
+    def __init__(
+        self, directory: Path, max_error_share: float = 1.0, shaping: ShapingConfig | None = None, **admission: object
+    ) -> None:
         config = small_config(max_staleness=20, **admission)
         self.buffer = make_buffer(config, directory)
-        self.sink = RolloutSink(self.buffer, ErrorGate(max_error_share), config.admission)
+        rules = RewardShaping(shaping or ShapingConfig())
+        self.sink = RolloutSink(self.buffer, ErrorGate(max_error_share), config.admission, rules)
         while self.buffer.has_slot:
             self.buffer.admit(prompt(self.buffer.counts()["admitted"]), 0)
         while self.buffer.grant("generator-0", 2) is not None:
             pass
 
-    def bring(self, group_id: int, *rewards: float) -> list[bool]:
+    def bring(self, group_id: int, *rewards: float, finish_reason: FinishReason = FinishReason.STOP) -> list[bool]:
         """Bring members 0, 1, … of a group."""
         members = (scored(group_id, index, reward) for index, reward in enumerate(rewards))
-        return [self.sink.receive("generator-0", member) for member in members]
+        ended = (replace(each, rollout=replace(each.rollout, finish_reason=finish_reason)) for each in members)
+        return [self.sink.receive("generator-0", member) for member in ended]
 
     def fail(self, group_id: int, detail: str = "no compiler") -> bool:
         """Bring a member whose verifier failed."""
@@ -111,6 +117,17 @@ def test_a_model_that_always_succeeds_is_advised_otherwise(door: Door) -> None:
     door.bring(1, 1.0, 1.0)
     with pytest.raises(StarvedError, match="too easy for this model: choose harder prompts"):
         door.bring(2, 1.0, 1.0)
+
+
+def test_where_every_rollout_is_cut_off_and_masked_the_limit_is_blamed_and_not_the_task(tmp_path: Path) -> None:
+    door = Door(tmp_path, shaping=ShapingConfig(truncated="masked"), max_groups_without_spread=3)
+    for group_id in range(2):
+        door.bring(group_id, 0.0, 1.0, finish_reason=FinishReason.LENGTH)
+    with pytest.raises(
+        StarvedError, match=r"^3 consecutive .*shaping\.truncated='masked'.*max_completion_tokens"
+    ) as no:
+        door.bring(2, 1.0, 0.0, finish_reason=FinishReason.LENGTH)
+    assert not any(words in str(no.value) for words in ("no answer is right", "too easy", "trains regardless"))
 
 
 def test_one_group_with_spread_begins_the_count_anew(door: Door) -> None:
