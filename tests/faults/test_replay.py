@@ -133,6 +133,28 @@ def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sa
     assert num_again == 0
 
 
+@pytest.mark.long
+def test_a_resume_by_other_processes_repeats_the_same_steps(lab: Lab, tmp_path: Path) -> None:
+    run_file = lab.run_file("rearranged", run={"num_steps": 100}, checkpoint={"every_steps": 90})
+    layout = lab.layout("rearranged")
+    with Run(run_file, layout) as run:
+        run.wait_for_step(KILL_AT)
+        run.process.kill()
+        run.process.wait()
+        run.assert_nothing_is_left(within_s=GONE_S)
+        journals = Path(shutil.copytree(layout.rollouts, tmp_path / "rollouts"))
+    others = ["generation.num_replicas=2", "generation.max_num_seqs=8", "rewards.num_replicas=2", "trainer.num_ranks=2"]
+    with Run(run_file, layout, "--resume", *others, "trainer.token_budget=128") as run:
+        assert run.finish() == 0, run.story()
+        story = run.story()
+    assert_full_batches_trained_once(layout.rollouts, 100, 4, 4)
+    assert "were trained again, from the journal" in story
+    assert "went differently" not in story
+    num_again, num_before = num_sampled_again(layout.rollouts, journals)
+    assert num_before >= KILL_AT * 16
+    assert num_again == 0
+
+
 def group_steps_of(layout: RunLayout) -> dict[int, list[int]]:
     steps: dict[int, list[int]] = {}
     for group_id, step in sorted(group_steps(layout.rollouts)):

@@ -13,6 +13,7 @@ import pytest
 from launch import cli
 from launch.run_directory.begin_attempt import begin_attempt, main
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
+from launch.run_directory.journal_aside import SHAPES_NOTHING
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.slurm.this_job import ThisJob
@@ -251,6 +252,27 @@ def test_who_wants_other_steps_than_those_of_the_journal_finds_it_set_aside(
     assert files_of(layout.rollouts / "lost_attempt_1") == journal
     assert told[-1].startswith(f"{why}steps after the checkpoint are not repeated")
     assert told[-1].endswith("set aside in lost_attempt_1")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["generation.num_replicas=4", "generation.kv_cache_bytes=1000000", "rewards.num_replicas=3"],
+        ["trainer.num_ranks=4", "trainer.recompute_activations=full"],
+        ["trainer.num_ranks=2", "trainer.tensor_parallel=2", "admission.lease_deadline_s=60"],
+    ],
+)
+def test_who_wants_the_same_steps_by_other_processes_keeps_the_journal(
+    config: Config, layout: RunLayout, journal: list[str], changes: list[str]
+) -> None:
+    prepare_run_dir(override(config, changes), layout, resume=True, fresh=False)
+    assert files_of(layout.rollouts) == sorted([*journal, "segment_000000.h5"])
+    assert not (layout.rollouts / "lost_attempt_1").exists()
+
+
+def test_every_key_that_is_said_to_shape_no_step_is_a_key() -> None:
+    for section, names in SHAPES_NOTHING.items():
+        assert set(names) <= set(Config.model_fields[section].annotation.model_fields), section
 
 
 def test_a_run_that_is_complete_begins_once_more_where_it_is_told_to(config: Config, layout: RunLayout) -> None:
