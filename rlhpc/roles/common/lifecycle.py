@@ -25,7 +25,15 @@ from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import TransportConfig
 from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelTimeout, ConfigError, GuardStop, OwnershipLost, RlhpcError, StarvedError
+from rlhpc.errors import (
+    ChannelTimeout,
+    ConfigError,
+    GuardRollback,
+    GuardStop,
+    OwnershipLost,
+    RlhpcError,
+    StarvedError,
+)
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
 from rlhpc.parent_death import end_with_parent
@@ -177,15 +185,12 @@ def exit_status_of(work: Callable[[], None], log: logging.Logger) -> int:
     except ConfigError as error:
         log.error("settings: %s", error)  # noqa: TRY400  the message is for the user; a traceback would bury it
         return EXIT_CONFIG
-    except RlhpcError as error:
-        log.exception("failed")
-        log.error(_in_one_line(error))  # noqa: TRY400  said once more, as the last line
-        return _status_of(error)
     except KeyboardInterrupt:
         return 0
-    except BaseExceptionGroup as group:
-        log.exception("failed")
-        first = first_leaf(group)
+    except (RlhpcError, BaseExceptionGroup) as error:
+        first = first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
+        if not isinstance(first, GuardRollback | GuardStop | StarvedError):  # these are decisions, and no faults
+            log.exception("failed")
         log.error(_in_one_line(first))  # noqa: TRY400  said once more, as the last line
         return _status_of(first)
     except Exception as error:  # survived: nothing; the process ends, but its log must say why

@@ -17,7 +17,15 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config_file import write_resolved
-from rlhpc.errors import ChannelTimeout, ConfigError, RlhpcError, RoleFailed, StarvedError
+from rlhpc.errors import (
+    ChannelTimeout,
+    ConfigError,
+    GuardRollback,
+    GuardStop,
+    RlhpcError,
+    RoleFailed,
+    StarvedError,
+)
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT
 from rlhpc.roles.common.lifecycle import (
     INTERRUPT_PATIENCE_S,
@@ -34,7 +42,7 @@ from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config
 
-End = Callable[[BaseException | None], tuple[int, str]]
+End = Callable[[BaseException | None], tuple[int, list[str]]]
 
 
 @pytest.fixture
@@ -45,11 +53,11 @@ def context(tmp_path: Path) -> RoleContext:
 
 @pytest.fixture
 def end(context: RoleContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> End:
-    """Lets a role end so; returns its exit status and the last line of its log."""
+    """Lets a role end so; returns its exit status and the lines of its log."""
     monkeypatch.setattr("rlhpc.roles.common.lifecycle.end_with_parent", lambda number: None)
     monkeypatch.setattr("faulthandler.register", lambda number: None)  # pytest has taken stderr's descriptor
 
-    def ended(error: BaseException | None) -> tuple[int, str]:
+    def ended(error: BaseException | None) -> tuple[int, list[str]]:
         def work(context: RoleContext) -> None:
             if error is not None:
                 raise error
@@ -62,7 +70,7 @@ def end(context: RoleContext, capsys: pytest.CaptureFixture[str], monkeypatch: p
         finally:
             root.handlers[:] = handlers
             root.setLevel(level)
-        return status, capsys.readouterr().err.splitlines()[-1]
+        return status, capsys.readouterr().err.splitlines()
 
     return ended
 
@@ -97,7 +105,23 @@ def test_a_role_without_a_run_directory_says_so(tmp_path: Path) -> None:
 def test_the_last_line_is_the_reason(end: End, error: BaseException | None, status: int, last_line: str) -> None:
     ended, said = end(error)
     assert ended == status
-    assert re.search(last_line, said)
+    assert re.search(last_line, said[-1])
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fault"),
+    [
+        (GuardRollback("kl 3.1 is above 1"), False),
+        (ExceptionGroup("g", [GuardRollback("kl 3.1 is above 1")]), False),
+        (GuardStop("kl 3.1 is above 1"), False),
+        (StarvedError("nothing to learn"), False),
+        (RoleFailed("generator-0 is gone"), True),
+        (KeyError("k"), True),
+    ],
+)
+def test_only_of_faults_a_traceback_is_written(end: End, error: BaseException, is_fault: bool) -> None:
+    _, said = end(error)
+    assert any(line.startswith(("Traceback", "  + Exception Group Traceback")) for line in said) == is_fault
 
 
 def fail_before_a_slow_exit(directory: str) -> None:
