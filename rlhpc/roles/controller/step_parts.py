@@ -30,6 +30,7 @@ class StepParts:
     def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
         self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
         self._smallest = config.smallest_part
+        self._least = self._smallest.groups  # more: so many will fill the rows, by what those before have
         self._pack_s = 0.0  # of the step's parts so far
 
     async def train(self, step: int, version: int) -> float:
@@ -40,9 +41,12 @@ class StepParts:
         num_groups, began = self._config.admission.groups_per_step, time.monotonic()
         if self._smallest.groups == num_groups or self._buffer.upcoming(num_groups) is not None:
             return 0.0
-        groups = self._buffer.part(num_groups, self._smallest.groups)
-        if not groups or sum(group.num_tokens for group in groups) < self._smallest.tokens:
+        groups = self._buffer.part(num_groups, self._least)
+        num_tokens = sum(group.num_tokens for group in groups)
+        if not groups or num_tokens < self._smallest.tokens:
+            self._least = max(self._least, -(-len(groups) * self._smallest.tokens // max(1, num_tokens)))
             return 0.0
+        self._least = self._smallest.groups
         refuse_stale(groups, version, self._buffer.staleness_bound)
         self._buffer.begin(groups)
         packing = time.monotonic()
@@ -54,10 +58,10 @@ class StepParts:
         await self._trainer.answer(PartReport)
         return time.monotonic() - began
 
-    def take_pack_s(self) -> float:
-        """Seconds in which parts were packed since the last call."""
-        taken, self._pack_s = self._pack_s, 0.0
-        return taken
+    def end(self) -> float:
+        """The step has its last part: returns seconds in which those before it were packed."""
+        packed_s, self._pack_s, self._least = self._pack_s, 0.0, self._smallest.groups
+        return packed_s
 
 
 def refuse_stale(groups: Sequence[RolloutGroup], version: int, bound: int) -> None:

@@ -248,7 +248,7 @@ class TrainLoop:
         made = await self._batches.made(groups, self.step)
         batch = made.packed(self.step, self.version, self._config.algorithm)
         batch = self._guarding.limit(self._rates.give(batch, then), then)
-        packed_s = time.monotonic() - began + self._parts.take_pack_s()
+        packed_s = time.monotonic() - began + self._parts.end()
         await self._trainer.tell(TrainBatch(made.number, replace(batch, minibatches=())))
         if goes_on:
             self._batches.begin(self.step + 1)

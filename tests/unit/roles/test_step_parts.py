@@ -20,7 +20,7 @@ from rlhpc.messages import PartReport
 from rlhpc.roles.controller.batch_maker import BatchMaker, MadeBatch
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
-from rlhpc.types import PackedBatch, PackedMinibatch
+from rlhpc.types import PackedBatch, PackedMinibatch, RolloutGroup
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.roles.small_ring import FakeGenerator, SmallRing, prompt, scored, small_config, small_ring
@@ -140,6 +140,29 @@ async def test_by_default_a_part_fills_a_row_of_every_rank(tmp_path: Path) -> No
         finish(ring, 0)
         await until(lambda: len(ring.trainer.parts) == 1)
         assert sum(len(row.token_ids) for row in ring.trainer.parts[0].rows) == 20
+
+
+async def test_groups_are_looked_at_again_only_when_they_may_fill_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look takes a microsecond for each group, at each that is finished."""
+    config = in_parts(groups_per_step=12, step_parts="auto")  # a row is of 64 tokens
+    async with waiting_ring(config, tmp_path, 12) as (ring, _):
+        looks = []
+        part = ring.buffer.part
+
+        def looked(num_groups: int, least: int) -> list[RolloutGroup]:
+            if found := part(num_groups, least):
+                looks.append(len(found))
+            return found
+
+        monkeypatch.setattr(ring.buffer, "part", looked)
+        ring.start_training()
+        for group_id in range(7):
+            finish(ring, group_id)
+            await settle_down()
+        await until(lambda: len(ring.trainer.parts) == 1)
+        assert looks == [3, 7]
 
 
 @pytest.mark.parametrize(
