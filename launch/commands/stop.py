@@ -54,8 +54,8 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     try:
         others = _see_to_the_end(layout, now, request, tell)
         if not request.exists():  # and a follower is the new jobs', too
-            left = f"job {', '.join(others)} is left alone" if others else "nothing of it is touched"
-            tell(f"{layout.root}: stopped, and resumed since, by another command: {left}")
+            left = f"; left alone: job {', '.join(others)}" if others else ""
+            tell(f"{layout.root}: stopped, and resumed since, by another command{left}")
             return 0
         _end_following(layout, tell)
     except SlurmError as error:

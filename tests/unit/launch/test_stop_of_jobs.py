@@ -39,4 +39,4 @@ def test_a_stop_leaves_alone_what_another_shell_resumes_once_all_has_ended(
     said: list[str] = []
     assert stop.stop_run(layout, now=now, tell=said.append) == 0
     assert commands.calls("scancel") == []
-    assert said[-1] == f"{layout.root}: stopped, and resumed since, by another command: job 13 is left alone"
+    assert said[-1] == f"{layout.root}: stopped, and resumed since, by another command; left alone: job 13"
