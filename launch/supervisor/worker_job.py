@@ -202,9 +202,16 @@ class WorkerJobSupervisor:
 
     def _wait_for_end(self, patience_s: float) -> None:
         deadline = Deadline(patience_s)
-        while not deadline.is_over and not wants_abort(self._layout):
+        while not deadline.is_over and not wants_abort(self._layout) and not self._was_never_met():
             if self._step is None or self._step.wait(0.3):
                 return
+
+    def _was_never_met(self) -> bool:
+        """True if the controller has ended without this trainer, which would look for it until meet_s has passed."""
+        progress = read_progress(self._layout) if self._follows_attempts else None
+        if progress is None or self._attempt is None or progress.attempt != self._attempt.index:
+            return False
+        return progress.is_ending and not progress.names("trainer")
 
     def _complete(self) -> Outcome:
         return Outcome(Cause.COMPLETE, "the run is complete")
