@@ -1,13 +1,14 @@
 """Stop a run: gracefully with a checkpoint, or at once.
 
 Input: a run directory.  Ends the launcher on this machine or the jobs in Slurm.  Guarantees: only the recorded launcher
-and recorded job ids are signalled or cancelled, nothing by name.
+and recorded job ids are signalled or cancelled, nothing by name; no job of a resume that begins meanwhile.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from launch.commands.last_words import what_was_saved
 from launch.run_directory.owner import find_launcher
@@ -51,7 +52,11 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     request = layout.abort_request if now else layout.stop_request
     write_atomically(request, b"")
     try:
-        _see_to_the_end(layout, now, tell)
+        others = _see_to_the_end(layout, now, request, tell)
+        if not request.exists():  # and a follower is the new jobs', too
+            left = f"; left alone: job {', '.join(others)}" if others else ""
+            tell(f"{layout.root}: stopped, and resumed since, by another command{left}")
+            return 0
         _end_following(layout, tell)
     except SlurmError as error:
         raise SlurmError(
@@ -64,10 +69,14 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     return _say_outcome(layout, f"`rlhpc resume {layout.root}`", tell, now=now)
 
 
-def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
+def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell) -> list[str]:
+    """Wait until all jobs have ended, or until the run is resumed; returns the jobs of the resume."""
     said, said_at = "", 0.0
     led_at, pause_s = time.monotonic(), 0.2
     while rows := _living(layout):
+        # A resume begins when all jobs have ended: it deletes the request, then submits jobs of its own.
+        if not request.exists():
+            return list(dict.fromkeys(str(row.job_id) for row in rows))
         controller_jobs = {record.job_id for record in read_records(layout) if record.hosts_controller}
         waiting = [row for row in rows if row.state.life in (Life.WAITING, Life.HELD)]
         if any(row.job_id in controller_jobs for row in rows):
@@ -82,6 +91,7 @@ def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
             said, said_at = words, time.monotonic()
         pause_s = min(2 * pause_s, ASK_S)
         time.sleep(pause_s)
+    return []
 
 
 def _ids(layout: RunLayout) -> str:

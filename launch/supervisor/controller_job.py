@@ -299,13 +299,12 @@ class ControllerJobSupervisor:
         is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
         event = "part_missed" if is_missed else "part_left" if is_told else "part_end"
         self._log.say(event, f"{step.name} has ended: {summary}")
-        if not is_missed or self._controller is None or self._cause is not None:
-            return
-        if self._controller.status() is not None:
+        controller = self._controller
+        if not is_missed or controller is None or controller.status() is not None or self._cause is not None:
             return
         if step.role == "trainer":
             # The step that the controller waits for will not be finished: it writes its state and exits at once.
-            self._controller.ask_to_leave(signal.SIGINT)
+            controller.ask_to_leave(signal.SIGINT)
         else:
             self._end_alone(step, summary, progress)
 
@@ -331,8 +330,9 @@ class ControllerJobSupervisor:
             release(self._plan, self._job)
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
-        # A trainer that has not connected to the controller yet was not told to exit.
-        self._processes.end_trainer(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S)
+        # A trainer that has not connected to the controller yet was not told to exit, and would wait for it.
+        is_told = status == 0 and progress is not None and bool(progress.names("trainer"))
+        self._processes.end_trainer(min(self._patience_s, self._grace_s()) if is_told else POLL_S)
         outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever the other job does with the run meanwhile
         if not is_left:
             outcome = self._classifier.classify(status, attempt, self._cause, self._why, self._signals.end_requested)

@@ -2,7 +2,7 @@
 
 Input: jobs/ID.json and the output of squeue.  Guarantees: a job counts as gone only if squeue shows it in a final
 state, or does not show it although it is old enough to have been purged, in an answer that does show this job itself.
-Every function raises SlurmError if Slurm refuses or does not answer.
+Every function but may_have_controller raises SlurmError if Slurm refuses or does not answer.
 """
 
 from __future__ import annotations
@@ -85,6 +85,17 @@ def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog, *, is_told: b
     while (alive := [other for other in other_jobs(layout, job) if other.is_alive]) and not deadline.is_over:
         time.sleep(1.0)
     _cancel(alive, log)
+
+
+def may_have_controller(layout: RunLayout, job: ThisJob, patience_s: float) -> bool:
+    """False if Slurm shows that no job with the controller is queued or running.  Does not raise: no answer is True."""
+    try:
+        states = _ask_queue(job, patience_s)
+    except SlurmError:
+        return True
+    forgotten_before = time.time() - MIN_JOB_AGE_S - SKEW_S
+    hosts = [record for record in read_records(layout) if record.hosts_controller]
+    return any(_gone([record], None, states, forgotten_before) is None for record in hosts)
 
 
 def gone_jobs(plan: JobPart, job: ThisJob, min_job_age_s: float = MIN_JOB_AGE_S) -> list[Gone]:

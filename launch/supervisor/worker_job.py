@@ -25,6 +25,7 @@ from launch.run_files.run_state import (
     wants_abort,
 )
 from launch.slurm.this_job import ThisJob, TimeLimit
+from launch.supervisor.other_jobs import may_have_controller
 from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.steps import Step, start_part
 from rlhpc.deadline import Deadline
@@ -35,6 +36,8 @@ POLL_S = 0.5
 STATUS_S = 5.0  # between two reads of the status by one of hundreds of generators' jobs, which hardly need it
 LEAVE_S = 45.0  # for generators to hand back their leases, and for engines to close
 STOP_S = 900.0  # at least, for the controller to finish its step and save
+SILENT_S = 60.0  # a controller that has written no status for so long may have ended for good
+ASK_S = 3.0  # for Slurm to answer: the time limit is near
 MAX_STARTS = 6  # of a component in one life, without a step in between
 
 
@@ -83,7 +86,7 @@ class WorkerJobSupervisor:
             return self._await_end(Cause.STOP)
         progress = self._look_at_status()
         if self._is_time_over(progress):
-            return self._give_way()
+            return self._give_way(progress)
         attempt = read_attempt(self._layout)
         if attempt is None or not self._has_controller(attempt, progress):
             return self._wait_alone()
@@ -168,8 +171,14 @@ class WorkerJobSupervisor:
 
     # -------------------------------------------------------------------------------------------------------- leaving
 
-    def _give_way(self) -> Outcome:
-        """Let the controller save if it depends on this job; then this job is requeued."""
+    def _give_way(self, progress: Progress | None) -> Outcome:
+        """Let the controller save if it depends on this job; then this job is requeued, if there will be a controller.
+
+        Where a life is shorter than meet_s, no life would come to the point of saying that it is alone.
+        """
+        is_silent = progress is None or progress.age_s > SILENT_S
+        if is_silent and not may_have_controller(self._layout, self._job, ASK_S):
+            return Outcome(Cause.ALONE, "the controller's job has ended, and none is queued")
         if self._follows_attempts and self._step is not None and self._step.status() is None:
             self._ask_to_save(f"{self._limit.left_s():.0f} s are left")
             self._wait_for_end(max(0.0, self._limit.left_s() - 2.0))
@@ -202,9 +211,16 @@ class WorkerJobSupervisor:
 
     def _wait_for_end(self, patience_s: float) -> None:
         deadline = Deadline(patience_s)
-        while not deadline.is_over and not wants_abort(self._layout):
+        while not deadline.is_over and not wants_abort(self._layout) and not self._was_never_met():
             if self._step is None or self._step.wait(0.3):
                 return
+
+    def _was_never_met(self) -> bool:
+        """True if the controller has ended without this trainer, which would look for it until meet_s has passed."""
+        progress = read_progress(self._layout) if self._follows_attempts else None
+        if progress is None or self._attempt is None or progress.attempt != self._attempt.index:
+            return False
+        return progress.is_ending and not progress.names("trainer")
 
     def _complete(self) -> Outcome:
         return Outcome(Cause.COMPLETE, "the run is complete")

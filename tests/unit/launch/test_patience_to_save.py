@@ -12,10 +12,10 @@ import pytest
 from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
-from launch.run_files.run_state import read_progress
+from launch.run_files.run_state import Attempt, read_progress
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor import worker_job
-from launch.supervisor.controller_job import ControllerJobSupervisor
+from launch.supervisor.controller_job import FINISH_GRACE_S, POLL_S, ControllerJobSupervisor
 from launch.supervisor.signals import Signals
 from launch.supervisor.worker_job import WorkerJobSupervisor
 from rlhpc.run_layout import RunLayout
@@ -28,6 +28,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.is_killed = False
+        self.num_waits = 0
 
     def status(self) -> int | None:
         return 137 if self.is_killed else None
@@ -39,6 +40,7 @@ class _Process:
         self.is_killed = True
 
     def wait(self, patience_s: float) -> bool:
+        self.num_waits += 1
         return self.is_killed
 
 
@@ -71,6 +73,46 @@ def test_a_controller_with_a_long_save_is_not_killed_before_it_can_have_saved(la
     supervisor._asked_at -= 20
     supervisor._end_if_late()
     assert process.is_killed
+
+
+@pytest.mark.parametrize(("roles", "waits"), [([], False), (["reward-0"], False), (["trainer-0"], True)])
+def test_only_a_trainer_that_has_registered_is_waited_for_after_the_controller(
+    layout: RunLayout, roles: list[str], waits: bool
+) -> None:
+    status = {"phase": "stopped", "step": 0, "roles": [{"name": name} for name in roles], "unix_time_s": time.time()}
+    layout.status.write_text(json.dumps(status))
+    patience_s: list[float] = []
+    plan, log = plan_of(layout, "controller"), EventLog(layout.job_events("7"), 0)
+    supervisor = ControllerJobSupervisor(plan, ThisJob.without_slurm(), NoTimeLimit(), log, Signals())
+    supervisor._processes = SimpleNamespace(  # type: ignore[assignment]
+        controller=SimpleNamespace(status=lambda: 0), ask_all_to_leave=list, end_trainer=patience_s.append
+    )
+    supervisor._cause = Cause.STOP
+    supervisor._wind_up(Attempt(0, None, 7, 0))
+    assert patience_s == [FINISH_GRACE_S if waits else POLL_S], "others connect to nobody, and were told nothing"
+
+
+@pytest.mark.parametrize(
+    ("phase", "attempt", "roles", "waits"),
+    [
+        ("stopped", 3, [], False),
+        ("stopped", 3, ["generator-0"], False),
+        ("stopped", 3, ["trainer-0"], True),
+        ("starting", 3, [], True),  # it may still connect, and be told
+        ("stopped", 2, [], True),  # by the controller of an earlier attempt
+    ],
+)
+def test_a_trainers_job_does_not_wait_for_a_trainer_whose_controller_has_ended_without_it(
+    layout: RunLayout, phase: str, attempt: int, roles: list[str], waits: bool
+) -> None:
+    status = {"phase": phase, "attempt": attempt, "step": 0, "roles": [{"name": name} for name in roles]}
+    layout.status.write_text(json.dumps({**status, "unix_time_s": time.time()}))
+    plan, log = plan_of(layout, "trainer"), EventLog(layout.job_events("8"), 0)
+    supervisor = WorkerJobSupervisor(plan, ThisJob.without_slurm(), NoTimeLimit(), log, Signals())  # type: ignore[arg-type]
+    process = supervisor._step = _Process()  # type: ignore[assignment]
+    supervisor._attempt = Attempt(3, None, 7, 0)
+    supervisor._wait_for_end(0.5)
+    assert (process.num_waits > 0) is waits
 
 
 def test_a_trainers_job_waits_for_a_long_save_when_the_run_is_stopped(

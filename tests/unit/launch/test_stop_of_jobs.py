@@ -1,0 +1,42 @@
+"""`rlhpc stop` of a run that another shell resumes meanwhile.  Programs on PATH print what Slurm would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.commands import stop
+from launch.run_files.job_records import JobRecord, write_record
+from rlhpc.run_layout import RunLayout
+from tests.unit.launch.test_slurm_answers import Commands, commands
+
+__all__ = ["commands"]
+
+pytestmark = pytest.mark.starts
+
+
+def row(job_id: int, state: str) -> str:
+    return f"{job_id}+0|{state}|0|None|cpu|1:13|58:47|1:00:00|2026-03-01T14:05:00|c0|hetjob|"
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_stop_leaves_alone_what_another_shell_resumes_once_all_has_ended(
+    commands: Commands, tmp_path: Path, now: bool
+) -> None:
+    layout = RunLayout(tmp_path / "run")
+    layout.jobs.mkdir(parents=True)
+    layout.config.write_text('{"config": {}, "hash": ""}')
+    for job_id in (12, 13):  # 13 is submitted by the resume, which has deleted the request before
+        write_record(layout, JobRecord(job_id, "hetjob", "hetjob", None, "p", "s", False, 0, 0, None, float(job_id)))
+    request = layout.abort_request if now else layout.stop_request
+    commands.put(
+        "squeue",
+        f"if [ $n -le 2 ]; then echo '{row(12, 'COMPLETING')}'\n"
+        f"elif [ $n -le 4 ]; then rm -f {request}; echo '{row(13, 'PENDING')}'; fi",
+    )
+    commands.put("scancel", "exit 0")
+    said: list[str] = []
+    assert stop.stop_run(layout, now=now, tell=said.append) == 0
+    assert commands.calls("scancel") == []
+    assert said[-1] == f"{layout.root}: stopped, and resumed since, by another command; left alone: job 13"
