@@ -31,6 +31,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Relative paths in the result are made absolute from the current directory.
     Raises ConfigError: file missing, not TOML, unknown key, wrong type, illegal value, keys that contradict each other.
     """
+    if path.is_dir() and RunLayout(path).is_run:
+        raise ConfigError(
+            f"{path}: a run directory, not a run file; legal: the file from which it was started "
+            "(`rlhpc run RUN.toml --resume` continues it)"
+        )
     return settled(read_toml(path, "run file"), overrides, str(path))
 
 

@@ -70,6 +70,14 @@ def try_own_code(config: Config) -> list[str]:
         raise ConfigError(_cause(str(error))) from error
 
 
+def untried_code(config: Config) -> list[str]:
+    """A line for each reward function that a check for another machine does not try."""
+    return [
+        f"reward      {trial.task}: not tried, since --site is about another machine; without it `check` tries it"
+        for trial in _trials(config)
+    ]
+
+
 # -------------------------------------------------------------------------------------------------------------- rewards
 
 

@@ -10,7 +10,7 @@ from launch.checks.bias import biases
 from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens, thinking_in_answers
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
-from launch.checks.own_code import try_own_code
+from launch.checks.own_code import try_own_code, untried_code
 from launch.checks.preflight import preflight
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
@@ -36,7 +36,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     has_gpus = bool(options.site or here.words)
     findings, evaluations = preflight(config), preview_evaluations(config, has_gpus=has_gpus)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
-    own = [] if options.site else try_own_code(config)  # it is of another machine
+    own = untried_code(config) if options.site else try_own_code(config)
     print(describe_plan(config, RunLayout(config.run_directory), gpus))
     size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")

@@ -23,7 +23,7 @@ def export_run(
     """
     config, _ = read_resolved(layout)
     if out.exists():
-        raise CheckpointError(f"{out} exists already")
+        raise CheckpointError(f"{out} exists already; delete it, or name another directory")
     skipped: list[str] = []
     if step is not None and not layout.checkpoint(step).is_dir():
         known = ", ".join(str(each) for each, _ in KnownCheckpoints(layout.checkpoints).steps())

@@ -22,5 +22,5 @@ def report_run(layout: RunLayout, page: Path | None) -> int:
     from launch.reading.report_page import write_report
 
     num_bytes = write_report(page, report)
-    print(f"{page}: {report.figures.num_steps} steps, {len(report.marks)} happenings, {num_bytes / 1e6:.1f} MB")
+    print(f"{page}: {report.figures.num_steps} steps, {len(report.marks)} events, {num_bytes / 1e6:.1f} MB")
     return 0

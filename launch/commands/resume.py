@@ -30,7 +30,8 @@ def resume_run(
     site_file = Path(files[0]) if files else layout.site
     if not files and not site_file.exists():
         raise ConfigError(
-            f"{site_file}: missing, because this run was never submitted; use `rlhpc resume RUN_DIR SITE.toml`"
+            f"{site_file}: missing, because this run was never submitted; `rlhpc resume RUN_DIR SITE.toml` continues "
+            "it under Slurm, `rlhpc run RUN.toml --resume` on this machine"
         )
     old, _ = read_resolved(layout)
     here = old.model_copy(update={"run": old.run.model_copy(update={"directory": layout.root})})

@@ -32,7 +32,7 @@ class Notes:
             shown = ", ".join(self.quarantined[:NUM_SHOWN]) + (", …" if len(self.quarantined) > NUM_SHOWN else "")
             found.append(f"quarantined prompts   {len(self.quarantined)}; they ended generators or verifiers: {shown}")
         if self.suspects:
-            found.append(f"suspect prompts   {len(self.suspects)}, sampled with few others when a generator died")
+            found.append(f"suspect prompts   {len(self.suspects)}; a generator died with them or a verifier failed")
         if self.guard:
             last = self.guard[-1]
             number = f"{len(self.guard)} {'action' if len(self.guard) == 1 else 'actions'}"

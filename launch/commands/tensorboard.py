@@ -103,7 +103,10 @@ def serve_tensorboard(options: argparse.Namespace) -> int:
         view.update()
         if not view.names:
             raise ConfigError(f"no run with metrics below {', '.join(map(str, tops))}")
-        print(f"{', '.join(view.names)}: over {options.axis}; in groups: #custom_scalars after the address", flush=True)
+        print(
+            f"{', '.join(view.names)}: over {options.axis}; add #custom_scalars to the address for groups of charts",
+            flush=True,
+        )
         return _serve(view, Path(directory), options)
 
 

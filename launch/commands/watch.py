@@ -20,7 +20,7 @@ from rlhpc.metrics.progress import Progress, ProgressLine, format_duration
 from rlhpc.run_layout import RunLayout
 
 _TOLD = {
-    "dropped_verifier_error": "no verifier could judge them; `rlhpc logs {root} reward` says why",
+    "dropped_verifier_error": "no verifier could judge them; `rlhpc rollouts {root} --verdict verifier_error` says why",
     "dropped_poison": "every lease of one of their members was lost; `rlhpc status {root}` lists the prompts",
 }
 BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained

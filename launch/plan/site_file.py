@@ -153,7 +153,7 @@ class GpuConfig(CommonConfig):
     gpu_request: GpuRequest = "gres"
     """How GPUs are requested at this site: --gres=gpu:TYPE:N, --gpus-per-node or --gpus-per-task."""
     gres_type: Word | None = None
-    """TYPE in that request, as `sinfo -o %G` shows it; none: any GPU of the partition."""
+    """TYPE alone, as `sinfo -o %G` shows it between the colons of gpu:TYPE:N; none: any GPU of the partition."""
     nodes: Positive | None = None
     """Nodes; none: as few as the tasks need."""
     cpus_per_gpu: Positive | None = None
@@ -175,6 +175,12 @@ class GpuConfig(CommonConfig):
                 f"gpu={self.gpu!r}: its memory is unknown; set gpu_memory_gib, or use one of "
                 f"{', '.join(sorted(GPU_MEMORY_GIB))}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _type_is_the_word_between_the_colons(self) -> Self:
+        if self.gres_type is not None and ":" in self.gres_type:
+            raise ValueError(f"gres_type={self.gres_type!r}: legal: the TYPE in gpu:TYPE:N alone, without a colon")
         return self
 
     @model_validator(mode="after")

@@ -162,10 +162,12 @@ def _recommendation(prediction: Prediction) -> list[str]:
     best, this = prediction.best, prediction.this
     faster = this.outcome.step_s / best.outcome.step_s - 1
     pace = f"{faster:+.0%} steps/s" if abs(faster) > WITHIN else "as fast"
+    dearer = best.hours / this.hours - 1
+    cost = "as many" if abs(dearer) < 0.005 else f"{dearer:+.0%}"
     said = (
         f"generation.num_replicas={best.num_engines} admission.max_staleness={best.max_staleness}: "
         f"the fewest generators, and the lowest bound, within {WITHIN:.0%} of the fastest split no staler than this "
-        f"one; {pace} and {best.hours / this.hours - 1:+.0%} {this.price.unit} beside it"
+        f"one; {pace} and {cost} {this.price.unit}"
     )
     most = max(split.num_engines for split in prediction.others)
     said += "; more generators than in this table may be faster still" if best.num_engines == most else ""
@@ -196,7 +198,7 @@ def guesses_among(rates: Rates, lengths: Lengths) -> list[str]:
     if not names:
         return []
     which = ", ".join(names) if len(names) <= _FEW else f"{len(names)} figures"
-    return [f"guessed, and perhaps off by half: {which}; a run that is measured (--from) or [rates] may tell"]
+    return [f"guessed, and perhaps off by half: {which}; measured runs (--from RUN_DIR) and [rates] are better"]
 
 
 def left_out_of(settings: Sequence[tuple[bool, str]]) -> list[str]:

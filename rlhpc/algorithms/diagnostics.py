@@ -142,13 +142,15 @@ def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def _groups_without_variance(groups: Sequence[RolloutGroup], values: Float32) -> tuple[Bool, Bool]:
-    """Of each group that has a reward: whether they are all alike, and whether the first one is above 0.
+    """Of each group that has a reward: whether they are all alike, and whether the first answer is correct.
 
-    values: of all members that have one.
+    values: of all members that have one.  Their size says nothing: a reward for parts of an answer is above 0 too.
     """
-    sizes = [sum(m.verdict is not Verdict.VERIFIER_ERROR for m in group.members) for group in groups]
-    starts = np.cumsum([0, *(size for size in sizes if size)])[:-1]
-    return ~have_reward_variance(values, starts), values[starts] > 0
+    verdicts = [[m.verdict for m in group.members if m.verdict is not Verdict.VERIFIER_ERROR] for group in groups]
+    judged = [each for each in verdicts if each]
+    starts = np.cumsum([0, *(len(each) for each in judged)])[:-1]
+    are_correct = np.array([each[0] is Verdict.CORRECT for each in judged], np.bool_)
+    return ~have_reward_variance(values, starts), are_correct
 
 
 def _share(truths: Sequence[bool] | Bool) -> float:

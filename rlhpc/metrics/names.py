@@ -51,8 +51,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "verifier_judge_s/*": Metric("s", "waiting for the judge, all requests together"),
         "reward_part/*": Metric("reward", "mean of a named part of the reward, recently finished rollouts"),
         # Groups.
-        "group/all_correct_share": Metric("share", "recently finished groups, all rewards equal and above 0: too easy"),
-        "group/all_wrong_share": Metric("share", "recently finished groups, all rewards equal, not above 0: too hard"),
+        "group/all_correct_share": Metric("share", "recently finished groups, rewards equal and answers correct"),
+        "group/all_wrong_share": Metric("share", "recently finished groups, rewards equal and answers wrong"),
         "group/dropped_total": Metric("groups", "dropped since the start, for any reason"),
         "group/replaced_total": Metric("groups", "replaced since the start because their rewards had zero variance"),
         "group/regranted_total": Metric("groups", "granted again since the start: a lease was lost or expired"),

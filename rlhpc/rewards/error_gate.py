@@ -43,7 +43,7 @@ class ErrorGate:
         """Raise RoleFailed if more than max_share · window of the last verdicts are verifier errors."""
         if self._num_errors <= self._max_share * self._window:
             return
-        details = "; ".join(self._details)
+        details = "; ".join(dict.fromkeys(self._details))
         raise RoleFailed(
             f"rewards.max_error_share={self._max_share:g}: {self._num_errors} of the last {len(self._is_error)} "
             f"verdicts are verifier errors (window {self._window}), so rewards say nothing about the policy; "

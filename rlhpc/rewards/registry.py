@@ -92,9 +92,15 @@ def reference_check(task: str) -> Callable[..., None] | None:
 def _import_path(task: str) -> str:
     path = BUILT_IN.get(task, task)
     if not is_import_path(path):
-        close = get_close_matches(task, BUILT_IN, 1)
+        close = get_close_matches(task, BUILT_IN, 1) or _with_a_colon(task)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(
             f"{KEY}={task!r} is not a task; legal: {', '.join(task_names())}, or package.module:function{hint}"
         )
     return path
+
+
+def _with_a_colon(task: str) -> list[str]:
+    """module.function is how Python writes it."""
+    meant = ":".join(task.rsplit(".", 1))
+    return [meant] if ":" not in task and is_import_path(meant) else []

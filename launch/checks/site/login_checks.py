@@ -153,9 +153,10 @@ def check_software(prologue: PrologueConfig) -> Iterator[Finding]:
         yield _modules(prologue)
     for key, path, what in _named_paths(prologue):
         if not path.exists():
-            yield Finding(
-                f"prologue.{key}", str(path), "fail", f"{what} is not here", "legal: a path that nodes see, too"
+            remedy = "legal: a path that nodes see too" + (
+                ", as `conda info --base` prints it" if key == "conda" else ""
             )
+            yield Finding(f"prologue.{key}", str(path), "fail", f"{what} is not here", remedy)
         elif not os.access(path, os.R_OK):
             yield Finding(f"prologue.{key}", str(path), "fail", f"{what} is not readable", "ask its owner")
         else:

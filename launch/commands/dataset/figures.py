@@ -54,7 +54,7 @@ def _prompts(source: Source) -> list[str]:
         lines += [
             f"prompts     {len(lengths):,}, tokens: least {least:,.0f}, median {median:,.0f}, "
             f"95 % up to {high:,.0f}, most {most:,.0f}; {sum(lengths):,} in all"
-            f"{_repeated([each[0] for each in texts if each is not None], 'asked before')}"
+            f"{_repeated([each[0] for each in texts if each is not None], 'repeated')}"
         ]
         if source.max_prompt_tokens != ANY_LENGTH:
             longer = sum(length > source.max_prompt_tokens for length in lengths)

@@ -61,6 +61,7 @@ class RolloutSink:
         self.lost_leases = LostLeases()
         self._num_consecutive_zero_variance = 0
         self._last_rewards: list[float] = []
+        self._are_last_correct: list[bool] = []
         self.stats = IntakeStats()
         self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
 
@@ -171,7 +172,7 @@ class RolloutSink:
         rewards = self._shaping.judged(group)
         self.stats.shaped_rewards += self._shaping.rewards(group).tolist()
         if has_reward_variance(rewards):
-            self._num_consecutive_zero_variance, self._last_rewards = 0, []
+            self._num_consecutive_zero_variance, self._last_rewards, self._are_last_correct = 0, [], []
             return
         self.stats.num_zero_variance += 1
         if not self._admission.active_sampling:
@@ -179,6 +180,8 @@ class RolloutSink:
         self._num_consecutive_zero_variance += 1
         if not self._shaping.is_all_masked(group):
             self._last_rewards = [*self._last_rewards[-4:], float(rewards[0])]
+            is_correct = any(member.verdict is Verdict.CORRECT for member in group.members)
+            self._are_last_correct = [*self._are_last_correct[-4:], is_correct]
         self.drop(group.group_id, DropReason.NO_SPREAD)
         if self._num_consecutive_zero_variance >= self._admission.max_groups_without_spread:
             raise StarvedError(self._advice())
@@ -194,7 +197,7 @@ class RolloutSink:
         mean = float(np.mean(self._last_rewards))
         remedy = (
             "the tasks are too easy for this model: choose harder prompts"
-            if mean > 0.5
+            if sum(self._are_last_correct) * 2 > len(self._are_last_correct)
             else "no answer is right: warm-start the model, choose easier prompts, check data.task and "
             "data.prompt_template, raise generation.max_completion_tokens or admission.group_size"
         )

@@ -28,6 +28,13 @@ def test_reward_figures_count_members_and_groups() -> None:
     assert figures["reward_part/format"] == 0.25
 
 
+def test_equal_rewards_for_wrong_answers_mean_that_prompts_are_too_hard() -> None:
+    """A reward for parts of an answer is above 0 without any answer being correct."""
+    partly = group(*(scored(rollout(index), 0.3, Verdict.WRONG) for index in range(2)))
+    figures = diagnostics.reward_figures([partly])
+    assert (figures["group/all_wrong_share"], figures["group/all_correct_share"]) == (1, 0)
+
+
 def test_a_failed_verifier_has_no_reward() -> None:
     figures = diagnostics.reward_figures([FAILED])
     assert figures["reward/mean"] == 1.0

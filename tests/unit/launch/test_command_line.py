@@ -124,6 +124,16 @@ def test_check_prints_the_plan_and_makes_nothing(lab: Lab, tmp_path: Path, capsy
     assert not directory.exists()
 
 
+def test_check_for_a_site_says_that_an_own_reward_function_was_not_tried(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text('[trainer]\ngpu = "h100"\n[generation]\ngpu = "h100"\n')
+    task = "tests.unit.rewards.sample_rewards:length"
+    assert main(["check", str(lab.run_file("bench")), f"data.task={task}", "--site", str(site)]) == 0
+    assert f"reward      {task}: not tried, since --site" in capsys.readouterr().out
+
+
 def test_check_warns_of_a_bias_with_what_was_measured(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     run_file = str(lab.run_file("bench"))
     assert main(["check", run_file]) == 0

@@ -78,7 +78,7 @@ def test_stats_count_records_fields_tokens_and_references(said) -> None:
         ["reward_model", "an", "object", "100%", "21"],
     ]
     assert lines[6:] == [
-        "prompts     20, tokens: least 24, median 27, 95 % up to 30, most 30; 537 in all; 13 asked before",
+        "prompts     20, tokens: least 24, median 27, 95 % up to 30, most 30; 537 in all; 13 repeated",
         "too long    11 of more than 26 tokens",
         "references  95.0% of records; characters: least 1, mean 1, most 1",
         "no references in 1 records:",

@@ -21,7 +21,7 @@ from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.config import Config
-from rlhpc.config_file import override, read_resolved
+from rlhpc.config_file import load_config, override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
@@ -278,11 +278,19 @@ def test_gpus_that_are_too_small_are_refused_where_they_are_known(tmp_path: Path
 # ---------------------------------------------------------------------------------------------- from a directory alone
 
 
+def test_a_run_directory_in_the_place_of_a_run_file_is_answered_with_how_to_resume(
+    config: Config, layout: RunLayout
+) -> None:
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    with pytest.raises(ConfigError, match=r"a run directory, not a run file; .*`rlhpc run RUN\.toml --resume`"):
+        load_config(layout.root)
+
+
 def test_a_resume_needs_a_run_and_its_site(config: Config, layout: RunLayout, tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         resume_run(layout, [], after=None, tell=nothing)
     prepare_run_dir(config, layout, resume=False, fresh=False)
-    with pytest.raises(ConfigError, match=r"site\.toml: missing, because this run was never submitted"):
+    with pytest.raises(ConfigError, match=r"never submitted; .*`rlhpc run RUN\.toml --resume`"):
         resume_run(layout, [], after=None, tell=nothing)
     with pytest.raises(ConfigError, match=r"'b\.toml': legal: at most one site file"):
         resume_run(layout, ["a.toml", "b.toml"], after=None, tell=nothing)

@@ -124,6 +124,7 @@ def test_a_time_limit_that_is_none_or_reads_two_ways_is_refused(value: object, s
             ["cluster.mail_events=('ALL',): ", "without mail"],
         ),
         ('gres_type = "h100"', ["generation.gres_type='h100': ", "without gpus_per_node", "legal: both"]),
+        ('gres_type = "gpu:h100:4"', ["generation.gres_type='gpu:h100:4': ", "legal: the TYPE in gpu:TYPE:N"]),
         ('gpu_request = "gpus-per-task"', ["generation.gpu_request='gpus-per-task': ", "without gpus_per_node"]),
         ('[cluster]\nshared_directory = "/a"\nwarn_s = 0', ["cluster.warn_s=0", "legal: above 0"]),
         ('[common]\npartitions = "gpu"', ["common.partitions='gpu': unknown", "(did you mean partition?)"]),

@@ -43,7 +43,7 @@ def test_prompts_that_ended_generators_too_often_are_listed_and_others_counted(l
     assert (notes.quarantined, notes.suspects) == (["killer"], ["other"])
     assert notes.lines()[0].startswith("quarantined prompts   1;")
     assert "killer" in notes.lines()[0]
-    assert notes.lines()[1].startswith("suspect prompts   1,")
+    assert notes.lines()[1].startswith("suspect prompts   1;")
 
 
 def test_status_shows_the_last_action_of_the_guard_and_programs_get_all(layout: RunLayout) -> None:

@@ -69,7 +69,7 @@ def test_what_no_verifier_can_judge_is_told_when_it_happens_and_whenever_it_has_
     for count in (0, 1, 2, 3, 5, 9):
         screen.show("training", 0, dropped_verifier_error=count)
     told = [line for line in screen.lines if line.startswith("rlhpc: ")]
-    why = f"dropped: no verifier could judge them; `rlhpc logs {tmp_path} reward` says why"
+    why = f"dropped: no verifier could judge them; `rlhpc rollouts {tmp_path} --verdict verifier_error` says why"
     assert told == [f"rlhpc: 1 group is {why}", *(f"rlhpc: {n} groups are {why}" for n in (2, 5))]
 
 

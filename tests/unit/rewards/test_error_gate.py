@@ -24,6 +24,14 @@ def test_a_verifier_that_always_fails_is_found_before_the_window_is_full():
         gate.check()
 
 
+def test_errors_that_are_alike_are_said_once():
+    gate = ErrorGate(0.2, window=10)
+    for detail in ("first", "second", "first"):
+        gate.count(Verdict.VERIFIER_ERROR, detail)
+    with pytest.raises(RoleFailed, match=r"the latest: first; second$"):
+        gate.check()
+
+
 def test_only_the_last_verdicts_count():
     gate = ErrorGate(0.2, window=10)
     count(gate, Verdict.VERIFIER_ERROR, 2)

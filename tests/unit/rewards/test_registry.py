@@ -35,6 +35,11 @@ def test_a_misspelt_task_is_guessed():
         validate_task("maths_answer")
 
 
+def test_a_dot_before_the_function_is_taken_for_the_colon_that_is_missing():
+    with pytest.raises(ConfigError, match=r"function \(did you mean my_rewards:brevity\?\)"):
+        validate_task("my_rewards.brevity")
+
+
 def test_a_function_may_ask_for_the_whole_record():
     judge = resolve("sample_rewards:of_record")
     record = {"data_source": "sums", "reward_model": {"ground_truth": "4"}}

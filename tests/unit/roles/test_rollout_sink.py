@@ -119,6 +119,14 @@ def test_a_model_that_always_succeeds_is_advised_otherwise(door: Door) -> None:
         door.bring(2, 1.0, 1.0)
 
 
+def test_wrong_answers_with_a_partial_reward_are_not_called_too_easy(door: Door) -> None:
+    *before, last = [scored(place // 2, place % 2, 0.6, verdict=Verdict.WRONG) for place in range(6)]
+    for each in before:
+        door.sink.receive("generator-0", each)
+    with pytest.raises(StarvedError, match=r"0\.6 on average.*no answer is right"):
+        door.sink.receive("generator-0", last)
+
+
 def test_where_every_rollout_is_cut_off_and_masked_the_limit_is_blamed_and_not_the_task(tmp_path: Path) -> None:
     door = Door(tmp_path, shaping=ShapingConfig(truncated="masked"), max_groups_without_spread=3)
     for group_id in range(2):
