@@ -47,7 +47,7 @@ def as_outcome(returned: object) -> RewardOutcome:
         case RewardOutcome():
             return returned
         case Real():
-            return RewardOutcome(float(returned), _is_true(returned))
+            return RewardOutcome(_as_float(returned), _is_true(returned))
         case Mapping():
             return _of_mapping(returned)
     raise NoReward(
@@ -87,10 +87,18 @@ def _is_true(value: object) -> bool:
         case bool() | None:
             return bool(value)
         case Real():
-            return float(value) >= CORRECT_FROM
+            return _as_float(value) >= CORRECT_FROM
     raise NoReward(f"is_correct must be True, False or a number, not {type(value).__name__} {value!r:.40}")
 
 
 def _number(value: object) -> Any:
     """A float; what is none stays as it is, for the worker to name it."""
-    return float(value) if isinstance(value, Real) else value
+    return _as_float(value) if isinstance(value, Real) else value
+
+
+def _as_float(value: Real) -> float:
+    """Raises NoReward for a whole number of hundreds of digits, which JSON and Python have and floats have not."""
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise NoReward("a reward function returns finite numbers, not one above 1.8e308") from error
