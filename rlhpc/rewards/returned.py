@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -24,6 +25,7 @@ from typing import Any
 from rlhpc.contracts import RewardOutcome
 
 CORRECT_FROM = 1.0
+LARGEST = 1e30  # of a reward: float32, in which rewards are kept, has it, and the sum of any batch of it
 _REWARD, _IS_CORRECT = ("reward", "score"), ("is_correct", "acc")
 _KEPT = {"detail": "detail", "pred": "answer", "answer": "answer", "rewards_at": "rewards_at"}
 
@@ -54,6 +56,13 @@ def as_outcome(returned: object) -> RewardOutcome:
         f"a reward function returns a RewardOutcome, a number, True or False, or a dict with a reward, "
         f"not {type(returned).__name__}"
     )
+
+
+def fault_of(name: str, value: object) -> str:
+    """What is wrong with a reward or a part of one; "": nothing."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return f"{name} must be a finite float, not {type(value).__name__} {str(value)[:40]}"
+    return f"{name} must lie within ±{LARGEST:g}, not {value:g}" if abs(value) > LARGEST else ""
 
 
 def sendable(text: str) -> str:

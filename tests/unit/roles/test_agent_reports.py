@@ -29,7 +29,7 @@ HUGE = "9" * 400  # a whole number for JSON; the digits of a model, perhaps
 
 
 @pytest.mark.parametrize(
-    "line", ["[1]", HUGE, f"-{HUGE}", f'{{"reward": 1, "n": {HUGE}}}', f'{{"reward": 1, "acc": {HUGE}}}']
+    "line", ["[1]", HUGE, f"-{HUGE}", "1e39", f'{{"reward": 1, "n": {HUGE}}}', f'{{"reward": 1, "acc": {HUGE}}}']
 )
 def test_what_is_no_reward_is_refused(line: str) -> None:
     with pytest.raises(NoReward):
