@@ -1,7 +1,7 @@
 """The stable names of the metrics that a run writes, with unit and meaning.
 
 A frozen table.  A name is never reused for something else.  docs/metrics.md holds table_markdown(); a test compares.
-A name that ends in "/*" stands for a family whose last part a user chooses.
+A name that ends in "/*" stands for a family; what stands there a user chooses, and it may have slashes.
 Shares are 0–1.  "Batch" is the batch of the optimiser step at which the value is written; "Recently finished" is since
 the previous step, zero-variance groups included: what the policy can do now, not what it is trained on.
 """
@@ -202,7 +202,7 @@ HISTOGRAMS: Mapping[str, Metric] = MappingProxyType(
 
 def find_metric(name: str) -> Metric:
     """Return the row of a name, or of the family it belongs to.  Raises KeyError with the name."""
-    found = METRICS.get(name) or METRICS.get(f"{name.rpartition('/')[0]}/*")
+    found = METRICS.get(name) or METRICS.get(f"{name.partition('/')[0]}/*")
     if found is None:
         raise KeyError(f"metric {name!r} is not in rlhpc/metrics/names.py")
     return found

@@ -53,6 +53,9 @@ def judge(completion: str, reference: str) -> RewardOutcome:
             raise
         why = f"nested more than {_DEEPEST} deep"
         return RewardOutcome(0.0, is_correct=False, parts={"json": 1.0}, detail=why)
+    except OverflowError:  # multipleOf divides by a float
+        why = "holds a whole number that is too large"
+        return RewardOutcome(0.0, is_correct=False, parts={"json": 1.0}, detail=why)
     detail = "valid" if fault is None else f"{fault.json_path}: {fault.message}"[:_SHOWN_CHARACTERS]
     return RewardOutcome(float(fault is None), fault is None, parts={"json": 1.0}, detail=detail, answer=answer)
 

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -126,8 +127,7 @@ class Endpoint:
             with self._opener.open(request, timeout=timeout_s) as reply:
                 return _answer(_read(reply, self.clock, self.clock() + timeout_s))
         except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(_SHOWN_CHARACTERS).decode(errors="replace")
+            said = _beginning_of(error)
             is_final = error.code not in _WORTH_ANOTHER_TRY
             wait_s = _retry_after(error.headers.get("Retry-After"))
             raise _Unusable(f"status {error.code}: {said}", is_final=is_final, wait_s=wait_s) from error
@@ -180,13 +180,20 @@ def _read(reply: Any, clock: Callable[[], float], end: float) -> bytes:
     return found
 
 
+def _beginning_of(error: urllib.error.HTTPError) -> str:
+    """What an error says, as far as its first piece goes; "" if none comes: the status counts without it."""
+    with error, suppress(OSError, HTTPException):
+        return bytes(error.read1(_SHOWN_CHARACTERS)).decode(errors="replace")
+    return ""
+
+
 def _answer(body: bytes) -> Answer:
     try:
         document = json.loads(body)
         text = document["choices"][0]["message"]["content"]
         usage = document.get("usage") or {}
         tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise _Unusable(f"no chat completion: {type(error).__name__}: {body[:_SHOWN_CHARACTERS]!r}") from error
     if not isinstance(text, str):
         raise _Unusable("a chat completion without text")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -24,6 +25,7 @@ from typing import Any
 from rlhpc.contracts import RewardOutcome
 
 CORRECT_FROM = 1.0
+LARGEST = 1e30  # of a reward: float32, in which rewards are kept, has it, and the sum of any batch of it
 _REWARD, _IS_CORRECT = ("reward", "score"), ("is_correct", "acc")
 _KEPT = {"detail": "detail", "pred": "answer", "answer": "answer", "rewards_at": "rewards_at"}
 
@@ -47,13 +49,20 @@ def as_outcome(returned: object) -> RewardOutcome:
         case RewardOutcome():
             return returned
         case Real():
-            return RewardOutcome(float(returned), _is_true(returned))
+            return RewardOutcome(_as_float(returned), _is_true(returned))
         case Mapping():
             return _of_mapping(returned)
     raise NoReward(
         f"a reward function returns a RewardOutcome, a number, True or False, or a dict with a reward, "
         f"not {type(returned).__name__}"
     )
+
+
+def fault_of(name: str, value: object) -> str:
+    """What is wrong with a reward or a part of one; "": nothing."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return f"{name} must be a finite float, not {type(value).__name__} {str(value)[:40]}"
+    return f"{name} must lie within ±{LARGEST:g}, not {value:g}" if abs(value) > LARGEST else ""
 
 
 def sendable(text: str) -> str:
@@ -87,10 +96,18 @@ def _is_true(value: object) -> bool:
         case bool() | None:
             return bool(value)
         case Real():
-            return float(value) >= CORRECT_FROM
+            return _as_float(value) >= CORRECT_FROM
     raise NoReward(f"is_correct must be True, False or a number, not {type(value).__name__} {value!r:.40}")
 
 
 def _number(value: object) -> Any:
     """A float; what is none stays as it is, for the worker to name it."""
-    return float(value) if isinstance(value, Real) else value
+    return _as_float(value) if isinstance(value, Real) else value
+
+
+def _as_float(value: Real) -> float:
+    """Raises NoReward for a whole number of hundreds of digits, which JSON and Python have and floats have not."""
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise NoReward("a reward function returns finite numbers, not one above 1.8e308") from error

@@ -8,7 +8,6 @@ Reply or a Turn with an error; whatever it prints goes to standard error.
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import signal
@@ -39,7 +38,7 @@ from rlhpc.rewards.frames import (
     encode_frame,
 )
 from rlhpc.rewards.registry import BUILT_IN, resolve
-from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome, sendable
+from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome, fault_of, sendable
 from rlhpc.user_code import is_import_path
 
 if TYPE_CHECKING:
@@ -165,8 +164,7 @@ def _reply(returned: object, completion: str) -> Reply:
 def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
     turn = host.answer(dialogue)
     for name, value in {"reward": turn.reward, **turn.parts}.items():
-        if isinstance(value, bool) or not isinstance(value, float | int) or not math.isfinite(value):
-            why = f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}"
+        if why := fault_of(name, as_outcome(value).reward if type(value) is int else value):
             return replace(_failed_turn(why, INVALID), costs=turn.costs)
     parts = {str(name): float(value) for name, value in turn.parts.items()}
     detail, is_correct = str(turn.detail)[:_LONGEST_DETAIL], bool(turn.is_correct)
@@ -180,8 +178,8 @@ def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
         return _error(f"rewards_at must be a dict, not {type(rewards_at).__name__}")
     at_places = {f"rewards_at[{place!r}]": value for place, value in rewards_at.items()}
     for name, value in {"reward": outcome.reward, **outcome.parts, **at_places}.items():
-        if not isinstance(value, float) or not math.isfinite(value):
-            return _error(f"{name} must be a finite float, not {type(value).__name__} {str(value)[:40]}")
+        if why := fault_of(name, value):
+            return _error(why)
     for place in rewards_at:
         if type(place) is not int or not 1 <= place <= num_characters:
             return _error(f"rewards_at[{place!r}]: the completion has characters 1 to {num_characters}")

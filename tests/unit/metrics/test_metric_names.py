@@ -31,6 +31,7 @@ def test_an_unknown_name_is_refused_by_name():
 
 def test_a_family_takes_any_last_part():
     assert find_metric("reward_part/format") is METRICS["reward_part/*"]
+    assert find_metric("reward_part/format/tags") is METRICS["reward_part/*"]  # a user's name may have a slash
 
 
 def test_the_dashboard_shows_known_metrics_only_and_both_idle_ratios_on_one_chart():

@@ -14,7 +14,8 @@ from typing import Any
 class JudgeServer(ThreadingHTTPServer):
     """script: what each request is answered with, the last entry for ever; see _Handler.
 
-    A text is the judge's reply, a number a status, "slow", "dribble", "close", "garbage" and "redirect" what they say.
+    A text is the judge's reply, a number a status, "slow", "dribble", "close", "garbage" and "redirect" what they say;
+    "hung 503" is an error whose text never comes, and bytes are a body.
     """
 
     daemon_threads = True
@@ -57,8 +58,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             while not judge.is_over.wait(0.05):
                 self.wfile.write(b" ")
+        elif answer == "hung 503":
+            self.send_response(503)
+            self.end_headers()
+            judge.is_over.wait()
         elif answer == "close":
             self.close_connection = True
+        elif isinstance(answer, bytes):
+            self._send(200, answer)
         elif answer == "garbage":
             self._send(200, b"<html>busy</html>")
         elif answer == "redirect":

@@ -35,6 +35,10 @@ class Failing(Counting):
             raise RuntimeError("the board fell off the table")
         if completion == "nan":
             return Step([], reward=float("nan"))
+        if completion == "huge":
+            return Step([], reward=1e39)
+        if completion == "endless":
+            return Step([], reward=10**400)
         if completion == "odd":
             return Step(["no message"])
         return await super().step(completion)

@@ -92,6 +92,10 @@ def return_nan(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float("nan"), is_correct=True)
 
 
+def return_more_than_float32_has(completion: str, reference: str) -> RewardOutcome:
+    return RewardOutcome(1e300, is_correct=True)
+
+
 def return_infinite_part(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(1.0, is_correct=True, parts={"bonus": float("inf")})
 

@@ -122,3 +122,11 @@ def test_a_number_beyond_all_floats_is_wrong_and_no_error_of_the_verifier():
     found = judge("1e999", {"type": "number", "multipleOf": 0.5})
     assert (found.is_correct, found.parts, found.detail) == (False, {"json": 0.0}, "no JSON: 1e999 is too large")
     assert judge("1e300", {"type": "number"}).is_correct
+
+
+def test_a_whole_number_beyond_all_floats_is_wrong_where_a_float_divides_it():
+    found = judge("9" * 400, {"multipleOf": 0.01})
+    assert (found.is_correct, found.parts, found.detail) == (
+        False, {"json": 1.0}, "holds a whole number that is too large"
+    )  # fmt: skip
+    assert judge("9" * 400, {"multipleOf": 3}).is_correct

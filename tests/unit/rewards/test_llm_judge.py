@@ -78,7 +78,10 @@ def test_a_grade_is_read_by_pattern_or_key_and_one_out_of_range_is_none(reply, c
     assert grade_in(reply, settings_of("http://x", **changes)) == grade
 
 
-@pytest.mark.parametrize("failure", [429, 500, 503, "garbage", "close", "I cannot say."])
+ENDLESS = b'{"choices": [{"message": {"content": "Grade: 5"}}], "usage": {"prompt_tokens": 1e999}}'
+
+
+@pytest.mark.parametrize("failure", [429, 500, 503, "garbage", "close", "I cannot say.", ENDLESS])
 def test_what_may_pass_is_tried_again(failure):
     with judging(failure, failure, "Grade: 5") as server:
         outcome = ask(server)
@@ -108,7 +111,7 @@ def test_a_judge_that_gives_no_grade_is_an_error_and_no_reward(failure, num_requ
         assert error.value.costs["judge_requests"] == num_requests
 
 
-@pytest.mark.parametrize("failure", ["slow", "dribble"])
+@pytest.mark.parametrize("failure", ["slow", "dribble", "hung 503"])
 def test_a_reply_that_does_not_come_or_never_ends_is_given_up_in_time(failure):
     with judging(failure) as server:
         began = time.monotonic()

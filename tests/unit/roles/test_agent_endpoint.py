@@ -271,6 +271,22 @@ async def test_what_is_no_reward_is_refused_and_another_may_follow(tokenizer: Pr
         assert (await stand.post("/reward", {"reward": 1, "tests": 3}))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "cut \ud83d"}]}),
+        ("/chat/completions", {"messages": GO, "tools": [{"type": "function", "function": {"name": "\udfff"}}]}),
+        ("/completions", {"prompt": "cut \ud83d"}),
+    ],
+)
+async def test_half_a_surrogate_pair_is_refused_by_name(tokenizer: PromptTokenizer, path: str, body: object) -> None:
+    async with stand_of(tokenizer) as stand:
+        status, said = await stand.post(path, body)
+        assert (status, said["error"]["message"].partition(", ")[2]) == (
+            400, "half of a surrogate pair, which is no character"
+        )  # fmt: skip
+
+
 async def test_a_request_that_is_too_long_or_no_json_is_refused(tokenizer: PromptTokenizer) -> None:
     async with stand_of(tokenizer, max_request_bytes=2000) as stand:
         status, reply = await stand.ask([{"role": "user", "content": "x" * 3000}])

@@ -25,9 +25,15 @@ def test_words_for_people_are_no_reward(output: str) -> None:
     assert last_line(output) is None
 
 
-def test_what_is_no_reward_is_refused() -> None:
+HUGE = "9" * 400  # a whole number for JSON; the digits of a model, perhaps
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", HUGE, f"-{HUGE}", "1e39", f'{{"reward": 1, "n": {HUGE}}}', f'{{"reward": 1, "acc": {HUGE}}}']
+)
+def test_what_is_no_reward_is_refused(line: str) -> None:
     with pytest.raises(NoReward):
-        last_line("begun\n[1]\n")
+        last_line(f"begun\n{line}\n")
 
 
 def test_half_a_surrogate_pair_in_a_report_is_spelt_out_since_no_message_can_have_it() -> None:

@@ -146,7 +146,7 @@ class Endpoint:
 
     async def _answered(self, request: web.Request, read: _Read, whole: _Whole, pieces: _Pieces) -> web.StreamResponse:
         session = self._session(request)
-        asked = read(await _json(request), self._temperature)
+        asked = read(_without_halves(await _json(request)), self._temperature)
         turn = await session.ask(asked)
         if not asked.is_streamed:
             return web.json_response(whole(session.name, turn, asked))
@@ -179,6 +179,18 @@ async def _json(request: web.Request) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {error}") from error
+
+
+def _without_halves(body: Any) -> Any:
+    """The same.  Raises Refused: JSON can spell half a surrogate pair, which no tokenizer reads."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = str(error.object)[error.start]
+        raise Refused(f"the body holds {half!r}, half of a surrogate pair, which is no character") from error
+    except RecursionError as error:
+        raise Refused(f"the body is nested too deeply: {error}") from error
+    return body
 
 
 async def _without_server(_request: web.Request, response: web.StreamResponse) -> None:

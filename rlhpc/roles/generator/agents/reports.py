@@ -6,10 +6,9 @@ Input: a JSON value.  Output: RewardOutcome, or None if the report has no reward
 from __future__ import annotations
 
 import json
-import math
 
 from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.returned import NoReward, as_outcome, sendable
+from rlhpc.rewards.returned import NoReward, as_outcome, fault_of, sendable
 
 
 def outcome_of(reported: object) -> RewardOutcome | None:
@@ -18,8 +17,8 @@ def outcome_of(reported: object) -> RewardOutcome | None:
         return None
     outcome = as_outcome(reported)
     for name, value in {"reward": outcome.reward, **outcome.parts}.items():
-        if isinstance(value, bool) or not isinstance(value, float) or not math.isfinite(value):
-            raise NoReward(sendable(f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}"))
+        if why := fault_of(name, value):
+            raise NoReward(sendable(why))
     if outcome.rewards_at:
         raise NoReward("rewards_at: an agent's reward is of the whole rollout")
     parts = {sendable(name): value for name, value in outcome.parts.items()}
