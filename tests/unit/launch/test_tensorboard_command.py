@@ -122,7 +122,7 @@ def test_tensorboard_itself_serves_these_runs_until_it_is_ended(tmp_path: Path) 
     served = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert served.stdout is not None
     try:
-        assert "first: over tokens; in groups: #custom_scalars" in served.stdout.readline()
+        assert "first: over tokens; add #custom_scalars to the address" in served.stdout.readline()
         address = next(match[0] for line in served.stdout if (match := re.search(r"http://localhost:\d+/", line)))
         assert ask(f"{address}data/runs") == ["first"]
         ask(f"{address}data/plugin/scalars/tags", lambda tags: "reward/mean" in tags["first"])
