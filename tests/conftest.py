@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ TOGETHER = (
     "tests/unit/launch/test_audit",
     "tests/contracts/test_generation_engine",
 )
+UNITS = Path(__file__).parent / "unit"
 WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")
 
 
@@ -76,6 +78,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test-all` imports no file of units without a test of its own: there are hundreds, in each process."""
+    if config.option.markexpr != "long" or collection_path.suffix != ".py" or UNITS not in collection_path.parents:
+        return None
+    return "long" not in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
