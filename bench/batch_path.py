@@ -197,7 +197,7 @@ def settings(options: argparse.Namespace, directory: Path) -> Config:
             "model": {"path": directory / "model"},
             "data": {"path": directory / "train.jsonl", "task": "integer_arithmetic"},
             "generation": {"max_prompt_tokens": PROMPT_TOKENS, "max_completion_tokens": options.tokens},
-            "admission": {"groups_per_step": options.rollouts // GROUP_SIZE, "group_size": GROUP_SIZE},
+            "admission": {"groups_per_step": options.rollouts // GROUP_SIZE, "group_size": GROUP_SIZE, "step_parts": 1},
             "trainer": {
                 "backend": "megatron",
                 "num_ranks": options.ranks,

@@ -92,6 +92,7 @@ def settings(directory: Path, num_tokens: int, num_generators: int) -> Config:
                 "groups_per_step": groups_per_step(num_generators),
                 "group_size": GROUP_SIZE,
                 "max_staleness": 2,
+                "step_parts": 1,  # the trainer that is played here knows whole batches
             },
             "trainer": {"backend": "reference", "token_budget": max(1 << 15, num_tokens + PROMPT_TOKENS)},
             "checkpoint": {"every_steps": 1_000_000},

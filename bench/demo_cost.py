@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.demo_runs import GOAL, Rewards, make_demo_model
+from bench.demo_runs import GOAL, Rewards, environment, make_demo_model
 from bench.figures import tell
 from launch.demo.run import NUM_PROBLEMS, RUN_FILE
 from launch.demo.task import write_dataset
@@ -111,7 +111,7 @@ def run_watched(layout: RunLayout, model: Path, data: Path, words: Sequence[str]
     settings = [f"run.directory={layout.root}", f"model.path={model}", f"data.path={data}", *words]
     command = [sys.executable, "-m", "launch.cli", "run", str(RUN_FILE), *settings, "--fresh"]
     with tempfile.TemporaryFile() as output:
-        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
         watch = Watch(layout, psutil.Process(started.pid))
         while started.poll() is None:
             watch.look()

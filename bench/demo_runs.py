@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,12 @@ def make_demo_model(root: Path) -> Path:
     return root / "model"
 
 
+def environment() -> dict[str, str]:
+    """Of a run whose reward function is one of bench: where its processes find that."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def complete_run(directory: Path, words: Sequence[str]) -> RunLayout:
     """Run to the end, from where it is.  Raises SystemExit with the last of its output if that fails."""
     layout = RunLayout(directory)
@@ -41,7 +48,8 @@ def complete_run(directory: Path, words: Sequence[str]) -> RunLayout:
     words = [f"run.name={directory.name}", f"run.directory={directory}", *words]
     again = "--resume" if layout.attempts.exists() else "--fresh"
     command = [sys.executable, "-m", "launch.cli", "run", str(RUN_FILE), *words, again]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=environment(), check=False, **piped)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
     return layout

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.demo_runs import make_demo_model
+from bench.demo_runs import environment, make_demo_model
 from bench.figures import tell
 from launch.demo.run import RUN_FILE
 from launch.demo.task import write_dataset
@@ -43,7 +43,7 @@ def until_first_step(layout: RunLayout, words: Sequence[str]) -> float:
     with tempfile.TemporaryFile() as output:
         began = time.monotonic()
         command = [sys.executable, "-m", "launch.cli", "run", str(RUN_FILE), *words]
-        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
         seconds = None
         while started.poll() is None:
             if seconds is None and layout.rollouts.exists() and num_trained(layout) > before:
