@@ -48,8 +48,9 @@ def complete_run(directory: Path, words: Sequence[str]) -> RunLayout:
     words = [f"run.name={directory.name}", f"run.directory={directory}", *words]
     again = "--resume" if layout.attempts.exists() else "--fresh"
     command = [sys.executable, "-m", "launch.cli", "run", str(RUN_FILE), *words, again]
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, env=environment(), check=False, **piped)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), check=False
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
     return layout

@@ -152,6 +152,7 @@ def test_what_the_prologue_names_and_is_not_here_fails(tmp_path: Path) -> None:
     assert found == {"prologue.venv": "fail", "prologue.python": "warn"}
 
 
+@pytest.mark.starts
 def test_an_environment_given_as_the_installation_of_conda_is_answered_with_where_to_find_it(tmp_path: Path) -> None:
     prologue = PrologueConfig(conda=tmp_path / "envs" / "rlhpc")
     (finding,) = [each for each in login_checks.check_software(prologue) if each.key == "prologue.conda"]
