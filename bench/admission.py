@@ -88,12 +88,7 @@ class Ledger:
     def __init__(
         self, max_staleness: int, window: int | None, *, fills_slots: bool = False, step_parts: int = 1
     ) -> None:
-        admission = AdmissionConfig(
-            groups_per_step=P,
-            group_size=1,
-            max_staleness=max_staleness,
-            window_groups=window,
-        )
+        admission = AdmissionConfig(groups_per_step=P, group_size=1, max_staleness=max_staleness, window_groups=window)
         self.ledger = AdmissionLedger(
             num_slots=admission.num_slots,
             window_groups=admission.window,

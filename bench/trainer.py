@@ -7,7 +7,7 @@
 Both take the same rows through the same model, layout and optimiser in the same processes, turn about.  "direct" is
 what one writes by hand when nothing else is wanted: rows made ready beforehand, one loss, Megatron's own
 optimizer.step(); no metrics, no vote.  Prints tokens/s (median and range) and the ratio; with --parts also the time of
-a step whose rows come in so many parts (admission.step_parts), over that of a whole step; on CUDA also MFU: model FLOPs
+a step whose rows come in parts (admission.step_parts), over that of a whole step; on CUDA also MFU: model FLOPs
 (6 per parameter and token without the embedding, and attention's 12 · heads · head size per token pair that is looked
 at, counted once for forward and twice for backward) over the GPU's dense bf16 peak.
 """

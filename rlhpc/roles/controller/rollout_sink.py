@@ -60,8 +60,7 @@ class RolloutSink:
         self._prompts = prompts
         self.lost_leases = LostLeases()
         self._num_consecutive_zero_variance = 0
-        self._last_rewards: list[float] = []
-        self._are_last_correct: list[bool] = []
+        self._last_alike: list[tuple[float, bool]] = []  # reward of all members, and whether one is correct
         self.stats = IntakeStats()
         self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
 
@@ -172,32 +171,32 @@ class RolloutSink:
         rewards = self._shaping.judged(group)
         self.stats.shaped_rewards += self._shaping.rewards(group).tolist()
         if has_reward_variance(rewards):
-            self._num_consecutive_zero_variance, self._last_rewards, self._are_last_correct = 0, [], []
+            self._num_consecutive_zero_variance, self._last_alike = 0, []
             return
         self.stats.num_zero_variance += 1
         if not self._admission.active_sampling:
             return
         self._num_consecutive_zero_variance += 1
         if not self._shaping.is_all_masked(group):
-            self._last_rewards = [*self._last_rewards[-4:], float(rewards[0])]
             is_correct = any(member.verdict is Verdict.CORRECT for member in group.members)
-            self._are_last_correct = [*self._are_last_correct[-4:], is_correct]
+            self._last_alike = [*self._last_alike[-4:], (float(rewards[0]), is_correct)]
         self.drop(group.group_id, DropReason.NO_SPREAD)
         if self._num_consecutive_zero_variance >= self._admission.max_groups_without_spread:
             raise StarvedError(self._advice())
 
     def _advice(self) -> str:
-        if not self._last_rewards:
+        if not self._last_alike:
             return (
                 f"{self._num_consecutive_zero_variance} consecutive groups had no completion that was not cut off, and "
                 "shaping.truncated='masked' keeps those out of the loss, so that no batch can be filled; raise "
                 "generation.max_completion_tokens (of dialogues also environment.max_turn_tokens), warm-start the "
                 "model, or set shaping.truncated='scored'"
             )
-        mean = float(np.mean(self._last_rewards))
+        rewards, are_correct = zip(*self._last_alike, strict=True)
+        mean = float(np.mean(rewards))
         remedy = (
             "the tasks are too easy for this model: choose harder prompts"
-            if sum(self._are_last_correct) * 2 > len(self._are_last_correct)
+            if sum(are_correct) * 2 > len(are_correct)
             else "no answer is right: warm-start the model, choose easier prompts, check data.task and "
             "data.prompt_template, raise generation.max_completion_tokens or admission.group_size"
         )

@@ -30,7 +30,7 @@ class StepParts:
     def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
         self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
         self._smallest = config.smallest_part
-        self._least = self._smallest.groups  # more: so many will fill the rows, by what those before have
+        self._least = self._smallest.groups  # more, if by the last look only more groups fill the rows
         self._pack_s = 0.0  # of the step's parts so far
 
     async def train(self, step: int, version: int) -> float:
