@@ -15,7 +15,7 @@ from launch.checks.audit.conservation import Places
 from launch.checks.audit.evidence import Evidence
 from launch.checks.audit.journal import MEMBERS
 from launch.checks.audit.report import Check, Offence
-from launch.checks.audit.segments import segment_name
+from launch.checks.audit.segments import fate_at, offence_at
 
 
 def checkpoints(evidence: Evidence) -> Check:
@@ -35,20 +35,15 @@ def _look_at(check: Check, evidence: Evidence, saved: CheckpointEvidence, *, is_
     rows = evidence.segments.rows
     before = rows[rows["index"] < saved.next_segment]
     for row in before[np.isin(before["group"], list(saved.open_groups))]:
-        fate = f"trained at step {row['step']}" if row["step"] >= 0 else "dropped"
+        fate = fate_at(row["step"])
         text = f"group {row['group']} is open in {saved.name}, but is recorded as {fate} in a segment before it"
-        where = segment_name(int(row["index"]))
-        offence = Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest)
-        check.accuse(offence)
+        check.accuse(offence_at(row, text, forbids_going_on=is_newest))
     for row in before[before["step"] >= saved.step]:
         text = f"step {row['step']} is in a segment before {saved.name}, which continues with step {saved.step}"
-        where = segment_name(int(row["index"]))
-        offence = Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest)
-        check.accuse(offence)
+        check.accuse(offence_at(row, text, forbids_going_on=is_newest))
     for row in before[before["group"] >= saved.next_group]:
         text = f"group {row['group']} is in a segment before {saved.name}, which has admitted {saved.next_group}"
-        where = segment_name(int(row["index"]))
-        check.accuse(Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest))
+        check.accuse(offence_at(row, text, forbids_going_on=is_newest))
     if not evidence.first_segment:
         _look_at_counts(check, evidence, saved, before, file)
     _look_at_members(check, evidence, saved, file)
@@ -125,7 +120,7 @@ def identities(evidence: Evidence, places: Places) -> Check:
         for group in np.flatnonzero(is_known & (mine != said)).tolist():
             row = rows[rows["group"] == group][0]
             text = f"group {group}: {what} {mine[group]} in the segment, {said[group]} in the events"
-            check.accuse(Offence(text, group=group, file=segment_name(int(row["index"])), row=int(row["row"])))
+            check.accuse(offence_at(row, text))
         column.fill(np.flatnonzero((mine < 0) & (said >= 0)), said[(mine < 0) & (said >= 0)])
     _compare_checkpoints(check, evidence, prompts, versions)
     num_compared += _compare_journal(check, evidence, prompts, versions)
@@ -175,7 +170,5 @@ def _compare_journal(check: Check, evidence: Evidence, prompts: GroupColumn, ver
         num_compared += int((said >= 0).sum())
         for row in rows[differs]:
             text = f"group {row['group']}: {what} {row[name]} in the journal, {column[int(row['group'])]} elsewhere"
-            path = evidence.journal.paths[row["file"]]
-            offence = Offence(text, int(row["group"]), -1, int(row["sample"]), f"rollouts/{path.name}", int(row["row"]))
-            check.accuse(offence)
+            check.accuse(evidence.journal.offence_at(row, text))
     return num_compared

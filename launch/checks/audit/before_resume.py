@@ -29,7 +29,7 @@ def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Call
     if not layout.is_run or resume_from.from_start:
         return
     try:
-        audit = audit_run(layout, DEPTH, _unheard)
+        audit = audit_run(layout, DEPTH, lambda _: None)  # quick: there is no progress to tell
     except (RlhpcError, OSError) as error:  # a resume that needs it reports it better
         tell(f"the history of the run cannot be audited: {error}")
         return
@@ -46,7 +46,3 @@ def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Call
             count = f" and {check.num_offences - 1} more" if check.num_offences > 1 else ""
             first = f"{check.offences[0].text}{count}"
             tell(f"audit: {check.name}: {first}; `rlhpc audit {layout.root}` lists everything")
-
-
-def _unheard(_: str) -> None:
-    """Ignores the progress: a quick audit does not take long."""

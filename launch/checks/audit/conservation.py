@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from launch.checks.audit.evidence import Evidence
 from launch.checks.audit.journal import MEMBERS
 from launch.checks.audit.report import Check, Offence
-from launch.checks.audit.segments import places_of, segment_name
+from launch.checks.audit.segments import fate_at, offence_at
 
 MISSING, TRAINED, DROPPED, BUFFERED, IN_FLIGHT = range(5)
 WORDS = ("missing", "trained", "dropped", "buffered", "in_flight")
@@ -72,13 +72,12 @@ def conservation(evidence: Evidence) -> tuple[Check, Places]:
 def _accuse_two_places(check: Check, evidence: Evidence) -> None:
     rows = evidence.segments.rows
     ids, counts = np.unique(rows["group"], return_counts=True)
-    for group, file, row in places_of(rows, ids[counts > 1].tolist()):
-        text = f"group {group} is in segments {counts[np.searchsorted(ids, group)]} times"
-        check.accuse(Offence(text, group=group, file=file, row=row))
+    for row in rows[np.isin(rows["group"], ids[counts > 1])]:
+        text = f"group {row['group']} is in segments {counts[np.searchsorted(ids, row['group'])]} times"
+        check.accuse(offence_at(row, text))
     for row in rows[(rows["step"] >= 0) == (rows["reason"] >= 0)]:
         text = f"group {row['group']} is {'trained and dropped' if row['step'] >= 0 else 'neither trained nor dropped'}"
-        where = segment_name(int(row["index"]))
-        check.accuse(Offence(text, group=int(row["group"]), file=where, row=int(row["row"])))
+        check.accuse(offence_at(row, text))
 
 
 def _place_of_steps(evidence: Evidence, steps: NDArray[np.int64]) -> NDArray[np.int8]:
@@ -115,8 +114,7 @@ def _is_open(evidence: Evidence, num_drawn: int) -> NDArray[np.bool_]:
 
 def _look_at_members(evidence: Evidence, of: NDArray[np.int8], dropped: dict[str, int]) -> None:
     """Groups in flight with all members count as buffered, those with a verifier error as dropped."""
-    newest, rows = evidence.checkpoints.newest, evidence.journal.rows
-    keys = np.unique(np.concatenate([evidence.journal.keys, newest.buffered if newest else np.empty(0, np.int64)]))
+    keys, rows = evidence.delivered_keys, evidence.journal.rows
     delivered = np.bincount(keys[keys < len(of) * MEMBERS] // MEMBERS, minlength=len(of)) if len(of) else keys
     of[(of == IN_FLIGHT) & (delivered >= evidence.sizes(len(of)))] = BUFFERED
     failed = np.unique(rows["group"][rows["is_error"] & (rows["group"] < len(of))])
@@ -153,7 +151,7 @@ def _accuse_missing(check: Check, evidence: Evidence, places: Places, step_of: N
     known[[group for group in newest.open_groups if group < newest.next_group]] = True
     for group in (np.flatnonzero(~known[places.first :]) + places.first).tolist():
         if places.of[group] != MISSING:  # said already
-            fate = f"trained at step {step_of[group]}" if places.of[group] == TRAINED else WORDS[places.of[group]]
+            fate = fate_at(step_of[group]) if places.of[group] == TRAINED else WORDS[places.of[group]]
             text = f"group {group}, {fate} by the events, is in no segment, and not open in {newest.name}"
             check.accuse(Offence(text, group=group, step=int(step_of[group])))
 

@@ -77,9 +77,7 @@ class EventEvidence:
         self.first_admitted = 0  # the first one that is known
         self.lost_version = -1  # the highest one that a trained step made which is void
         self.undone: dict[int, int] = {}  # attempt → version above which its rollouts do not count
-        self.rolled_back_to: int | None = (
-            None  # the guard has undone this step and later ones, and no attempt has begun since
-        )
+        self.rolled_back_to: int | None = None  # the guard has undone it and later ones; no attempt has begun since
         self.unknown: Counter[str] = Counter()
         self.offences: list[Offence] = []
         self.trained_at_first = -1  # the last step that was trained at the first look
@@ -90,7 +88,7 @@ class EventEvidence:
     def look(self, *, is_last: bool = False) -> None:
         """Read what has been added since the last look.  Raises OSError, JournalError."""
         paths = event_paths(self._rollouts) if self._rollouts.is_dir() else []
-        newest = max(self.attempts, default=-1)
+        newest = self.newest_attempt
         for path in paths:
             if (number := attempt_of(path)) < newest:
                 continue

@@ -54,14 +54,10 @@ class Evidence:
     is_being_resumed: bool = False  # files are being set aside, or that was interrupted
 
     @property
-    def staleness_bound(self) -> int:
-        """Upper bound of the staleness of trained groups."""
-        return self.config.admission.max_staleness
-
-    @property
-    def group_size(self) -> int:
-        """Rollouts of a group, unless its record says otherwise."""
-        return self.config.admission.group_size
+    def delivered_keys(self) -> NDArray[np.int64]:
+        """Of the rollouts in the journal or the newest checkpoint's buffer, each once, ascending."""
+        newest = self.checkpoints.newest
+        return np.union1d(self.journal.keys, newest.buffered if newest else self.journal.keys[:0])
 
     def sizes(self, num_groups: int) -> NDArray[np.int64]:
         """Rollouts wanted of each group, by id, from events, the newest checkpoint and segments.
@@ -69,7 +65,7 @@ class Evidence:
         For a group of which nothing is known, the largest legal size.
         """
         is_known = self.events.admitted_by.upto(num_groups) >= 0
-        sizes = np.maximum(self.events.size_of.upto(num_groups), self.group_size)
+        sizes = np.maximum(self.events.size_of.upto(num_groups), self.config.admission.group_size)
         sizes[~is_known] = self.config.largest_group
         newest, rows = self.checkpoints.newest, self.segments.rows
         for group, saved in (newest.open_groups if newest is not None else {}).items():
@@ -144,14 +140,14 @@ def _read_segments(evidence: Evidence, depth: Depth, progress: Progress, found: 
     evidence.missing_segments = sorted({*range(needed)} - paths.keys())
     if depth.last_segments is not None and newest is not None:
         evidence.first_segment = max(0, newest.next_segment - depth.last_segments)
-    witness = _Witness(evidence, found)
+    witness, group_size = _Witness(evidence, found), evidence.config.admission.group_size
     last = needed
     if evidence.events.rolled_back_to is not None:
         last = newest.next_segment if newest else 0
     for index, path in sorted(paths.items()):
         if evidence.first_segment <= index < last:
             progress(f"{path.name} (of {len(paths)})")
-            evidence.segments.read(path, index, evidence.group_size, is_quick=depth.is_quick, witness=witness)
+            evidence.segments.read(path, index, group_size, is_quick=depth.is_quick, witness=witness)
 
 
 def _numbered(rollouts: Path) -> list[tuple[int, Path]]:
@@ -185,11 +181,8 @@ class _Witness:
         known = np.flatnonzero(self._keys[places] == keys)
         theirs = self._rows[places[known]]
         same_reward = (theirs["reward"] == rewards[known]) | (np.isnan(theirs["reward"]) & np.isnan(rewards[known]))
-        for row, other in zip(
-            known[~(same_reward & (theirs["num_tokens"] == lengths[known]))],
-            theirs[~(same_reward & (theirs["num_tokens"] == lengths[known]))],
-            strict=True,
-        ):
+        differs = ~(same_reward & (theirs["num_tokens"] == lengths[known]))
+        for row, other in zip(known[differs], theirs[differs], strict=True):
             text = (
                 f"{int(lengths[row])} tokens and reward {float(rewards[row]):g}; the journal has "
                 f"{int(other['num_tokens'])} and {float(other['reward']):g}"

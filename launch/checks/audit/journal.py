@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from launch.checks.audit.columns import joined
 from launch.checks.audit.events import EventEvidence
+from launch.checks.audit.report import Offence
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_layout import JournalLayout
 from rlhpc.buffer.journal_reader import read_journal, read_rollout_rows
@@ -55,6 +56,11 @@ class JournalEvidence:
     def keys(self) -> NDArray[np.int64]:
         """Keys of the rollouts that count."""
         return keys_of(self.rows["group"], self.rows["sample"])
+
+    def offence_at(self, row: NDArray[np.void] | np.void, text: str) -> Offence:
+        """One of a rollout, at its row of `rows`."""
+        file = f"rollouts/{self.paths[int(row['file'])].name}"
+        return Offence(text, group=int(row["group"]), sample=int(row["sample"]), file=file, row=int(row["row"]))
 
 
 def keys_of(groups: NDArray[Any], samples: NDArray[Any]) -> NDArray[np.int64]:

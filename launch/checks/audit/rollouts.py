@@ -13,7 +13,7 @@ from launch.checks.audit.conservation import BUFFERED, IN_FLIGHT, TRAINED, Place
 from launch.checks.audit.evidence import Evidence
 from launch.checks.audit.journal import MEMBERS
 from launch.checks.audit.report import Check, Offence
-from launch.checks.audit.segments import segment_name
+from launch.checks.audit.segments import offence_at
 from launch.checks.audit.steps import Course
 
 
@@ -21,16 +21,13 @@ def members(evidence: Evidence, places: Places) -> Check:
     """Each trained group has exactly the distinct samples that were wanted of it."""
     check = Check("members")
     rows = evidence.segments.rows
-    for member in evidence.segments.members:
-        text = f"group {member.group}: sample {member.sample} {member.text}"
-        where = segment_name(member.index)
-        check.accuse(Offence(text, group=member.group, sample=member.sample, file=where, row=member.row))
+    for offence in evidence.segments.offences:
+        check.accuse(offence)
     for row in rows[(rows["step"] >= 0) & (rows["num_members"] != rows["size"])]:
         text = (
             f"group {row['group']}, trained at step {row['step']}, has {row['num_members']} of {row['size']} rollouts"
         )
-        where = segment_name(int(row["index"]))
-        check.accuse(Offence(text, group=int(row["group"]), step=int(row["step"]), file=where, row=int(row["row"])))
+        check.accuse(offence_at(row, text))
     _look_at_journal(check, evidence)
     num_waiting = _look_for_unsealed(check, evidence, places)
     check.looked_at = (
@@ -46,14 +43,14 @@ def _look_at_journal(check: Check, evidence: Evidence) -> None:
     for place in np.flatnonzero((rows["sample"] < 0) | (rows["sample"] >= sizes)):
         row = rows[place]
         text = f"group {row['group']}: sample {row['sample']} of a group of {sizes[place]}"
-        check.accuse(_in_journal(evidence, row, text))
+        check.accuse(evidence.journal.offence_at(row, text))
     keys = evidence.journal.keys
     arranged = np.argsort(keys, kind="stable")
     first, second = arranged[:-1], arranged[1:]
     # Two attempts may have the same key: the second one found the first one's row damaged, or its group not admitted.
     is_twice = (keys[first] == keys[second]) & (rows["attempt"][first] == rows["attempt"][second])
     for row in rows[second[is_twice]]:
-        check.accuse(_in_journal(evidence, row, f"group {row['group']}: sample {row['sample']} arrived twice"))
+        check.accuse(evidence.journal.offence_at(row, f"group {row['group']}: sample {row['sample']} arrived twice"))
 
 
 def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
@@ -74,10 +71,10 @@ def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
     step_of = events.step_of.upto(len(places.of))
     is_waiting = (places.of == TRAINED) & ~is_sealed & (step_of >= first) & (step_of <= events.trained_at_first)
     waiting = np.flatnonzero(is_waiting)
-    keys = np.unique(np.concatenate([evidence.journal.keys, newest.buffered if newest else np.empty(0, np.int64)]))
     sizes = evidence.sizes(len(places.of))[waiting]
     indices = np.arange(sizes.max(initial=0))
-    is_lost = ~np.isin(waiting[:, None] * MEMBERS + indices, keys) & (indices < sizes[:, None])
+    is_found = np.isin(waiting[:, None] * MEMBERS + indices, evidence.delivered_keys)
+    is_lost = ~is_found & (indices < sizes[:, None])
     for place in np.flatnonzero(is_lost.any(axis=1)).tolist():
         group, samples = int(waiting[place]), np.flatnonzero(is_lost[place]).tolist()
         text = (
@@ -91,7 +88,7 @@ def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
 def staleness(evidence: Evidence) -> Check:
     """How far the version trained is from that of the admission, and of the oldest token, of each trained group."""
     check = Check("staleness")
-    rows, bound = evidence.segments.rows, evidence.staleness_bound
+    rows, bound = evidence.segments.rows, evidence.config.admission.max_staleness
     trained = rows[(rows["step"] >= 0) & (rows["version"] >= 0)]
     stale = trained["version"] - trained["admitted_version"]
     for row, steps in zip(trained[stale > bound], stale[stale > bound], strict=True):
@@ -99,8 +96,7 @@ def staleness(evidence: Evidence) -> Check:
             f"group {row['group']}, admitted at version {row['admitted_version']}, trained version {row['version']} at "
             f"step {row['step']}: staleness {steps}, admission.max_staleness={bound}"
         )
-        where = segment_name(int(row["index"]))
-        check.accuse(Offence(text, group=int(row["group"]), step=int(row["step"]), file=where, row=int(row["row"])))
+        check.accuse(offence_at(row, text))
     _look_at_oldest_tokens(check, trained[stale <= bound], bound)
     num_recorded = 0
     sealed = {*rows["step"].tolist()}
@@ -129,7 +125,7 @@ def _look_at_oldest_tokens(check: Check, trained: NDArray[np.void], bound: int) 
             f"group {row['group']} has tokens of version {row['oldest']}, and trained version {row['version']} at step "
             f"{row['step']}: staleness {row['version'] - row['oldest']}, admission.max_staleness={bound}"
         )
-        check.accuse(_in_segment(row, text))
+        check.accuse(offence_at(row, text))
 
 
 def versions(evidence: Evidence, places: Places, course: Course) -> Check:
@@ -151,16 +147,16 @@ def versions(evidence: Evidence, places: Places, course: Course) -> Check:
                 f"group {row['group']}: {what} is of version {row[name]}, and step {row['step']} trained version "
                 f"{row['version']}"
             )
-            check.accuse(_in_segment(row, text))
+            check.accuse(offence_at(row, text))
     dropped = rows[rows["reason"] >= 0]
     for name, what in (("newest", "a token"), ("admitted_version", "its admission")):
         for row in dropped[dropped[name] > top]:
-            check.accuse(_in_segment(row, f"group {row['group']}: {what} is of version {row[name]}, which never was"))
+            check.accuse(offence_at(row, f"group {row['group']}: {what} is of version {row[name]}, which never was"))
     for row in rows[(rows["oldest"] >= 0) & (rows["oldest"] < rows["admitted_version"])]:
         if row["admitted_version"] <= allowed:
             continue
         text = f"group {row['group']}, admitted at version {row['admitted_version']}, has tokens of {row['oldest']}"
-        check.accuse(_in_segment(row, text))
+        check.accuse(offence_at(row, text))
     _look_at_journal_versions(check, evidence, places, top)
     if num_lost:
         check.remarks.append(f"{num_lost} groups have tokens of versions that were lost with their steps")
@@ -171,19 +167,9 @@ def _look_at_journal_versions(check: Check, evidence: Evidence, places: Places, 
     rows = evidence.journal.rows
     for row in rows[~rows["is_sorted"]]:
         text = f"group {row['group']}: sample {row['sample']} has tokens of a version after tokens of a later one"
-        check.accuse(_in_journal(evidence, row, text))
+        check.accuse(evidence.journal.offence_at(row, text))
     is_open = np.isin(rows["group"], np.flatnonzero(np.isin(places.of, (BUFFERED, IN_FLIGHT))))
     for row in rows[is_open & ((rows["newest"] > top) | (rows["admitted_version"] > top))]:
         newest = max(row["newest"], row["admitted_version"])
         text = f"group {row['group']}: sample {row['sample']} is of version {newest}, which never was"
-        check.accuse(_in_journal(evidence, row, text))
-
-
-def _in_segment(row: NDArray[np.void] | np.void, text: str) -> Offence:
-    file = segment_name(int(row["index"]))
-    return Offence(text, group=int(row["group"]), step=int(row["step"]), file=file, row=int(row["row"]))
-
-
-def _in_journal(evidence: Evidence, row: NDArray[np.void] | np.void, text: str) -> Offence:
-    file = f"rollouts/{evidence.journal.paths[int(row['file'])].name}"
-    return Offence(text, group=int(row["group"]), sample=int(row["sample"]), file=file, row=int(row["row"]))
+        check.accuse(evidence.journal.offence_at(row, text))

@@ -7,7 +7,7 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from launch.checks.audit.columns import joined, reduced
 from launch.checks.audit.journal import MEMBERS, keys_of
+from launch.checks.audit.report import Offence
 from rlhpc.buffer.segment_reader import read_raw_columns
 from rlhpc.errors import SegmentError
 
@@ -42,17 +43,6 @@ ROW = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A rollout that breaks a rule."""
-
-    text: str
-    group: int
-    sample: int
-    index: int  # of the segment
-    row: int  # in `rollouts`
-
-
 @dataclass(slots=True)
 class SegmentEvidence:
     """What became of groups, according to segments."""
@@ -60,7 +50,7 @@ class SegmentEvidence:
     parts: list[NDArray[Any]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)  # (file, why)
-    members: list[Member] = field(default_factory=list)
+    offences: list[Offence] = field(default_factory=list)  # of members that break a rule; row: in `rollouts`
     num_rollouts: int = 0
     lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # "trained" or a reason → completions by length
     num_files: int = 0
@@ -151,8 +141,9 @@ class SegmentEvidence:
             self.lengths[name] = added(self.lengths.get(name), np.bincount(lengths[of_rollout == reason]))
 
     def _accuse(self, text: str, rows: NDArray[Any], owner: NDArray[Any], samples: NDArray[Any], row: int) -> None:
-        group = rows[owner[row]]
-        self.members.append(Member(text, int(group["group"]), int(samples[row]), int(group["index"]), row))
+        group, sample, file = int(rows["group"][owner[row]]), int(samples[row]), segment_name(int(rows["index"][0]))
+        text = f"group {group}: sample {sample} {text}"
+        self.offences.append(Offence(text, group=group, sample=sample, file=file, row=row))
 
 
 Witness = Callable[[Path, NDArray[np.int64], NDArray[Any], NDArray[Any]], None]  # path, keys, rewards, lengths
@@ -168,10 +159,15 @@ def added(left: NDArray[np.int64] | None, right: NDArray[np.int64]) -> NDArray[n
     return total
 
 
-def places_of(rows: NDArray[Any], groups: Sequence[int]) -> list[tuple[int, str, int]]:
-    """(group, name of the segment, row) of every row of some groups."""
-    chosen = rows[np.isin(rows["group"], list(groups))]
-    return [(int(row["group"]), segment_name(int(row["index"])), int(row["row"])) for row in chosen]
+def offence_at(row: NDArray[np.void] | np.void, text: str, *, forbids_going_on: bool = False) -> Offence:
+    """One of a group, at its row of SegmentEvidence.rows."""
+    group, step, file = int(row["group"]), int(row["step"]), segment_name(int(row["index"]))
+    return Offence(text, group, step, file=file, row=int(row["row"]), forbids_going_on=forbids_going_on)
+
+
+def fate_at(step: int) -> str:
+    """What became of a group, in words; below 0: no step trained it."""
+    return f"trained at step {step}" if step >= 0 else "dropped"
 
 
 def segment_name(index: int) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from launch.checks.audit.evidence import Evidence
 from launch.checks.audit.report import Check, Offence
-from launch.checks.audit.segments import segment_name
+from launch.checks.audit.segments import fate_at, offence_at, segment_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,6 @@ class Course:
 
     num_steps: int
     version: int  # after the last one; -1: not known
-    diverged: bool  # some recorded steps are void: rollouts were lost, or the guard undid them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,11 @@ def steps(evidence: Evidence) -> tuple[Check, Course]:
             _look_at_groups(check, evidence, step, sealed[step], is_last=step == last_sealed)
         version = _look_at_version(check, step, version, sealed.get(step), evidence)
     check.looked_at = f"{last + 1 - first} steps, {len(sealed)} in segments, {len(recorded)} in events"
-    diverged = evidence.events.lost_version >= 0
-    if diverged:
+    if evidence.events.lost_version >= 0:
         check.remarks.append(
             "steps that were recorded are void, since rollouts of them were lost, or the guard undid them"
         )
-    return check, Course(last + 1, version, diverged)
+    return check, Course(last + 1, version)
 
 
 def order(evidence: Evidence) -> Check:
@@ -72,8 +70,7 @@ def order(evidence: Evidence) -> Check:
         if not evidence.events.is_whole(number) or evidence.first_segment:
             continue
         mine = rows[rows["attempt"] == number]
-        groups = np.frombuffer(attempt.order, np.int64) if attempt.order else np.empty(0, np.int64)
-        fates = np.frombuffer(attempt.fates, np.int64) if attempt.fates else np.empty(0, np.int64)
+        groups, fates = np.asarray(attempt.order), np.asarray(attempt.fates)
         mine = mine[_num_restored(evidence, number, mine) :]
         length = min(len(mine), len(groups))
         said = np.where(mine["step"] >= 0, mine["step"], -2)
@@ -96,20 +93,16 @@ def _num_restored(evidence: Evidence, number: int, mine: NDArray[np.void]) -> in
     untold = [reasons.index(reason) for reason in ("verifier_error", "guard") if reason in reasons]
     is_restored = (mine["step"] < 0) & (np.isin(mine["reason"], untold) | (not events.are_whole))
     for earlier, attempt in events.attempts.items():
-        if earlier < number and attempt.order:
-            groups, fates = np.frombuffer(attempt.order, np.int64), np.frombuffer(attempt.fates, np.int64)
-            is_restored |= (mine["step"] < 0) & np.isin(mine["group"], groups[fates == -2])
-    own = np.asarray(events.attempts[number].order)
-    is_restored &= ~np.isin(mine["group"], own)
+        if earlier < number:
+            dropped = np.asarray(attempt.order)[np.asarray(attempt.fates) == -2]
+            is_restored |= (mine["step"] < 0) & np.isin(mine["group"], dropped)
+    is_restored &= ~np.isin(mine["group"], np.asarray(events.attempts[number].order))
     return len(mine) if is_restored.all() else int((~is_restored).argmax())
 
 
 def _accuse_order(check: Check, row: np.void, groups: NDArray[np.int64], fates: NDArray[np.int64], place: int) -> None:
-    fate = f"trained at step {fates[place]}" if fates[place] >= 0 else "dropped"
-    found = f"trained at step {row['step']}" if row["step"] >= 0 else "dropped"
-    text = f"group {groups[place]}, {fate}, is next according to the events, but here is group {row['group']}, {found}"
-    group, file = int(row["group"]), segment_name(int(row["index"]))
-    check.accuse(Offence(text, group=group, step=int(row["step"]), file=file, row=int(row["row"])))
+    due, found = (f"group {groups[place]}, {fate_at(fates[place])}", f"group {row['group']}, {fate_at(row['step'])}")
+    check.accuse(offence_at(row, f"{due}, is next according to the events, but here is {found}"))
 
 
 def _look_beyond(check: Check, evidence: Evidence, rest: NDArray[np.void]) -> None:
@@ -117,8 +110,7 @@ def _look_beyond(check: Check, evidence: Evidence, rest: NDArray[np.void]) -> No
     known = max(evidence.events.steps, default=-1)
     for row in rest[rest["step"] > known + 1][:1]:
         text = f"step {row['step']} is in a segment, and events end with step {known}"
-        where = segment_name(int(row["index"]))
-        check.accuse(Offence(text, group=int(row["group"]), step=int(row["step"]), file=where, row=int(row["row"])))
+        check.accuse(offence_at(row, text))
 
 
 def _sealed_steps(evidence: Evidence) -> Iterator[tuple[int, SealedStep]]:
