@@ -110,7 +110,7 @@ class SegmentEvidence:
         """Report members that are outside their group's size, and those that are there twice."""
         sizes = rows["size"][owner]
         for row in np.flatnonzero((samples < 0) | (samples >= sizes)):
-            self._accuse(f"sample {samples[row]} of a group of {sizes[row]}", rows, owner, samples, int(row))
+            self._accuse(f"of a group of {sizes[row]}", rows, owner, samples, int(row))
         within = owner.astype(np.int64) * MEMBERS + samples
         order = np.argsort(within, kind="stable")
         for row in order[1:][within[order][1:] == within[order][:-1]]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -209,6 +210,21 @@ def is_named(falsified: Falsified, audit: Audit) -> bool:
         for check in audit.checks
         for offence in check.offences
     )
+
+
+def test_a_sample_outside_its_group_is_named_once(originals: list[RunLayout], tmp_path: Path) -> None:
+    copy = RunLayout(tmp_path / "run")
+    copy_run(originals[0], copy)
+
+    def renumber(groups: list[ResolvedGroup]) -> None:
+        members = groups[0].group.members
+        rollout = replace(members[0].rollout, sample_index=9)
+        group = replace(groups[0].group, members=(replace(members[0], rollout=rollout), *members[1:]))
+        groups[0] = replace(groups[0], group=group)
+
+    edit_segment(segment_paths(copy.rollouts)[0], renumber)
+    (text,) = [offence.text for offence in check_of(audited(copy), "members").offences if offence.sample == 9]
+    assert re.fullmatch(r"group \d+: sample 9 of a group of \d", text)
 
 
 def test_damage_is_named_by_file(originals: list[RunLayout], tmp_path: Path) -> None:
