@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.checks.memory.engine import least_cache_bytes
+from launch.checks.memory.engine_verdict import refuse_small_cache
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
 from rlhpc.config import Config
@@ -229,13 +229,8 @@ def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelS
             f"generation.tensor_parallel={ranks} does not divide num_attention_heads={heads} of "
             f"{config.model.path / 'config.json'}; legal: {legal}"
         )
-    if shape is not None and generation.kv_cache_bytes is not None:
-        least = least_cache_bytes(config, shape)
-        if generation.kv_cache_bytes < least:
-            raise ConfigError(
-                f"generation.kv_cache_bytes={generation.kv_cache_bytes} cannot hold one sequence of max_prompt_tokens "
-                f"+ max_completion_tokens; legal: {least} or more"
-            )
+    if shape is not None:
+        refuse_small_cache(config, shape)
 
 
 def _parts_are_installed(config: Config) -> None:

@@ -8,16 +8,16 @@ torch keeps for itself what it has freed, so that the other process cannot have 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.checks.memory.advice import cheap_changes
 from launch.checks.memory.engine import least_cache_bytes, plan_engine
-from launch.checks.memory.engine_verdict import BUCKETS, Change, refuse_engine, refuse_small_cache
+from launch.checks.memory.engine_verdict import BUCKETS, refuse_engine, refuse_small_cache
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, plan_memory
-from launch.checks.memory.trainer_verdict import refuse_trainer
+from launch.checks.memory.trainer_verdict import Change, cheap_changes, refuse_trainer, without_needless
 from launch.plan.gpu_map import EVALUATION, GpuMap
 from rlhpc.config import Config, obeys_rules, with_values
 from rlhpc.config_effects import as_toml
@@ -162,9 +162,7 @@ def _advice(config: Config, shape: ModelShape, processes: list[str], limit: floa
         found = _with_smaller_cache(config, change, shape, processes, limit)
         if found is None:
             continue
-        for key in list(found):  # what came along and is not needed
-            fewer = {name: value for name, value in found.items() if name != key}
-            found = fewer if _fits(with_values(config, fewer), shape, processes, limit) else found
+        found = without_needless(found, lambda fewer: _fits(with_values(config, fewer), shape, processes, limit))
         need = _total(with_values(config, found), shape, processes) / GIB
         words = " ".join(f"{key}={as_toml(value)}" for key, value in found.items())
         return f"would fit: {words} ({need:.1f} GiB)"
@@ -181,13 +179,9 @@ def _changes(config: Config, processes: list[str]) -> Iterator[Change]:
     trainer: list[Change] = [{}]
     if not all(map(_is_engine, processes)):
         alone = [{f"trainer.{key}": value for key, value in each.items()} for each in cheap_changes(config)]
-        together: Change = {}
-        trainer += alone
-        for change in alone:
-            together = {**together, **change}
-            trainer.append(together)
+        trainer += [*alone, *itertools.accumulate(alone, operator.or_)]
     for cheaper, smaller in itertools.product(trainer, buckets):
-        yield {**cheaper, **smaller}
+        yield cheaper | smaller
 
 
 def _with_smaller_cache(

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from launch.checks.memory.engine import least_cache_bytes, plan_engine
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB
+from launch.checks.memory.trainer_verdict import Change
 from rlhpc.config import Config, with_values
 from rlhpc.errors import ConfigError
 
 BUCKETS = (256 << 20, 64 << 20)  # below, a broadcast is all latency
 SHARES = (0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-
-Change = dict[str, object]  # "section.key" → value
 
 
 def refuse_engine(config: Config, shape: ModelShape, memory_gib: float, gpu: str) -> None:
@@ -33,8 +32,8 @@ def refuse_small_cache(config: Config, shape: ModelShape) -> None:
     given, least = config.generation.kv_cache_bytes, least_cache_bytes(config, shape)
     if given is not None and given < least:
         raise ConfigError(
-            f"generation.kv_cache_bytes={given}: not enough for one sequence of generation.max_prompt_tokens + "
-            f"max_completion_tokens; would fit: generation.kv_cache_bytes={-(-least >> 20) << 20}"
+            f"generation.kv_cache_bytes={given} cannot hold one sequence of max_prompt_tokens + max_completion_tokens; "
+            f"legal: {least} or more"
         )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from launch.checks.memory.activations import rows_in_flight
-from launch.checks.memory.advice import advise
 from launch.checks.memory.engine import plan_engine
 from launch.checks.memory.model_shape import ModelShape, layers_of_stage
 from launch.checks.memory.plan import GIB, fullest, plan_memory
+from launch.checks.memory.trainer_verdict import advise
 from launch.checks.memory.verdict import describe_memory, judge_memory, memory_report
 from launch.cli import main
 from launch.commands.recipes import Recipe
