@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launch.commands.submit import Tell, submit_run
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
+from rlhpc.config import with_values
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -34,8 +35,7 @@ def resume_run(
             "it under Slurm, `rlhpc run RUN.toml --resume` on this machine"
         )
     old, _ = read_resolved(layout)
-    here = old.model_copy(update={"run": old.run.model_copy(update={"directory": layout.root})})
-    config = override(here, [word for word in words if "=" in word])
+    config = override(with_values(old, {"run.directory": layout.root}), [word for word in words if "=" in word])
     if config.run_directory != layout.root:
         raise ConfigError(f"run.directory={str(config.run_directory)!r}: a resume cannot leave {layout.root}")
     return submit_run(config, site_file, resume=True, fresh=False, after=after, tell=tell, resume_from=resume_from)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.commands.submit import Tell, describe_record, refuse_unfit_for_slurm, submit_jobs, write_plan
+from launch.checks.site.slurm_check import refuse_unfit
+from launch.commands.submit import Tell, describe_record, submit_jobs, write_plan
 from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.report import describe_with_scripts
 from launch.plan.site_file import load_site
@@ -56,19 +58,16 @@ def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: boo
     if not re.fullmatch(r"[+-]0*[1-9]\d{0,3}", generators):
         raise ConfigError(f"--generators {generators!r}: legal: +N to add, -N to retire, such as +2 or -1")
     layout, placement = _submitted(layout)
-    if dry_run:
-        _scale(layout, int(generators), placement, how, dry_run=True, tell=tell)
-        return
-    with submits_alone(layout.jobs / ".scaling", tell):  # otherwise two callers could use the same numbers
-        _refuse_lifeless(layout, read_records(layout))
-        _scale(layout, int(generators), placement, how, dry_run=False, tell=tell)
-
-
-def _scale(layout: RunLayout, change: int, placement: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
-    if change > 0:
-        _add(layout, change, placement, how, dry_run=dry_run, tell=tell)
-    else:
-        _retire(layout, -change, read_records(layout), dry_run=dry_run, tell=tell)
+    change = int(generators)
+    # Alone: otherwise two callers could use the same numbers.
+    with nullcontext() if dry_run else submits_alone(layout.jobs / ".scaling", tell):
+        records = read_records(layout)
+        if not dry_run:
+            _refuse_lifeless(layout, records)
+        if change > 0:
+            _add(layout, change, placement, how, dry_run=dry_run, tell=tell)
+        else:
+            _retire(layout, -change, records, dry_run=dry_run, tell=tell)
 
 
 def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
@@ -112,7 +111,7 @@ def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_ru
     if dry_run:
         tell(describe_with_scripts(plan))
         return
-    refuse_unfit_for_slurm(plan)
+    refuse_unfit(plan)
     from rlhpc.transport.keys import mint_run_keys
 
     write_plan(plan)  # before the keys: an attempt that begins now makes keys for every planned generator
@@ -167,17 +166,5 @@ def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run:
 
 def _generators_of(record: JobRecord, row: JobRow) -> list[_Added]:
     """One for a running task, several for a row of pending tasks."""
-    tasks = [row.array_task] if row.array_task is not None else _tasks(row.waiting_tasks)
-    has_begun = row.array_task is not None and row.state.name != "PENDING"
-    return [
-        _Added(record.first_replica + task, f"{row.job_id}_{task}", has_begun, row.state.name.lower()) for task in tasks
-    ]
-
-
-def _tasks(text: str) -> list[int]:
-    """ "0,2-4" as numbers."""
-    tasks: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        tasks += range(int(first), int(last or first) + 1)
-    return tasks
+    has_begun, state = row.array_task is not None and row.state.name != "PENDING", row.state.name.lower()
+    return [_Added(record.first_replica + task, f"{row.job_id}_{task}", has_begun, state) for task in row.tasks]

@@ -33,7 +33,7 @@ from launch.run_files.job_records import JobRecord, generators_of, read_records,
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.sbatch import MayBeQueued
-from rlhpc.config import Config
+from rlhpc.config import Config, with_values
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
@@ -96,9 +96,9 @@ def check(run: Submission, tell: Tell) -> None:
     findings = preflight(run.config, roles_run_here=run_here)
     preview_evaluations(run.config, roles_run_here=run_here)
     refuse_small_memory(run.config, findings, run.site, run.site_file, tell)
-    refuse_unfit_for_slurm(run.plan)
+    refuse_unfit(run.plan)
     if run.config.evaluation:
-        refuse_unfit_for_slurm(EvaluationJob.following(run.config, run.site).jobs)
+        refuse_unfit(EvaluationJob.following(run.config, run.site).jobs)
 
 
 def submit_checked(
@@ -110,7 +110,7 @@ def submit_checked(
     tell: Tell,
     resume_from: ResumePoint = NEWEST,
 ) -> list[JobRecord]:
-    """x the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
+    """Prepare the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
     layout = run.layout
     site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
     site_text = run.site_file.read_bytes()
@@ -160,9 +160,8 @@ def _submit_evaluation(run: Submission, records: Sequence[JobRecord], tell: Tell
 
 def _for_jobs(config: Config, layout: RunLayout) -> Config:
     """The settings as they apply to jobs: the directory's path on compute nodes, and the kind of sockets."""
-    run = config.run.model_copy(update={"directory": layout.root})
     kind = "tcp" if config.transport.kind == "auto" else config.transport.kind
-    return config.model_copy(update={"run": run, "transport": config.transport.model_copy(update={"kind": kind})})
+    return with_values(config, {"run.directory": layout.root, "transport.kind": kind})
 
 
 def dependency(after: str | None) -> list[str]:
@@ -196,21 +195,12 @@ def refuse_small_memory(config: Config, findings: Findings, site: Site, site_fil
     """As `rlhpc check --site`; GPUs if the site file describes them, and host memory.  Raises ConfigError."""
     if findings.shape is None or config.trainer.device == "cpu":
         return
-    known = all(section.gpu is not None or section.gpu_memory_gib is not None for section in _gpu_sections(site))
-    if known:
+    sections: tuple[GpuConfig, ...] = (site.trainer, site.generation)
+    if all(section.gpu is not None or section.gpu_memory_gib is not None for section in sections):
         judge_memory(config, findings.model, findings.shape, site, site_file)
     for line in judge_host(config, findings.shape, site, site_file):
         if line.startswith("warning"):
             tell(line)
-
-
-def _gpu_sections(site: Site) -> tuple[GpuConfig, ...]:
-    return site.trainer, site.generation
-
-
-def refuse_unfit_for_slurm(plan: JobPlan) -> None:
-    """Refuse what Slurm would refuse.  Raises ConfigError with key, value and what is legal."""
-    refuse_unfit(plan)
 
 
 # ---------------------------------------------------------------------------------------------------------- submission

@@ -31,6 +31,7 @@ _LOG_FIELD = "StdOut:1024|"
 _LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
 _SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
 _START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
+_TASKS = re.compile(r"(\d+)(?:-(\d+))?")
 _ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]))?")
 
 
@@ -61,6 +62,14 @@ class JobRow:
         if self.array_task is not None:
             return f"{self.job_id}_{self.array_task}"
         return f"{self.job_id}_[{self.waiting_tasks}]" if self.waiting_tasks else str(self.job_id)
+
+    @property
+    def tasks(self) -> list[int]:
+        """Of an array, those of this line; without such as are written in another form than "2-5,7"."""
+        if self.array_task is not None:
+            return [self.array_task]
+        found = [_TASKS.fullmatch(piece) for piece in self.waiting_tasks.split(",")]
+        return [task for each in found if each for task in range(int(each[1]), int(each[2] or each[1]) + 1)]
 
 
 @dataclass(frozen=True)

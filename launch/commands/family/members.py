@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhpc.config import Config
+from rlhpc.config import Config, with_values
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 
@@ -55,9 +56,7 @@ def members_of(run_file: Path, overrides: Sequence[str], seeds: str | None, swee
     """
     base = load_config(run_file, overrides)
     axes = _axes(sweeps) + ([_seed_axis(seeds, base.run.seed)] if seeds is not None else [])
-    num_runs = 1
-    for axis in axes:
-        num_runs *= len(axis.values)
+    num_runs = math.prod(len(axis.values) for axis in axes)
     if num_runs > MOST_RUNS:
         option = f"--seeds {seeds}" if seeds is not None and not sweeps else "--seeds and --sweep"
         hint = f"; for the one seed: --seeds {seeds}," if seeds is not None and seeds.isdecimal() else ""
@@ -119,8 +118,7 @@ def _refuse_twins(members: Sequence[Member]) -> None:
     by_settings: dict[str, Member] = {}
     by_name: dict[str, Member] = {}
     for member in members:
-        run = member.config.run.model_copy(update={"name": "", "directory": None})
-        settings = member.config.model_copy(update={"run": run}).model_dump_json()
+        settings = with_values(member.config, {"run.name": "", "run.directory": None}).model_dump_json()
         twin = by_settings.setdefault(settings, member)
         if twin is not member:
             raise ConfigError(f"--sweep: {twin.varied} and {member.varied} are the same run")

@@ -8,7 +8,7 @@ With `resume` the same command can be repeated: runs that are alive or complete 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.commands.family.members import Member
@@ -18,6 +18,7 @@ from launch.commands.submit import Submission, Tell, check, dependency, describe
 from launch.plan.report import describe_jobs
 from launch.run_directory.prepare import refuse_run_dir_for_jobs
 from launch.run_files.job_records import JobRecord, read_records
+from rlhpc.config import with_values
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 
 
@@ -101,9 +102,8 @@ def _check_each_kind(runs: Sequence[_Run], tell: Tell) -> None:
     """Runs that differ in name and seed alone have the same model, data, sizes and jobs: one of them is checked."""
     checked: set[str] = set()
     for run in runs:
-        config = run.submission.config
-        nameless = config.run.model_copy(update={"name": "", "directory": None, "seed": 0})
-        kind = config.model_copy(update={"run": nameless}).model_dump_json()
+        nameless = {"run.name": "", "run.directory": None, "run.seed": 0}
+        kind = with_values(run.submission.config, nameless).model_dump_json()
         if kind not in checked:
             checked.add(kind)
             check(run.submission, tell)
@@ -123,18 +123,11 @@ def _where_they_stand(runs: Sequence[_Run]) -> list[_Run]:
         elif found.state is State.UNKNOWN:
             raise RunDirectoryError(f"{run.root}: jobs of this run may be queued or running: Slurm does not answer")
         elif found.state.is_alive:
-            judged.append(
-                _Run(
-                    run.member,
-                    run.submission,
-                    left_alone=f"{found.state} already",
-                    controller_job=_controller_job_of(run),
-                )
-            )
+            judged.append(replace(run, left_alone=f"{found.state} already", controller_job=_controller_job_of(run)))
         elif found.state is State.COMPLETE and run.member.config.run.num_steps <= (found.figures.num_steps or 0):
-            judged.append(_Run(run.member, run.submission, left_alone="complete"))
+            judged.append(replace(run, left_alone="complete"))
         else:
-            judged.append(_Run(run.member, run.submission, resume=True))
+            judged.append(replace(run, resume=True))
     return judged
 
 

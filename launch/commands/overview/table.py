@@ -81,7 +81,7 @@ def _jobs(rows: Iterable[JobRow]) -> str:
     by_id: dict[int, Counter[str]] = {}
     for row in rows:
         if row.state.is_alive:
-            by_id.setdefault(row.job_id, Counter())[row.state.name.lower()] += _num_tasks(row)
+            by_id.setdefault(row.job_id, Counter())[row.state.name.lower()] += len(row.tasks) or 1
     said = [f"{job_id} {_states(counts)}" for job_id, counts in by_id.items()]
     more = [f"and {len(said) - _MOST_JOBS} more"] if len(said) > _MOST_JOBS else []
     return ", ".join([*said[:_MOST_JOBS], *more])
@@ -91,15 +91,6 @@ def _states(counts: Counter[str]) -> str:
     if len(counts) == 1 and counts.total() == 1:
         return next(iter(counts))
     return " ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-
-
-def _num_tasks(row: JobRow) -> int:
-    """Tasks of a row; 5 for "2-5,7"."""
-    pieces = [piece.partition("-") for piece in row.waiting_tasks.split(",")] if row.waiting_tasks else []
-    sizes = [
-        int(end or start) - int(start) + 1 for start, _, end in pieces if start.isdigit() and (end or "0").isdigit()
-    ]
-    return sum(sizes) or 1
 
 
 def _since(moment: float | None, now: float) -> str:
