@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -24,11 +25,8 @@ MOST_LINES = 10  # offences of a check that the table shows
 
 def report_audit(layout: RunLayout, *, is_quick: bool, as_json: bool) -> int:
     """Audit a run and print; returns 0 if it is clean, 1 if something is violated.  Raises ConfigError: not a run."""
-    progress = ProgressNote(sys.stderr)
-    try:
+    with closing(ProgressNote(sys.stderr)) as progress:
         audit = audit_run(layout, Depth(is_quick=is_quick), progress)
-    finally:
-        progress.close()
     print(json.dumps(as_document(layout, audit, is_quick=is_quick), indent=1) if as_json else as_table(layout, audit))
     return CLEAN if audit.is_clean else VIOLATED
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import TextIO
 
@@ -57,11 +58,8 @@ class ProgressNote:
 
 def report_run(layout: RunLayout, *, as_json: bool) -> int:
     """Check a run and print; returns 0 if it is sound, 1 if there is damage.  Raises ConfigError: not a run."""
-    progress = ProgressNote(sys.stderr)
-    try:
+    with closing(ProgressNote(sys.stderr)) as progress:
         rows = check_run(layout, progress)
-    finally:
-        progress.close()
     is_damaged = any(row.verdict is Verdict.DAMAGED for row in rows)
     print(as_document(layout, rows, is_damaged=is_damaged) if as_json else as_table(layout, rows))
     return DAMAGE if is_damaged else SOUND

@@ -18,8 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from launch.commands.overview.find import DEPTH, find_runs
-from launch.common.paths import without_dots
+from launch.commands.overview.find import DEPTH, directories_to_search, find_runs
 from rlhpc.errors import ConfigError
 from rlhpc.metrics.curves import EVENT_FILES
 from rlhpc.metrics.other_axis import AXES, OtherAxis
@@ -92,11 +91,7 @@ def _link(source: Path, place: Path) -> None:
 
 def serve_tensorboard(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, SIGTERM or an end of TensorBoard; its exit status.  Raises ConfigError: nothing to show."""
-    for directory in options.directories:
-        if not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory")
-    default = Path("runs") if Path("runs").is_dir() else Path()
-    tops = [without_dots(directory) for directory in options.directories or [default]]
+    tops = directories_to_search(options.directories)
     with tempfile.TemporaryDirectory(prefix="rlhpc-tensorboard-") as directory:
         view = EventView(Path(directory), tops, options.axis)
         view.find()

@@ -24,11 +24,6 @@ def first_records(source: Source, number: int) -> list[str]:
     return [*blocks, f"{len(source.records):,} records" + (f", {rest:,} not shown" if rest else "")]
 
 
-def prompt_lines(text: str) -> list[str]:
-    """A prompt, each of its lines indented, without what a terminal would obey."""
-    return [f"  | {printable_line(line)}" for line in text.split("\n")]
-
-
 def _as_fields(record: Record) -> list[str]:
     width = max(map(len, record.fields), default=0)
     return [record.source, *(f"  {name:<{width}}  {_value(value)}" for name, value in record.fields.items())]
@@ -46,7 +41,7 @@ def _as_prompt(source: Source, record: Record) -> list[str]:
     over = "" if length is not None and length <= source.max_prompt_tokens else ", too many"
     head = f"{record.source}  {length:,} tokens{limit}{over}{', chat template' if is_chat else ''}"
     tail = [f"  reference  {printable(_cut(reference))}"] + ([f"  task       {task}"] if task else [])
-    return [head, *prompt_lines(text), *tail]
+    return [head, *(f"  | {printable_line(line)}" for line in text.split("\n")), *tail]
 
 
 def _value(value: Any) -> str:

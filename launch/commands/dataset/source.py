@@ -6,7 +6,7 @@ Input: a dataset or a run file, a model, settings.  Output: Sources.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from launch.commands.evaluate.settings import UNUSED
 from rlhpc.config import Config
 from rlhpc.config_data import DataConfig
 from rlhpc.config_file import load_config, settled
-from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.reasoning_gym_source import PREFIX
@@ -35,14 +34,8 @@ class Source:
     data: DataConfig
     records: Sequence[Record]
     tokenizer: PromptTokenizer | None
+    form: PromptForm | None  # with a model
     max_prompt_tokens: int  # ANY_LENGTH: nobody said
-    dialogue: DialogueTemplate | None = None  # where an environment goes on from the prompts
-    form: PromptForm | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.tokenizer is not None:
-            limits = {"max_prompt_tokens": self.max_prompt_tokens, "max_completion_tokens": ANY_LENGTH}
-            object.__setattr__(self, "form", PromptForm(self.data, self.tokenizer, **limits, dialogue=self.dialogue))
 
     def prompts(self) -> tuple[list[tuple[str, bool] | None], list[str]]:
         """The text of every prompt, None for a record that makes none, and why; needs a model."""
@@ -80,16 +73,13 @@ def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Sou
     limit = config.generation.max_prompt_tokens
     has_dialogues = any(each.environment for each in config.data)
     dialogue = dialogue_template(config, tokenizer) if tokenizer is not None and has_dialogues else None
-    return [
-        Source(
-            each,
-            records_of(each),
-            tokenizer,
-            each.max_prompt_tokens or limit,
-            dialogue if each.environment else None,
-        )
-        for each in config.data
-    ]
+    found = []
+    for each in config.data:
+        limits = {"max_prompt_tokens": each.max_prompt_tokens or limit, "max_completion_tokens": ANY_LENGTH}
+        goes_on = dialogue if each.environment else None
+        form = None if tokenizer is None else PromptForm(each, tokenizer, **limits, dialogue=goes_on)
+        found.append(Source(each, records_of(each), tokenizer, form, limits["max_prompt_tokens"]))
+    return found
 
 
 def _settings(data: Path, words: Sequence[str]) -> Config:

@@ -6,7 +6,6 @@ reviewed and sent.  Guarantees: only the user can read the file (mode 600); it i
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -96,18 +95,12 @@ def report_text(
 def _machine() -> str:
     versions = {name: version for name in probe.PACKAGES if (version := probe.version_of(name))}
     driver, kernel, libc = probe.driver() or "none", platform.release(), " ".join(platform.libc_ver())
-    rows = {"rlhpc": _own_version(), "python": platform.python_version(), "kernel": kernel, "libc": libc}
+    own = probe.version_of("rlhpc") or "not installed: run from a checkout"
+    rows = {"rlhpc": own, "python": platform.python_version(), "kernel": kernel, "libc": libc}
     rows |= {"machine": platform.machine(), "torch is for CUDA": probe.torch_cuda() or "none", "driver": driver}
     return "\n".join(
         f"{name}: {value}" for name, value in (rows | versions | {"compiler": _json(probe.compiler())}).items()
     )
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("rlhpc")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed: run from a checkout"
 
 
 def _json(document: object) -> str:

@@ -83,7 +83,8 @@ def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> 
         return
     refuse_unfit(job.jobs)
     with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=options.fresh, tell=_tell):
-        job.tell(job.submit(), _tell)
+        submitted = job.submit()
+        _tell(f"submitted job {submitted}; it says how far it is in {job.directory / f'job-{submitted}.log'}")
         _tell(f"figures come into {job.directory / SUMMARY}; the same command without --site prints them")
 
 

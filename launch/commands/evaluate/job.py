@@ -67,10 +67,6 @@ class EvaluationJob:
         write_atomically(path, self.script.encode(), mode=0o700)  # [prologue.environment] may be private
         return submit_script(path, options, record=record)
 
-    def tell(self, job: int, tell: Callable[[str], None]) -> None:
-        """Say where to look for it."""
-        tell(f"submitted job {job}; it says how far it is in {self.directory / f'job-{job}.log'}")
-
 
 def _plan(config: Config, directory: Path, site: Site) -> JobPlan:
     """One task for all engines, whose command shares the GPUs out."""

@@ -38,11 +38,7 @@ def requests_of(options: argparse.Namespace, target: Target) -> list[Request]:
     """The dataset of the command, or those of the run's file.  Raises ConfigError: none, or both say something."""
     if options.data is not None:
         return [_of_command(options)]
-    return tables_of(options, target.settings)
-
-
-def tables_of(options: argparse.Namespace, settings: Config | None) -> list[Request]:
-    """Those of the run's file.  Raises ConfigError: there is none, or an option says what its keys say."""
+    settings = target.settings
     if settings is None or not settings.evaluation:
         raise ConfigError(f"{options.model}: DATA is missing; only a run has default datasets, in [[evaluation]]")
     for key in _OF_TABLES:

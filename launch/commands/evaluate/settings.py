@@ -17,16 +17,8 @@ from rlhpc.config_data import AGENT, DataConfig
 from rlhpc.config_file import settled
 from rlhpc.errors import ConfigError
 
-OPEN = (
-    "data",
-    "generation",
-    "rewards",
-    "sandbox",
-    "instructions",
-    "composite",
-    "judge",
-    "environment",
-)  # sections that the words may change
+# Sections that the words may change.
+OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "composite", "judge", "environment")
 OPEN_KEYS = ("model.dtype", "model.chat_template_kwargs", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 _NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "levels": [], "settings": {}}

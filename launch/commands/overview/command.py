@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from launch.commands.arguments import MOST_ROWS
-from launch.commands.overview.find import DEPTH
+from launch.commands.overview.find import DEPTH, directories_to_search
 from launch.commands.overview.standing import State, is_mine
 from launch.commands.overview.survey import survey
 from launch.commands.overview.table import document_of, lines_of
-from launch.common.paths import without_dots
 from launch.common.text_table import printable
 from rlhpc.errors import ConfigError
 
 
 def list_runs(options: argparse.Namespace) -> int:
     """Print the list; returns exit status 0.  Raises ConfigError: no such directory, no such state."""
-    wanted, tops = _states(options.state), _tops(options.directories)
+    wanted, tops = _states(options.state), directories_to_search(options.directories)
     depth = DEPTH if options.depth is None else options.depth
     if depth < 0:
         raise ConfigError(f"--depth {depth}: legal: 0, which is DIR alone, or more")
@@ -35,15 +33,6 @@ def list_runs(options: argparse.Namespace) -> int:
     nothing = f"no run {'of that state ' if mine else ''}below {', '.join(map(str, tops))}, nor in the queue"
     print("\n".join([*(lines or [nothing]), *(f"note: {printable(note)}" for note in notes)]))
     return 0
-
-
-def _tops(given: list[Path]) -> list[Path]:
-    """Absolute, so that it equals the queue's name of the directory."""
-    for directory in given:
-        if not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory")
-    default = Path("runs") if Path("runs").is_dir() else Path()
-    return [without_dots(directory) for directory in given or [default]]
 
 
 def _states(text: str | None) -> set[str]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.common.paths import without_dots
+from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
 DEPTH = 4  # levels below the directory that is given
@@ -96,6 +98,18 @@ def find_runs(tops: Iterable[Path], depth: int = DEPTH) -> Found:
         more = f", and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
         found.remarks.append(f"not read: {unreadable[0]}{more}")
     return found
+
+
+def directories_to_search(given: Sequence[Path]) -> list[Path]:
+    """Those that are given, or runs/ if it exists, or the current one.  Raises ConfigError: no such directory.
+
+    Absolute, so that it equals the queue's name of the directory.
+    """
+    for directory in given:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory}: no such directory")
+    default = Path("runs") if Path("runs").is_dir() else Path()
+    return [without_dots(directory) for directory in given or [default]]
 
 
 def run_at(root: Path) -> RunFiles | None:
