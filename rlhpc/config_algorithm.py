@@ -99,6 +99,12 @@ class AlgorithmConfig(Section):
     ("recompute").  A-3PO: interpolated by staleness ("loglinear").  PPO: the sampler's ("behaviour")."""
 
     @property
+    def own_formulas(self) -> list[tuple[str, str]]:
+        """(key, package.module:function) of the user's own loss and estimator."""
+        named = (("loss", self.loss, LOSSES), ("advantage", self.advantage, ADVANTAGES))
+        return [(f"algorithm.{key}", value) for key, value, built_in in named if value not in built_in]
+
+    @property
     def num_optimiser_steps(self) -> int:
         """On one batch."""
         return self.minibatches * self.epochs

@@ -2,6 +2,7 @@
 
     rollouts/journal_NNNNNN.h5, rollouts/events_NNNNNN.jsonl ─▶ rows of `rlhpc check RUN_DIR`
 
+Also the work that a resume would repeat: the steps after the checkpoint that it starts from.
 Guarantees: a run that is going on, or was killed, is sound: the end of a file may be half written, and the oldest files
 are deleted once checkpoints hold what they say.  One file is in memory at a time.
 """
@@ -31,7 +32,7 @@ def journal_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
     for number, path in enumerate(paths, start=1):
         progress(f"{path.name} ({number} of {len(paths)})")
         try:
-            content = _read_twice(path)
+            content = read_settled_journal(path)
             rows = [*_journal_damage(content), *_not_in_sequence(before, content)]
         except (JournalError, OSError) as error:
             if not path.exists():  # deleted meanwhile, and all before it
@@ -57,7 +58,7 @@ def event_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         try:
             file = read_events(path)
         except JournalError as error:
-            course.lose_track()
+            course.knows_all = False  # some events are missing
             if not path.exists():  # deleted meanwhile
                 continue
             rows = [Row("events", path.name, Verdict.DAMAGED, str(error))]
@@ -97,12 +98,38 @@ def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | N
         yield Row("journal", layout.rollouts.name, Verdict.DAMAGED, text)
 
 
+def replay_cost(layout: RunLayout, step: int | None) -> Iterator[Row]:
+    """How many recorded steps follow the chosen checkpoint (None: the beginning), and how long their training took."""
+    seconds = dict[int, float]()
+    try:
+        for event in _events(layout):
+            if isinstance(event, Began) and not event.goes_on:
+                seconds.clear()
+            elif isinstance(event, Trained):
+                seconds[event.step] = event.metrics.get("step_s", 0.0)
+    except (JournalError, OSError):
+        return  # its row stands above
+    again = sorted(done for done in seconds if done >= (step or 0))
+    if again:
+        since = f"the checkpoint of step {step}" if step else "the beginning"
+        took_s = sum(seconds[done] for done in again)
+        text = f"{len(again)} steps since {since} ({again[0]} to {again[-1]}) are trained again, from the journal"
+        yield Row(
+            "replay", layout.rollouts.name, Verdict.NOTE, f"{text}: {took_s:.1f} s as they took; nothing is sampled"
+        )
+
+
 def _known_to(layout: RunLayout, step: int | None) -> int:
     """Number of the last rollout before the point that a resume goes on from."""
     if step is not None:
         return int(read_saved_state(layout, step).buffer["journal"]["num_rollouts"])
-    events = (event for path in _found(event_paths, layout) for event in read_events(path).events.values())
-    return max((event.num_rollouts for event in events if isinstance(event, Began) and not event.goes_on), default=0)
+    begun = (event for event in _events(layout) if isinstance(event, Began) and not event.goes_on)
+    return max((event.num_rollouts for event in begun), default=0)
+
+
+def _events(layout: RunLayout) -> Iterator[object]:
+    """Of all files.  Raises JournalError, OSError."""
+    return (event for path in _found(event_paths, layout) for event in read_events(path).events.values())
 
 
 def _found(paths_in: Callable[[Path], list[Path]], layout: RunLayout) -> list[Path]:
@@ -127,8 +154,11 @@ class _Numbers:
         return cls(content.path, content.layout.attempt, last)
 
 
-def _read_twice(path: Path) -> JournalContent:
-    """What is damaged is read again: a reader that a writer overtakes misses a row, and finds the next ones whole."""
+def read_settled_journal(path: Path) -> JournalContent:
+    """What is damaged is read again: a reader that a writer overtakes misses a row, and finds the next ones whole.
+
+    Raises JournalError, OSError.
+    """
     content = read_journal(path)
     return read_journal(path) if content.damaged_rows else content
 
@@ -179,10 +209,6 @@ class _Course:
 
     admitted: set[int] = field(default_factory=set)
     knows_all: bool = False  # whether every admission since the run began, or began over, was seen
-
-    def lose_track(self) -> None:
-        """Some events are missing."""
-        self.knows_all = False
 
     def follow(self, file: EventFile) -> Iterator[str]:
         """What cannot have happened, in words.  Nothing is said that a damaged line may explain."""

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlhpc.config import Config
-from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, DataConfig
 from rlhpc.config_environment import LIBRARIES
 from rlhpc.config_sandbox import is_code
@@ -39,7 +38,6 @@ from rlhpc.types import Verdict
 NO_ANSWER = "I do not know."
 _MOST_RECORDS = 1000  # among which the first of each task is looked for
 _MOST_S = 120.0  # for the imports of a formula
-_SHOWN_CHARACTERS = 40
 _LEGAL = (
     "legal: f(completion, reference) that returns a number, a bool, a dict with a reward or a RewardOutcome; or "
     "f(completions, references) that returns a list of these"
@@ -57,7 +55,8 @@ class _Trial:
 
 def try_own_code(config: Config) -> list[str]:
     """A line for each reward function.  Raises ConfigError for whatever would fail in a run."""
-    _try_formulas(config)
+    for key, path in config.algorithm.own_formulas:
+        _try_formula(key, path)
     if config.agent.function:
         _try_agent(config)
     trials = list(_trials(config))
@@ -175,13 +174,6 @@ def _try_agent(config: Config) -> None:
             asyncio.run(AgentProcesses(config.agent.function, ()).try_start())
         except RoleFailed as error:
             raise ConfigError(str(error).removeprefix("no agent can be started: ")) from error
-
-
-def _try_formulas(config: Config) -> None:
-    named = (("loss", config.algorithm.loss, LOSSES), ("advantage", config.algorithm.advantage, ADVANTAGES))
-    for key, value, built_in in named:
-        if value not in built_in:
-            _try_formula(f"algorithm.{key}", value)
 
 
 def _try_formula(key: str, path: str) -> None:

@@ -16,7 +16,6 @@ from launch.checks.memory.engine_verdict import refuse_small_cache
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
 from rlhpc.config import Config
-from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD
 from rlhpc.config_environment import LIBRARIES
 from rlhpc.config_sandbox import runs_programs
@@ -62,7 +61,8 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     _refuse_unfit_engine(config, model, shape)
     if roles_run_here:
         _parts_are_installed(config)
-    _own_code_is_there(config)
+    for key, path in config.algorithm.own_formulas:  # tried where they are used, when the run starts
+        look_up(key, path)
     return _look_at_prompts(config, model, tokenizer, shape, roles_run_here=roles_run_here)
 
 
@@ -115,7 +115,9 @@ def _look_at_prompts(
             f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'}); "
             f"legal: {positions} or less together"
         )
-    found = _looked_through(config)
+    found = validate_datasets(
+        config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox)
+    )
     for dataset, summary in zip(config.data, found, strict=True):
         tokens = tokenizer.encode_rendered(summary.example)
         refuse_unknown_tokens(model, config.model.path, tokens, summary.example_source)
@@ -135,10 +137,6 @@ def _refuse_thinking_that_never_ends(end: str, tokenizer: PromptTokenizer, found
             f"data.thinking_end={end!r}: the prompt of {found.example_source} ends with it already, so completions "
             "lack it; legal: leave it out, or a chat template that lets the model think"
         )
-
-
-def _looked_through(config: Config) -> list[DatasetSummary]:
-    return validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox))
 
 
 def _tasks_are_there(config: Config) -> None:
@@ -164,14 +162,6 @@ def _environments_are_there(config: Config) -> None:
         look_up("agent.function", config.agent.function)
     if config.environment.corpus is not None:
         open_collection(config.environment.corpus)
-
-
-def _own_code_is_there(config: Config) -> None:
-    """Losses and estimators of the user's own; they are tried where they are used, when the run starts."""
-    algorithm = config.algorithm
-    for key, value, built_in in (("advantage", algorithm.advantage, ADVANTAGES), ("loss", algorithm.loss, LOSSES)):
-        if value not in built_in:
-            look_up(f"algorithm.{key}", value)
 
 
 def _model_of(config: Config, *, is_trained: bool = True) -> tuple[dict[str, Any], PromptTokenizer]:

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.checks.journal_check import beginning_that_is_needed, event_rows, first_rollout, journal_rows
+from launch.checks.journal_check import beginning_that_is_needed, event_rows, first_rollout, journal_rows, replay_cost
 from launch.checks.partial_check import partial_rows
-from launch.checks.replay_cost import replay_cost
 from launch.checks.run_rows import Progress, Row, Verdict, listed
 from launch.run_directory.inputs import differences, look_at_inputs, read_inputs
 from rlhpc.buffer.segment_files import segment_paths

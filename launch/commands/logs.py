@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.commands.job_status import is_slurm_run, look_at_run
+from launch.common.paths import written_unix_s
 from launch.common.text_table import escaped
 from launch.run_directory.owner import launcher_of
 from rlhpc.errors import RunDirectoryError
@@ -99,10 +100,10 @@ def _newest(files: list[LogFile]) -> list[LogFile]:
     last = max((file.attempt for file in files), default=-1)
     of_name = {file.name: file for file in files if file.attempt >= 0}  # sorted: the last of each name stays
     batch = [file for file in files if file.attempt < 0]
-    newest = max((_age(file.path) for file in batch), default=0.0)
+    newest = max((written_unix_s(file.path) for file in batch), default=0.0)
     return [
         *(file for file in of_name.values() if file.attempt == last or file.name.startswith(("generator-", "reward-"))),
-        *(file for file in batch if _age(file.path) > newest - 86400),
+        *(file for file in batch if written_unix_s(file.path) > newest - 86400),
     ]
 
 
@@ -129,13 +130,6 @@ def _by_number(name: str) -> tuple[str, int]:
     """generator-10 comes after generator-9."""
     kind, _, number = name.rpartition("-")
     return (kind, int(number)) if number.isdigit() else (name, -1)
-
-
-def _age(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 # ----------------------------------------------------------------------------------------------------------- following

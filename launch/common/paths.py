@@ -1,4 +1,4 @@
-"""Paths: as users give them, and how long those of temporary files may be."""
+"""Paths: as users give them, when they were written, and how long those of temporary files may be."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def as_typed(path: Path) -> Path:
 def without_dots(path: Path) -> Path:
     """Absolute path, with ".." resolved as the file system does: `link/..` is the parent of the link's target."""
     return path.resolve() if ".." in path.parts else path.absolute()
+
+
+def written_unix_s(path: Path) -> float:
+    """When a file or directory last changed; 0: it is not there, or may not be looked at."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

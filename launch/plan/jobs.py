@@ -100,6 +100,11 @@ class JobPlan:
     is_elastic: bool = False  # added to a run whose plan is another
 
     @property
+    def components(self) -> tuple[Component, ...]:
+        """Of all jobs, in order."""
+        return tuple(component for job in self.jobs for component in job.components)
+
+    @property
     def plan_file(self) -> Path:
         """This plan as JSON, for the supervisor."""
         return self.layout.scripts / f"{self.jobs[0].name}.json" if self.is_elastic else self.layout.job_plan

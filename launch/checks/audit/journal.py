@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from launch.checks.audit.columns import joined
 from launch.checks.audit.events import EventEvidence
 from launch.checks.audit.report import Offence
+from launch.checks.journal_check import read_settled_journal
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_layout import JournalLayout
-from rlhpc.buffer.journal_reader import read_journal, read_rollout_rows
+from rlhpc.buffer.journal_reader import read_rollout_rows
 from rlhpc.errors import JournalError
 from rlhpc.types import Verdict
 
@@ -114,9 +115,7 @@ def _quick_rows(path: Path) -> tuple[JournalLayout, NDArray[Any], int]:
 
 
 def _verified_rows(path: Path) -> tuple[JournalLayout, NDArray[Any], int]:
-    content = read_journal(path)
-    if content.damaged_rows:  # a row that was just being written is whole the next time
-        content = read_journal(path)
+    content = read_settled_journal(path)
     rows = np.zeros(len(content.records), ROW)
     for row, record in zip(rows, content.records, strict=True):
         rollout, versions = record.scored.rollout, record.scored.rollout.versions

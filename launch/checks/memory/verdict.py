@@ -85,13 +85,14 @@ def describe_memory(plan: tuple[RankMemory, ...]) -> str:
 
 def describe_engine(need: EngineMemory) -> str:
     """The same for one GPU of a generator."""
-    rows: tuple[tuple[str, int], ...] = (
-        ("weights", need.weights),
-        ("KV cache, at least", need.kv_cache),
-        ("new weights, arriving", need.beside),
-    )
-    rows += (("CUDA, activations", need.allowance), ("all, at least", need.total))
-    lines = [f"  {text:<34}{value / GIB:>10.2f}" for text, value in rows]
+    rows = {
+        "weights": need.weights,
+        "KV cache, at least": need.kv_cache,
+        "new weights, arriving": need.beside,
+        "CUDA, activations": need.allowance,
+        "all, at least": need.total,
+    }
+    lines = [f"  {text:<34}{value / GIB:>10.2f}" for text, value in rows.items()]
     return "\n".join(["engine      estimate, GiB a GPU", *lines])
 
 

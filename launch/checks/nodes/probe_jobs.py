@@ -74,7 +74,7 @@ def probe_nodes(plan: JobPlan, timeout_s: float) -> Reports:
     reports = Reports(_prepare(directory))
     probes: list[_Probe] = []
     try:
-        for component in [part for job in plan.jobs for part in job.components]:
+        for component in plan.components:
             part = probe_component(component)
             script = directory / f"{part.name}.sbatch"
             script.write_text(probe_script(plan, part, directory), encoding="utf-8")
@@ -84,7 +84,7 @@ def probe_nodes(plan: JobPlan, timeout_s: float) -> Reports:
                 reports.failed[part.name] = str(error)
         _attend(_Round(directory, probes, reports, Deadline(timeout_s)))
     finally:
-        reports.left_behind = _clean_up(directory, [part.name for job in plan.jobs for part in job.components])
+        reports.left_behind = _clean_up(directory, [part.name for part in plan.components])
     return reports
 
 

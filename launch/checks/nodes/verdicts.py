@@ -28,7 +28,7 @@ _PREFIXES = {
 def judge(reports: Reports, plan: JobPlan, config: Config | None, timeout_s: float) -> list[Finding]:
     """Findings of each component, then of the connections between them.  config: None without a run file."""
     findings: list[Finding] = []
-    for component in [part for job in plan.jobs for part in job.components]:
+    for component in plan.components:
         findings += _job(component.name, reports, timeout_s)
         for name in (component.name, f"{component.name}-1"):
             if (ready := reports.ready.get(name)) is not None:

@@ -7,7 +7,7 @@ partitions are listed, what only some of them refuse is a warning.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from launch.checks.finding import Finding, Verdict
@@ -44,7 +44,7 @@ def candidate_nodes(component: Component, facts: ClusterFacts) -> list[NodeFacts
     found = {
         node.name: node for partition in partitions_of(component, facts) for node in facts.nodes_of(partition.name)
     }
-    return [node for node in found.values() if all(is_fit(node) for is_fit in _demands(component))]
+    return [node for node in found.values() if _could_hold(node, component)]
 
 
 def _what(component: Component) -> str:
@@ -195,7 +195,7 @@ def _size(
     yield from misfits
     if misfits:
         return
-    fit = [node for node in nodes if all(is_fit(node) for is_fit in _demands(component))]
+    fit = [node for node in nodes if _could_hold(node, component)]
     if not fit:
         text = f"no node of partition {name!r} has the GPUs, CPUs, memory and features together"
         key, legal = f"{component.name}.partition", "legal: less of one of them"
@@ -252,14 +252,10 @@ def _no_gpus(component: Component, name: str, nodes: tuple[NodeFacts, ...]) -> F
     return Finding(f"{component.name}.gpus_per_node", str(component.gpus_per_node), "fail", text, legal)
 
 
-def _demands(component: Component) -> list[Callable[[NodeFacts], bool]]:
+def _could_hold(node: NodeFacts, component: Component) -> bool:
     constraint = component.allocation.constraint
-    return [
-        lambda node: _has_gpus(component, node),
-        lambda node: _cpus(component) <= node.cpus,
-        lambda node: _memory_mib(component) <= node.memory_mib,
-        lambda node: constraint is None or fulfils(constraint, node.features),
-    ]
+    has_room = _cpus(component) <= node.cpus and _memory_mib(component) <= node.memory_mib
+    return _has_gpus(component, node) and has_room and (constraint is None or fulfils(constraint, node.features))
 
 
 def _has_gpus(component: Component, node: NodeFacts) -> bool:

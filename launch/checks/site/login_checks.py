@@ -187,7 +187,7 @@ def _python(prologue: PrologueConfig) -> Finding:
     key = "prologue.python"
     if program is None:
         return Finding(key, prologue.python, "warn", "no such program here", "compute nodes may have it; see below")
-    found = _said(program, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])")
+    found = output_of(program, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])")
     parts = tuple(int(part) for part in found.split(".")) if found.replace(".", "").isdigit() else (0,)
     if parts < (3, 9):
         text = f"is Python {found or 'of an unknown version'}; the supervisor needs 3.9"
@@ -198,7 +198,8 @@ def _python(prologue: PrologueConfig) -> Finding:
 def _modules(prologue: PrologueConfig) -> Finding:
     """`module` is a function of the shell; a login shell has it where the site has modules at all."""
     names = " ".join(prologue.modules)
-    said = _said("bash", "-lc", 'command -v module >/dev/null && module -t avail "$@" 2>&1', "bash", *prologue.modules)
+    asks = 'command -v module >/dev/null && module -t avail "$@" 2>&1'
+    said = output_of("bash", "-lc", asks, "bash", *prologue.modules)
     missing = [name for name in prologue.modules if name.split("/")[0] not in said]
     if not said:
         return Finding("prologue.modules", names, "warn", "no module command here", "compute nodes may have it")
@@ -208,7 +209,8 @@ def _modules(prologue: PrologueConfig) -> Finding:
     return Finding("prologue.modules", names, "pass", "listed by `module avail`")
 
 
-def _said(*words: str) -> str:
+def output_of(*words: str) -> str:
+    """What a program prints; "" if it cannot be started or takes longer than 30 s."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     except (subprocess.TimeoutExpired, OSError):

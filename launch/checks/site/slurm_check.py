@@ -43,7 +43,7 @@ def find_unfit(plan: JobPlan) -> list[Finding]:
 
 def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     """Hold a plan against a cluster."""
-    findings = [finding for job in plan.jobs for part in job.components for finding in check_component(part, facts)]
+    findings = [finding for part in plan.components for finding in check_component(part, facts)]
     # Sums of what does not exist mean nothing.
     if not any(finding.verdict == "fail" and not finding.sbatch_decides for finding in findings):
         findings += _sums(plan, facts)
@@ -87,7 +87,7 @@ def try_components(plan: JobPlan, skip: set[str] | None = None) -> list[Finding]
     """
     findings = []
     with tempfile.TemporaryDirectory(prefix="rlhpc-") as scratch:
-        for component in [part for job in plan.jobs for part in job.components if part.name not in (skip or ())]:
+        for component in [part for part in plan.components if part.name not in (skip or ())]:
             script = Path(scratch, f"{component.name}.sbatch")
             lines = [f"#SBATCH {directive}" for directive in component_directives(component)]
             script.write_text("\n".join(["#!/bin/sh", *lines, "true", ""]), encoding="utf-8")
@@ -231,9 +231,9 @@ def _submissions(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     if "limits" not in facts.enforced:
         return
     number = sum((job.array_size or 1) * len(job.components) for job in plan.jobs)
-    accounts = {part.allocation.account or facts.default_account for job in plan.jobs for part in job.components}
+    accounts = {part.allocation.account or facts.default_account for part in plan.components}
     limits = [each.max_submit for each in facts.associations or () if each.account in accounts and each.max_submit]
-    wanted = {part.allocation.qos for job in plan.jobs for part in job.components}
+    wanted = {part.allocation.qos for part in plan.components}
     limits += [qos.max_submit for qos in facts.qos if qos.name in wanted and qos.max_submit]
     if limits and number > min(limits):
         text = f"Slurm counts {number} jobs, and at most {min(limits)} may be submitted at once (MaxSubmitJobs)"

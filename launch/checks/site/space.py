@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from launch.checks.finding import Finding, Verdict
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import ELEMENT_BYTES, GIB
+from launch.checks.site.login_checks import output_of
 from launch.checks.site.shared_directory import filesystem_type
 from rlhpc.config import Config
 
@@ -24,7 +24,6 @@ STATE_BYTES = 12  # a parameter: master and two moments in float32
 TOKEN_BYTES = 12  # of a rollout in a segment before compression: token, log-probability, version
 INODES = 2_000  # files of a run: checkpoints of some ranks, segments, logs, metrics; rounded up
 _TIGHT = 2.0  # times the forecast
-_TOOL_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +109,9 @@ def _of_filesystem(directory: Path) -> Room:
 def _quotas(directory: Path) -> Iterator[Room]:
     if shutil.which("lfs") is not None and filesystem_type(directory) == "lustre":
         for option, name, owner in (("-u", "user", os.getuid()), ("-g", "group", directory.stat().st_gid)):
-            yield from parse_lfs(_said("lfs", "quota", "-q", option, str(owner), str(directory)), f"{name}'s quota")
+            yield from parse_lfs(output_of("lfs", "quota", "-q", option, str(owner), str(directory)), f"{name}'s quota")
     elif shutil.which("quota") is not None:
-        yield from parse_quota(_said("quota", "-w", "-p", "-f", str(directory)), "quota")
-
-
-def _said(*words: str) -> str:
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_TOOL_S, check=False)
-    except subprocess.TimeoutExpired:
-        return ""
-    return done.stdout
+        yield from parse_quota(output_of("quota", "-w", "-p", "-f", str(directory)), "quota")
 
 
 def parse_lfs(text: str, source: str) -> Iterator[Room]:

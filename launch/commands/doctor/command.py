@@ -66,8 +66,7 @@ def _look(options: Any, run_file: Path | None) -> tuple[list[Finding], Reports |
     if getattr(options, "quick", False) or is_broken:
         return findings, None
     timeout_s = float(getattr(options, "timeout_s", None) or TIMEOUT_S)
-    jobs = sum(len(job.components) for job in plan.jobs)
-    sys.stderr.write(f"submitting {jobs} jobs of a few seconds; waiting at most {timeout_s:.0f} s\n")
+    sys.stderr.write(f"submitting {len(plan.components)} jobs of a few seconds; waiting at most {timeout_s:.0f} s\n")
     reports = probe_nodes(plan, timeout_s)
     return [*findings, *judge(reports, plan, config, timeout_s)], reports
 

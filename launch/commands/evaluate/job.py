@@ -74,7 +74,7 @@ def _plan(config: Config, directory: Path, site: Site) -> JobPlan:
         site = site.model_copy(update={"generation": site.evaluation})
     config = with_values(config, {"run.directory": directory, "run.name": "evaluation"})
     plan = plan_jobs(config, site, shared_layout(config, site))
-    component = _on_one_node(next(part for job in plan.jobs for part in job.components if part.name == "generation"))
+    component = _on_one_node(next(part for part in plan.components if part.name == "generation"))
     return replace(plan, jobs=(Job("evaluation", (component,)),))
 
 

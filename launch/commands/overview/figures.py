@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.commands.overview.find import RunFiles
+from launch.common.paths import written_unix_s
 from launch.run_files.events import read_document
 from launch.run_files.exit_records import read_failures
 from launch.run_files.run_state import saved_step
@@ -48,7 +49,7 @@ def read_figures(files: RunFiles) -> Figures:
     first, last = _attempts(layout.attempts) if "attempts.jsonl" in names else ({}, {})
     settings = files.config.get("run")
     settings = settings if isinstance(settings, dict) else {}
-    written = {name: _written(files.root / name) for name in _WRITTEN_BY_LIFE if name in names}
+    written = {name: written_unix_s(files.root / name) for name in _WRITTEN_BY_LIFE if name in names}
     step = _integer(status.get("step"))
     if step is None and "summary.json" in names:
         step = _integer(read_document(layout.summary).get("steps"))
@@ -118,13 +119,6 @@ def _object(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _number(value: object) -> float | None:
