@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Self
 
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.healing import PATIENCE_S, restore
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import LONGEST_ROOT
 from launch.dev_cluster.shape import ClusterShape
 from rlhpc.errors import RoleFailed, RunDirectoryError
+from tests.slurm.healing import PATIENCE_S, restore
 
 
 class Stand:

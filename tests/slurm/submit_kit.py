@@ -11,13 +11,13 @@ from typing import Any
 
 from launch.cli import main
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.healing import restore
 from launch.run_directory.prepare import prepare_run_dir_for_jobs
 from launch.run_files.job_records import JobRecord, read_records, write_record
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT, Lab
 from tests.slurm.cluster_kit import submit
+from tests.slurm.healing import restore
 
 LATER = "--begin=now+1hour"  # jobs that stay in the queue
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from launch.dev_cluster.faults import cut, declare_up, heal
 from launch.dev_cluster.namespaces import require
 from launch.dev_cluster.shape import Times, default_shape
 from rlhpc.errors import ConfigError
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_kit import MakeCluster
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, role_pids
+from tests.slurm.faults import cut, declare_up, heal
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.processes import Process, process, wait_gone
@@ -18,6 +17,7 @@ from launch.dev_cluster.shape import default_shape
 from launch.plan.report import srun_sizes
 from launch.plan.script import component_directives, render_command
 from rlhpc.errors import RoleFailed
+from tests.slurm import faults
 from tests.slurm.cluster_kit import (
     MakeCluster,
     all_processes,

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.faults import crash_node, start_controller, start_node, stop_controller
 from rlhpc.training.checkpoint.directory import latest_complete
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, held_by, role_pids, trained_in_vain
+from tests.slurm.faults import crash_node, start_controller, start_node, stop_controller
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
 

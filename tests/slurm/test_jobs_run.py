@@ -9,10 +9,10 @@ import time
 import pytest
 
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.faults import crash_node, start_node
 from tests.ring.run_kit import Lab, last_scalar
 from tests.slurm.cluster_kit import submit, wait_state
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, role_pids, trained_in_vain
+from tests.slurm.faults import crash_node, start_node
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
 GAP_S = 60  # between the first job and the last

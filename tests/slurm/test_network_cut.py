@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster import faults, namespaces
+from launch.dev_cluster import namespaces
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.processes import process, wait_gone
 from launch.dev_cluster.shape import ClusterShape, default_shape
 from rlhpc.errors import ConfigError
+from tests.slurm import faults
 from tests.slurm.cluster_kit import (
     MakeCluster,
     all_processes,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from launch.checks.site.slurm_check import find_unfit, refuse_unfit, try_components
-from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.installation import SlurmMissing
 from launch.dev_cluster.packages import obtain
@@ -17,6 +16,7 @@ from launch.plan.jobs import JobPlan
 from launch.slurm.cluster_facts import ask_cluster
 from launch.slurm.commands import SlurmError
 from rlhpc.errors import ConfigError
+from tests.slurm import faults
 from tests.slurm.cluster_kit import MakeCluster, known_jobs, seconds_of
 from tests.slurm.doctor_kit import plan_of, turned_to
 

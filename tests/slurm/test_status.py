@@ -14,7 +14,6 @@ import pytest
 
 from launch.commands.logs import show_logs
 from launch.commands.status import render_status
-from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
 from launch.run_files.job_records import JobRecord, write_record
 from launch.slurm.queue import QueueLook, look_at_jobs
@@ -22,6 +21,7 @@ from launch.slurm.reasons import is_stuck, reason_in_words
 from launch.slurm.states import STATES, EndedBy, Life
 from rlhpc.errors import RoleFailed
 from rlhpc.run_layout import RunLayout
+from tests.slurm import faults
 from tests.slurm.cluster_kit import MakeCluster, job_output, seconds_of, submit, wait_state, wait_until
 from tests.slurm.rows_kit import row_of, rows_of, status_of, wait_name, wait_reason, wait_row
 
