@@ -125,7 +125,7 @@ def _submit(options: argparse.Namespace) -> int:
 
     resume_from = resume_point(options)
     if is_family(options):
-        from launch.commands.family.command import submit_family_of
+        from launch.commands.family.submit import submit_family_of
 
         refuse_resume_point(options)
         return submit_family_of(options, _tell)

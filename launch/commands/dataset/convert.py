@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from launch.commands.dataset.source import Source
@@ -78,18 +77,13 @@ def _kept(source: Source, options: argparse.Namespace) -> list[Record]:
         for place in range(len(texts))
         if all((low or 0) <= lengths[what][place] <= _most(high) for what, (low, high) in given.items())
     ]
-    return [source.records[place] for place in (_distinct(places, texts) if options.distinct else places)]
+    if options.distinct:  # the first of each text
+        places = sorted({texts[place]: place for place in reversed(places)}.values())
+    return [source.records[place] for place in places]
 
 
 def _most(bound: int | None) -> float:
     return float("inf") if bound is None else bound
-
-
-def _distinct(places: Sequence[int], texts: Sequence[object]) -> list[int]:
-    first: dict[object, int] = {}
-    for place in places:
-        first.setdefault(texts[place], place)
-    return list(first.values())
 
 
 def _draw(record: Record) -> float:

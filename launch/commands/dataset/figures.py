@@ -6,6 +6,7 @@ Input: Source.  Output: lines.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,14 +65,11 @@ def _prompts(source: Source) -> list[str]:
 
 def _references(source: Source) -> list[str]:
     assert source.form is not None
-    found: list[str] = []
-    faults = []
-    tasks: dict[str, int] = {}
+    found, faults, tasks = list[str](), list[str](), Counter[str]()
     for record in source.records:
         try:
             found.append(source.form.reference(record))
-            task = source.form.task(record)
-            tasks[task] = tasks.get(task, 0) + 1
+            tasks[source.form.task(record)] += 1
         except DataError as error:
             faults.append(str(error))
     share = len([each for each in found if each.strip()]) / len(source.records)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from launch.commands.evaluate.past import lines_about, past_evaluations
+from launch.commands.evaluate.processes import end_all
 from launch.plan.gpu_map import EVALUATION, VARIABLE, GpuMap
 from launch.run_files.exit_records import last_error_line
 from rlhpc.config import Config
@@ -37,14 +38,8 @@ class EvaluationBesideRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            end_all([self._process], END_S)
 
     @property
     def log(self) -> Path:

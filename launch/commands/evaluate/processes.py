@@ -12,12 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from launch.commands.evaluate.sample_count import SampleCount
 from launch.common.text_table import span
 from launch.plan.gpu_map import VARIABLE, GpuMap
 from launch.run_files.exit_records import last_error_line
@@ -27,6 +26,7 @@ from rlhpc.errors import RoleFailed
 from rlhpc.evaluation.settings import EvaluationSettings
 from rlhpc.parent_death import die_with
 
+BLOCK_BYTES = 1 << 20
 LOOK_S = 0.2
 FIRST_WORD_S, WORD_S = 10.0, 30.0  # between two lines about progress: at first, and later
 END_S = 10.0  # for a process that was asked to end; then it is killed
@@ -60,14 +60,14 @@ def sample_all(
     descriptor: of the directory's lock, which they keep.  Raises RoleFailed; KeyboardInterrupt for SIGTERM too.
     """
     num_shares = settings.config.generation.num_replicas
-    count = SampleCount(directory)
+    count = _SampleCount(directory)
     progress = _Progress(settings.num_samples, count.look(), tell)
     with ExitStack() as stack:
         temporary = private_temporary_directory()
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         stack.enter_context(_sigterm_interrupts())
         running: dict[int, subprocess.Popen[bytes]] = {}
-        stack.callback(_end, running)
+        stack.callback(lambda: end_all(running.values(), END_S))
         for index in range(num_shares):
             running[index] = _start(directory, index, num_shares, gpus, descriptor, temporary)
         while running:
@@ -105,12 +105,13 @@ def _start(
         )
 
 
-def _end(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    for process in running.values():
+def end_all(processes: Collection[subprocess.Popen[bytes]], patience_s: float) -> None:
+    """Ask them to end; each that has not after its time is killed."""
+    for process in processes:
         process.terminate()
-    for process in running.values():
+    for process in processes:
         try:
-            process.wait(END_S)
+            process.wait(patience_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -135,6 +136,25 @@ def _sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class _SampleCount:
+    """How many samples all processes have written: counts lines, and reads none again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self._num_lines = 0
+
+    def look(self) -> int:
+        """Whole lines of all files.  Raises OSError."""
+        for path in self._directory.glob("samples-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                while block := file.read(BLOCK_BYTES):
+                    self._num_lines += block.count(b"\n")
+                self._read[path] = file.tell()
+        return self._num_lines
 
 
 class _Progress:

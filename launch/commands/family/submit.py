@@ -7,11 +7,12 @@ With `resume` the same command can be repeated: runs that are alive or complete 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.commands.family.members import Member
+from launch.commands.family.members import Member, members_of
 from launch.commands.overview.standing import State
 from launch.commands.overview.survey import survey
 from launch.commands.submit import Submission, Tell, check, dependency, describe_record, prepare, submit_checked
@@ -47,6 +48,21 @@ class _Run:
     @property
     def root(self) -> Path:
         return self.submission.layout.root
+
+
+def submit_family_of(options: argparse.Namespace, tell: Tell) -> int:
+    """The command: submit, or with --dry-run print; returns exit status 0.  Raises as submit_family does."""
+    if options.wait:
+        raise ConfigError("--wait: only for a single run; `rlhpc list` shows several")
+    members = members_of(options.run_file, options.overrides, options.seeds, options.sweep)
+    if options.dry_run:
+        dependency(options.after)
+        tell(describe_family(members, options.site_file, options.chain))
+        return 0
+    how = How(options.resume, options.fresh, options.chain, options.after)
+    roots = submit_family(members, options.site_file, how, tell)
+    tell(f"next        rlhpc list {roots[0].parent}\n            rlhpc stop {roots[0]}")
+    return 0
 
 
 def describe_family(members: Sequence[Member], site_file: Path, chain: bool) -> str:
