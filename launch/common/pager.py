@@ -30,11 +30,8 @@ def print_paged(lines: Iterable[str], environment: Mapping[str, str] = os.enviro
 
 def _started(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str] | None:
     """None: there is no such program."""
-    settings = {
-        "LESS": "FRX",
-        "LESSCHARSET": "utf-8",
-        **environment,
-    }  # as git does: less exits if everything fits on one screen
+    # As git does: less exits if everything fits on one screen.
+    settings = {"LESS": "FRX", "LESSCHARSET": "utf-8", **environment}
     try:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, env=settings, text=True, encoding="utf-8", errors="replace"

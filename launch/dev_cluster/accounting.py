@@ -54,7 +54,7 @@ def lines_of_slurm_conf(layout: ClusterLayout, port: int) -> list[str]:
 
 def database_command(layout: ClusterLayout, installation: Installation, user: str) -> list[str]:
     """MariaDB's server command, with settings that keep it small."""
-    share = _share(installation)
+    share = _system_tables(installation)[0].parent  # where its messages are, too
     return [
         *(installation.program(DATABASE), "--no-defaults", f"--user={user}"),
         *(f"--datadir={layout.database}/data", f"--tmpdir={layout.database}/tmp"),
@@ -92,11 +92,6 @@ def prepare_database(
     )
     if done.returncode:
         raise RoleFailed(f"mariadbd cannot create a database: {(done.stderr or 'no output').strip().splitlines()[-1]}")
-
-
-def _share(installation: Installation) -> Path:
-    """Where MariaDB's messages and tables are."""
-    return _system_tables(installation)[0].parent
 
 
 def _system_tables(installation: Installation) -> list[Path]:

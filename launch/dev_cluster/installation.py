@@ -77,9 +77,8 @@ class Installation:
         if not self.prefix:
             return {}
         added = {"PATH": os.pathsep.join(map(str, self.directories))}
-        if not (
-            self.prefix / OWN_LIBRARIES
-        ).is_dir():  # otherwise its programs know them, and a job's programs must not find them
+        # With libraries of its own its programs know where these are, and a job's programs must not find them.
+        if not (self.prefix / OWN_LIBRARIES).is_dir():
             added["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, [self.plugins, self.plugins.parent]))
         return added
 

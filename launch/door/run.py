@@ -173,7 +173,7 @@ def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:
     for seen in rollouts:
         of_parts = {f"part_{name}": value for name, value in seen.reward_parts.items()}
         parts |= dict.fromkeys(of_parts)
-        rows.append(_row(seen) | of_parts)
+        rows.append({name: value(seen) for name, value in _FRAME.items()} | of_parts)
     return {name: [row.get(name) for row in rows] for name in (*_FRAME, *parts)}
 
 
@@ -199,7 +199,3 @@ _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
     "reference": lambda seen: seen.reference,
     "detail": lambda seen: seen.detail,
 }
-
-
-def _row(seen: SeenRollout) -> dict[str, Any]:
-    return {name: value(seen) for name, value in _FRAME.items()}

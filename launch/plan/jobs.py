@@ -25,7 +25,7 @@ from launch.plan.site_file import (
 )
 from launch.plan.site_values import slurm_time
 from launch.run_files.plan_file import Share
-from rlhpc.config import Config
+from rlhpc.config import Config, with_values
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
@@ -164,7 +164,7 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
     cluster = _cluster_of(site)
     _refuse_one_machine(config)
     _refuse_directory(layout, cluster)
-    one = config.model_copy(update={"generation": config.generation.model_copy(update={"num_replicas": 1})})
+    one = with_values(config, {"generation.num_replicas": 1})
     section = site.generation.model_copy(update={"nodes": None})
     share = Share("generator", 1, wanted.first_replica)
     component = _gpu_component("generation", share, generation_shape(one, section), section, site.common)

@@ -30,9 +30,8 @@ from rlhpc.run_layout import RunLayout
 
 Tell = Callable[[str], None]
 
-SILENCE_S = (
-    20.0  # without a sign of life from another machine, where a controller writes twice a second: it counts as dead
-)
+# Without a sign of life from another machine, where a controller writes twice a second: it counts as dead.
+SILENCE_S = 20.0
 RENEW_S = 2.0
 LEAVE_S = 10.0  # for processes of a dead launcher to exit; the kernel has signalled them, and they need about 4 s
 KILL_S = 10.0  # for the kernel to end what was killed

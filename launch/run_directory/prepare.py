@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.common.paths import written_unix_s
 from launch.plan.processes import process_names
 from launch.run_directory.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
@@ -105,7 +106,7 @@ def prepare_run_dir_for_jobs(
     """
     is_untouched = layout.is_run and num_attempts(layout) == 0
     refuse_open_directory(layout, tell)
-    with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
+    with own_run(layout, lambda _: None, may_take_over=resume or fresh or is_untouched):
         exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if renewal is not None:
             choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
@@ -226,7 +227,7 @@ def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
             f"{layout.root}: jobs of this run are queued or running: {', '.join(map(str, living))}; "
             f"`rlhpc stop {layout.root}` stops them"
         )
-    silent_s = _age_s(layout.status)
+    silent_s = time.time() - written_unix_s(layout.status)  # of a status that is not there, half a century
     if look.trouble and (must_know or silent_s < LIVES_ELSEWHERE_S):
         raise RunDirectoryError(f"{layout.root}: jobs of this run may be queued or running: {look.trouble}")
 
@@ -241,18 +242,6 @@ def _refuse_complete(config: Config, layout: RunLayout) -> None:
 def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
     if step > config.run.num_steps:
         raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}")
-
-
-def _age_s(path: Path) -> float:
-    """Seconds since it was written; infinite if it does not exist."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return float("inf")
-
-
-def _say_nothing(_: str) -> None:
-    """Ignore the progress message: the submission reports the result."""
 
 
 def _delete_contents(layout: RunLayout) -> None:

@@ -5,12 +5,12 @@ A file that is missing or incomplete counts as absent; nothing here raises for i
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.run_files.events import read_document
 from rlhpc.files import is_listed
 from rlhpc.run_layout import RunLayout
 
@@ -47,7 +47,7 @@ class Attempt:
 
 def read_attempt(layout: RunLayout) -> Attempt | None:
     """Read attempt.json."""
-    document = _read(layout.attempt)
+    document = read_document(layout.attempt)
     try:
         return Attempt.parse(document)
     except KeyError:
@@ -130,7 +130,7 @@ class Progress:
 
 def read_progress(layout: RunLayout) -> Progress | None:
     """Read status.json."""
-    document = _read(layout.status)
+    document = read_document(layout.status)
     try:
         return Progress(
             attempt=document.get("attempt", -1),
@@ -157,14 +157,6 @@ def needed_to_stop_s(progress: Progress | None, life_s: float) -> float:
         return margin_s
     save_s = 2.0 * progress.save_s if progress.save_s > 0 else min(FIRST_SAVE_S, life_s / 10)
     return margin_s + 1.5 * progress.step_s + save_s
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return document
 
 
 def _exists(path: Path) -> bool:

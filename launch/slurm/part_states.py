@@ -53,16 +53,9 @@ def _of_all(states: list[str]) -> str:
 
 
 def _squeue(bases: set[str]) -> str:
-    words = (
-        "squeue",
-        "--all",
-        "--noheader",
-        "--states=all",
-        "--format=%A|%i|%T|%N",
-        f"--jobs={','.join(sorted(bases))}",
-    )
+    words = ("squeue", "--all", "--noheader", "--states=all", "--format=%A|%i|%T|%N")
     try:
-        return slurm(*words)
+        return slurm(*words, f"--jobs={','.join(sorted(bases))}")
     except SlurmError as error:
         if "Invalid job id" in str(error):  # it was asked for one job, and that one is forgotten
             return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launch.slurm.commands import SlurmError, slurm
 from launch.slurm.states import JobState, state_of
-from launch.slurm.values import duration_s
+from launch.slurm.values import duration_s, task_numbers
 
 ANSWER_S = 12.0
 BLINK_S = 2.0  # squeue is repeated after an immediate failure, not after a slow one
@@ -31,7 +31,6 @@ _LOG_FIELD = "StdOut:1024|"
 _LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
 _SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
 _START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
-_TASKS = re.compile(r"(\d+)(?:-(\d+))?")
 _ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]))?")
 
 
@@ -65,11 +64,8 @@ class JobRow:
 
     @property
     def tasks(self) -> list[int]:
-        """Of an array, those of this line; without such as are written in another form than "2-5,7"."""
-        if self.array_task is not None:
-            return [self.array_task]
-        found = [_TASKS.fullmatch(piece) for piece in self.waiting_tasks.split(",")]
-        return [task for each in found if each for task in range(int(each[1]), int(each[2] or each[1]) + 1)]
+        """Of an array, those of this line."""
+        return task_numbers(self.waiting_tasks) if self.array_task is None else [self.array_task]
 
 
 @dataclass(frozen=True)
