@@ -13,7 +13,7 @@ from launch.common.paths import without_dots
 from launch.plan.shape import generation_shape, trainer_shape
 from launch.plan.site_file import Site
 from launch.prediction.measured import Measured, measure
-from launch.prediction.report import Prediction, as_json, as_text, guesses_among, left_out_of
+from launch.prediction.report import Prediction, as_json, as_text, guesses_among
 from launch.prediction.ring import RingShape
 from launch.prediction.sources import LengthOptions, lengths_of, rates_of
 from launch.prediction.splits import Price, other_splits, recommended, this_split
@@ -71,15 +71,14 @@ def _price(config: Config, site: Site, start_s: float) -> Price:
 
 def _left_out(config: Config) -> list[str]:
     """What of this run changes its pace and is not simulated."""
-    return left_out_of(
-        [
-            (config.admission.oversample > 0, f"admission.oversample={config.admission.oversample:g}"),
-            (config.run.deterministic, "run.deterministic=true"),
-            (any(dataset.environment for dataset in config.data), "what environments take to answer"),
-            (config.largest_group > config.admission.group_size, "groups of more than admission.group_size"),
-            (config.has_critic, "the critic's own time"),
-        ]
-    )
+    settings = {
+        f"admission.oversample={config.admission.oversample:g}": config.admission.oversample > 0,
+        "run.deterministic=true": config.run.deterministic,
+        "what environments take to answer": any(dataset.environment for dataset in config.data),
+        "groups of more than admission.group_size": config.largest_group > config.admission.group_size,
+        "the critic's own time": config.has_critic,
+    }
+    return [words for words, is_on in settings.items() if is_on]
 
 
 def _differences(config: Config, measured: Measured | None) -> list[str]:

@@ -17,7 +17,7 @@ from launch.common.optional_package import optional_module
 from launch.common.paths import without_dots
 from launch.reading.metric_table import metric_table
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection
-from launch.reading.run_figures import document_of
+from launch.run_files.events import read_document
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.metrics.curves import Curve, read_curves
 from rlhpc.run_layout import RunLayout
@@ -64,7 +64,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """The resolved run file, by section and key.  Raises ConfigError: config.json is damaged."""
-        settings = document_of(self._layout, "config").get("config")
+        settings = read_document(self._layout.config).get("config")
         if not isinstance(settings, dict):
             raise ConfigError(f"{self._layout.config}: damaged")
         return settings
@@ -72,12 +72,12 @@ class Run:
     @property
     def status(self) -> dict[str, Any]:
         """status.json: phase, step, roles; {} before the first start."""
-        return document_of(self._layout, "status")
+        return read_document(self._layout.status)
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """summary.json, the figures of the whole run; None until it is complete."""
-        return document_of(self._layout, "summary") or None
+        return read_document(self._layout.summary) or None
 
     @property
     def step(self) -> int:

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from launch.prediction.lengths import DrawnGroup, RecordedLengths
 from launch.prediction.rates import Figure
 from launch.prediction.ring import RingShape
-from launch.reading.run_figures import RunFigures, read_figures
+from launch.reading.run_figures import RunFigures, columns_of_segments, read_figures
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.segment_reader import read_columns
-from rlhpc.errors import ConfigError, SegmentError
+from rlhpc.errors import ConfigError
 from rlhpc.metrics.curves import Curve
 from rlhpc.packing.cost import FlopCost
 from rlhpc.run_layout import RunLayout
@@ -229,11 +228,7 @@ def _of_start(layout: RunLayout, steps: Curve) -> dict[str, float]:
 def _groups(layout: RunLayout) -> list[_Group]:
     """Trained and zero-variance groups, complete ones only; damaged files are skipped."""
     found = []
-    for path in sorted(layout.rollouts.glob("segment_*.h5")):
-        try:
-            columns = read_columns(path, _COLUMNS)
-        except SegmentError:
-            continue
+    for columns in columns_of_segments(layout, _COLUMNS):
         lengths = np.diff(columns["rollouts/token_offsets"])
         prompts = np.diff(columns["groups/prompt_offsets"])
         borders = columns["groups/rollout_offsets"]

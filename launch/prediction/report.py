@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -199,8 +198,3 @@ def guesses_among(rates: Rates, lengths: Lengths) -> list[str]:
         return []
     which = ", ".join(names) if len(names) <= _FEW else f"{len(names)} figures"
     return [f"guessed, and perhaps off by half: {which}; measured runs (--from RUN_DIR) and [rates] are better"]
-
-
-def left_out_of(settings: Sequence[tuple[bool, str]]) -> list[str]:
-    """The words of the settings that are on."""
-    return [words for is_set, words in settings if is_set]

@@ -7,7 +7,7 @@ run that is too young gets no recommendations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from launch.reading.run_figures import RunFigures
 from rlhpc.config import obeys_rules, with_values
@@ -45,35 +45,34 @@ def _reader(figures: RunFigures) -> Reader:
     return lambda name: figures.mean_of(name) or 0.0
 
 
-def _balance(figures: RunFigures, mean: Reader) -> list[str]:
+def _balance(figures: RunFigures, mean: Reader) -> Iterator[str]:
     """Generators and trainer should wait for each other as little as possible."""
     generators, trainer = mean("generator/idle_ratio"), mean("trainer/idle_ratio")
     number = max(1, round(mean("generator/live")))
     if generators > IDLE and trainer < _OTHER:
         enough = max(1, math.ceil(number * (1 - generators) / 0.95))
         fewer = f"{enough} instead of {number} would do" if enough < number else "fewer would not do"
-        return [
+        yield (
             f"Generators idle {generators:.0%}, trainer {trainer:.0%}: a step waits for the trainer. Generators: "
             f"{fewer}; or give the trainer more GPUs (trainer.num_ranks)."
-        ]
+        )
     planned = figures.config.generation.num_replicas if figures.config is not None else 0
     if trainer > IDLE and mean("generator/live") < planned - 0.2:
-        return [
+        yield (
             f"Trainer idle {trainer:.0%}: of {planned} generators {mean('generator/live'):.1f} were alive on average; "
             "the list of events shows when the others were lost."
-        ]
-    if trainer > IDLE and generators < _OTHER:
+        )
+    elif trainer > IDLE and generators < _OTHER:
         wanted = math.ceil(number / max(0.05, 1 - trainer))
         how = f"generation.num_replicas={wanted}"
         if figures.layout.job_plan.exists() and not figures.summary:  # submitted and still running
             how = f"`rlhpc scale RUN_DIR --generators +{wanted - number}`"
-        return [
+        yield (
             f"Trainer idle {trainer:.0%}, generators {generators:.0%}: batches wait for rollouts. {wanted} generators "
             f"instead of {number} would feed it at this speed ({how})."
-        ]
-    if trainer > IDLE and generators > IDLE:
-        return [_both_wait(figures, mean, generators, trainer)]
-    return []
+        )
+    elif trainer > IDLE and generators > IDLE:
+        yield _both_wait(figures, mean, generators, trainer)
 
 
 def _both_wait(figures: RunFigures, mean: Reader, generators: float, trainer: float) -> str:
@@ -94,99 +93,87 @@ def _can_be_in_parts(figures: RunFigures, mean: Reader) -> bool:
     return obeys_rules(with_values(config, {"admission.step_parts": 4}))
 
 
-def _spread(figures: RunFigures, mean: Reader) -> list[str]:
+def _spread(figures: RunFigures, mean: Reader) -> Iterator[str]:
     share, easy = mean("reward/zero_spread_share"), mean("group/all_correct_share")
-    if share < 0.4:
-        return []
     why = "too easy" if easy > share / 2 else "too hard"
-    return [
-        f"{share:.0%} of finished groups have zero reward variance and teach nothing, mostly because prompts are "
-        f"{why}: [curriculum] rests such prompts, which would save up to {share:.0%} of sampling."
-    ]
+    if share >= 0.4:
+        yield (
+            f"{share:.0%} of finished groups have zero reward variance and teach nothing, mostly because prompts are "
+            f"{why}: [curriculum] rests such prompts, which would save up to {share:.0%} of sampling."
+        )
 
 
-def _truncation(figures: RunFigures, mean: Reader) -> list[str]:
+def _truncation(figures: RunFigures, mean: Reader) -> Iterator[str]:
     share, longest = mean("length/truncated_share"), mean("length/completion_max")
-    if share < 0.1:
-        return []
-    return [
-        f"{share:.0%} of completions are cut off at {longest:.0f} tokens: raise generation.max_completion_tokens, or "
-        "mask them ([shaping])."
-    ]
+    if share >= 0.1:
+        yield (
+            f"{share:.0%} of completions are cut off at {longest:.0f} tokens: raise generation.max_completion_tokens, "
+            "or mask them ([shaping])."
+        )
 
 
-def _packing(figures: RunFigures, mean: Reader) -> list[str]:
+def _packing(figures: RunFigures, mean: Reader) -> Iterator[str]:
     fill, rows = mean("packing/fill"), mean("packing/num_microbatches")
-    if not 0 < fill < 0.6:
-        return []
     budget = figures.config.trainer.token_budget if figures.config is not None else 0
-    return [
-        f"Micro-batches are {fill:.0%} full ({rows:.1f} per rank and step): trainer.token_budget={budget} is more "
-        "than a rank can fill; use more groups per step, or a smaller budget, which saves memory."
-    ]
+    if 0 < fill < 0.6:
+        yield (
+            f"Micro-batches are {fill:.0%} full ({rows:.1f} per rank and step): trainer.token_budget={budget} is more "
+            "than a rank can fill; use more groups per step, or a smaller budget, which saves memory."
+        )
 
 
-def _lockstep(figures: RunFigures, mean: Reader) -> list[str]:
+def _lockstep(figures: RunFigures, mean: Reader) -> Iterator[str]:
     slowdown = mean("packing/lockstep_slowdown")
-    if slowdown < 1.15:
-        return []
-    return [
-        f"The slowest rank has {slowdown - 1:.0%} more work than the mean, and the others wait for it: more groups per "
-        "step (admission.groups_per_step) would even that out."
-    ]
+    if slowdown >= 1.15:
+        yield (
+            f"The slowest rank has {slowdown - 1:.0%} more work than the mean, and the others wait for it: more groups "
+            "per step (admission.groups_per_step) would even that out."
+        )
 
 
-def _preemptions(figures: RunFigures, mean: Reader) -> list[str]:
+def _preemptions(figures: RunFigures, mean: Reader) -> Iterator[str]:
     curve = figures.curves.get("generator/preemptions")
     total = curve.last if curve is not None else 0.0
-    if not total > 0.02 * max(1, figures.sampled.num_rollouts):
-        return []
-    return [
-        f"Engines have preempted {total:.0f} rollouts for lack of KV cache and recomputed them: lower "
-        "generation.max_num_seqs, or give the cache more memory."
-    ]
+    if total > 0.02 * max(1, figures.sampled.num_rollouts):
+        yield (
+            f"Engines have preempted {total:.0f} rollouts for lack of KV cache and recomputed them: lower "
+            "generation.max_num_seqs, or give the cache more memory."
+        )
 
 
-def _verifier(figures: RunFigures, mean: Reader) -> list[str]:
+def _verifier(figures: RunFigures, mean: Reader) -> Iterator[str]:
     share, queued = mean("reward/verifier_error_share"), mean("reward/queued")
-    said = []
     if share > 0.01:
-        said.append(
+        yield (
             f"{share:.1%} of verdicts are verifier errors, whose groups are dropped: "
             "`rlhpc rollouts RUN_DIR --verdict verifier_error` shows why."
         )
     if queued > 100:
-        said.append(f"{queued:.0f} completions are queued at the reward services: raise rewards.workers_per_replica.")
-    return said
+        yield f"{queued:.0f} completions are queued at the reward services: raise rewards.workers_per_replica."
 
 
-def _policy(figures: RunFigures, mean: Reader) -> list[str]:
-    said = []
+def _policy(figures: RunFigures, mean: Reader) -> Iterator[str]:
     ess, clipped = figures.mean_of("policy/ess"), mean("policy/clip_high_share")
     if ess is not None and ess < 0.3:
-        said.append(f"The effective sample size is {ess:.0%}: lower admission.max_staleness or the learning rate.")
+        yield f"The effective sample size is {ess:.0%}: lower admission.max_staleness or the learning rate."
     if clipped > 0.3:
-        said.append(f"{clipped:.0%} of tokens are clipped from above: the learning rate is too high for this batch.")
-    return said
+        yield f"{clipped:.0%} of tokens are clipped from above: the learning rate is too high for this batch."
 
 
-def _checkpoints(figures: RunFigures, mean: Reader) -> list[str]:
+def _checkpoints(figures: RunFigures, mean: Reader) -> Iterator[str]:
     blocked, step_s = mean("time/checkpoint_s"), mean("time/step_s") or 1.0
     every = figures.config.checkpoint.every_steps if figures.config is not None else 0
-    if not every or blocked / (every * step_s) < 0.02:
-        return []
-    share = blocked / (every * step_s)
-    return [
-        f"Checkpoints block training for {blocked:.1f} s each, {share:.0%} of the time: raise "
-        f"checkpoint.every_steps={every}."
-    ]
+    if every and (share := blocked / (every * step_s)) >= 0.02:
+        yield (
+            f"Checkpoints block training for {blocked:.1f} s each, {share:.0%} of the time: raise "
+            f"checkpoint.every_steps={every}."
+        )
 
 
-def _losses(figures: RunFigures, mean: Reader) -> list[str]:
-    lost, kept = (figures.curves.get(f"{name}") for name in ("generator/tokens_lost_total", "tokens/generated_total"))
-    if lost is None or kept is None or not lost.last > 0.01 * kept.last:
-        return []
-    share = lost.last / (lost.last + kept.last)
-    return [
-        f"{share:.1%} of tokens were lost with generators: lower buffer.partial_interval_tokens or partial_interval_s."
-    ]
+def _losses(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    lost, kept = map(figures.curves.get, ("generator/tokens_lost_total", "tokens/generated_total"))
+    if lost is not None and kept is not None and lost.last > 0.01 * kept.last:
+        share = f"{lost.last / (lost.last + kept.last):.1%}"
+        yield (
+            f"{share} of tokens were lost with generators: lower buffer.partial_interval_tokens or partial_interval_s."
+        )

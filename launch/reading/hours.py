@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.reading.happenings import Story
-from launch.reading.run_figures import document_of
+from launch.run_files.events import read_document
 from rlhpc.metrics.curves import Curve
 from rlhpc.roles.controller.metrics.timeline import WORKS
 from rlhpc.run_layout import RunLayout
@@ -67,8 +67,8 @@ def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Ho
 def gpus_of(layout: RunLayout) -> dict[str, int]:
     """GPUs of one process of each role, as the run's plan says."""
     found = {"trainer": 0, "generator": 0}
-    for name in ("job_plan", "local_plan"):
-        for job in document_of(layout, name).get("jobs", []):
+    for plan in (layout.job_plan, layout.local_plan):
+        for job in read_document(plan).get("jobs", []):
             for part in job["components"]:
                 shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
                 for share in part["roles"]:

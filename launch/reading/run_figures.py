@@ -5,14 +5,16 @@ Input: a run directory, also of a running run.  Output: RunFigures.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.run_files.events import read_document
 from rlhpc.buffer.segment_reader import read_columns
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
@@ -85,25 +87,16 @@ def read_figures(layout: RunLayout) -> RunFigures:
         layout,
         read_curves(layout.tensorboard),
         read_sampled(layout),
-        document_of(layout, "status"),
-        document_of(layout, "summary"),
+        read_document(layout.status),
+        read_document(layout.summary),
         settings_of(layout),
         config,
     )
 
 
-def document_of(layout: RunLayout, name: str) -> dict[str, Any]:
-    """One of the run's JSON files; {} if it is missing or incomplete."""
-    try:
-        document = json.loads(getattr(layout, name).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def settings_of(layout: RunLayout) -> dict[str, Any]:
     """The resolved run file, by section and key; without what is of another form where it is damaged."""
-    settings = document_of(layout, "config").get("config")
+    settings = read_document(layout.config).get("config")
     if not isinstance(settings, dict):
         return {}
     return {name: keys for name, keys in settings.items() if isinstance(keys, dict | list)}
@@ -112,11 +105,7 @@ def settings_of(layout: RunLayout) -> dict[str, Any]:
 def read_sampled(layout: RunLayout) -> Sampled:
     """Read single columns of segments, without checksums; unreadable parts are left out."""
     sampled = Sampled()
-    for path in sorted(layout.rollouts.glob("segment_*.h5")):
-        try:
-            columns = read_columns(path, _COLUMNS)
-        except SegmentError:
-            continue
+    for columns in columns_of_segments(layout, _COLUMNS):
         sizes = np.diff(columns["groups/rollout_offsets"])
         lengths = np.diff(columns["rollouts/token_offsets"])
         age = columns["groups/trained_version"] - columns["groups/admitted_version"]
@@ -128,6 +117,13 @@ def read_sampled(layout: RunLayout) -> Sampled:
         sampled.dropped.update(str(reason) for reason in columns["groups/drop_reason"] if reason)
         sampled.num_groups += len(sizes)
     return sampled
+
+
+def columns_of_segments(layout: RunLayout, names: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
+    """These columns of each segment, in order, without checksums; one that cannot be read is left out."""
+    for path in sorted(layout.rollouts.glob("segment_*.h5")):
+        with suppress(SegmentError):
+            yield read_columns(path, names)
 
 
 def _count(how_often: Counter[int], values: NDArray[np.int64]) -> None:

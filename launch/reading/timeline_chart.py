@@ -84,9 +84,7 @@ def legend(story: Story) -> list[tuple[str, str]]:
 
 def meaning_of(what: str) -> str:
     """What a process did, in words."""
-    if what in (WORKS, SILENT):
-        return {WORKS: "works", SILENT: "gives no sign of life"}[what]
-    return f"waits for {what}"
+    return {WORKS: "works", SILENT: "gives no sign of life"}.get(what, f"waits for {what}")
 
 
 def colour_of(what: str) -> str:

@@ -78,7 +78,7 @@ def last_events(layout: RunLayout) -> list[Event]:
 
 def last_outcome(layout: RunLayout, name: str) -> str:
     """Outcome of a job's last life, such as "given_up: …" (launch/run_files/outcome.py); "" if it left none."""
-    for line in _lines_from_the_end(layout.job_events(name)):
+    for line in lines_from_the_end(layout.job_events(name)):
         try:
             said = json.loads(line)
             if said["event"] in ("verdict", "life"):  # a later life has begun, and has no outcome yet
@@ -99,7 +99,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def _last_event(path: Path) -> Event | None:
     name = path.name.removesuffix(".events.jsonl")
-    for line in _lines_from_the_end(path):
+    for line in lines_from_the_end(path):
         try:
             said = json.loads(line)
             return Event(name, float(said["unix_time_s"]), str(said["event"]), str(said["text"]))
@@ -108,7 +108,8 @@ def _last_event(path: Path) -> Event | None:
     return None
 
 
-def _lines_from_the_end(path: Path) -> Iterator[bytes]:
+def lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """Lines of the last 16 KiB of a file, the last one first, and the first one perhaps cut; none without a file."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)

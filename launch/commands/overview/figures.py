@@ -13,12 +13,11 @@ from typing import Any
 
 from launch.commands.overview.find import RunFiles
 from launch.common.paths import written_unix_s
-from launch.run_files.events import read_document
+from launch.run_files.events import lines_from_the_end, read_document
 from launch.run_files.exit_records import read_failures
 from launch.run_files.run_state import saved_step
 
 _WRITTEN_BY_LIFE = ("status.json", "attempts.jsonl", "summary.json", "config.json", "launcher.json", "jobs")
-_TAIL_BYTES = 8192
 _MOST_LOGS = 32
 _FATAL = " rlhpc.lifecycle ERROR "  # in the log line of a role's fatal error (rlhpc/roles/common/lifecycle.py)
 
@@ -93,14 +92,8 @@ def fatal_error(files: RunFiles, attempt: int | None) -> str:
 
 
 def _last_fatal(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in reversed(lines) if _FATAL in line and line.count(" ") > 4), "")
+    lines = (line.decode(errors="replace") for line in lines_from_the_end(log))
+    return next((line for line in lines if _FATAL in line and line.count(" ") > 4), "")
 
 
 def _attempts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -57,7 +57,7 @@ def test_the_status_is_read_once_a_look_or_every_five_seconds_and_requests_by_on
 ) -> None:
     asked: Counter[str] = Counter()
     clock = [1000.0]
-    read, listing = run_state._read, os.listdir
+    read, listing = run_state.read_document, os.listdir
 
     def counted(path: Path) -> dict[str, Any]:
         asked[path.name] += 1
@@ -67,7 +67,7 @@ def test_the_status_is_read_once_a_look_or_every_five_seconds_and_requests_by_on
         asked["listing"] += 1
         return listing(path)
 
-    monkeypatch.setattr(run_state, "_read", counted)
+    monkeypatch.setattr(run_state, "read_document", counted)
     monkeypatch.setattr(os, "listdir", listed)
     monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     supervisor = running(layout, role)
@@ -81,13 +81,13 @@ def test_where_a_controller_is_soon_given_up_the_status_is_read_more_often(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, reads = [1000.0], [0]
-    read = run_state._read
+    read = run_state.read_document
 
     def counted(path: Path) -> dict[str, Any]:
         reads[0] += path.name == "status.json"
         return read(path)
 
-    monkeypatch.setattr(run_state, "_read", counted)
+    monkeypatch.setattr(run_state, "read_document", counted)
     monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     supervisor = running(layout, "generator", meet_s=10 * 2 * POLL_S)
     for _ in range(20):
