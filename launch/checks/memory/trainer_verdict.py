@@ -19,7 +19,7 @@ from rlhpc.config_effects import as_toml
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 
-Change = dict[str, object]  # key → value; of [trainer], where nothing else is said
+Change = dict[str, Any]  # key → value; of [trainer], where nothing else is said
 
 
 def refuse_trainer(
@@ -112,7 +112,7 @@ def _wider(config: Config) -> Iterator[Change]:
     """Layouts with smaller parts: those that take fewest ranks first."""
     trainer = config.trainer
     if trainer.backend in ("megatron", "reference"):  # the reference shares nothing out
-        for change in sorted(_wider_megatron(config), key=lambda change: int(str(change["num_ranks"]))):
+        for change in sorted(_wider_megatron(config), key=lambda change: change["num_ranks"]):
             yield change if trainer.backend == "megatron" else {"backend": "megatron", **change}
     if trainer.backend == "deepspeed":
         yield from ({"num_ranks": factor * trainer.num_ranks} for factor in (2, 4, 8, 16, 32))
