@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,15 +22,20 @@ BLINK_S = 2.0  # squeue is repeated after an immediate failure, not after a slow
 
 # Fields of squeue with their widths: -O has the number of restarts, which -o lacks.  The name comes last because only
 # it may contain the separator.
-_FIELDS = (
-    ("JobArrayID", 80), ("State", 20), ("RestartCnt", 9), ("Reason", 200), ("Partition", 100), ("TimeUsed", 20),
-    ("TimeLeft", 20), ("TimeLimit", 20), ("StartTime", 24), ("NodeList", 400), ("Name", 100),
-)  # fmt: skip
-_SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
+_FIELDS = {
+    "JobArrayID": 80, "State": 20, "RestartCnt": 9, "Reason": 200, "Partition": 100, "TimeUsed": 20,
+    "TimeLeft": 20, "TimeLimit": 20, "StartTime": 24, "NodeList": 400, "Name": 100,
+}  # fmt: skip
+_SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS.items())
 _LOG_FIELD = "StdOut:1024|"
 # As launch/plan/script.py writes it.  The name of the job is part of it: other programs may use logs/slurm, too.
 _LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
-_SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
+# Those of sacct, by what squeue calls them.
+_SACCT_FIELDS = {
+    "JobArrayID": "JobID", "State": "State", "Partition": "Partition", "TimeUsed": "Elapsed", "TimeLimit": "Timelimit",
+    "StartTime": "Start", "NodeList": "NodeList", "Name": "JobName",
+}  # fmt: skip
+_NOTHING = ("None", "(null)", "N/A", "None assigned")  # of a reason, or of nodes
 _START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
 _ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]))?")
 
@@ -113,7 +119,7 @@ def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
     jobs = []
     for line in answer.splitlines():
         log, _, rest = line.partition("|")
-        row = _squeue_row(rest)
+        row = _row(rest, _FIELDS)
         if row is not None:
             jobs.append(MyJob(row, _run_directory(log.strip())))
     jobs.sort(key=lambda job: (job.row.job_id, job.row.component or 0, job.row.array_task is None))
@@ -162,34 +168,7 @@ def _of_squeue(jobs: Sequence[int], timeout_s: float, patience_s: float) -> list
     listed = ",".join(map(str, [*jobs, jobs[0]]))
     words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
     answer = slurm(*words, timeout_s=timeout_s, patience_s=max(patience_s, min(BLINK_S, timeout_s)))
-    rows = [_squeue_row(line) for line in answer.splitlines() if line.strip()]
-    return [row for row in rows if row is not None and row.job_id in jobs]
-
-
-def _squeue_row(line: str) -> JobRow | None:
-    cells = [cell.strip() for cell in line.split("|", len(_FIELDS) - 1)]
-    if len(cells) != len(_FIELDS):
-        return None  # not the requested format: better no row than a wrong one
-    found = _ID.match(cells[0])
-    if found is None:
-        return None
-    _, state, restarts, reason, partition, used, left, limit, start, nodes, name = cells
-    return JobRow(
-        job_id=int(found["job"]),
-        name=name.rstrip("| "),
-        state=state_of(state),
-        reason="" if reason in ("None", "(null)") else reason,
-        partition=partition,
-        nodes="" if nodes in ("(null)", "N/A") else nodes,
-        component=_number(found["component"]),
-        array_task=_number(found["task"]),
-        waiting_tasks=(found["tasks"] or "").partition("%")[0],
-        used_s=duration_s(used),
-        left_s=duration_s(left),
-        limit_s=duration_s(limit),
-        start_unix_s=moment_unix_s(start),
-        restarts=_number(restarts),
-    )
+    return _rows(answer, _FIELDS, jobs)
 
 
 def _run_directory(log: str) -> Path | None:
@@ -203,38 +182,46 @@ def _run_directory(log: str) -> Path | None:
 def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
     """Rows of jobs that have left the queue; none if the site has no accounting."""
     listed = ",".join(map(str, jobs))
-    words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={_SACCT_FIELDS}")
+    shown = ",".join(_SACCT_FIELDS.values())
+    words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={shown}")
     try:
         answer = slurm(*words, timeout_s=timeout_s)
     except SlurmError:
         return []
-    rows = [_sacct_row(line) for line in answer.splitlines() if line.strip()]
-    return [row for row in rows if row is not None and row.job_id in jobs]
-
-
-def _sacct_row(line: str) -> JobRow | None:
-    cells = line.split("|", _SACCT_FIELDS.count(","))
-    found = _ID.match(cells[0])
-    if len(cells) != _SACCT_FIELDS.count(",") + 1 or found is None:
-        return None
-    _, state, partition, used, limit, start, nodes, name = cells
-    return JobRow(
-        job_id=int(found["job"]),
-        name=name,
-        state=state_of(state),
-        reason="",
-        partition=partition,
-        nodes="" if nodes.startswith("None") else nodes,
-        component=_number(found["component"]),
-        array_task=_number(found["task"]),
-        waiting_tasks=(found["tasks"] or "").partition("%")[0],
-        used_s=duration_s(used),
-        limit_s=duration_s(limit),
-        start_unix_s=moment_unix_s(start),
-    )
+    return _rows(answer, _SACCT_FIELDS, jobs)
 
 
 # -------------------------------------------------------------------------------------------------------------- values
+
+
+def _rows(answer: str, fields: Collection[str], jobs: Sequence[int]) -> list[JobRow]:
+    rows = [_row(line, fields) for line in answer.splitlines() if line.strip()]
+    return [row for row in rows if row is not None and row.job_id in jobs]
+
+
+def _row(line: str, fields: Collection[str]) -> JobRow | None:
+    """fields: what its columns are, in squeue's words."""
+    cells = [cell.strip() for cell in line.split("|", len(fields) - 1)]
+    found = _ID.match(cells[0])
+    if len(cells) != len(fields) or found is None:
+        return None  # not the requested format: better no row than a wrong one
+    said = defaultdict(str, zip(fields, cells))
+    return JobRow(
+        job_id=int(found["job"]),
+        name=said["Name"].rstrip("| "),
+        state=state_of(said["State"]),
+        reason="" if said["Reason"] in _NOTHING else said["Reason"],
+        partition=said["Partition"],
+        nodes="" if said["NodeList"] in _NOTHING else said["NodeList"],
+        component=_number(found["component"]),
+        array_task=_number(found["task"]),
+        waiting_tasks=(found["tasks"] or "").partition("%")[0],
+        used_s=duration_s(said["TimeUsed"]),
+        left_s=duration_s(said["TimeLeft"]),
+        limit_s=duration_s(said["TimeLimit"]),
+        start_unix_s=moment_unix_s(said["StartTime"]),
+        restarts=_number(said["RestartCnt"]),
+    )
 
 
 def moment_unix_s(text: str) -> float | None:
