@@ -37,12 +37,17 @@ def takes_submission(parser: argparse.ArgumentParser) -> None:
     takes_site_file(parser)
     takes_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the jobs as `rlhpc plan` does; submit nothing")
+    _takes_beginning(parser)
+    _takes_family(parser)
+    takes_waiting(parser)
+
+
+def _takes_beginning(parser: argparse.ArgumentParser) -> None:
+    """Whether a run goes on, and where, or starts over."""
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
     takes_resume_point(parser)
-    _takes_family(parser)
-    takes_waiting(parser)
 
 
 def takes_waiting(parser: argparse.ArgumentParser) -> None:
@@ -319,10 +324,7 @@ def takes_local_run(run: argparse.ArgumentParser) -> None:
     """The command that runs here."""
     takes_run_file(run)
     takes_overrides(run)
-    again = run.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
-    again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
-    takes_resume_point(run)
+    _takes_beginning(run)
     run.add_argument("--quiet", action="store_true", help="print nothing but what goes wrong")
     run.add_argument(
         "--max-retries",
