@@ -31,9 +31,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """Base of every table of the run file."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
