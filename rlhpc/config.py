@@ -234,7 +234,10 @@ def backend_knows_its_keys(config: Config) -> None:
         for key in keys:
             value = getattr(trainer, key)
             if trainer.backend != backend and value != type(trainer).model_fields[key].default:
-                raise ValueError(f"trainer.{key}={value!r} is for backend={backend!r}; it is {trainer.backend!r}")
+                raise ValueError(
+                    f"trainer.{key}={value!r} is for backend={backend!r}; it is {trainer.backend!r}; legal: leave it "
+                    "out (a resume may change backend and layout: each reads the checkpoints of all)"
+                )
     if trainer.recompute_activations == "selective" and trainer.backend != "megatron":
         raise ValueError(
             f"trainer.recompute_activations='selective' is for backend='megatron'; it is {trainer.backend!r}; "

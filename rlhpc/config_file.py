@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from rlhpc.files import write_atomically
 from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
 from rlhpc.toml_text import read_toml
+
+
+OVERRIDES = "command line"  # whence they come, in messages
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -41,17 +45,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def override(config: Config, words: Sequence[str]) -> Config:
     """Apply ``dotted.key=value`` overrides to settings read before.  Raises ConfigError as load_config does."""
-    return settled(config.model_dump(mode="json"), words, "overrides")
+    return settled(config.model_dump(mode="json"), words, "settings of the run")
 
 
 def settled(document: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
     """Settings from the tables of a run file, which this changes, and overrides.
 
-    source: what faults are put down to.  Raises ConfigError as load_config does.
+    source: what faults are put down to, but for those of overrides.  Raises ConfigError as load_config does.
     """
-    for word in overrides:
-        _apply_override(document, word)
-    return _with_absolute_paths(_validate(document, source))
+    typed = [_apply_override(document, word) for word in overrides]
+    return _with_absolute_paths(_validate(document, source, typed))
 
 
 def config_hash(config: Config) -> str:
@@ -89,21 +92,26 @@ def _digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(to_json(settings)).hexdigest()[:16]
 
 
-def _apply_override(document: dict[str, Any], word: str) -> None:
+def _apply_override(document: dict[str, Any], word: str) -> str:
+    """Returns the key that is the override's own: the first of its parts that the document had not, or the whole."""
     key, equals, text = word.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"{word!r}: an override has the form section.key=value")
     table: Any = document
+    own: list[str] = []
     *sections, name = parts
     while sections:
         part = sections.pop(0)
+        if not own and part not in table:
+            own = parts[: -1 - len(sections)]
         table = table.setdefault(part, {})
         if isinstance(table, list):
             table = _one_of(table, part, sections, word)
         if not isinstance(table, dict):
             raise ConfigError(f"{word!r}: {part} is a value, not a section")
     table[name] = _parse_value(text.strip())
+    return ".".join(own or parts)
 
 
 def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
@@ -201,8 +209,12 @@ def _is_pydantics_own(part: str | int) -> bool:
     return part in ("[key]", "constrained-float", "constrained-int") or str(part).startswith("literal[")
 
 
-def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) -> Config:
-    """is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
+def _validate(
+    document: dict[str, Any], source: str, typed: Sequence[str] = (), *, is_begun: bool = False
+) -> Config:
+    """typed: keys that overrides brought.
+
+    is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
     document, retired = without_retired_keys(document)
     faults = [] if is_begun else retired
     try:
@@ -211,8 +223,21 @@ def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) 
         found = fault_lines(error, _explain)
         faults += [_of_the_only_table(line, document) for line in found]
     if faults:
-        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
+        own = [_of_the_only_table(key, document) for key in typed]
+        raise ConfigError("\n".join(f"{_whose(fault, source, own)}: {fault}" for fault in faults))
     return config
+
+
+def _whose(fault: str, source: str, typed: Sequence[str]) -> str:
+    """Who brought the key that a fault begins with; both, where a rule sets a key of the one against one of the other.
+
+    typed: keys that overrides brought.
+    """
+    first = re.split(r"[=: ]", fault, maxsplit=1)[0]
+    if any(f"{first}.".startswith(f"{key}.") for key in typed):
+        return OVERRIDES
+    values = fault.partition("; legal: ")[0]
+    return f"{source} and {OVERRIDES}" if any(f" {key}=" in values for key in typed) else source
 
 
 def _of_the_only_table(line: str, document: dict[str, Any]) -> str:

@@ -123,7 +123,7 @@ def test_references_that_the_task_cannot_read_are_named_line_by_line(bench: Benc
         ({"sequence_parallel": True}, ["trainer.sequence_parallel=true", "tensor_parallel of 2 or more; it is 1"]),
         ({"chunks_per_stage": 2}, ["trainer.chunks_per_stage=2", "pipeline_parallel of 2 or more; it is 1"]),
         ({"optimizer_offload": True, "distributed_optimizer": False}, ["trainer.optimizer_offload=true"]),
-        ({"zero_stage": 3}, ["trainer.zero_stage=3 is for backend='deepspeed'; it is 'megatron'"]),
+        ({"zero_stage": 3}, ["trainer.zero_stage=3 is for backend='deepspeed'; it is 'megatron'; legal: leave it out"]),
         ({"parameter_offload": True}, ["trainer.parameter_offload=True is for backend='deepspeed'"]),
         ({"backend": "deepspeed", "parameter_offload": True}, ["parameter_offload=true", "zero_stage=3; it is 2"]),
         ({"backend": "deepspeed", "tensor_parallel": 2}, ["trainer.tensor_parallel=2 is for backend='megatron'"]),
