@@ -25,7 +25,6 @@ from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
 from rlhpc.toml_text import read_toml
 
-
 OVERRIDES = "command line"  # whence they come, in messages
 
 
@@ -209,9 +208,7 @@ def _is_pydantics_own(part: str | int) -> bool:
     return part in ("[key]", "constrained-float", "constrained-int") or str(part).startswith("literal[")
 
 
-def _validate(
-    document: dict[str, Any], source: str, typed: Sequence[str] = (), *, is_begun: bool = False
-) -> Config:
+def _validate(document: dict[str, Any], source: str, typed: Sequence[str] = (), *, is_begun: bool = False) -> Config:
     """typed: keys that overrides brought.
 
     is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
