@@ -61,7 +61,8 @@ def run_name(settings: Mapping[str, Any], root: Path) -> str:
     settings: the resolved run file, by section and key.
     """
     table = settings.get("run")
-    return str((isinstance(table, Mapping) and table.get("name")) or root.name)
+    named = table.get("name") if isinstance(table, Mapping) else None
+    return str(named or root.name)
 
 
 def is_complete(layout: RunLayout) -> bool:
