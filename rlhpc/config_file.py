@@ -23,7 +23,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
-from rlhpc.toml_text import read_toml
+from rlhpc.toml_text import read_toml, shown
 
 OVERRIDES = "command line"  # whence they come, in messages
 
@@ -126,7 +126,7 @@ def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
 def _parse_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or what TOML's reader gives up on
         return text
 
 
@@ -137,13 +137,13 @@ def fault_lines(error: ValidationError, explain: Callable[[str, ErrorDetails], s
     """
     said: dict[str, list[str]] = {}  # the same key and value twice: none of the alternatives of its type fits
     for detail in error.errors(include_url=False):
-        key = ".".join(str(part) for part in detail["loc"] if not _is_pydantics_own(part))
+        key = ".".join(map(str, _place_in_file(detail["loc"])))
         if (line := explain(key, detail)) is not None:
             said[line] = []
         elif detail["type"] == "missing":
             said[f"{key}: missing; it has no default"] = []
         else:
-            said.setdefault(f"{key}={detail['input']!r}: ", []).append(_legal(detail))
+            said.setdefault(f"{key}={shown(detail['input'])}: ", []).append(_legal(detail))
     return [f"{line}legal: {', or '.join(dict.fromkeys(legal))}" if legal else line for line, legal in said.items()]
 
 
@@ -156,6 +156,8 @@ _LEGAL = {
     "string_type": "a string",
     "path_type": "a path",
     "tuple_type": "a list",
+    "too_short": "{min_length} or more",
+    "too_long": "{max_length} or fewer",
     "dict_type": "a table",
     "model_type": "a table",
     "literal_error": "{expected}",
@@ -192,6 +194,7 @@ _ELSEWHERE = {
     "eval_steps": "evaluation.every_steps",
     "model_name_or_path": "model.path",
 }
+_OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")
 _RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
 
 
@@ -203,9 +206,12 @@ def _legal(detail: ErrorDetails) -> str:
     return form.format(**context, words=words) if form else detail["msg"].removeprefix("Input should be ")
 
 
-def _is_pydantics_own(part: str | int) -> bool:
-    """True for what pydantic adds to a place: the key of a table, and the alternative of a type that it has tried."""
-    return part in ("[key]", "constrained-float", "constrained-int") or str(part).startswith("literal[")
+def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
+    """Without what pydantic adds: the key of a table, and the alternative of a type that it has tried."""
+    *before, last = place or ("",)
+    plain = place if last not in ("bool", "int", "float", "str") or len(before) < 3 else before
+    added = ("[key]", "constrained-float", "constrained-int")
+    return [part for part in plain if part not in added and not str(part).startswith("literal[")]
 
 
 def _validate(document: dict[str, Any], source: str, typed: Sequence[str] = (), *, is_begun: bool = False) -> Config:
@@ -219,10 +225,20 @@ def _validate(document: dict[str, Any], source: str, typed: Sequence[str] = (), 
     except ValidationError as error:
         found = fault_lines(error, _explain)
         faults += [_of_the_only_table(line, document) for line in found]
+    else:
+        faults += _beyond_64_bits(document)
     if faults:
         own = [_of_the_only_table(key, document) for key in typed]
         raise ConfigError("\n".join(f"{_whose(fault, source, own)}: {fault}" for fault in faults))
     return config
+
+
+def _beyond_64_bits(values: Any, place: str = "") -> list[str]:
+    """Whole numbers that no message and no array can hold."""
+    if isinstance(values, int) and abs(values) >= 1 << 63:
+        return [f"{place}={values}: legal: below 2^63"]
+    within = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [line for key, each in within for line in _beyond_64_bits(each, f"{place}.{key}" if place else key)]
 
 
 def _whose(fault: str, source: str, typed: Sequence[str]) -> str:
@@ -245,13 +261,16 @@ def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
 
 
 def _explain(key: str, detail: ErrorDetails) -> str | None:
+    if detail["type"] == "tuple_type" and key in _SECTIONS:
+        return f"{key}={shown(detail['input'])}: legal: a table [{key}], or several [[{key}]]"
     if detail["type"] == "extra_forbidden":
         *section, name = map(str, detail["loc"])
         legal = [*_SECTIONS[section[0]].model_fields] if section else [*_SECTIONS]
-        return unknown_key(key, detail["input"], legal, _places_of(name))
+        said = unknown_key(key, detail["input"], legal, _places_of(name))
+        return f"{said}; [{name}] is a section of site files" if not section and name in _OF_SITE_FILES else said
     if detail["type"] == "value_error":  # raised by a rule over several keys names them, of one key says what is legal
         cause = str(detail["ctx"]["error"])
-        return f"{key}={detail['input']!r}: {cause}" if _is_of_a_key(detail["loc"]) else cause
+        return f"{key}={shown(detail['input'])}: {cause}" if _is_of_a_key(detail["loc"]) else cause
     return None
 
 
@@ -265,7 +284,7 @@ def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequen
     close = difflib.get_close_matches(key.rpartition(".")[2], legal, n=1)
     meant = [*close, *(place for place in elsewhere if place.rpartition(".")[2] not in close)][:MOST_HINTS]
     hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
-    return f"{key}={value!r}: unknown key; legal: {', '.join(legal)}{hint}"
+    return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)}{hint}"
 
 
 def _places_of(name: str) -> list[str]:

@@ -89,7 +89,7 @@ def test_a_retired_key_hides_no_other_fault(run_file: Path) -> None:
     lines = str(error.value).splitlines()
     assert [line.removeprefix("command line: ").split(":")[0] for line in lines] == [
         "generation.top_p=0.9",
-        "trainer.max_skipped_steps=True",
+        "trainer.max_skipped_steps=true",
         "trainer.token_budget='many'",
     ]
 
