@@ -238,7 +238,7 @@ def _beyond_64_bits(values: Any, place: str = "") -> list[str]:
     if isinstance(values, int) and abs(values) >= 1 << 63:
         return [f"{place}={values}: legal: below 2^63"]
     within = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    return [line for key, each in within for line in _beyond_64_bits(each, f"{place}.{key}" if place else key)]
+    return [line for key, each in within for line in _beyond_64_bits(each, f"{place}.{key}".removeprefix("."))]
 
 
 def _whose(fault: str, source: str, typed: Sequence[str]) -> str:

@@ -63,10 +63,8 @@ def fault_of(name: str, value: object) -> str:
     """What is wrong with a reward or a part of one; "": nothing."""
     if isinstance(value, bool) or not isinstance(value, float | int) or not -math.inf < value < math.inf:
         return f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}"
-    if -LARGEST <= value <= LARGEST:
-        return ""
-    shown = f"{value:g}" if -sys.float_info.max <= value <= sys.float_info.max else "a number beyond 1.8e308"
-    return f"{name} must lie within ±{LARGEST:g}, not {shown}"
+    shown = f"{value:g}" if abs(value) <= sys.float_info.max else "a number beyond 1.8e308"
+    return f"{name} must lie within ±{LARGEST:g}, not {shown}" if abs(value) > LARGEST else ""
 
 
 def sendable(text: str) -> str:
