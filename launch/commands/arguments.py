@@ -241,7 +241,7 @@ def takes_list(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="DIR", help=text)
     parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
     parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
-    parser.add_argument("--depth", type=number, metavar="N", help="levels of directories below DIR (default 4)")
+    parser.add_argument("--depth", type=number, metavar="N", help="levels below DIR; 0: DIR alone (default 4)")
     parser.add_argument("--json", action="store_true", help="JSON output for programs")
 
 
