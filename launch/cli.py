@@ -94,15 +94,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _show_jobs(options: argparse.Namespace) -> int:
-    from launch.plan.report import plan_report
+    from launch.commands.show_jobs import jobs_in_words
     from launch.plan.site_file import load_site
 
-    config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
-    print(plan_report(config, site))
-    if config.evaluation:
-        from launch.commands.evaluate.job import EvaluationJob
-
-        print(f"\n----- evaluation.sbatch\n{EvaluationJob.following(config, site).script.rstrip()}")
+    print(jobs_in_words(load_config(options.run_file, options.overrides), load_site(options.site_file)))
     return 0
 
 

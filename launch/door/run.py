@@ -18,6 +18,7 @@ from launch.common.paths import without_dots
 from launch.reading.metric_table import metric_table
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection
 from launch.reading.run_figures import document_of
+from launch.run_files.run_state import run_name
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.metrics.curves import Curve, read_curves
 from rlhpc.run_layout import RunLayout
@@ -59,7 +60,7 @@ class Run:
     @property
     def name(self) -> str:
         """As in the run file."""
-        return str(self.settings["run"]["name"])
+        return run_name(self.settings, self.directory)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -157,10 +157,34 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_whoever_writes_a_key_as_an_option_is_told_how_it_is_set(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--run.num_steps", "5"], ["--run.num_steps=5"]):
+    for words in (
+        ["--run.num_steps", "5"],
+        ["--run.num_steps=5"],
+        ["--set", "run.num_steps=5"],
+        ["-o", "run.num_steps=5"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(["check", "configs/demo.toml", *words])
         assert "a key of the run file is set without dashes: run.num_steps=5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "r.toml", "--resume", "--step", "five"], "argument --step: 'five'; legal: a whole number, 0 or more"),
+        (["submit", "r.toml", "s.toml", "--resume", "--step", "-5"], "argument --step: '-5'; legal: a whole number"),
+        (["list", "--depth", "2.5"], "argument --depth: '2.5'; legal: a whole number, 0 or more"),
+        (["plan", "r.toml", "s.toml", "--mean-tokens", "2k"], "'2k'; legal: a number, without a unit"),
+        (["evaluate", "m", "d", "--patience-s", "2h"], "argument --patience-s: '2h'; legal: a number, without a unit"),
+        (["run", "r.toml", "--dry-run"], "unrecognised arguments: --dry-run; `rlhpc check` starts nothing"),
+    ],
+)
+def test_an_option_without_a_legal_value_is_refused_in_words_of_people(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_that_lies_in_runs_is_what_may_be_meant(

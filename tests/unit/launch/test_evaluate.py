@@ -6,10 +6,12 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from launch.checks.preflight import preflight_sampling
 from launch.cli import main
 from launch.commands.arguments import takes_evaluation
 from launch.commands.evaluate import follow
@@ -49,6 +52,7 @@ from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.doc_pages import ROOT, blocks_in, commands_of_block
 from tests.unit.roles.small_ring import small_config
 
 LONGER = "generation.max_prompt_tokens=12"
@@ -84,6 +88,20 @@ def a_run(model: Path, *steps: int) -> RunLayout:
 
 
 # ------------------------------------------------------------------------------------------------------------- model
+
+
+def test_the_example_for_an_exported_model_makes_the_prompts_of_its_run(model: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = model.parent / "test.jsonl"
+    made.write_text(next(block for language, block in blocks_in(readme) if language == "json"))
+    run = tomllib.loads(next(block for language, block in blocks_in(readme) if language == "toml"))
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (command,) = (each for each in commands_of_block("bash", page) if each.startswith("rlhpc evaluate trained-model "))
+    words = shlex.split(command)[4:]
+    config = evaluation_config(find_target(model, None), made, [*words, "model.dtype=float32"])
+    assert preflight_sampling(config).datasets[0].num_records == 2
+    assert config.data[0].prompt_template == run["data"]["prompt_template"]
+    assert (config.data[0].task, config.generation.max_prompt_tokens) == (run["data"]["task"], 512)
 
 
 @pytest.mark.starts

@@ -440,8 +440,9 @@ def test_filters_name_what_is_legal(runs: Runs, capsys: pytest.CaptureFixture[st
     assert "--state 'asleep': legal: queued, starting, running, stopped, failed" in capsys.readouterr().err
     assert main(["list", str(runs.root / "nowhere")]) == EXIT_CONFIG
     assert "no such directory" in capsys.readouterr().err
-    assert main(["list", "--depth", "-1"]) == EXIT_CONFIG
-    assert "--depth -1: legal: 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["list", "--depth", "-1"])
+    assert "--depth: '-1'; legal: a whole number, 0 or more" in capsys.readouterr().err
 
 
 def test_without_a_directory_it_is_runs_or_else_here(
