@@ -202,9 +202,12 @@ def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | 
 def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
     """Nothing is alive and no job has said why: the state by what the roles have written."""
     files, figures = found.files, found.figures
+    is_asked = bool({"STOP", "ABORT"} & files.names)
+    if figures.phase == "stopped" and is_asked:  # whoever was slow to leave afterwards was ended by a signal
+        return State.STOPPED, ""
     if not is_submitted and (error := recorded_failure(files, figures.attempt)):
         return State.FAILED, error
-    if figures.phase == "stopped" or {"STOP", "ABORT"} & files.names:
+    if figures.phase == "stopped" or is_asked:
         return State.STOPPED, ""
     if not is_submitted and (error := fatal_error(files, figures.attempt)):
         return State.FAILED, error

@@ -463,3 +463,16 @@ def test_runs_of_others_are_counted_and_shown_on_request(
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert document(capsys) == {"runs": [], "notes": ["1 run of other users: --all shows them"]}
     assert listed(capsys, "--all")["theirs"]["state"] == "unknown"
+
+
+def test_a_run_that_was_stopped_and_saved_has_not_failed_when_a_process_was_slow_to_leave(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = runs.local("slow")
+    runs.status(layout, "stopped", 97)
+    layout.stop_request.touch()
+    record = ExitRecord("trainer-0", 143, "ended", starts=1, host="vm", job="")
+    layout.exit_record("trainer", 0, 0).parent.mkdir()
+    write_record(layout.exit_record("trainer", 0, 0), record)
+    assert state(capsys, "slow") == ("stopped", "")
+    assert "slow: stopped, step 97/100" in render_status(layout)
