@@ -51,6 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         sys.stderr.write(f"rlhpc: {where}{error.strerror or error}\n")
         return EXIT_CONFIG
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        if encoding == "utf-8":
+            raise
+        sys.stderr.write(
+            f"rlhpc: {error.object!r}: this Python's names of files are in {encoding} (LC_ALL, PYTHONUTF8), so it "
+            "cannot open this one; PYTHONUTF8=1 in the environment makes them UTF-8\n"
+        )
+        return EXIT_CONFIG
     except KeyboardInterrupt as interrupt:
         if interrupt.args:  # says what has been done so far
             sys.stderr.write(f"rlhpc: {interrupt}\n")

@@ -117,10 +117,16 @@ class LivingLauncher:
     layout: RunLayout
     record: ProcessIdentity
 
-    def await_end(self) -> None:
+    def await_end(self, tell: Tell = lambda _: None) -> None:
         """Return when it has ended, or, on another machine, has sent no heartbeat for SILENCE_S."""
         if self.record.is_here:
+            has_told = False
             while self.record.is_alive:
+                if not has_told and self.record.is_suspended:
+                    pid, has_told = self.record.pid, True
+                    tell(
+                        f"waiting for  launcher pid {pid}, which is suspended (Ctrl-Z?): `kill -CONT {pid}` lets it end"
+                    )
                 time.sleep(POLL_S)
             return
         while read_launcher(self.layout) == self.record and _shows_life(self.layout):
