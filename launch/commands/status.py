@@ -116,11 +116,12 @@ def _expected(layout: RunLayout) -> Sequence[str]:
 
 
 def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
+    reward = f"{status['reward']:.3f}" if status["step"] else "-"
     age = max(time.time() - status["unix_time_s"], 0.0)  # the clock of its node may be ahead of this one
     return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
         f"{status['version']}, {life}, as of {age:.0f} s ago",
-        f"reward {status['reward']:.3f}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
+        f"reward {reward}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
         f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
         f"{status['staleness_bound']}",
         *verifier_lines(status.get("verifiers", {})),

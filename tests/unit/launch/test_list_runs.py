@@ -65,6 +65,7 @@ def test_a_run_of_this_machine_is_what_its_launcher_and_its_status_say(
     runs.status(layout, "waiting for generators", 0)
     assert listed(capsys)["here"]["state"] == "starting"
     assert listed(capsys)["here"]["reward"] is None
+    assert "\nreward -  " in render_status(layout)
     runs.status(layout, "training", 41, reward=0.25)
     run = listed(capsys)["here"]
     assert (run["state"], run["step"], run["num_steps"], run["reward"]) == ("running", 41, 100, 0.25)
