@@ -260,7 +260,8 @@ class _Task:
         try:
             write_record(self._record, record)
         except OSError as error:
-            sys.stderr.write(f"rlhpc task: {self._record} not written: {error}\n")
+            if self._plan.layout.root.exists():  # else the controller has said that it was moved or deleted
+                sys.stderr.write(f"rlhpc task: {self._record} not written: {error}\n")
 
 
 def caches_below(directory: Path) -> dict[str, str]:
