@@ -66,7 +66,9 @@ def _lines(layout: RunLayout, status: dict[str, Any] | None, view: SlurmView | N
         pid = launcher_of(layout)
         expected = _expected(layout) if pid else ()
         if status is None:
-            said = f"starting (launcher pid {pid})" if pid else "ended before its controller started"
+            is_asked = layout.stop_request.exists() or layout.abort_request.exists()
+            ended = f"{'stopped' if is_asked else 'ended'} before its controller started"
+            said = f"starting (launcher pid {pid})" if pid else ended
             return [f"{layout.root}: {said}"]
         if pid:
             return [*_run_lines(status, f"launcher pid {pid}", expected), *notes.lines()]

@@ -203,7 +203,8 @@ def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
     """Nothing is alive and no job has said why: the state by what the roles have written."""
     files, figures = found.files, found.figures
     is_asked = bool({"STOP", "ABORT"} & files.names)
-    if figures.phase == "stopped" and is_asked:  # whoever was slow to leave afterwards was ended by a signal
+    # Whoever was slow to leave then was ended by a signal, also before there was a controller.
+    if is_asked and (figures.phase in ("stopped", "") or "ABORT" in files.names):
         return State.STOPPED, ""
     if not is_submitted and (error := recorded_failure(files, figures.attempt)):
         return State.FAILED, error

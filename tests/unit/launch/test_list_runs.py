@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -477,3 +477,18 @@ def test_a_run_that_was_stopped_and_saved_has_not_failed_when_a_process_was_slow
     write_record(layout.exit_record("trainer", 0, 0), record)
     assert state(capsys, "slow") == ("stopped", "")
     assert "slow: stopped, step 97/100" in render_status(layout)
+    layout.stop_request.unlink()  # as after Ctrl-C
+    assert state(capsys, "slow") == ("stopped", "")
+
+
+@pytest.mark.parametrize("request_of", [lambda run: run.stop_request, lambda run: run.abort_request])
+def test_a_run_that_was_stopped_before_its_controller_started_has_not_failed(
+    runs: Runs, capsys: pytest.CaptureFixture[str], request_of: Callable[[RunLayout], Path]
+) -> None:
+    layout = runs.local("early")
+    request_of(layout).touch()
+    record = ExitRecord("trainer-0", 143, "no output", starts=1, host="vm", job="")
+    layout.exit_record("trainer", 0, 0).parent.mkdir()
+    write_record(layout.exit_record("trainer", 0, 0), record)
+    assert state(capsys, "early") == ("stopped", "")
+    assert "stopped before its controller started" in render_status(layout)
