@@ -200,7 +200,9 @@ def test_a_held_job_says_how_it_is_let_go(state: str, reason: str, run: Run) -> 
     assert "`scontrol release 12` releases it" in said
 
 
-@pytest.mark.parametrize(("file", "words"), [("STOP", "finished and saved"), ("ABORT", "nothing is saved")])
+@pytest.mark.parametrize(
+    ("file", "words"), [("STOP", "finished and saved"), ("ABORT", "saved only if it ends within seconds")]
+)
 def test_a_request_to_end_is_told(file: str, words: str, separate: Run) -> None:
     (separate.layout.root / file).touch()
     assert words in separate.document["next"][0]
