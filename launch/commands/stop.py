@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.commands.last_words import what_was_saved
-from launch.run_directory.owner import find_launcher
+from launch.run_directory.owner import await_left_behind, find_launcher
 from launch.run_files.job_records import read_records, run_name
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
@@ -46,6 +46,7 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         launcher.await_end(tell)
         return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
     if not _living(layout):
+        await_left_behind(layout, tell)
         _end_following(layout, tell)
         tell(f"{layout.root}: this run is not running")
         return 0

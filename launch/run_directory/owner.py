@@ -147,6 +147,14 @@ def find_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> LivingLaunc
     return LivingLauncher(layout, record) if lives else None
 
 
+def await_left_behind(layout: RunLayout, tell: Tell) -> None:
+    """Return when the processes that a dead launcher left on this machine have ended, or after LEAVE_S."""
+    if left := holders(layout):
+        tell(f"waiting for processes of a dead launcher to end: {_describe(left)}")
+        if not Deadline(LEAVE_S).wait_for(lambda: not holders(layout), POLL_S):
+            tell(f"still alive: {_describe(holders(layout))}; the next start ends them")
+
+
 def refuse_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> None:
     """Raises RunDirectoryError if a launcher other than this process is alive in this directory, on any machine."""
     found = find_launcher(layout, tell)

@@ -420,6 +420,21 @@ def test_stop_says_that_the_launcher_is_suspended_and_what_lets_it_end(
     assert f"is suspended (Ctrl-Z?): `kill -CONT {launcher.pid}` lets it end" in capsys.readouterr().out
 
 
+def test_stop_waits_for_what_a_killed_launcher_has_left(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    program = f"import time; lock = open({str(layout.lock)!r}, 'w'); print(flush=True); time.sleep(1.5)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        left.stdout.readline()
+        assert main(["stop", str(layout.root)]) == 0
+        assert left.poll() is not None
+    out = capsys.readouterr().out
+    assert f"waiting for processes of a dead launcher to end: pid {left.pid}" in out
+    assert "this run is not running" in out
+
+
 def test_a_python_whose_names_of_files_are_ascii_says_so_in_one_line(lab: Lab, tmp_path: Path) -> None:
     shutil.copytree(lab.model, tmp_path / "modèle")
     overrides = [f"run.directory={str(tmp_path / 'run')!r}", f"model.path={str(tmp_path / 'modèle')!r}"]
