@@ -219,11 +219,8 @@ def upcoming(view: SlurmView) -> list[str]:
     if layout.summary.exists():
         return ["the run is complete" + ("; its jobs end" if view.is_alive and not view.look.trouble else "")]
     if layout.abort_request.exists():
-        return [
-            "ABORT: all jobs end now; the step is saved only if it ends within seconds"
-            if view.is_alive
-            else _resume(view)
-        ]
+        said = "ABORT: all jobs end now; the step is saved only if it ends within seconds"
+        return [said if view.is_alive else _resume(view)]
     if layout.stop_request.exists():
         return ["STOP: the step is finished and saved, then all jobs end" if view.is_alive else _resume(view)]
     if view.look.trouble or not view.jobs:
