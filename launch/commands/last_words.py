@@ -58,15 +58,16 @@ def what_was_saved(layout: RunLayout, command: str) -> Saved:
         return Saved(f"{layout.root}: {steps}; {command} continues it", are_steps_lost=False)
     checkpoint = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
     if any(layout.rollouts.glob("journal_*.h5")):  # a resume trains what was recorded after the checkpoint
+        after = "the step" if trained - saved == 1 else f"the {trained - saved} steps"
         text = (
-            f"{layout.root}: ended at step {trained}; {checkpoint}: {command} trains the {trained - saved} steps after "
+            f"{layout.root}: ended at step {trained}; {checkpoint}: {command} trains {after} after "
             "it again, from the journal, and samples nothing again"
         )
         return Saved(text, are_steps_lost=False)
     begins = f"continues from step {saved}" if saved else "starts over"
     text = (
-        f"{layout.root}: ended at step {trained} without saving; {checkpoint}, so {trained - saved} steps are lost; "
-        f"{command} {begins}"
+        f"{layout.root}: ended at step {trained} without saving; {checkpoint}, so "
+        f"{'1 step is' if trained - saved == 1 else f'{trained - saved} steps are'} lost; {command} {begins}"
     )
     return Saved(text, are_steps_lost=True)
 

@@ -82,7 +82,7 @@ def _takes_status(parser: argparse.ArgumentParser) -> None:
 
 def _takes_stop(parser: argparse.ArgumentParser) -> None:
     takes_run_directory(parser)
-    text = "do not finish the step; work since the last checkpoint is lost"
+    text = "end at once: the step is saved only if it ends within seconds"
     parser.add_argument("--now", action="store_true", help=text)
 
 

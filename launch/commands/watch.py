@@ -43,6 +43,7 @@ class Watch:
         self._expected, self._began_s = tuple(expected), clock()
         self._line: ProgressLine | None = None
         self._last_step = 0
+        self._attempt: int | None = None  # as last seen
         self._told = dict.fromkeys(_TOLD, 0)  # groups at the last warning
 
     def look(self) -> None:
@@ -53,6 +54,9 @@ class Watch:
         self._warn(status["queue"])
         if self._line is None:
             self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
+        if self._attempt not in (None, attempt := status.get("attempt")):
+            self._began_s = self._clock()  # another attempt starts
+        self._attempt = attempt
         if status["phase"] in BEFORE:
             self._last_step = status["step"]  # that a resume begins with
             waits_for = waiting_for(status, self._expected)

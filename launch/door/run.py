@@ -172,7 +172,7 @@ def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:
     """A list for each column; a part of rewards that a rollout lacks is None."""
     rows, parts = list[dict[str, Any]](), dict[str, None]()
     for seen in rollouts:
-        of_parts = {f"part_{name}": value for name, value in seen.reward_parts.items()}
+        of_parts = {_storable(f"part_{name}"): value for name, value in seen.reward_parts.items()}
         parts |= dict.fromkeys(of_parts)
         rows.append(_row(seen) | of_parts)
     return {name: [row.get(name) for row in rows] for name in (*_FRAME, *parts)}
@@ -203,4 +203,9 @@ _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
 
 
 def _row(seen: SeenRollout) -> dict[str, Any]:
-    return {name: value(seen) for name, value in _FRAME.items()}
+    return {name: _storable(value(seen)) for name, value in _FRAME.items()}
+
+
+def _storable(value: Any) -> Any:
+    """Of text, a lone surrogate as its escape: frames hold UTF-8."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -26,10 +26,10 @@ class Screen:
         self.layout, self.stream = RunLayout(root), io.StringIO()
         self.watch = Watch(self.layout, self.stream, expected=EXPECTED, clock=lambda: self.now, **how)
 
-    def show(self, phase: str, step: int, *roles: str, **queue: int) -> None:
+    def show(self, phase: str, step: int, *roles: str, attempt: int = 0, **queue: int) -> None:
         document = {
             "phase": phase, "step": step, "num_steps": 9, "reward": 0.5, "trainer_tokens_per_s": 100.0,
-            "generator_tokens_per_s": 200.0, "staleness_max": 1, "eta_s": 60.0, "queue": queue,
+            "generator_tokens_per_s": 200.0, "staleness_max": 1, "eta_s": 60.0, "queue": queue, "attempt": attempt,
             "roles": [{"name": name} for name in roles],
         }  # fmt: skip
         self.layout.status.write_text(json.dumps(document))
@@ -53,6 +53,18 @@ def test_a_start_shows_its_phase_and_who_is_not_there_yet(tmp_path: Path) -> Non
         "waiting for generators | waits for generator-0 | 45 s",
         "step 1/9 | 1 min left | reward 0.500 | staleness 1.0 | generate 200 tok/s | train 100 tok/s",
     ]
+
+
+def test_of_another_attempt_the_time_since_it_began_is_shown(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.show("starting", 80, attempt=3)
+    screen.show("training", 81, *EXPECTED, attempt=3)
+    screen.now = 4000.0
+    screen.show("starting", 81, *EXPECTED, attempt=4)
+    screen.now = 4007.0
+    screen.show("waiting for generators", 81, *EXPECTED, attempt=4)
+    starts = [line for line in screen.lines if not line.startswith("step")]
+    assert starts[1:] == ["starting | 0 s", "waiting for generators | 7 s"]
 
 
 def test_a_resume_shows_no_figures_before_its_first_step(tmp_path: Path) -> None:
