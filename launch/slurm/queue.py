@@ -70,9 +70,7 @@ class QueueLook:
     rows: tuple[JobRow, ...]
     unknown: tuple[int, ...] = ()  # Slurm answered, and does not know these jobs (any more)
     trouble: str = ""  # why there is no answer; "" if there is one
-    others: tuple[
-        JobRow, ...
-    ] = ()  # of another name: a run directory that was copied from another cluster has their ids
+    others: tuple[JobRow, ...] = ()  # of another run: a directory copied from another cluster knows ids that are theirs
     drained: tuple[str, ...] = ()  # nodes drained because a job could not be started: "g0: Prolog error"
 
 
