@@ -20,7 +20,7 @@ from launch.commands.arguments import (
     resume_point,
 )
 from launch.commands.parser import command_parser
-from launch.common.standard_output import flush_or_give_up, print_whatever_the_locale
+from launch.common.standard_output import flush_or_give_up, print_or_lose, print_whatever_the_locale
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
     if not options.quiet:
         from launch.commands.last_words import last_words
 
-        print("\n".join(last_words(RunLayout(config.run_directory), f"`{continued(options)}`")), flush=True)
+        print_or_lose("\n".join(last_words(RunLayout(config.run_directory), f"`{continued(options)}`")))
     return status
 
 

@@ -197,17 +197,33 @@ def test_a_second_interrupt_ends_everything_at_once(lab: Lab, monkeypatch: pytes
     assert_gone(lab.pids)
 
 
-def test_sigterm_lets_the_controller_save(lab: Lab) -> None:
-    saves = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
-    sent: list[int] = []
+SAVES = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_or_a_closed_terminal_lets_the_controller_save(lab: Lab, number: signal.Signals) -> None:
+    assert lab.run(once_up(lab, number), controller_0=SAVES, generator_0=PATIENT) == 0
+    assert lab.told == [f"{number.name} asks the run to stop: the controller finishes its step and saves"]
+
+
+def test_under_nohup_a_closed_terminal_does_not_end_the_run(lab: Lab) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert lab.run(once_up(lab, signal.SIGHUP, signal.SIGTERM), controller_0=SAVES, generator_0=PATIENT) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert lab.told == ["SIGTERM asks the run to stop: the controller finishes its step and saves"]
+
+
+def once_up(lab: Lab, *numbers: signal.Signals) -> Callable[[], None]:
+    """Sends these signals, one a look, once the controller can take them."""
+    to_send = list(numbers)
 
     def end() -> None:
-        if (lab.layout.root / "up").exists() and not sent:
-            sent.append(signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
+        if (lab.layout.root / "up").exists() and to_send:
+            os.kill(os.getpid(), to_send.pop(0))
 
-    assert lab.run(end, controller_0=saves, generator_0=PATIENT) == 0
-    assert lab.told == ["SIGTERM asks the run to stop: the controller finishes its step and saves"]
+    return end
 
 
 def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab: Lab) -> None:
