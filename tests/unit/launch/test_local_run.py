@@ -127,6 +127,14 @@ def test_a_controller_that_has_failed_and_told_all_to_leave_is_not_interrupted_w
     assert any("ended with exit status 2: StarvedError: nothing to learn" in line for line in lab.told)
 
 
+def test_a_trainer_that_leaves_with_status_0_before_the_end_is_named(lab: Lab) -> None:
+    """A loss of the user's own may call sys.exit."""
+    saves = "import signal, time; signal.signal(2, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
+    leaves = "import time\nwhile not (root / 'up').exists(): time.sleep(0.02)"
+    assert lab.run(controller_0=saves, trainer_0=leaves) == 1
+    assert lab.told[-1].startswith("trainer-0 has ended: exit status 0, no error recorded")
+
+
 def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab: Lab) -> None:
     assert lab.run(controller_0=PATIENT, trainer_0=KILLED, generator_0=PATIENT) == 137
     (record,) = [
