@@ -8,7 +8,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.host_address import tell_gloo
 from rlhpc.loading import loading_libraries
-from rlhpc.roles.common.lifecycle import leave_deleted_directory, parse_role, run_role
+from rlhpc.roles.common.lifecycle import hear_no_more, leave_deleted_directory, parse_role, run_role
 
 
 def main() -> int:
@@ -31,7 +31,9 @@ def main() -> int:
                 from rlhpc.roles.reward_service import run
             case _:
                 from rlhpc.roles.trainer.role import run
-    return run_role(context, run)
+    status = run_role(context, run)
+    hear_no_more()
+    return status
 
 
 if __name__ == "__main__":  # engine workers are spawned: they import this module again

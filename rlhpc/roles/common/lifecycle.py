@@ -174,6 +174,15 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     return status
 
 
+def hear_no_more() -> None:
+    """Ignore requests to end: the work is done, and Python, which takes its time, would die of one and count as failed.
+
+    It sets handlers of its own back to the default meanwhile, but leaves these.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def leave_at_once(status: int) -> NoReturn:
     """End this process, and nothing of what libraries do when Python exits.
 

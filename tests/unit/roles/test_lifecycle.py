@@ -174,6 +174,24 @@ def test_a_trainer_that_has_failed_waits_for_nothing_at_its_exit(context: RoleCo
     assert said.splitlines()[-1].endswith("RoleFailed: this rank alone")
 
 
+@pytest.mark.starts
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_role_that_is_done_does_not_die_of_a_request_to_end(number: signal.Signals) -> None:
+    """As the supervisor sends one while Python exits; `rlhpc status` called a run failed that was stopped."""
+    program = (
+        "import sys, os, signal\n"
+        "from rlhpc.roles.common.lifecycle import hear_no_more\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
+        f"        kill(pid, {number:d})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "late = Late()\n"
+        "sys.modules['late'] = late\n"
+        "hear_no_more()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 0
+
+
 def test_the_first_error_of_our_own_is_the_reason_however_deep_it_lies() -> None:
     first, second = RoleFailed("first"), StarvedError("second")
     nested = BaseExceptionGroup("all", [ValueError("foreign"), ExceptionGroup("some", [first]), second])
