@@ -217,9 +217,7 @@ class Course:
         except OSError:
             return ""
 
-    def _done(
-        self, step: int, evaluation: Evaluation, curves: Curves, tell: Tell, report: Report, model: Path
-    ) -> None:
+    def _done(self, step: int, evaluation: Evaluation, curves: Curves, tell: Tell, report: Report, model: Path) -> None:
         name, best = f"evaluation/{self._request.name}", self._request.best
         curves.add(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
         self.has_new = True
