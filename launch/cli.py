@@ -20,7 +20,7 @@ from launch.commands.arguments import (
     resume_point,
 )
 from launch.commands.parser import command_parser
-from launch.common.standard_output import print_whatever_the_locale, refused_by_the_system
+from launch.common.standard_output import print_or_lose, print_whatever_the_locale, refused_by_the_system
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace) -> int:
         from launch.commands.last_words import last_words
 
         for line in last_words(RunLayout(config.run_directory), f"`{continued(options)}`"):
-            print(line, flush=True)
+            print_or_lose(line)
     return status
 
 

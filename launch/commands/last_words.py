@@ -17,6 +17,7 @@ from rlhpc.run_layout import RunLayout
 
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("steps", "optimiser steps", lambda v: f"{v:,.0f}"),
+    ("skipped_steps", "skipped of these: not finite, or refused", lambda v: f"{v:,.0f}"),
     ("rollouts_trained", "rollouts trained", lambda v: f"{v:,.0f}"),
     ("reward_first_tenth", "reward, first tenth of steps", lambda v: f"{v:.3f}"),
     ("reward_last_tenth", "reward, last tenth of steps", lambda v: f"{v:.3f}"),
@@ -35,6 +36,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 def figures_table(summary: Mapping[str, Any]) -> str:
     """One line a figure, names to the left, numbers flush right; figures that are missing are left out."""
+    summary = {**summary, "skipped_steps": summary.get("skipped_steps") or None}
     rows = [(label, form(float(summary[key]))) for key, label, form in _ROWS if _is_number(summary.get(key))]
     left, right = max(len(label) for label, _ in rows), max(len(value) for _, value in rows)
     rule = "─" * (left + right + 3)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 from launch.commands.status import read_status, waiting_for
@@ -75,10 +76,11 @@ class Watch:
                 self.tell(f"{groups} dropped: {words.format(root=self._layout.root)}")
 
     def tell(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a line of its own, if anybody still reads: its terminal or pipe may be closed, its disk full."""
         self.close()
-        self._stream.write(f"rlhpc: {text}\n")
-        self._stream.flush()
+        with suppress(OSError):
+            self._stream.write(f"rlhpc: {text}\n")
+            self._stream.flush()
 
     def close(self) -> None:
         """End the live line, if there is one."""

@@ -15,6 +15,14 @@ def print_whatever_the_locale() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def print_or_lose(text: str) -> None:
+    """Print it; where nobody can read it any more it is lost, and the exit status says what it would say anyway."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        flush_or_give_up()
+
+
 def flush_or_give_up() -> None:
     """Write what is buffered, or drop it: Python would try again at exit, and complain on stderr."""
     try:

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from launch.plan.processes import process_names
-from launch.run_directory.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
+from launch.run_directory.checkpoint_choice import (
+    LOGIN_NODE_BYTES,
+    NEWEST,
+    ResumePoint,
+    Tell,
+    choose,
+    put_aside,
+    refuse_step,
+)
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
 from launch.run_directory.journal_aside import set_journal_aside
 from launch.run_directory.owner import OWN_FILES, holds_something, own_run, refuse_launcher
@@ -78,7 +86,7 @@ def prepare_run_dir(
         index = num_attempts(layout)
         owner = take_over(layout, index).owner  # from here on no earlier attempt can change what is read next
         choice = choose(layout, resume_from, tell)
-        _refuse_shorter(config, layout, choice.step or 0)
+        refuse_step(config, layout, choice.step or 0)
         _take_up(config, layout, renewal)
         aside = put_aside(choice, tell)
         set_journal_aside(layout, resume_from, renewal.changed, index, tell)
@@ -105,11 +113,11 @@ def prepare_run_dir_for_jobs(
     """
     is_untouched = layout.is_run and num_attempts(layout) == 0
     refuse_open_directory(layout, tell)
-    with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
+    with own_run(layout, lambda _: None, may_take_over=resume or fresh or is_untouched):
         exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if renewal is not None:
             choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
-            _refuse_shorter(config, layout, choice.step or 0)
+            refuse_step(config, layout, choice.step or 0)
             _take_up(config, layout, renewal)
             put_aside(choice, tell)
             set_journal_aside(layout, resume_from, renewal.changed, num_attempts(layout), tell)
@@ -136,7 +144,7 @@ def refuse_run_dir_for_jobs(
     renewal = _renewal(config, layout)
     if not resume_from.from_start and resume_from.step is None:
         _refuse_complete(config, layout)
-        _refuse_shorter(config, layout, saved_step(layout))
+        refuse_step(config, layout, saved_step(layout))
     return exists, renewal
 
 
@@ -238,21 +246,12 @@ def _refuse_complete(config: Config, layout: RunLayout) -> None:
         )
 
 
-def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
-    if step > config.run.num_steps:
-        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}")
-
-
 def _age_s(path: Path) -> float:
     """Seconds since it was written; infinite if it does not exist."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return float("inf")
-
-
-def _say_nothing(_: str) -> None:
-    """Ignore the progress message: the submission reports the result."""
 
 
 def _delete_contents(layout: RunLayout) -> None:

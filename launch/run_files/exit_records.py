@@ -14,8 +14,6 @@ from pathlib import Path
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
-ORDERLY = "ended"  # the last word of a role that has done what it had to (rlhpc/roles/common/lifecycle.py)
-
 
 @dataclass(frozen=True)
 class ExitRecord:
@@ -64,17 +62,11 @@ def read_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord | None
 def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
     """Processes of one attempt, of any role, that failed and were not started again; the trainer's first.
 
-    When a rank fails, the controller does, too.  One whose last word is that it has ended did not fail, even if a
-    signal came before its interpreter was through.
+    When a rank fails, the controller does, too.
     """
     read = (_read(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json")))
-    found = [record for record in read if record is not None and _has_failed(record)]
+    found = [record for record in read if record is not None and record.status != 0 and record.is_final]
     return sorted(found, key=lambda record: not record.name.startswith("trainer-"))
-
-
-def _has_failed(record: ExitRecord) -> bool:
-    is_ended_twice = record.status > 128 and record.last_words == ORDERLY
-    return record.status != 0 and record.is_final and not is_ended_twice
 
 
 def last_error_line(log: bytes) -> str:

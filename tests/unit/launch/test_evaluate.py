@@ -28,7 +28,7 @@ from launch.commands.evaluate.command import evaluate
 from launch.commands.evaluate.compare import comparison_of
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.evaluation import plan_evaluation
-from launch.commands.evaluate.follow import Course, Life
+from launch.commands.evaluate.follow import Course, Curves, Life
 from launch.commands.evaluate.job import _words
 from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
 from launch.commands.evaluate.preview import preview_evaluations
@@ -49,6 +49,7 @@ from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_sam
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.evaluation.statistics import Estimate
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.metrics.curves import read_curves
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.tiny_models import make_tiny_checkpoint
@@ -627,6 +628,17 @@ def test_a_step_is_due_again_once_it_has_another_model(model: Path) -> None:
     assert course.due(is_last=True) == 4  # the run went back
     save(layout, 12, attempt=1)
     assert course.due(is_last=True) == 12
+
+
+def test_curves_go_on_after_the_run_has_begun_afresh(tmp_path: Path) -> None:
+    """`rlhpc run --fresh` deletes the run directory, of which a command that follows it has a file open."""
+    directory = tmp_path / "evaluations" / "tensorboard"
+    curves = Curves(directory)
+    curves.add(4, {"reward": 0.5})
+    shutil.rmtree(tmp_path / "evaluations")
+    curves.add(2, {"reward": 0.25})
+    curves.close()
+    assert read_curves(directory)["reward"].values.tolist() == [0.25]
 
 
 def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(model: Path) -> None:

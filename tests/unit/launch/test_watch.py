@@ -123,3 +123,25 @@ def test_a_run_that_was_interrupted_ends_with_what_was_saved_and_how_to_go_on(la
 
 def test_before_there_is_a_run_nothing_is_said(tmp_path: Path) -> None:
     assert last_words(RunLayout(tmp_path), "") == []
+
+
+class Closed(io.StringIO):
+    """A terminal that is gone: EIO."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_what_nobody_can_read_any_more_ends_no_run(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.watch = Watch(screen.layout, Closed(), expected=EXPECTED)
+    screen.show("training", 1, *EXPECTED, dropped_poison=1)
+
+
+def test_last_words_are_said_also_in_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, gone = Screen(tmp_path), tmp_path / "gone"
+    write_resolved(config_of(), screen.layout, "")
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert last_words(screen.layout, "`x`") == [f"{tmp_path}: stopped before the first step; `x` continues it"]
