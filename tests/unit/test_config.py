@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from launch.commands.schema import meaning_of
 from rlhpc.config import Config
 from rlhpc.config_file import config_hash, load_config, override, read_resolved, sections, write_resolved
 from rlhpc.config_sections import NO_WINDOW
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
-from tests.field_docs import meaning_of
 
 RUN_FILE = """
 [run]

@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from launch.cli import main
+from launch.commands.schema import meaning_of
 from rlhpc.config_file import sections
-from tests.field_docs import meaning_of
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks, commands, prose
 
 PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md"]
