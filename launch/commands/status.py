@@ -127,6 +127,7 @@ def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) 
         f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
         f"{status['staleness_bound']}",
         *verifier_lines(status.get("verifiers", {})),
+        *(f"disk    {trouble}" for trouble in status.get("disk_troubles", ())),
         *_queue_lines(status["queue"]),
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",

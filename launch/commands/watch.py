@@ -46,6 +46,7 @@ class Watch:
         self._last_step = 0
         self._attempt: int | None = None  # as last seen
         self._told = dict.fromkeys(_TOLD, 0)  # groups at the last warning
+        self._has_disk_trouble = False  # as last told
 
     def look(self) -> None:
         """Show what has changed since the last call."""
@@ -53,6 +54,7 @@ class Watch:
         if status is None or self._is_quiet:
             return
         self._warn(status["queue"])
+        self._warn_of_disk(status.get("disk_troubles", ()))
         if self._line is None:
             self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
         if self._attempt not in (None, attempt := status.get("attempt")):
@@ -74,6 +76,12 @@ class Watch:
                 self._told[reason] = count
                 groups = "1 group is" if count == 1 else f"{count} groups are"
                 self.tell(f"{groups} dropped: {words.format(root=self._layout.root)}")
+
+    def _warn_of_disk(self, troubles: Sequence[str]) -> None:
+        if bool(troubles) == self._has_disk_trouble:
+            return
+        self._has_disk_trouble = bool(troubles)
+        self.tell(f"the disk refuses: {'; '.join(troubles)}" if troubles else "the disk takes what is written again")
 
     def tell(self, text: str) -> None:
         """Print a line of its own, if anybody still reads: its terminal or pipe may be closed, its disk full."""

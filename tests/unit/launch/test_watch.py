@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ class Screen:
         self.layout, self.stream = RunLayout(root), io.StringIO()
         self.watch = Watch(self.layout, self.stream, expected=EXPECTED, clock=lambda: self.now, **how)
 
-    def show(self, phase: str, step: int, *roles: str, attempt: int = 0, **queue: int) -> None:
+    def show(
+        self, phase: str, step: int, *roles: str, attempt: int = 0, disk: Sequence[str] = (), **queue: int
+    ) -> None:
         document = {
             "phase": phase, "step": step, "num_steps": 9, "reward": 0.5, "trainer_tokens_per_s": 100.0,
             "generator_tokens_per_s": 200.0, "staleness_max": 1, "eta_s": 60.0, "queue": queue, "attempt": attempt,
-            "roles": [{"name": name} for name in roles],
+            "disk_troubles": disk, "roles": [{"name": name} for name in roles],
         }  # fmt: skip
         self.layout.status.write_text(json.dumps(document))
         self.watch.look()
@@ -83,6 +86,16 @@ def test_what_no_verifier_can_judge_is_told_when_it_happens_and_whenever_it_has_
     told = [line for line in screen.lines if line.startswith("rlhpc: ")]
     why = f"dropped: no verifier could judge them; `rlhpc rollouts {tmp_path} --verdict verifier_error` says why"
     assert told == [f"rlhpc: 1 group is {why}", *(f"rlhpc: {n} groups are {why}" for n in (2, 5))]
+
+
+def test_a_disk_that_refuses_is_told_when_it_begins_and_when_it_is_over(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    for trouble in ([], ["no room; trying again for 300 s"], ["no room; trying again for 296 s"], [], []):
+        screen.show("training", 0, disk=trouble)
+    assert screen.lines == [
+        "rlhpc: the disk refuses: no room; trying again for 300 s",
+        "rlhpc: the disk takes what is written again",
+    ]
 
 
 def test_quiet_says_nothing_but_what_it_is_told(tmp_path: Path) -> None:
