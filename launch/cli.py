@@ -20,7 +20,7 @@ from launch.commands.arguments import (
     resume_point,
 )
 from launch.commands.parser import command_parser
-from launch.common.standard_output import flush_or_give_up, print_whatever_the_locale
+from launch.common.standard_output import print_or_lose, print_whatever_the_locale, refused_by_the_system
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -44,13 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RlhpcError as error:
         sys.stderr.write(f"rlhpc: {error}\n")
         return EXIT_CONFIG
-    except OSError as error:  # no permission, a full disk
-        flush_or_give_up()
-        if isinstance(error, BrokenPipeError):  # `rlhpc status … | head`
-            return 0
-        where = f"{error.filename}: " if error.filename is not None else ""
-        sys.stderr.write(f"rlhpc: {where}{error.strerror or error}\n")
-        return EXIT_CONFIG
+    except (OSError, UnicodeEncodeError) as error:  # no permission, a full disk, a name that cannot be said
+        return refused_by_the_system(error)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:  # says what has been done so far
             sys.stderr.write(f"rlhpc: {interrupt}\n")
@@ -94,15 +89,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _show_jobs(options: argparse.Namespace) -> int:
-    from launch.plan.report import plan_report
+    from launch.commands.show_jobs import jobs_in_words
     from launch.plan.site_file import load_site
 
-    config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
-    print(plan_report(config, site))
-    if config.evaluation:
-        from launch.commands.evaluate.job import EvaluationJob
-
-        print(f"\n----- evaluation.sbatch\n{EvaluationJob.following(config, site).script.rstrip()}")
+    print(jobs_in_words(load_config(options.run_file, options.overrides), load_site(options.site_file)))
     return 0
 
 
@@ -116,7 +106,8 @@ def _run(options: argparse.Namespace) -> int:
     if not options.quiet:
         from launch.commands.last_words import last_words
 
-        print("\n".join(last_words(RunLayout(config.run_directory), f"`{continued(options)}`")), flush=True)
+        for line in last_words(RunLayout(config.run_directory), f"`{continued(options)}`"):
+            print_or_lose(line)
     return status
 
 

@@ -46,6 +46,7 @@ from rlhpc.config_tasks import (
     composites_are_made_of_tasks,
     limits_are_of_tasks,
 )
+from rlhpc.toml_text import shown
 
 MOST_DATASETS = 1000  # prompts of each are numbered by the number of datasets
 HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody can take a key back any more
@@ -234,7 +235,10 @@ def backend_knows_its_keys(config: Config) -> None:
         for key in keys:
             value = getattr(trainer, key)
             if trainer.backend != backend and value != type(trainer).model_fields[key].default:
-                raise ValueError(f"trainer.{key}={value!r} is for backend={backend!r}; it is {trainer.backend!r}")
+                raise ValueError(
+                    f"trainer.{key}={shown(value)} is for backend={backend!r}; it is {trainer.backend!r}; legal: leave "
+                    "it out (a resume may change backend and layout: each reads the checkpoints of all)"
+                )
     if trainer.recompute_activations == "selective" and trainer.backend != "megatron":
         raise ValueError(
             f"trainer.recompute_activations='selective' is for backend='megatron'; it is {trainer.backend!r}; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,9 @@ from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
-from rlhpc.toml_text import read_toml
+from rlhpc.toml_text import read_toml, shown
+
+OVERRIDES = "command line"  # whence they come, in messages
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -41,17 +44,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def override(config: Config, words: Sequence[str]) -> Config:
     """Apply ``dotted.key=value`` overrides to settings read before.  Raises ConfigError as load_config does."""
-    return settled(config.model_dump(mode="json"), words, "overrides")
+    return settled(config.model_dump(mode="json"), words, "settings of the run")
 
 
 def settled(document: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
     """Settings from the tables of a run file, which this changes, and overrides.
 
-    source: what faults are put down to.  Raises ConfigError as load_config does.
+    source: what faults are put down to, but for those of overrides.  Raises ConfigError as load_config does.
     """
-    for word in overrides:
-        _apply_override(document, word)
-    return _with_absolute_paths(_validate(document, source))
+    typed = [_apply_override(document, word) for word in overrides]
+    return _with_absolute_paths(_validate(document, source, typed))
 
 
 def config_hash(config: Config) -> str:
@@ -89,21 +91,26 @@ def _digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(to_json(settings)).hexdigest()[:16]
 
 
-def _apply_override(document: dict[str, Any], word: str) -> None:
+def _apply_override(document: dict[str, Any], word: str) -> str:
+    """Returns the key that is the override's own: the first of its parts that the document had not, or the whole."""
     key, equals, text = word.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"{word!r}: an override has the form section.key=value")
     table: Any = document
+    own: list[str] = []
     *sections, name = parts
     while sections:
         part = sections.pop(0)
+        if not own and part not in table:
+            own = parts[: -1 - len(sections)]
         table = table.setdefault(part, {})
         if isinstance(table, list):
             table = _one_of(table, part, sections, word)
         if not isinstance(table, dict):
             raise ConfigError(f"{word!r}: {part} is a value, not a section")
     table[name] = _parse_value(text.strip())
+    return ".".join(own or parts)
 
 
 def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
@@ -119,7 +126,7 @@ def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
 def _parse_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or what TOML's reader gives up on
         return text
 
 
@@ -130,13 +137,13 @@ def fault_lines(error: ValidationError, explain: Callable[[str, ErrorDetails], s
     """
     said: dict[str, list[str]] = {}  # the same key and value twice: none of the alternatives of its type fits
     for detail in error.errors(include_url=False):
-        key = ".".join(str(part) for part in detail["loc"] if not _is_pydantics_own(part))
+        key = ".".join(map(str, _place_in_file(detail["loc"])))
         if (line := explain(key, detail)) is not None:
             said[line] = []
         elif detail["type"] == "missing":
             said[f"{key}: missing; it has no default"] = []
         else:
-            said.setdefault(f"{key}={detail['input']!r}: ", []).append(_legal(detail))
+            said.setdefault(f"{key}={shown(detail['input'])}: ", []).append(_legal(detail))
     return [f"{line}legal: {', or '.join(dict.fromkeys(legal))}" if legal else line for line, legal in said.items()]
 
 
@@ -149,6 +156,8 @@ _LEGAL = {
     "string_type": "a string",
     "path_type": "a path",
     "tuple_type": "a list",
+    "too_short": "{min_length} or more",
+    "too_long": "{max_length} or fewer",
     "dict_type": "a table",
     "model_type": "a table",
     "literal_error": "{expected}",
@@ -185,6 +194,7 @@ _ELSEWHERE = {
     "eval_steps": "evaluation.every_steps",
     "model_name_or_path": "model.path",
 }
+_OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")
 _RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
 
 
@@ -196,13 +206,18 @@ def _legal(detail: ErrorDetails) -> str:
     return form.format(**context, words=words) if form else detail["msg"].removeprefix("Input should be ")
 
 
-def _is_pydantics_own(part: str | int) -> bool:
-    """True for what pydantic adds to a place: the key of a table, and the alternative of a type that it has tried."""
-    return part in ("[key]", "constrained-float", "constrained-int") or str(part).startswith("literal[")
+def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
+    """Without what pydantic adds: the key of a table, and the alternative of a type that it has tried."""
+    *before, last = place or ("",)
+    plain = place if last not in ("bool", "int", "float", "str") or len(before) < 3 else before
+    added = ("[key]", "constrained-float", "constrained-int")
+    return [part for part in plain if part not in added and not str(part).startswith("literal[")]
 
 
-def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) -> Config:
-    """is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
+def _validate(document: dict[str, Any], source: str, typed: Sequence[str] = (), *, is_begun: bool = False) -> Config:
+    """typed: keys that overrides brought.
+
+    is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
     document, retired = without_retired_keys(document)
     faults = [] if is_begun else retired
     try:
@@ -210,9 +225,32 @@ def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) 
     except ValidationError as error:
         found = fault_lines(error, _explain)
         faults += [_of_the_only_table(line, document) for line in found]
+    else:
+        faults += _beyond_64_bits(document)
     if faults:
-        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
+        own = [_of_the_only_table(key, document) for key in typed]
+        raise ConfigError("\n".join(f"{_whose(fault, source, own)}: {fault}" for fault in faults))
     return config
+
+
+def _beyond_64_bits(values: Any, place: str = "") -> list[str]:
+    """Whole numbers that no message and no array can hold."""
+    if isinstance(values, int) and abs(values) >= 1 << 63:
+        return [f"{place}={values}: legal: below 2^63"]
+    within = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [line for key, each in within for line in _beyond_64_bits(each, f"{place}.{key}".removeprefix("."))]
+
+
+def _whose(fault: str, source: str, typed: Sequence[str]) -> str:
+    """Who brought the key that a fault begins with; both, where a rule sets a key of the one against one of the other.
+
+    typed: keys that overrides brought.
+    """
+    first = re.split(r"[=: ]", fault, maxsplit=1)[0]
+    if any(f"{first}.".startswith(f"{key}.") for key in typed):
+        return OVERRIDES
+    values = fault.partition("; legal: ")[0]
+    return f"{source} and {OVERRIDES}" if any(f" {key}=" in values for key in typed) else source
 
 
 def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
@@ -223,13 +261,16 @@ def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
 
 
 def _explain(key: str, detail: ErrorDetails) -> str | None:
+    if detail["type"] == "tuple_type" and key in _SECTIONS:
+        return f"{key}={shown(detail['input'])}: legal: a table [{key}], or several [[{key}]]"
     if detail["type"] == "extra_forbidden":
         *section, name = map(str, detail["loc"])
         legal = [*_SECTIONS[section[0]].model_fields] if section else [*_SECTIONS]
-        return unknown_key(key, detail["input"], legal, _places_of(name))
+        said = unknown_key(key, detail["input"], legal, _places_of(name))
+        return f"{said}; [{name}] is a section of site files" if not section and name in _OF_SITE_FILES else said
     if detail["type"] == "value_error":  # raised by a rule over several keys names them, of one key says what is legal
         cause = str(detail["ctx"]["error"])
-        return f"{key}={detail['input']!r}: {cause}" if _is_of_a_key(detail["loc"]) else cause
+        return f"{key}={shown(detail['input'])}: {cause}" if _is_of_a_key(detail["loc"]) else cause
     return None
 
 
@@ -243,7 +284,7 @@ def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequen
     close = difflib.get_close_matches(key.rpartition(".")[2], legal, n=1)
     meant = [*close, *(place for place in elsewhere if place.rpartition(".")[2] not in close)][:MOST_HINTS]
     hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
-    return f"{key}={value!r}: unknown key; legal: {', '.join(legal)}{hint}"
+    return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)}{hint}"
 
 
 def _places_of(name: str) -> list[str]:

@@ -7,6 +7,7 @@ _steps, _samples.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,23 +18,25 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
-def _not_empty(value: object) -> object:
-    """An empty text would be the current directory."""
-    if value == "":
-        raise ValueError("legal: a path")
+def _written_out(value: object) -> object:
+    """An empty text would be the current directory, ~ and $NAME a directory of that name in it."""
+    if isinstance(value, str):
+        if not value or "\0" in value:
+            raise ValueError("legal: a path")
+        if _OF_A_SHELL.search(value) and not Path(value).exists():
+            raise ValueError("~ and $NAME are not expanded; legal: the path written out")
     return value
 
 
-LoosePath = Annotated[Path, Field(strict=False), BeforeValidator(_not_empty)]  # a run file has strings
+_OF_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
+LoosePath = Annotated[Path, Field(strict=False), BeforeValidator(_written_out)]  # a run file has strings
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
     """Base of every table of the run file."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):

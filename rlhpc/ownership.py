@@ -47,9 +47,9 @@ class Fence:
         determined."""
         found = read_owner(self.layout)
         if found != self.owner:
-            by = f"by {found}" if found else f"or deleted: there is no {self.layout.owner.name}"
+            by = f" by {found}" if found else f", moved or deleted: there is no {self.layout.owner.name}"
             raise OwnershipLost(
-                f"{self.layout.root}: was taken over {by}; this process belongs to {self.owner} and stops writing"
+                f"{self.layout.root}: was taken over{by}; this process belongs to {self.owner} and stops writing"
             )
 
     def staging(self, directory: Path) -> Path:

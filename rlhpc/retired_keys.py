@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.config import Config
+from rlhpc.toml_text import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def without_retired_keys(document: Mapping[str, Any]) -> tuple[dict[str, Any], l
         value = table[key]
         left[section] = {other: table[other] for other in table if other != key}
         if value != retired.value or isinstance(value, bool):  # True == 1
-            faults.append(f"{name}={value!r}: this key was removed: {retired.reason}; legal: leave it out")
+            faults.append(f"{name}={shown(value)}: this key was removed: {retired.reason}; legal: leave it out")
         if not left[section] and section not in Config.model_fields:
             del left[section]
     return left, faults

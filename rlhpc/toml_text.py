@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from rlhpc.errors import ConfigError
 
 _LINE = re.compile(r"at line (\d+)")
 _SHOWN_CHARACTERS = 80
+_SHOWN_OF_A_TEXT = 200
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-_QUOTES = re.compile("[“”„‘’«»]")
+_QUOTES = re.compile("[“”„‘’«»`]")
+_TABLE_IN_WORDS_OF_A_LIBRARY = re.compile(r"\('([^()]*)',?\)")
+_INVISIBLE = re.compile("[\u00a0\u00ad\u200b-\u200f\u2028-\u202f\u2060\ufeff]")
 
 # Patterns of common mistakes in values, and what is legal instead.
 _HABITS = (
     (re.compile(r"(?i:true|false)\b"), "true and false in small letters"),
     (re.compile(r"(?i:null|none|nil)\b"), "leave the key out where nothing is meant"),
-    (re.compile(r"[+-]?\d+,\d+$"), "a decimal point, no comma"),
+    (re.compile(r"[+-]?\d+,\d+$"), "a decimal point, no comma; of thousands 1_000"),
+    (re.compile(r"[^\[{]*[,;]$"), "nothing behind the value"),
     (re.compile(r"[+-]?0\d"), "a number without zeros before it"),
     (re.compile(r"[+-]?[\d.]+\s*[A-Za-z%]+$"), "the number alone: its unit is part of the key's name"),
     (re.compile(r"[A-Za-z_~/$.]"), 'a text in quotes: key = "text"'),
@@ -41,7 +46,28 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}{_advice(text, str(error))}") from error
+        said = _TABLE_IN_WORDS_OF_A_LIBRARY.sub(lambda found: f"[{found[1]}]".replace("', '", "."), str(error))
+        raise ConfigError(f"{path}: not TOML: {said}{_advice(text, said)}") from error
+    except ValueError as error:  # Python reads no longer ones
+        raise ConfigError(f"{path}: holds a number of thousands of digits") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: holds brackets within brackets, hundreds deep") from error
+
+
+def shown(value: object) -> str:
+    """A value of a TOML file, as its author has spelt it, but for quotes; long texts are cut."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case date() | time():
+            return value.isoformat()
+        case dict():
+            return f"{{{', '.join(f'{key} = {shown(each)}' for key, each in value.items())}}}"
+        case list() | tuple():
+            return f"[{', '.join(map(shown, value))}]"
+        case str() if len(value) > _SHOWN_OF_A_TEXT:
+            return f"{value[:_SHOWN_OF_A_TEXT]!r}…"
+    return repr(value)
 
 
 def _decoded(content: bytes, path: Path) -> str:
@@ -73,6 +99,10 @@ def _legal(line: str, said: str) -> str:
         return "each key once"
     if "Cannot declare" in said:
         return "each [section] once; [[data]] and [[evaluation]] are several"
+    if unseen := _INVISIBLE.search(line):
+        return f"the line without its invisible character U+{ord(unseen[0]):04X}"
+    if "\r" in line:
+        return "a line feed at the end of each line, as Linux and Windows write it"
     if _QUOTES.search(line):
         return 'straight quotes, "text"'
     if "\\" in value:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.checks.run_rows import Progress, Row, Verdict, listed
+from launch.checks.run_rows import Progress, Row, Verdict, from_to, listed
 from rlhpc.buffer.event_log import Admitted, Began, EventFile, RolledBack, Taken, Trained, event_paths, read_events
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_reader import JournalContent, read_first_sequence, read_journal
@@ -46,7 +46,7 @@ def journal_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         yield from rows
     if paths and is_sound:
         text = f"{num_rollouts} rollouts, all checksums right"
-        yield Row("journal", f"{paths[0].stem} to {paths[-1].stem}", Verdict.SOUND, text)
+        yield Row("journal", from_to(paths), Verdict.SOUND, text)
 
 
 def event_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
@@ -70,7 +70,7 @@ def event_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         yield from rows
     if paths and is_sound:
         text = f"{num_events} events, all checksums right"
-        yield Row("events", f"{paths[0].stem} to {paths[-1].stem}", Verdict.SOUND, text)
+        yield Row("events", from_to(paths), Verdict.SOUND, text)
 
 
 def first_rollout(layout: RunLayout) -> int | None:

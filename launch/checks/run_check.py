@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launch.checks.journal_check import beginning_that_is_needed, event_rows, first_rollout, journal_rows, replay_cost
 from launch.checks.partial_check import partial_rows
-from launch.checks.run_rows import Progress, Row, Verdict, listed
+from launch.checks.run_rows import Progress, Row, Verdict, from_to, listed
 from launch.run_directory.inputs import differences, look_at_inputs, read_inputs
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
@@ -160,7 +160,7 @@ def _segments(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         yield Row("segments", layout.rollouts.name, Verdict.DAMAGED, text)
     if paths and not num_damaged:
         text = f"{len(groups)} groups, all checksums right"
-        yield Row("segments", f"{paths[0].stem} to {paths[-1].stem}", Verdict.SOUND, text)
+        yield Row("segments", from_to(paths), Verdict.SOUND, text)
 
 
 def _segments_that_are_needed(layout: RunLayout, step: int | None) -> Iterator[Row]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 Progress = Callable[[str], None]  # is told what is being read
 
@@ -31,3 +32,9 @@ class Row:
 def listed(numbers: list[int]) -> str:
     """The first ten."""
     return f"{', '.join(map(str, numbers[:10]))}{' …' if numbers[10:] else ''}"
+
+
+def from_to(paths: Sequence[Path]) -> str:
+    """The names of files that follow each other: first and last, or the only one."""
+    first, last = paths[0].stem, paths[-1].stem
+    return first if first == last else f"{first} to {last}"

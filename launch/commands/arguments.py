@@ -31,6 +31,14 @@ def number(text: str) -> int:
     return int(text)
 
 
+def decimal(text: str) -> float:
+    """Parse 3, 0.5, 1e-3, …  Raises ArgumentTypeError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: a number, without a unit") from None
+
+
 def takes_submission(parser: argparse.ArgumentParser) -> None:
     """Run file, site file, and how to submit."""
     takes_run_file(parser)
@@ -80,7 +88,7 @@ def takes_export(parser: argparse.ArgumentParser) -> None:
     """A run, and where its model goes."""
     takes_run_directory(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to create")
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
+    parser.add_argument("--step", type=number, metavar="N", help="checkpoint to export; default: the newest sound one")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
     text = "dtype of the written weights; default: that of the model at model.path"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
@@ -94,13 +102,13 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help=text)
     text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of the run; default: the newest sound one")
+    parser.add_argument("--step", type=number, metavar="N", help="checkpoint of the run; default: the newest sound one")
     text = "the moving average of the run's weights (trainer.ema_decay) instead of its weights"
     parser.add_argument("--ema", action="store_true", default=None, help=text)
     parser.add_argument("--samples", type=number, metavar="K", help="samples per prompt (default 1)")
     parser.add_argument("--prompts", type=number, metavar="N", help="number of prompts, drawn at random; default: all")
     text = "of sampling; 0: the most likely token each time (default 1)"
-    parser.add_argument("--temperature", type=float, metavar="T", help=text)
+    parser.add_argument("--temperature", type=decimal, metavar="T", help=text)
     text = "where samples and figures go; default: evaluations/ in the run directory, or here"
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help=text)
     parser.add_argument("--fresh", action="store_true", help="delete existing samples, and start over")
@@ -113,7 +121,7 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     text = "stop the run after N evaluations without improvement (--follow --keep-best)"
     parser.add_argument("--stop-after", type=number, metavar="N", help=text)
     text = "stop after S seconds without a sign of life of the run (--follow; default 3600)"
-    parser.add_argument("--patience-s", type=float, default=3600.0, metavar="S", help=text)
+    parser.add_argument("--patience-s", type=decimal, default=3600.0, metavar="S", help=text)
     text = "site file: submit it as a Slurm job, with the GPUs of [generation] on one node"
     parser.add_argument("--site", type=Path, metavar="SITE.toml", help=text)
     parser.add_argument("--dry-run", action="store_true", help="print the job's script; submit nothing (with --site)")
@@ -152,7 +160,7 @@ def takes_data(parser: argparse.ArgumentParser) -> None:
         bounds.add_argument(bound, type=number, metavar="N")
     bounds.add_argument("--distinct", action="store_true", help="keep only the first of records with the same prompt")
     text = "fraction that goes to OUT/validation, the rest to OUT/train; chosen by content, not by order"
-    bounds.add_argument("--validation", type=float, metavar="SHARE", help=text)
+    bounds.add_argument("--validation", type=decimal, metavar="SHARE", help=text)
 
 
 def takes_run_file(parser: argparse.ArgumentParser) -> None:
@@ -220,8 +228,8 @@ def takes_rollouts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", metavar="N|A-B", help="trained in step N, or in steps A to B")
     parser.add_argument("--task", metavar="T", help="scored by this reward function")
     parser.add_argument("--verdict", metavar="V", help="correct, wrong or verifier_error")
-    parser.add_argument("--min-reward", type=float, metavar="R", help="minimum reward")
-    parser.add_argument("--max-reward", type=float, metavar="R", help="maximum reward")
+    parser.add_argument("--min-reward", type=decimal, metavar="R", help="minimum reward")
+    parser.add_argument("--max-reward", type=decimal, metavar="R", help="maximum reward")
     text = "Python regular expression, searched in prompt, completion, reference and the verifier's detail"
     parser.add_argument("--grep", metavar="REGEX", help=text)
     parser.add_argument("--sample", type=number, metavar="N", help="N of these at random, the same ones each time")
@@ -238,7 +246,7 @@ def takes_list(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="DIR", help=text)
     parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
     parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
-    parser.add_argument("--depth", type=int, metavar="N", help="levels of directories below DIR to search (default 4)")
+    parser.add_argument("--depth", type=number, metavar="N", help="levels below DIR; 0: DIR alone (default 4)")
     parser.add_argument("--json", action="store_true", help="JSON output for programs")
 
 
@@ -264,7 +272,7 @@ def takes_resume_point(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     text = "resume at step 0: set all checkpoints and rollouts aside"
     where.add_argument("--from-start", action="store_true", help=text)
-    where.add_argument("--step", type=int, metavar="N", help="resume from this checkpoint; set newer ones aside")
+    where.add_argument("--step", type=number, metavar="N", help="resume from this checkpoint; set newer ones aside")
     text = "do not train the steps after the checkpoint again from the journal: sample new rollouts for them"
     where.add_argument("--no-replay", action="store_true", help=text)
 
@@ -294,9 +302,10 @@ def _spelt(options: argparse.Namespace) -> str:
 
 def hint_for(words: Sequence[str]) -> str:
     """A hint for keys of the run file that were written as options."""
-    option = next((word for word in words if word.startswith("--") and "." in word), "")
-    if not option:
-        return ""
+    keys = [word for word in words if "." in word.partition("=")[0] and ("=" in word or word.startswith("--"))]
+    if not keys:
+        return "; `rlhpc check` starts nothing" if "--dry-run" in words else ""
+    option = keys[0]
     key, equals, value = option.removeprefix("--").partition("=")
     after = words[words.index(option) + 1 :]
     value = value if equals or not after else after[0]

@@ -12,9 +12,11 @@ from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
 from launch.checks.own_code import try_own_code, untried_code
 from launch.checks.preflight import preflight
+from launch.checks.site.login_checks import software_not_here
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
+from launch.plan.site_file import load_site
 from launch.run_directory.owner import holds_something
 from rlhpc.config_file import load_config
 from rlhpc.data.prompts import dialogue_template
@@ -56,7 +58,8 @@ def check_run_file(options: argparse.Namespace) -> int:
     warnings = [*date_in_prompts(config, tokenizer), *thinking_in_answers(config, tokenizer)]
     print("\n".join([stop_tokens(tokenizer, template), *warnings]))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
-    print("\n".join([*own, *sandbox, *evaluations, memory, *biases(config)]))
+    software = software_not_here(load_site(options.site)) if options.site else []
+    print("\n".join([*own, *sandbox, *evaluations, memory, *software, *biases(config)]))
     return 0
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from launch.common.text_table import aligned, span
 from launch.run_directory.owner import launcher_of
 from launch.run_files.events import Event, last_events, read_document
-from launch.run_files.job_records import JobRecord, read_records
+from launch.run_files.job_records import JobRecord, read_records, run_name
 from launch.run_files.run_state import hand_over_requests, saved_step
-from launch.slurm.queue import JobRow, QueueLook, look_at_jobs
+from launch.slurm.queue import ANSWER_S, JobRow, QueueLook, look_at_jobs
 from launch.slurm.reasons import is_stuck, reason_in_words
 from launch.slurm.states import Life
 from rlhpc.run_layout import RunLayout
@@ -55,7 +55,7 @@ def look_at_run(layout: RunLayout, timeout_s: float | None = None) -> SlurmView:
     """
     jobs = tuple(read_records(layout))
     ids = [job.job_id for job in jobs]
-    look = look_at_jobs(ids) if timeout_s is None else look_at_jobs(ids, timeout_s)
+    look = look_at_jobs(ids, ANSWER_S if timeout_s is None else timeout_s, run_name=run_name(layout))
     attempt, plan = read_document(layout.attempt), read_document(layout.job_plan)
     return SlurmView(layout, jobs, look, attempt or None, plan, tuple(last_events(layout)), time.time())
 
@@ -108,7 +108,8 @@ def _table(view: SlurmView) -> list[str]:
     lines = aligned(rows)
     if view.look.unknown:
         lines.append("unknown: Slurm no longer knows the job, so it has ended")
-    return lines
+    others = sorted({f"{row.job_id} is {row.name}" for row in view.look.others})
+    return [*lines, *(f"of another run, perhaps of another cluster: here job {each}" for each in others)]
 
 
 def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
@@ -218,7 +219,8 @@ def upcoming(view: SlurmView) -> list[str]:
     if layout.summary.exists():
         return ["the run is complete" + ("; its jobs end" if view.is_alive and not view.look.trouble else "")]
     if layout.abort_request.exists():
-        return ["ABORT: all jobs end now, nothing is saved" if view.is_alive else _resume(view)]
+        said = "ABORT: all jobs end now; the step is saved only if it ends within seconds"
+        return [said if view.is_alive else _resume(view)]
     if layout.stop_request.exists():
         return ["STOP: the step is finished and saved, then all jobs end" if view.is_alive else _resume(view)]
     if view.look.trouble or not view.jobs:

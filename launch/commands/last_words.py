@@ -17,6 +17,7 @@ from rlhpc.run_layout import RunLayout
 
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("steps", "optimiser steps", lambda v: f"{v:,.0f}"),
+    ("skipped_steps", "skipped of these: not finite, or refused", lambda v: f"{v:,.0f}"),
     ("rollouts_trained", "rollouts trained", lambda v: f"{v:,.0f}"),
     ("reward_first_tenth", "reward, first tenth of steps", lambda v: f"{v:.3f}"),
     ("reward_last_tenth", "reward, last tenth of steps", lambda v: f"{v:.3f}"),
@@ -35,6 +36,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 def figures_table(summary: Mapping[str, Any]) -> str:
     """One line a figure, names to the left, numbers flush right; figures that are missing are left out."""
+    summary = {**summary, "skipped_steps": summary.get("skipped_steps") or None}
     rows = [(label, form(float(summary[key]))) for key, label, form in _ROWS if _is_number(summary.get(key))]
     left, right = max(len(label) for label, _ in rows), max(len(value) for _, value in rows)
     rule = "─" * (left + right + 3)
@@ -58,15 +60,16 @@ def what_was_saved(layout: RunLayout, command: str) -> Saved:
         return Saved(f"{layout.root}: {steps}; {command} continues it", are_steps_lost=False)
     checkpoint = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
     if any(layout.rollouts.glob("journal_*.h5")):  # a resume trains what was recorded after the checkpoint
+        after = "the step" if trained - saved == 1 else f"the {trained - saved} steps"
         text = (
-            f"{layout.root}: ended at step {trained}; {checkpoint}: {command} trains the {trained - saved} steps after "
+            f"{layout.root}: ended at step {trained}; {checkpoint}: {command} trains {after} after "
             "it again, from the journal, and samples nothing again"
         )
         return Saved(text, are_steps_lost=False)
     begins = f"continues from step {saved}" if saved else "starts over"
     text = (
-        f"{layout.root}: ended at step {trained} without saving; {checkpoint}, so {trained - saved} steps are lost; "
-        f"{command} {begins}"
+        f"{layout.root}: ended at step {trained} without saving; {checkpoint}, so "
+        f"{'1 step is' if trained - saved == 1 else f'{trained - saved} steps are'} lost; {command} {begins}"
     )
     return Saved(text, are_steps_lost=True)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from launch.commands.arguments import (
     Version,
+    decimal,
+    number,
     takes_charts,
     takes_data,
     takes_evaluation,
@@ -65,11 +67,11 @@ def _takes_plan(parser: argparse.ArgumentParser) -> None:
     text = "take rates and lengths from this run (--predict)"
     parser.add_argument("--from", dest="from_run", type=Path, metavar="RUN_DIR", help=text)
     text = "mean tokens of a completion; default: 0.4 of generation.max_completion_tokens (--predict)"
-    parser.add_argument("--mean-tokens", type=float, metavar="N", help=text)
+    parser.add_argument("--mean-tokens", type=decimal, metavar="N", help=text)
     text = "length distribution: fixed, geometric or lognormal:SIGMA; default: lognormal:0.8 (--predict)"
     parser.add_argument("--length-law", metavar="LAW", help=text)
     text = "share of zero-variance groups; default: 0.2 (--predict)"
-    parser.add_argument("--dropped-share", type=float, metavar="X", help=text)
+    parser.add_argument("--dropped-share", type=decimal, metavar="X", help=text)
     parser.add_argument("--json", action="store_true", help="JSON output for programs (--predict)")
 
 
@@ -80,7 +82,7 @@ def _takes_status(parser: argparse.ArgumentParser) -> None:
 
 def _takes_stop(parser: argparse.ArgumentParser) -> None:
     takes_run_directory(parser)
-    text = "do not finish the step; work since the last checkpoint is lost"
+    text = "end at once: the step is saved only if it ends within seconds"
     parser.add_argument("--now", action="store_true", help=text)
 
 
@@ -106,17 +108,16 @@ def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--delete", action="store_true", help="delete the directory too")
         if action == "up":
             for name in ("train", "gen", "cpu"):
-                sub.add_argument(f"--{name}", type=int, metavar="N", help=f"number of {name} nodes")
-            sub.add_argument("--gpus", type=int, metavar="N", help="number of fake GPUs on each GPU node")
+                sub.add_argument(f"--{name}", type=number, metavar="N", help=f"number of {name} nodes")
+            sub.add_argument("--gpus", type=number, metavar="N", help="number of fake GPUs on each GPU node")
             sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
             sub.add_argument("--networks", action="store_true", help="give every node its own network; needs root")
             sub.add_argument("--private", action="store_true", help="use unpacked packages even if Slurm is installed")
             sub.add_argument(
                 "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
             )
-            sub.add_argument(
-                "--wait-s", type=float, default=30.0, metavar="S", help="timeout until all nodes are idle (default 30)"
-            )
+            text = "timeout until all nodes are idle (default 30)"
+            sub.add_argument("--wait-s", type=decimal, default=30.0, metavar="S", help=text)
 
 
 def _takes_recipe(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +150,7 @@ def _takes_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
     parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
     text = "time limit for the test jobs, in seconds (default 300)"
-    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help=text)
+    parser.add_argument("--timeout-s", type=decimal, default=300.0, metavar="S", help=text)
     parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
 
 

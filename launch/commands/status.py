@@ -66,7 +66,9 @@ def _lines(layout: RunLayout, status: dict[str, Any] | None, view: SlurmView | N
         pid = launcher_of(layout)
         expected = _expected(layout) if pid else ()
         if status is None:
-            said = f"starting (launcher pid {pid})" if pid else "ended before its controller started"
+            is_asked = layout.stop_request.exists() or layout.abort_request.exists()
+            ended = f"{'stopped' if is_asked else 'ended'} before its controller started"
+            said = f"starting (launcher pid {pid})" if pid else ended
             return [f"{layout.root}: {said}"]
         if pid:
             return [*_run_lines(status, f"launcher pid {pid}", expected), *notes.lines()]
@@ -116,14 +118,16 @@ def _expected(layout: RunLayout) -> Sequence[str]:
 
 
 def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
+    reward = f"{status['reward']:.3f}" if status["step"] else "-"
     age = max(time.time() - status["unix_time_s"], 0.0)  # the clock of its node may be ahead of this one
     return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
         f"{status['version']}, {life}, as of {age:.0f} s ago",
-        f"reward {status['reward']:.3f}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
+        f"reward {reward}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
         f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
         f"{status['staleness_bound']}",
         *verifier_lines(status.get("verifiers", {})),
+        *(f"disk    {trouble}" for trouble in status.get("disk_troubles", ())),
         *_queue_lines(status["queue"]),
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.commands.last_words import what_was_saved
-from launch.run_directory.owner import find_launcher
-from launch.run_files.job_records import read_records
+from launch.run_directory.owner import await_left_behind, find_launcher
+from launch.run_files.job_records import read_records, run_name
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
@@ -43,9 +43,10 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         write_atomically(layout.abort_request if now else layout.stop_request, b"")
         how = "to end at once" if now else "to finish its step and save"
         tell(f"asked        launcher pid {launcher.record.pid} on {launcher.record.host} {how}")
-        launcher.await_end()
+        launcher.await_end(tell)
         return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
     if not _living(layout):
+        await_left_behind(layout, tell)
         _end_following(layout, tell)
         tell(f"{layout.root}: this run is not running")
         return 0
@@ -72,7 +73,7 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
 def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell) -> list[str]:
     """Wait until all jobs have ended, or until the run is resumed; returns the jobs of the resume."""
     said, said_at = "", 0.0
-    led_at, pause_s = time.monotonic(), 0.2
+    led_at, pause_s, is_first = time.monotonic(), 0.2, True
     while rows := _living(layout):
         # A resume begins when all jobs have ended: it deletes the request, then submits jobs of its own.
         if not request.exists():
@@ -81,17 +82,28 @@ def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell) -> 
         waiting = [row for row in rows if row.state.life in (Life.WAITING, Life.HELD)]
         if any(row.job_id in controller_jobs for row in rows):
             led_at = time.monotonic()
+        elif is_first and controller_jobs and not now:
+            tell("cancelled    what is left: the controller's job has ended before, so nothing can be saved any more")
+            led_at = -FOLLOWERS_S
+        is_first = False
         if now or time.monotonic() - led_at > FOLLOWERS_S:
             cancel((row.job_id for row in rows if row.state.life is not Life.ENDING), patience_s=PATIENCE_S)
         elif waiting:  # only those that have not started meanwhile
             cancel((row.job_id for row in waiting), "--state=PENDING", patience_s=PATIENCE_S)
-        words = ", ".join(dict.fromkeys(f"{row.name} {row.label} {row.state.name.lower()}" for row in rows))
+        words = ", ".join(dict.fromkeys(map(_describe, rows)))
         if words != said or time.monotonic() - said_at > SAY_S:
             tell(f"waiting for  {words}")
             said, said_at = words, time.monotonic()
         pause_s = min(2 * pause_s, ASK_S)
         time.sleep(pause_s)
     return []
+
+
+def _describe(row: JobRow) -> str:
+    words = f"{row.name} {row.label} {row.state.name.lower()}"
+    if row.state.name != "SUSPENDED":
+        return words
+    return f"{words} ({row.state.what}; after `scontrol resume {row.job_id}`, or `rlhpc stop --now`, it can end)"
 
 
 def _ids(layout: RunLayout) -> str:
@@ -101,7 +113,7 @@ def _ids(layout: RunLayout) -> str:
 def _living(layout: RunLayout) -> list[JobRow]:
     deadline = Deadline(PATIENCE_S)
     ids = [record.job_id for record in read_records(layout)]
-    while (look := look_at_jobs(ids)).trouble:
+    while (look := look_at_jobs(ids, run_name=run_name(layout))).trouble:
         if deadline.is_over or "no such command" in look.trouble:
             raise SlurmError(look.trouble)
         time.sleep(ASK_S)

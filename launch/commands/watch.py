@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 from launch.commands.status import read_status, waiting_for
@@ -43,7 +44,9 @@ class Watch:
         self._expected, self._began_s = tuple(expected), clock()
         self._line: ProgressLine | None = None
         self._last_step = 0
+        self._attempt: int | None = None  # as last seen
         self._told = dict.fromkeys(_TOLD, 0)  # groups at the last warning
+        self._has_disk_trouble = False  # as last told
 
     def look(self) -> None:
         """Show what has changed since the last call."""
@@ -51,8 +54,12 @@ class Watch:
         if status is None or self._is_quiet:
             return
         self._warn(status["queue"])
+        self._warn_of_disk(status.get("disk_troubles", ()))
         if self._line is None:
             self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
+        if self._attempt not in (None, attempt := status.get("attempt")):
+            self._began_s = self._clock()  # another attempt starts
+        self._attempt = attempt
         if status["phase"] in BEFORE:
             self._last_step = status["step"]  # that a resume begins with
             waits_for = waiting_for(status, self._expected)
@@ -70,11 +77,18 @@ class Watch:
                 groups = "1 group is" if count == 1 else f"{count} groups are"
                 self.tell(f"{groups} dropped: {words.format(root=self._layout.root)}")
 
+    def _warn_of_disk(self, troubles: Sequence[str]) -> None:
+        if bool(troubles) == self._has_disk_trouble:
+            return
+        self._has_disk_trouble = bool(troubles)
+        self.tell(f"the disk refuses: {'; '.join(troubles)}" if troubles else "the disk takes what is written again")
+
     def tell(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a line of its own, if anybody still reads: its terminal or pipe may be closed, its disk full."""
         self.close()
-        self._stream.write(f"rlhpc: {text}\n")
-        self._stream.flush()
+        with suppress(OSError):
+            self._stream.write(f"rlhpc: {text}\n")
+            self._stream.flush()
 
     def close(self) -> None:
         """End the live line, if there is one."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
 
 
 def as_typed(path: Path) -> Path:
-    """The path as one would type it here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    """The path as one would type it here; an absolute one as it is where the current directory is gone."""
+    with suppress(FileNotFoundError, ValueError):
+        return path.relative_to(Path.cwd())
+    return path
 
 
 def without_dots(path: Path) -> Path:

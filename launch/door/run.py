@@ -18,6 +18,7 @@ from launch.common.paths import without_dots
 from launch.reading.metric_table import metric_table
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection
 from launch.run_files.events import read_document
+from launch.run_files.run_state import run_name
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.metrics.curves import Curve, read_curves
 from rlhpc.run_layout import RunLayout
@@ -59,7 +60,7 @@ class Run:
     @property
     def name(self) -> str:
         """As in the run file."""
-        return str(self.settings["run"]["name"])
+        return run_name(self.settings, self.directory)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -171,9 +172,9 @@ def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:
     """A list for each column; a part of rewards that a rollout lacks is None."""
     rows, parts = list[dict[str, Any]](), dict[str, None]()
     for seen in rollouts:
-        of_parts = {f"part_{name}": value for name, value in seen.reward_parts.items()}
+        of_parts = {_storable(f"part_{name}"): value for name, value in seen.reward_parts.items()}
         parts |= dict.fromkeys(of_parts)
-        rows.append({name: value(seen) for name, value in _FRAME.items()} | of_parts)
+        rows.append({name: _storable(value(seen)) for name, value in _FRAME.items()} | of_parts)
     return {name: [row.get(name) for row in rows] for name in (*_FRAME, *parts)}
 
 
@@ -199,3 +200,8 @@ _FRAME: dict[str, Callable[[SeenRollout], Any]] = {
     "reference": lambda seen: seen.reference,
     "detail": lambda seen: seen.detail,
 }
+
+
+def _storable(value: Any) -> Any:
+    """Of text, a lone surrogate as its escape: frames hold UTF-8."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

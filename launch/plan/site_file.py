@@ -16,7 +16,7 @@ from launch.plan.site_values import Bind, Directive, Interface, Several, ShellLi
 from rlhpc.config_file import fault_lines, sections, unknown_key
 from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.errors import ConfigError
-from rlhpc.toml_text import read_toml
+from rlhpc.toml_text import read_toml, shown
 
 # GiB that CUDA reports as the whole of a GPU, rounded down: less than the name says, which counts in GB.
 GPU_MEMORY_GIB = {
@@ -319,9 +319,11 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
             said = unknown_key(key, value, legal_keys("" if is_of_section else str(detail["loc"][0])))
             return f"{said}; [{key}] is a section of run files" if is_of_section and key in sections() else said
         case "value_error":  # a rule over several keys of a section names its key itself
-            return f"{key}.{_cause(detail)}" if is_of_section else f"{key}={value!r}: {_cause(detail)}"
+            return f"{key}.{_cause(detail)}" if is_of_section else f"{key}={shown(value)}: {_cause(detail)}"
         case "string_pattern_mismatch":
-            return f"{key}={value!r}: would break a script; legal: one word that matches {detail['ctx']['pattern']}"
+            return (
+                f"{key}={shown(value)}: would break a script; legal: one word that matches {detail['ctx']['pattern']}"
+            )
     return None
 
 

@@ -173,12 +173,15 @@ def _slope(n: Float64, tau: Float64) -> float:
 
 def _of_trainer(table: _Table, trained: list[_Group], shape: RingShape) -> dict[str, float]:
     """Pack the batches again, as they were, and compare the time of each step with the cost of its batch."""
-    rows: dict[int, list[NDArray[np.int64]]] = {}
+    batches: dict[int, list[DrawnGroup]] = {}
     for group in trained:
-        rows.setdefault(group.step, []).append(group.drawn.trained_tokens)
-    whole = {step: np.concatenate(each) for step, each in rows.items() if len(each) == shape.admission.groups_per_step}
-    seconds = dict(zip(table.steps.tolist(), table["trainer/step_s"].tolist(), strict=True))
-    pairs = [(shape.pflops(whole[step]), s) for step, s in seconds.items() if step in whole and np.isfinite(s)]
+        batches.setdefault(group.step, []).append(group.drawn)
+    steps = zip(table.steps.tolist(), table["trainer/step_s"].tolist(), table["trainer/step_parts"], strict=True)
+    pairs = [
+        (_pflops(batches[step], 1 if np.isnan(num_parts) else int(num_parts), shape), seconds)
+        for step, seconds, num_parts in steps
+        if len(batches.get(step, ())) == shape.admission.groups_per_step and np.isfinite(seconds)
+    ]
     if not pairs:
         raise ConfigError(f"--from {table.root}: its segments have no complete batch of these steps")
     pflops, took_s = np.array(pairs).T
@@ -188,6 +191,14 @@ def _of_trainer(table: _Table, trained: list[_Group], shape: RingShape) -> dict[
         if fitted > 0 and intercept > 0:
             slope, fixed = fitted, intercept
     return {"trainer_step_s": float(fixed), "trainer_pflop_s": float(slope), "between_steps_s": _between(table)}
+
+
+def _pflops(batch: list[DrawnGroup], num_parts: int, shape: RingShape) -> float:
+    """Of a batch that was trained in parts: which groups were in which is not written; short ones finish first."""
+    if num_parts > 1:
+        batch = sorted(batch, key=lambda group: int(group.tokens.max()))
+    parts = np.array_split(np.arange(len(batch)), min(num_parts, len(batch)))
+    return sum(shape.pflops(np.concatenate([batch[place].trained_tokens for place in part])) for part in parts)
 
 
 def _between(table: _Table) -> float:

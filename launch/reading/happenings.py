@@ -35,7 +35,7 @@ _COUNTERS = {
     "weights/canary_failed_total": ("canary", "generator had other weights than the trainer, and was quarantined"),
     "transport/denied_total": ("denied", "connection with a key that is not of this run was refused"),
 }
-_WELL = (Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED)
+_WELL = (Cause.COMPLETE, Cause.STOP, Cause.ABORT, Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED)
 _GOOD_ENDS = {cause.name.lower() for cause in _WELL}
 _FAULTS = {
     *(kind for kind, _ in _COUNTERS.values()),
@@ -72,6 +72,8 @@ class Happening:
         """Something went wrong, or was undone."""
         if self.kind == "verdict":
             return self.text.partition(":")[0] not in _GOOD_ENDS
+        if self.kind == "guard":
+            return not self.text.startswith("warn:")  # a figure was out of bounds, and nothing was done about it
         return self.kind in _FAULTS
 
     @property

@@ -15,6 +15,7 @@ from launch.reading.happenings import Happening, Story, read_story
 from launch.reading.hours import Hours, hours_of
 from launch.reading.run_figures import RunFigures, read_figures
 from launch.reading.timeline_chart import clock
+from launch.run_files.run_state import run_name
 from rlhpc.metrics.progress import format_count, format_duration
 from rlhpc.run_layout import RunLayout
 
@@ -82,7 +83,7 @@ def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
     reward = figures.curves.get("reward/mean")
     tenth = max(1, len(reward.values) // 10) if reward is not None else 1
     rows = [
-        ("run", str(settings.get("name", figures.layout.root.name))),
+        ("run", run_name(figures.settings, figures.layout.root)),
         ("phase", "complete" if figures.summary else str(status.get("phase", "not begun"))),
         ("steps", f"{figures.num_steps} of {total}, policy version {status.get('version', '?')}"),
     ]

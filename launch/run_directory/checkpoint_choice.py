@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, JournalError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import CheckpointState, Fate, KnownCheckpoints, set_aside
@@ -72,6 +73,17 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
     if len(passed_over) > num_undone:
         raise RunDirectoryError(_none_is_sound(layout, passed_over[num_undone:]))
     return Choice(None, tuple(passed_over))
+
+
+def refuse_step(config: Config, layout: RunLayout, step: int) -> None:
+    """Raise RunDirectoryError if a run with these settings cannot go on from this step; 0: from the beginning."""
+    if step > config.run.num_steps:
+        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}")
+    if step and config.has_critic and not (layout.checkpoint(step) / "critic").is_dir():
+        raise RunDirectoryError(
+            f"algorithm.advantage={config.algorithm.advantage!r}: the checkpoint of step {step} has no critic; "
+            "legal: an advantage without one, as before; --from-start; or a new run (another run.name)"
+        )
 
 
 def put_aside(choice: Choice, tell: Tell) -> list[str]:

@@ -116,10 +116,16 @@ class LivingLauncher:
     layout: RunLayout
     record: ProcessIdentity
 
-    def await_end(self) -> None:
+    def await_end(self, tell: Tell = lambda _: None) -> None:
         """Return when it has ended, or, on another machine, has sent no heartbeat for SILENCE_S."""
         if self.record.is_here:
+            has_told = False
             while self.record.is_alive:
+                if not has_told and self.record.is_suspended:
+                    pid, has_told = self.record.pid, True
+                    tell(
+                        f"waiting for  launcher pid {pid}, which is suspended (Ctrl-Z?): `kill -CONT {pid}` lets it end"
+                    )
                 time.sleep(POLL_S)
             return
         while read_launcher(self.layout) == self.record and _shows_life(self.layout):
@@ -138,6 +144,14 @@ def find_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> LivingLaunc
         tell(f"waiting up to {SILENCE_S:.0f} s for a heartbeat of the run on {record.host} (pid {record.pid})")
     lives = record.is_alive if record.is_here else _shows_life(layout)
     return LivingLauncher(layout, record) if lives else None
+
+
+def await_left_behind(layout: RunLayout, tell: Tell) -> None:
+    """Return when the processes that a dead launcher left on this machine have ended, or after LEAVE_S."""
+    if left := holders(layout):
+        tell(f"waiting for processes of a dead launcher to end: {_describe(left)}")
+        if not Deadline(LEAVE_S).wait_for(lambda: not holders(layout), POLL_S):
+            tell(f"still alive: {_describe(holders(layout))}; the next start ends them")
 
 
 def refuse_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> None:

@@ -21,11 +21,19 @@ from typing import Any
 
 from launch.common.paths import written_unix_s
 from launch.plan.processes import process_names
-from launch.run_directory.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
+from launch.run_directory.checkpoint_choice import (
+    LOGIN_NODE_BYTES,
+    NEWEST,
+    ResumePoint,
+    Tell,
+    choose,
+    put_aside,
+    refuse_step,
+)
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
 from launch.run_directory.journal_aside import set_journal_aside
 from launch.run_directory.owner import OWN_FILES, holds_something, own_run, refuse_launcher
-from launch.run_files.job_records import read_records
+from launch.run_files.job_records import read_records, run_name
 from launch.run_files.run_state import saved_step
 from launch.slurm.queue import look_at_jobs
 from rlhpc.config import Config
@@ -79,7 +87,7 @@ def prepare_run_dir(
         index = num_attempts(layout)
         owner = take_over(layout, index).owner  # from here on no earlier attempt can change what is read next
         choice = choose(layout, resume_from, tell)
-        _refuse_shorter(config, layout, choice.step or 0)
+        refuse_step(config, layout, choice.step or 0)
         _take_up(config, layout, renewal)
         aside = put_aside(choice, tell)
         set_journal_aside(layout, resume_from, renewal.changed, index, tell)
@@ -110,7 +118,7 @@ def prepare_run_dir_for_jobs(
         exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if renewal is not None:
             choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
-            _refuse_shorter(config, layout, choice.step or 0)
+            refuse_step(config, layout, choice.step or 0)
             _take_up(config, layout, renewal)
             put_aside(choice, tell)
             set_journal_aside(layout, resume_from, renewal.changed, num_attempts(layout), tell)
@@ -137,7 +145,7 @@ def refuse_run_dir_for_jobs(
     renewal = _renewal(config, layout)
     if not resume_from.from_start and resume_from.step is None:
         _refuse_complete(config, layout)
-        _refuse_shorter(config, layout, saved_step(layout))
+        refuse_step(config, layout, saved_step(layout))
     return exists, renewal
 
 
@@ -220,7 +228,7 @@ def _found(config: Config, layout: RunLayout) -> None:
 
 def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
     """must_know: False where Slurm may be missing; then a run without recent status counts as ended."""
-    look = look_at_jobs(record.job_id for record in read_records(layout))
+    look = look_at_jobs((record.job_id for record in read_records(layout)), run_name=run_name(layout))
     living = sorted({row.job_id for row in look.rows if row.state.is_alive})
     if living:
         raise RunDirectoryError(
@@ -237,11 +245,6 @@ def _refuse_complete(config: Config, layout: RunLayout) -> None:
         raise RunDirectoryError(
             f"{layout.root}: complete, {config.run.num_steps} steps; to continue, set run.num_steps=M with a larger M"
         )
-
-
-def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
-    if step > config.run.num_steps:
-        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}")
 
 
 def _delete_contents(layout: RunLayout) -> None:

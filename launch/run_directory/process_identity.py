@@ -14,6 +14,7 @@ from typing import Any
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _GONE_STATES = ("Z", "X", "x")  # ended, but not yet reaped by its parent
+_SUSPENDED_STATES = ("T", "t")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,12 @@ class ProcessIdentity:
         """True if exactly this process exists on this machine, running or suspended."""
         found = ProcessIdentity.of(self.pid) if self.is_here else None
         return found is not None and found.start_ticks == self.start_ticks
+
+    @property
+    def is_suspended(self) -> bool:
+        """True if it is alive on this machine and stopped by a signal, as by Ctrl-Z, or by a debugger."""
+        found = _state_and_ticks(self.pid) if self.is_alive else None
+        return found is not None and found[0] in _SUSPENDED_STATES
 
 
 def boot_id() -> str:

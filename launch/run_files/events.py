@@ -55,8 +55,8 @@ class EventLog(Log):
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Append one JSON line, whole or not at all.  Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Append one JSON line, whole or not at all.  Raises OSError, also where no run is any more."""
+    path.parent.mkdir(exist_ok=True)
     append_lines(path, (json.dumps(line) + "\n").encode(), is_synced=False)
 
 

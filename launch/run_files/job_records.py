@@ -75,6 +75,14 @@ def read_records(layout: RunLayout) -> list[JobRecord]:
     return sorted((_read(path) for path in files), key=lambda record: (record.submitted_unix_s, record.job_id))
 
 
+def run_name(layout: RunLayout) -> str:
+    """The run's name, which its jobs have, too; "" if it cannot be read."""
+    try:
+        return str(json.loads(layout.config.read_bytes())["config"]["run"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def generator_numbers(layout: RunLayout) -> list[int]:
     """Replica numbers of all generators, planned and added."""
     numbers: set[int] = set()

@@ -6,6 +6,7 @@ A file that is missing or incomplete counts as absent; nothing here raises for i
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,16 @@ def read_attempt(layout: RunLayout) -> Attempt | None:
         return Attempt.parse(document)
     except KeyError:
         return None
+
+
+def run_name(settings: Mapping[str, Any], root: Path) -> str:
+    """The run's, as its settings say; that of its directory where these are damaged.
+
+    settings: the resolved run file, by section and key.
+    """
+    table = settings.get("run")
+    named = table.get("name") if isinstance(table, Mapping) else None
+    return str(named or root.name)
 
 
 def is_complete(layout: RunLayout) -> bool:

@@ -81,6 +81,7 @@ class QueueLook:
     rows: tuple[JobRow, ...]
     unknown: tuple[int, ...] = ()  # Slurm answered, and does not know these jobs (any more)
     trouble: str = ""  # why there is no answer; "" if there is one
+    others: tuple[JobRow, ...] = ()  # of another run: a directory copied from another cluster knows ids that are theirs
     drained: tuple[str, ...] = ()  # nodes drained because a job could not be started: "g0: Prolog error"
 
 
@@ -126,9 +127,12 @@ def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
     return MyQueue(tuple(jobs))
 
 
-def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S, patience_s: float = BLINK_S) -> QueueLook:
+def look_at_jobs(
+    job_ids: Iterable[int], timeout_s: float = ANSWER_S, patience_s: float = BLINK_S, *, run_name: str = ""
+) -> QueueLook:
     """Ask Slurm about jobs.  Raises nothing.
 
+    run_name: of the run whose jobs they are, "" if it is not known: jobs that are not named after it are others.
     timeout_s: of each command.  patience_s: with a slurmctld that is away; PATIENCE_S of control.py for what can be
     asked only once.
     """
@@ -142,12 +146,15 @@ def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S, patience_s
     missing = [job for job in wanted if job not in {row.job_id for row in rows}]
     if missing:
         rows += _of_sacct(missing, timeout_s)
+    named = {row.job_id for row in rows if not run_name or row.name.partition(".")[0] == run_name.partition(".")[0]}
+    others = tuple(row for row in rows if row.job_id not in named)
+    rows = [row for row in rows if row.job_id in named]
     known = {row.job_id for row in rows}
     place = {job: index for index, job in enumerate(wanted)}
     rows.sort(key=lambda row: (place[row.job_id], row.component or 0, row.array_task is None, row.array_task or 0))
     could_not_start = any("launch failed" in row.reason or row.reason == "JobLaunchFailure" for row in rows)
     drained = _drained(timeout_s) if could_not_start else ()
-    return QueueLook(tuple(rows), tuple(job for job in wanted if job not in known), drained=drained)
+    return QueueLook(tuple(rows), tuple(job for job in wanted if job not in known), "", others, drained)
 
 
 def _drained(timeout_s: float) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ class ControllerJobSupervisor:
         attempt = self._begin()
         if isinstance(attempt, Outcome):
             return attempt
-        self._cause, self._patience_s, self._log.attempt = None, SAVE_GRACE_S, attempt.index
+        self._cause, self._why, self._patience_s, self._log.attempt = None, "", SAVE_GRACE_S, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
         self._processes.start(attempt)
@@ -293,8 +293,7 @@ class ControllerJobSupervisor:
 
     def _part_ended(self, step: Step) -> None:
         """A component has ended without having been asked to."""
-        summary = self._classifier.exit_summary(step)
-        progress = read_progress(self._layout)
+        summary, progress = self._classifier.exit_summary(step), read_progress(self._layout)
         is_told = progress is not None and progress.is_ending  # by the controller, which is about to end
         is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
         event = "part_missed" if is_missed else "part_left" if is_told else "part_end"
@@ -304,6 +303,7 @@ class ControllerJobSupervisor:
             return
         if step.role == "trainer":
             # The step that the controller waits for will not be finished: it writes its state and exits at once.
+            self._why = f"{step.name} has ended: {summary}"  # where no process says more
             controller.ask_to_leave(signal.SIGINT)
         else:
             self._end_alone(step, summary, progress)

@@ -2,7 +2,7 @@
 
     Ctrl-C                            the controller writes its state; everything has ended within ten seconds
     Ctrl-C twice                      everything is killed
-    SIGTERM, `rlhpc stop`             the controller finishes its step and saves
+    SIGTERM, SIGHUP, `rlhpc stop`     the controller finishes its step and saves
     another start takes the run over  everything is killed
 
 Everything else is as in the supervisor of a Slurm job (controller_job.py): generators and reward services are
@@ -37,7 +37,7 @@ _QUIET = {"attempt_end", "part_missed", "part_left"}  # events that are expected
 
 
 class LocalSignals(Signals):
-    """Signals from a terminal, and the work to do while the supervisor waits."""
+    """Signals from a terminal or its end, and the work to do while the supervisor waits."""
 
     sender = "SIGTERM"
 
@@ -49,10 +49,11 @@ class LocalSignals(Signals):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the block runs."""
-        before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-        signal.signal(signal.SIGINT, self._interrupt)
-        signal.signal(signal.SIGTERM, self._end)
+        """Handle SIGINT, SIGTERM and SIGHUP while the block runs."""
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._end}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run outlives its terminal
+            handlers[signal.SIGHUP] = self._end
+        before = [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
         try:
             yield
         finally:
@@ -75,6 +76,10 @@ class LocalSignals(Signals):
             call()
         except OwnershipLost as error:
             self._lost_to = self._lost_to or str(error)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.sender = signal.Signals(number).name
+        super()._end(number, frame)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1

@@ -110,7 +110,7 @@ class _Task:
 
     def run(self) -> int:
         """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._make_place()
         self._record.unlink(missing_ok=True)
         fruitless, step = 0, self._step()
         while True:
@@ -129,6 +129,14 @@ class _Task:
             if is_over:
                 return status
             time.sleep(PAUSE_S * fruitless)
+
+    def _make_place(self) -> None:
+        """The directory of the log.  Raises TaskError: no run is there any more, and none is begun by a log."""
+        try:
+            for directory in (self._log.parent.parent, self._log.parent):
+                directory.mkdir(exist_ok=True)
+        except FileNotFoundError as error:
+            raise TaskError(f"{self._plan.layout.root} is gone: was it moved or deleted?") from error
 
     def _may_start_again(self, status: int) -> bool:
         if not self._is_expendable or status in NO_RETRY or _SIGNALS or is_complete(self._plan.layout):
@@ -225,15 +233,21 @@ class _Task:
         attempt = read_attempt(self._plan.layout)
         return attempt is not None and attempt.owner == (self._job.job_id, self._job.restart)
 
+    def _last_words(self) -> str:
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
+                return last_error_line(log.read())
+        except OSError as error:  # the run directory was moved or deleted
+            return f"its log cannot be read: {error.strerror}"
+
     def _write_down(self, status: int, words: str = "", *, is_final: bool = True) -> None:
         if self._options.stand_by and not self._has_begun():
             return  # the attempt of this number may have become another job's
         if self._is_expendable and status - 128 in _SIGNALS:  # it was asked to leave before it could listen
             status, words = 0, "asked to leave"
         if not words:
-            with self._log.open("rb") as log:
-                log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
-                words = last_error_line(log.read())
+            words = self._last_words()
         record = ExitRecord(
             name=self._name,
             status=status,
@@ -246,7 +260,8 @@ class _Task:
         try:
             write_record(self._record, record)
         except OSError as error:
-            sys.stderr.write(f"rlhpc task: {self._record} not written: {error}\n")
+            if self._plan.layout.root.exists():  # else the controller has said that it was moved or deleted
+                sys.stderr.write(f"rlhpc task: {self._record} not written: {error}\n")
 
 
 def caches_below(directory: Path) -> dict[str, str]:

@@ -63,7 +63,7 @@ class PromptTokenizer:
         self._tokenizer.no_padding()
         self._config = self._read_json("tokenizer_config.json")
         self._bos = self._special_tokens().get("bos_token", "")
-        self._now = now
+        self._now, self._was_asked_the_date = now, False
         self._chat_template: ChatTemplate | None = None
 
     @classmethod
@@ -109,7 +109,9 @@ class PromptTokenizer:
     def chat_template(self) -> ChatTemplate:
         """The checkpoint's own.  Raises ConfigError if there is none."""
         if self._chat_template is None:
-            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now, self._kwargs)
+            self._chat_template = ChatTemplate(
+                self._template_source(), self._special_tokens(), self._today, self._kwargs
+            )
         return self._chat_template
 
     def is_special(self, token_id: int) -> bool:
@@ -203,15 +205,9 @@ class PromptTokenizer:
     @cached_property
     def writes_date(self) -> bool:
         """Whether the chat template asks for today's date."""
-        asked: list[datetime] = []
-
-        def now() -> datetime:
-            asked.append(self._now())
-            return asked[-1]
-
         with suppress(ConfigError):  # as below
-            ChatTemplate(self._template_source(), self._special_tokens(), now, self._kwargs).render(_DIALOGUE[:1])
-        return bool(asked)
+            self.chat_template.render(_DIALOGUE[:1])
+        return self._was_asked_the_date
 
     @cached_property
     def may_think(self) -> bool:
@@ -234,6 +230,11 @@ class PromptTokenizer:
             first = self.encode_rendered(after.lstrip() if found else "")[:1]
             ends.update(token for token in first.tolist() if self.is_special(token))
         return tuple(sorted(ends))
+
+    def _today(self) -> datetime:
+        """For the chat template."""
+        self._was_asked_the_date = True
+        return self._now()
 
     def _has_bos(self, text: str) -> bool:
         return self._bos != "" and text.startswith(self._bos)

@@ -122,7 +122,7 @@ class RewardPool:
         """Score one completion.  Pure: may be repeated.
 
         Completions of a batched function that wait at the same time are judged together (batches.py).
-        Returns verdict VERIFIER_ERROR if the function raised, returned no finite float, ran out of time or killed its
+        Returns verdict VERIFIER_ERROR if the function raised, returned no finite number, ran out of time or killed its
         process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker.
         """
         try:

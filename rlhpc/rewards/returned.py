@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -60,9 +61,10 @@ def as_outcome(returned: object) -> RewardOutcome:
 
 def fault_of(name: str, value: object) -> str:
     """What is wrong with a reward or a part of one; "": nothing."""
-    if not isinstance(value, float) or not math.isfinite(value):
-        return f"{name} must be a finite float, not {type(value).__name__} {str(value)[:40]}"
-    return f"{name} must lie within ±{LARGEST:g}, not {value:g}" if abs(value) > LARGEST else ""
+    if isinstance(value, bool) or not isinstance(value, float | int) or not -math.inf < value < math.inf:
+        return f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}"
+    shown = f"{value:g}" if abs(value) <= sys.float_info.max else "a number beyond 1.8e308"
+    return f"{name} must lie within ±{LARGEST:g}, not {shown}" if abs(value) > LARGEST else ""
 
 
 def sendable(text: str) -> str:

@@ -164,7 +164,7 @@ def _reply(returned: object, completion: str) -> Reply:
 def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
     turn = host.answer(dialogue)
     for name, value in {"reward": turn.reward, **turn.parts}.items():
-        if why := fault_of(name, as_outcome(value).reward if type(value) is int else value):
+        if why := fault_of(name, value):
             return replace(_failed_turn(why, INVALID), costs=turn.costs)
     parts = {str(name): float(value) for name, value in turn.parts.items()}
     detail, is_correct = str(turn.detail)[:_LONGEST_DETAIL], bool(turn.is_correct)
@@ -172,7 +172,7 @@ def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
 
 
 def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
-    """Turn an outcome into a reply; anything but a finite float for a reward is an error, never a number."""
+    """Turn an outcome into a reply; anything but a finite number for a reward is an error, never a reward."""
     rewards_at: object = outcome.rewards_at
     if not isinstance(rewards_at, dict):
         return _error(f"rewards_at must be a dict, not {type(rewards_at).__name__}")

@@ -8,7 +8,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.host_address import tell_gloo
 from rlhpc.loading import loading_libraries
-from rlhpc.roles.common.lifecycle import parse_role, run_role
+from rlhpc.roles.common.lifecycle import hear_no_more, leave_deleted_directory, parse_role, run_role
 
 
 def main() -> int:
@@ -18,6 +18,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
+    leave_deleted_directory(context.layout.root)  # `git checkout` of another branch deletes directories
     tell_gloo()
     # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
     with loading_libraries():
@@ -30,7 +31,9 @@ def main() -> int:
                 from rlhpc.roles.reward_service import run
             case _:
                 from rlhpc.roles.trainer.role import run
-    return run_role(context, run)
+    status = run_role(context, run)
+    hear_no_more()
+    return status
 
 
 if __name__ == "__main__":  # engine workers are spawned: they import this module again

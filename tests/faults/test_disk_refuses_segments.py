@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from launch.commands.status import render_status
 from tests.ring.ring_rewards import GATE, GATE_AFTER, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
@@ -38,8 +39,11 @@ def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(
         run.wait_for_step(2)
         layout.rollouts.rename(aside)
         open_gate(gate, up_to=9 * GROUPS * GROUP_SIZE)  # nine at most: the run cannot end while the disk refuses
-        run.wait_until(lambda _: "trying again for" in layout.log("controller", 0, 0).read_text())
+        run.wait_until(lambda status: any("trying again for" in each for each in status["disk_troubles"]))
+        assert "trying again for" in layout.log("controller", 0, 0).read_text()
+        assert "\ndisk    " in render_status(layout)
         aside.rename(layout.rollouts)
         open_gate(gate)
         assert run.finish() == 0, run.story()
+        assert "the disk refuses: " in run.output
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)

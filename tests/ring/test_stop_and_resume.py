@@ -10,7 +10,7 @@ import pytest
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import latest_complete
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import Lab, Run, rlhpc, summary_of, within
+from tests.ring.run_kit import Lab, Run, rlhpc, run_to_the_end, summary_of, within
 
 pytestmark = pytest.mark.ring
 GROUPS, GROUP_SIZE = 4, 4
@@ -50,6 +50,19 @@ def test_ctrl_c_ends_everything_within_ten_seconds_and_a_resume_goes_on_to_the_l
     assert summary["rollouts_trained"] == num_steps * GROUPS * GROUP_SIZE
     attempts = [json.loads(line) for line in layout.attempts.read_text().splitlines()]
     assert [attempt["resume_step"] for attempt in attempts] == [None, saved]
+
+
+def test_a_resume_of_a_complete_run_leaves_its_figures_in_the_status(lab: Lab) -> None:
+    layout = run_to_the_end(lab, "over", run={"num_steps": 2})
+    before = json.loads(layout.status.read_bytes())
+    with Run(lab.root / "over.toml", layout, "--resume") as run:
+        assert run.finish() == 0, run.story()
+    after = json.loads(layout.status.read_bytes())
+    assert (after["attempt"], after["phase"]) == (1, "complete")
+    assert after["reward"] == before["reward"]
+    assert after["staleness_max"] == before["staleness_max"]
+    assert after["trainer_tokens_per_s"] > 0
+    assert after["generator_tokens_per_s"] > 0
 
 
 def test_ctrl_c_while_processes_are_being_started_ends_them_too(lab: Lab) -> None:

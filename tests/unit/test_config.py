@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.commands.schema import meaning_of
 from rlhpc.config import Config
 from rlhpc.config_file import config_hash, load_config, override, read_resolved, sections, write_resolved
 from rlhpc.config_sections import NO_WINDOW
@@ -218,7 +219,7 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
     with pytest.raises(ConfigError) as error:
         load_config(run_file, words)
     (line,) = str(error.value).splitlines()
-    assert line.startswith(f"{run_file}: {refused} has no effect with ")
+    assert line.startswith(f"command line: {refused} has no effect with ")
     assert "; legal: " in line
     load_config(run_file, [*words, *way_out])
 
@@ -235,6 +236,30 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
 def test_a_key_in_the_wrong_table_is_answered_with_the_right_ones(run_file: Path, word: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"\(did you mean {re.escape(meant)}\?\)$"):
         load_config(run_file, [word])
+
+
+@pytest.mark.parametrize(
+    ("word", "whose"),
+    [
+        ("x.y=1", "command line: x={"),
+        ("trainer.lerning_rate=1", "command line: trainer.lerning_rate=1: unknown key"),
+        ("run.num_steps=many", "command line: run.num_steps='many': legal: "),
+        ("run=3", "command line: run=3: legal: "),
+        ("data.0.weight=-1", "command line: data.weight=-1: legal: "),
+        ("generation.top_p=0.5", "command line: generation.top_p=0.5: this key was removed"),
+        ("trainer.warmup_steps=500", "command line: trainer.warmup_steps=500 is more than run.num_steps="),
+        ("run.num_steps=1", "{run_file} and command line: trainer.warmup_steps=2 is more than run.num_steps=1"),
+        ("run.seed=3", "{run_file}: trainr={"),
+        ("trainr.device=3", "{run_file}: trainr={"),
+        ("trainer.decay_steps=1", "{run_file}: trainr={"),
+    ],
+)
+def test_a_fault_is_put_down_to_whoever_brought_the_key(run_file: Path, word: str, whose: str) -> None:
+    text = run_file.read_text().replace("[data]", "[[data]]").replace("[trainer]", "[trainer]\nwarmup_steps = 2")
+    run_file.write_text(text + ("[trainr]\nbackend = 3\n" if "trainr" in whose else ""))
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file, [word])
+    assert str(error.value).startswith(whose.replace("{run_file}", str(run_file)))
 
 
 def test_of_a_key_that_is_set_twice_the_last_value_holds(run_file: Path) -> None:
@@ -498,8 +523,8 @@ def test_stragglers_are_cut_only_where_a_batch_can_pass_them(run_file: Path, wor
 
 def test_every_key_explains_itself() -> None:
     for table in sections().values():
-        for key, field in table.model_fields.items():
-            assert field.description, key
+        for key in table.model_fields:
+            assert meaning_of(table, key), key
 
 
 @pytest.mark.parametrize(
@@ -522,7 +547,7 @@ def test_every_key_explains_itself() -> None:
 def test_a_wrong_value_is_answered_in_one_line_with_what_is_legal(run_file: Path, word: str, said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_config(run_file, [word])
-    assert str(refusal.value) == f"{run_file}: {said}"
+    assert str(refusal.value) == f"command line: {said}"
 
 
 @pytest.mark.parametrize(

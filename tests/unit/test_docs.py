@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from launch.cli import main
+from launch.commands.schema import meaning_of
 from rlhpc.config_file import sections
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks, commands, prose
 
@@ -67,8 +68,7 @@ def table_of(section: str) -> str:
     model = sections()[section]
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
-        meaning = " ".join(str(info.description).split())
-        rows.append(f"| `{name}` | {_type_in_words(info)} | {_default_in_words(info)} | {meaning} |")
+        rows.append(f"| `{name}` | {_type_in_words(info)} | {_default_in_words(info)} | {meaning_of(model, name)} |")
     return "\n".join(rows)
 
 

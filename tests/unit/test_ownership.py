@@ -50,7 +50,7 @@ def test_attempts_of_one_number_are_told_apart(layout: RunLayout) -> None:
 def test_a_directory_that_was_deleted_belongs_to_nobody(layout: RunLayout) -> None:
     fence = take_over(layout, 0)
     layout.owner.unlink()
-    with pytest.raises(OwnershipLost, match="or deleted"):
+    with pytest.raises(OwnershipLost, match="taken over, moved or deleted"):
         fence.check()
 
 

@@ -78,7 +78,7 @@ def test_a_run_file_that_wants_something_else_is_told_what_holds_and_what_to_do(
     with pytest.raises(ConfigError) as error:
         load_config(run_file, [f"{name}={value}"])
     (line,) = str(error.value).splitlines()
-    assert line.startswith(f"{run_file}: {name}={value!r}: this key was removed: ")
+    assert line.startswith(f"command line: {name}={value!r}: this key was removed: ")
     assert RETIRED[name].reason in line
     assert line.endswith("; legal: leave it out")
 
@@ -87,9 +87,9 @@ def test_a_retired_key_hides_no_other_fault(run_file: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(run_file, ["generation.top_p=0.9", "trainer.token_budget=many", "trainer.max_skipped_steps=true"])
     lines = str(error.value).splitlines()
-    assert [line.removeprefix(f"{run_file}: ").split(":")[0] for line in lines] == [
+    assert [line.removeprefix("command line: ").split(":")[0] for line in lines] == [
         "generation.top_p=0.9",
-        "trainer.max_skipped_steps=True",
+        "trainer.max_skipped_steps=true",
         "trainer.token_budget='many'",
     ]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.checks.finding import Finding, Verdict
 from launch.checks.site.shared_directory import SHARED_TYPES, filesystem_type
 from launch.plan.jobs import JobPlan
-from launch.plan.site_file import PrologueConfig
+from launch.plan.site_file import PrologueConfig, Site
 from launch.slurm.cluster_facts import ClusterFacts
 
 OLDEST, TRIED = (20, 11), ((22, 5), (24, 11), (26, 5))  # made for all from the first on; tests/slurm runs on the others
@@ -151,6 +151,15 @@ def check_software(prologue: PrologueConfig) -> Iterator[Finding]:
     """What the prologue names, as far as this node sees it.  It is not run here: it is made for compute nodes."""
     if prologue.modules or prologue.module_purge:
         yield _modules(prologue)
+    yield from _check_paths(prologue)
+    if prologue.image is not None and shutil.which("apptainer") is None:
+        text = "no such command here"
+        yield Finding("apptainer", "", "warn", text, "compute nodes may have it; else load it by prologue.modules")
+    if not prologue.modules:
+        yield _python(prologue)
+
+
+def _check_paths(prologue: PrologueConfig) -> Iterator[Finding]:
     for key, path, what in _named_paths(prologue):
         if not path.exists():
             remedy = "legal: a path that nodes see too" + (
@@ -161,11 +170,16 @@ def check_software(prologue: PrologueConfig) -> Iterator[Finding]:
             yield Finding(f"prologue.{key}", str(path), "fail", f"{what} is not readable", "ask its owner")
         else:
             yield Finding(f"prologue.{key}", str(path), "pass", f"{what} is here")
-    if prologue.image is not None and shutil.which("apptainer") is None:
-        text = "no such command here"
-        yield Finding("apptainer", "", "warn", text, "compute nodes may have it; else load it by prologue.modules")
-    if not prologue.modules:
-        yield _python(prologue)
+
+
+def software_not_here(site: Site) -> list[str]:
+    """Lines about what the prologue names and this machine lacks, if it is one of the cluster's.
+
+    Not refused: a node may have what the login node has not.
+    """
+    if site.cluster is None or not site.cluster.shared_directory.is_dir():
+        return []
+    return [f"prologue    {found.line}" for found in _check_paths(site.prologue) if found.verdict == "fail"]
 
 
 def _named_paths(prologue: PrologueConfig) -> Iterator[tuple[str, Path, str]]:
@@ -173,6 +187,8 @@ def _named_paths(prologue: PrologueConfig) -> Iterator[tuple[str, Path, str]]:
         yield "venv", prologue.venv / "bin" / "activate", "the environment"
     if prologue.conda is not None:
         yield "conda", prologue.conda / "etc" / "profile.d" / "conda.sh", "conda"
+        if "/" in (environment := prologue.conda_environment or ""):
+            yield "conda_environment", Path(environment), "the environment"
     if prologue.image is not None:
         yield "image", prologue.image, "the image"
     if prologue.code is not None:

@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
     courses = [Course(layout, request, remind) for request in requests_of(options, target_of_run(layout))]
     life = Life(layout, options.patience_s)
     delete_exports(layout.evaluations)
-    curves = TensorBoardWriter(layout.evaluations / "tensorboard")
+    curves = Curves(layout.evaluations / "tensorboard")
     try:
         while True:
             remind()
@@ -121,6 +121,25 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
         curves.close()
 
 
+class Curves:
+    """Figures for TensorBoard."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._writer = directory, TensorBoardWriter(directory)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Write these, in another file if `rlhpc run --fresh` has deleted the one before with the run directory."""
+        if not self._writer.path.exists():
+            self.close()
+            self._writer = TensorBoardWriter(self._directory)
+        self._writer.scalars(step, values)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is buffered, and close the file."""
+        self._writer.close()
+
+
 class Course:
     """A dataset, from checkpoint to checkpoint."""
 
@@ -144,7 +163,7 @@ class Course:
         far = 1 if is_last else self._request.every
         return newest if not before or newest >= max(before) + far else None
 
-    def evaluate(self, step: int, curves: TensorBoardWriter, show: Show, tell: Tell) -> bool:
+    def evaluate(self, step: int, curves: Curves, show: Show, tell: Tell) -> bool:
         """Evaluate the checkpoint of a step, or say why not; False: another command does, and it is to be tried again.
 
         Raises RoleFailed or OSError when the engines or the disk have failed several times in a row.
@@ -198,12 +217,9 @@ class Course:
         except OSError:
             return ""
 
-    def _done(
-        self, step: int, evaluation: Evaluation, curves: TensorBoardWriter, tell: Tell, report: Report, model: Path
-    ) -> None:
+    def _done(self, step: int, evaluation: Evaluation, curves: Curves, tell: Tell, report: Report, model: Path) -> None:
         name, best = f"evaluation/{self._request.name}", self._request.best
-        curves.scalars(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
-        curves.flush()
+        curves.add(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
         self.has_new = True
         if best is not None and best not in report.figures:
             tell(f"step {step} has no {best}: too few samples could be judged, or no answers are named")

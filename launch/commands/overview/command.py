@@ -18,8 +18,6 @@ def list_runs(options: argparse.Namespace) -> int:
     """Print the list; returns exit status 0.  Raises ConfigError: no such directory, no such state."""
     wanted, tops = _states(options.state), directories_to_search(options.directories)
     depth = DEPTH if options.depth is None else options.depth
-    if depth < 0:
-        raise ConfigError(f"--depth {depth}: legal: 0, which is DIR alone, or more")
     found = survey(tops, depth)
     mine = [run for run in found.runs if options.all or is_mine(run.files)]
     shown = [run for run in mine if run.state in wanted]

@@ -55,7 +55,7 @@ def read_figures(files: RunFiles) -> Figures:
     elif step is None and "checkpoints" in names:
         step = saved_step(layout)
     return Figures(
-        name=str(settings.get("name") or status.get("name") or files.root.name),
+        name=files.name,
         phase=str(status.get("phase", "")),
         step=step,
         num_steps=_integer(settings.get("num_steps")),

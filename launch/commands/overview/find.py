@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.common.paths import without_dots
+from launch.run_files.run_state import run_name
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
@@ -49,9 +50,8 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """The run's, as its settings say; that of the directory where they say none."""
-        settings = self.config.get("run")
-        return str(settings.get("name") or self.root.name) if isinstance(settings, dict) else self.root.name
+        """The run's."""
+        return run_name(self.config, self.root)
 
 
 @dataclass(slots=True)

@@ -202,9 +202,13 @@ def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | 
 def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
     """Nothing is alive and no job has said why: the state by what the roles have written."""
     files, figures = found.files, found.figures
+    is_asked = bool({"STOP", "ABORT"} & files.names)
+    # Whoever was slow to leave then was ended by a signal, also before there was a controller.
+    if is_asked and (figures.phase in ("stopped", "") or "ABORT" in files.names):
+        return State.STOPPED, ""
     if not is_submitted and (error := recorded_failure(files, figures.attempt)):
         return State.FAILED, error
-    if figures.phase == "stopped" or {"STOP", "ABORT"} & files.names:
+    if figures.phase == "stopped" or is_asked:
         return State.STOPPED, ""
     if not is_submitted and (error := fatal_error(files, figures.attempt)):
         return State.FAILED, error

@@ -1,13 +1,13 @@
 """A loss of the user's own: algorithm.loss = "package.module:name", any PolicyLoss.
 
 Tried on two tiny sequences when it is loaded, for what a run would find out late: that it is a sum, that its metrics
-are scalars without gradient, that what stands off the loss mask counts nothing, and that what is not finite is not
-hidden.
+are scalars without gradient, that what stands off the loss mask counts nothing, also where nothing stands on it, and
+that what is not finite is not hidden.  Looked at each time that it is used, as far as that costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -21,33 +21,67 @@ from rlhpc.user_code import load, try_out
 KEY = "algorithm.loss"
 FAMILY = "own_loss"  # of its metrics in TensorBoard
 TRIAL = "a row of four tokens"
+IDLE_TRIAL = "a row without loss tokens, as a rank without samples has"
 
 
 @cache
 def load_own_loss(path: str) -> PolicyLoss:
     """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or breaks the contract."""
-    loss = OwnLoss(load(KEY, path))
-    if problem := try_out(KEY, path, TRIAL, partial(_problem, loss)):
-        raise ConfigError(f"{KEY}={path!r}, tried on {TRIAL}: {problem} (rlhpc/contracts.py, PolicyLoss)")
-    return loss
+    loss, names = load(KEY, path), set[str]()
+    for trial, on in ((partial(_problem, loss, names), TRIAL), (partial(_problem_when_idle, loss), IDLE_TRIAL)):
+        if problem := try_out(KEY, path, on, trial):
+            raise ConfigError(f"{KEY}={path!r}, tried on {on}: {problem} (rlhpc/contracts.py, PolicyLoss)")
+    return OwnLoss(path, loss, tuple(sorted(names)))
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLoss:
-    """A PolicyLoss; metrics get names that no other metric has, of one family: "a/0" becomes "own_loss/a_0"."""
+    """A PolicyLoss; metrics get names that no other metric has, of one family: "a/0" becomes "own_loss/a_0".
 
+    names: of all metrics that it had when it was tried.  They are summed over rows and ranks, so that every row has to
+    have all of them: one that it leaves out is 0 there.
+    """
+
+    path: str
     loss: PolicyLoss
+    names: tuple[str, ...]
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """See PolicyLoss."""
-        value, metrics = self.loss(current, row)
-        return value, {f"{FAMILY}/{name.replace('/', '_')}": number for name, number in metrics.items()}
+        """See PolicyLoss.  Raises ConfigError: it returned something else than when it was tried."""
+        returned = self.loss(current, row)
+        if problem := _misfit(returned) or _news(returned[1], self.names):
+            raise ConfigError(f"{KEY}={self.path!r} in a run: {problem} (rlhpc/contracts.py, PolicyLoss)")
+        value, metrics = returned
+        zero = torch.zeros((), device=current.device)
+        return value, {f"{FAMILY}/{name.replace('/', '_')}": metrics.get(name, zero) for name in self.names}
 
 
-def _problem(loss: PolicyLoss) -> str:
-    """What is wrong with it, "" if nothing."""
-    current = torch.tensor([-1.2, -1.8, -0.4, -1.6])
-    row = TokenRow(
+def _misfit(returned: object) -> str:
+    """What is wrong with what a loss has returned, "" if nothing."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return f"it returned {type(returned).__name__}; legal: the loss and its metrics"
+    value, metrics = returned
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        return f"the loss is {got}; legal: one number, as a tensor"
+    if not isinstance(metrics, Mapping) or not all(map(_is_metric, metrics.values())):
+        return "metrics are not scalars without gradient, tensors by name"
+    return ""
+
+
+def _is_metric(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.dim() and not value.requires_grad
+
+
+def _news(metrics: Mapping[str, Tensor], names: Collection[str]) -> str:
+    """Metrics that are not among these, in words."""
+    others = sorted(set(metrics) - set(names))
+    return f"metric {others[0]!r} is new; legal, as when it was tried: {', '.join(names) or 'none'}" if others else ""
+
+
+def _trial_row() -> tuple[Tensor, TokenRow]:
+    """Two sequences of two tokens."""
+    return torch.tensor([-1.2, -1.8, -0.4, -1.6]), TokenRow(
         behaviour=torch.tensor([-1.0, -2.0, -0.5, -1.5]),
         proximal=torch.tensor([-1.1, -1.9, -0.6, -1.4]),
         reference=torch.tensor([-0.9, -2.1, -0.7, -1.3]),
@@ -59,31 +93,49 @@ def _problem(loss: PolicyLoss) -> str:
         sequence=torch.tensor([0, 0, 1, 1]),
         num_sequences=2,
     )
-    whole, metrics = _value_and_gradient(loss, current, row)
-    if not isinstance(metrics, Mapping) or any(value.dim() or value.requires_grad for value in metrics.values()):
-        return "metrics are not scalars without gradient"
+
+
+def _problem(loss: PolicyLoss, names: set[str]) -> str:
+    """What is wrong with it, "" if nothing.  names: gets those of its metrics."""
+    current, row = _trial_row()
+    returned = loss(current.clone().requires_grad_(), row)
+    if problem := _misfit(returned):
+        return problem
+    names |= set(returned[1])
+    return _broken_promise(loss, current, row)
+
+
+def _problem_when_idle(loss: PolicyLoss) -> str:
+    current, row = _trial_row()
+    found = _value_and_gradient(loss, current, replace(row, loss_mask=torch.zeros(4, dtype=torch.bool)))
+    return "loss or gradient is not 0" if found.any() else ""
+
+
+def _broken_promise(loss: PolicyLoss, current: Tensor, row: TokenRow) -> str:
+    """Of sum, mask and nan, in words; "": none is broken."""
+    whole = _value_and_gradient(loss, current, row)
     if not torch.isfinite(whole).all():
         return "loss or gradient is not finite for finite numbers"
-    apart = sum(_value_and_gradient(loss, *_sequence(current, row, index))[0][0] for index in (0, 1))
+    apart = sum(_value_and_gradient(loss, *_sequence(current, row, index))[0] for index in (0, 1))
     if not torch.isclose(torch.as_tensor(apart), whole[0], rtol=1e-3, atol=1e-5):
         return f"two sequences apart give {float(apart):.6g}, together {float(whole[0]):.6g}: not a sum over sequences"
     last, nan = torch.tensor([3]), torch.nan
     masked = replace(row, loss_mask=row.loss_mask.index_fill(0, last, False))
     noisy = replace(masked, **{n: getattr(row, n).index_fill(0, last, nan) for n in ("behaviour", "reference")})
-    plain, _ = _value_and_gradient(loss, current, masked)
-    found, _ = _value_and_gradient(loss, current.index_fill(0, last, nan), noisy)
+    plain = _value_and_gradient(loss, current, masked)
+    found = _value_and_gradient(loss, current.index_fill(0, last, nan), noisy)
     if not torch.equal(found[:4], plain[:4]) or found[4] != 0:
         return "nan off the loss mask changes loss or gradient"
-    broken, _ = _value_and_gradient(loss, current.index_fill(0, last, nan), row)
+    broken = _value_and_gradient(loss, current.index_fill(0, last, nan), row)
     return "" if torch.isnan(broken[0]) else "a log-probability of nan gives a finite loss, so that no step is skipped"
 
 
-def _value_and_gradient(loss: PolicyLoss, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
+def _value_and_gradient(loss: PolicyLoss, current: Tensor, row: TokenRow) -> Tensor:
     """[1 + T]: the loss, and its gradient."""
     leaf = current.clone().requires_grad_()
-    value, metrics = loss(leaf, row)
+    value, _ = loss(leaf, row)
     (gradient,) = torch.autograd.grad(value, leaf)
-    return torch.cat([value.detach().reshape(1), gradient]), metrics
+    return torch.cat([value.detach().reshape(1), gradient])
 
 
 def _sequence(current: Tensor, row: TokenRow, index: int) -> tuple[Tensor, TokenRow]:

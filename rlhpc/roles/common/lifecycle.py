@@ -140,6 +140,14 @@ def parse_role(arguments: list[str]) -> RoleContext:
     )
 
 
+def leave_deleted_directory(other: Path) -> None:
+    """Work in `other` if the directory that this process was started in is gone: libraries cannot be loaded there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        os.chdir(other)
+
+
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     """Do a role's work in a process of its own; return its exit status.  A trainer that has failed does not return."""
     # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
@@ -164,6 +172,15 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     if status and context.role == "trainer":
         leave_at_once(status)
     return status
+
+
+def hear_no_more() -> None:
+    """Ignore requests to end: the work is done, and Python, which takes its time, would die of one and count as failed.
+
+    It sets handlers of its own back to the default meanwhile, but leaves these.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def leave_at_once(status: int) -> NoReturn:

@@ -70,6 +70,11 @@ class CheckpointWriter:
         return self._failure is not None
 
     @property
+    def disk_trouble(self) -> str:
+        """Why the last one could not be written, and what happens next; "": it was."""
+        return self._patience.trouble
+
+    @property
     def is_overdue(self) -> bool:
         """True if the last one could not be written and it is time for another attempt, at whatever step."""
         return self.has_failed and self._patience.may_try
@@ -192,9 +197,9 @@ class CheckpointWriter:
     def _leave_out(self, error: CheckpointError) -> None:
         """Skip this checkpoint; what older ones need is kept."""
         self._failure = error
-        self._patience.failed()
+        self._patience.failed(error)
         self._state.totals.checkpoints_failed += 1
-        log.error("left out: %s; %s", error, self._patience.prospect)
+        log.error("left out: %s", self._patience.trouble)
 
 
 def _put_together(

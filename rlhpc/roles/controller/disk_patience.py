@@ -29,6 +29,7 @@ class DiskPatience:
         self._failing_since: float | None = None
         self.pause_s = 0.0  # seconds to wait after the last failure: doubles with every failure
         self._failed_at = 0.0
+        self.trouble = ""  # why the last write failed and what happens next, for logs and people; "": it succeeded
 
     @property
     def may_try(self) -> bool:
@@ -40,24 +41,19 @@ class DiskPatience:
         """True if the last write failed and none has succeeded for too long."""
         return self._failing_since is not None and self._failed_at - self._failing_since > self._limit_s
 
-    @property
-    def prospect(self) -> str:
-        """What happens next, for the log."""
-        if self._failing_since is None or self.is_exhausted:
-            return "not tried again"
-        left_s = self._limit_s - (self._failed_at - self._failing_since)
-        return f"trying again for {left_s:.0f} s, next in {self.pause_s:.0f} s"
-
-    def failed(self) -> None:
+    def failed(self, error: Exception) -> None:
         """A write has failed."""
         self._failed_at = self._clock()
         if self._failing_since is None:
             self._failing_since, self.pause_s = self._failed_at, 0.0
         self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), self._longest_pause_s)
+        left_s = self._limit_s - (self._failed_at - self._failing_since)
+        next_try = f"trying again for {left_s:.0f} s, next in {self.pause_s:.0f} s"
+        self.trouble = f"{error}; {'not tried again' if self.is_exhausted else next_try}"
 
     def succeeded(self) -> None:
         """A write has succeeded."""
-        self._failing_since = None
+        self._failing_since, self.trouble = None, ""
 
 
 async def written_patiently(write: Callable[[], object]) -> None:
@@ -70,10 +66,10 @@ async def written_patiently(write: Callable[[], object]) -> None:
         try:
             write()
         except (OSError, SegmentError) as error:
-            patience.failed()
+            patience.failed(error)
             if patience.is_exhausted:
                 raise SegmentError(f"the end of the run cannot be written: {error}") from error
-            log.error("the end of the run cannot be written: %s; %s", error, patience.prospect)  # noqa: TRY400
+            log.error("the end of the run cannot be written: %s", patience.trouble)  # noqa: TRY400
             await asyncio.sleep(patience.pause_s)
         else:
             return
@@ -85,6 +81,11 @@ class PatientSealing:
     def __init__(self, segments: SegmentWriter, clock: Clock) -> None:
         self._segments, self._patience = segments, DiskPatience(clock)
 
+    @property
+    def disk_trouble(self) -> str:
+        """Why the last segment was refused, and what happens next; "": it was not."""
+        return self._patience.trouble
+
     def tick(self) -> None:
         """Seal a segment if one is due.  One thread at a time.  Raises SegmentError if writes fail for too long."""
         if not self._patience.may_try:
@@ -92,9 +93,9 @@ class PatientSealing:
         try:
             self._segments.tick()
         except SegmentError as error:
-            self._patience.failed()
+            self._patience.failed(error)
             if self._patience.is_exhausted:
                 raise
-            log.error("%s; %s", error, self._patience.prospect)  # noqa: TRY400  it will be said again and again
+            log.error("%s", self._patience.trouble)  # noqa: TRY400  it will be said again and again
         else:
             self._patience.succeeded()

@@ -20,8 +20,10 @@ from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.errors import GuardRollback, GuardStop, TrainingError
 from rlhpc.messages import StepReport
+from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
 from rlhpc.roles.controller.journaling import at_once
+from rlhpc.roles.controller.state import ControllerState
 from rlhpc.types import PackedBatch, RolloutGroup, StepLimits
 
 log = logging.getLogger("rlhpc.step_guard")
@@ -78,6 +80,19 @@ class Guarding:
         self._ending: GuardStop | GuardRollback | None = None
         self._num_rollbacks = file.count(Action.ROLLBACK.word) if file is not None else 0
         self._set_admission()
+
+    @classmethod
+    def of(cls, context: RoleContext, state: ControllerState) -> Guarding:
+        """Of a run that begins or goes on."""
+        config = context.config
+        return cls(
+            state.guard,
+            state.buffer,
+            config.admission,
+            file=GuardFile(context.layout.guard, context.fence),
+            attempt=context.attempt,
+            may_tighten=not config.run.deterministic,
+        )
 
     def on_disk(self, durable: Callable[[], Awaitable[None]], can_return_to: Callable[[int], bool]) -> None:
         """What a rollback needs; without it there is none.  durable: returns once all events are on disk.

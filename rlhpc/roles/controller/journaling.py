@@ -57,6 +57,11 @@ class Journaling:
         self._receipts: dict[str, _Receipts] = {}  # by generator
         self._work, self._committed = asyncio.Event(), asyncio.Event()
 
+    @property
+    def disk_trouble(self) -> str:
+        """Why the last commit was refused, and what happens next; "": it was not."""
+        return self._patience.trouble
+
     def received(self, name: str, delivery: Delivery) -> None:
         """A rollout has arrived, and the journal has it in memory, or has had it before."""
         receipts = self._receipts.get(name)
@@ -90,10 +95,10 @@ class Journaling:
             try:
                 num_durable = await asyncio.to_thread(self._journal.commit)
             except JournalError as error:
-                self._patience.failed()
+                self._patience.failed(error)
                 if self._patience.is_exhausted:
                     raise
-                log.error("%s; %s", error, self._patience.prospect)  # noqa: TRY400  it will be said again and again
+                log.error("%s", self._patience.trouble)  # noqa: TRY400  it will be said again and again
                 await asyncio.sleep(self._patience.pause_s)
                 self._work.set()
                 continue

@@ -52,7 +52,6 @@ from rlhpc.roles.controller.canary import open_canary
 from rlhpc.roles.controller.cancelling import Cancelling
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing, written_patiently
-from rlhpc.roles.controller.guard_file import GuardFile
 from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import Journaling
 from rlhpc.roles.controller.last_save import LastSave
@@ -128,7 +127,7 @@ class Controller:
         saved = self._journaling.durable if config.curriculum.goes_by_memory else None
         self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, saved, is_exact)
         self._cancelling = Cancelling(buffer, self._sink, leases, self._weight_sync, config.admission)
-        self._guarding = self._make_guarding()
+        self._guarding = Guarding.of(context, self._state)
         self._loop = self._make_loop()
         self._partials = PartialKeeping(
             PartialIntake(self._state.buffer, config.generation.max_completion_tokens),
@@ -147,8 +146,9 @@ class Controller:
             durable=self._journaling.durable,
         )
         self._guarding.on_disk(self._journaling.durable, self._checkpoints.can_return_to)
-        self._board = StatusBoard(context.layout, config, self._registry, self._state.buffer, context.fence)
         self._sealing = PatientSealing(self._state.segments, self._awake)
+        writers = self._journaling, self._sealing, self._checkpoints
+        self._board = StatusBoard(context.layout, config, self._registry, buffer, context.fence, writers)
         self._processes = RunProcesses(context, control, self._registry, self._weight_sync, self._state)
         self._recorder = RunRecorder(
             context,
@@ -177,12 +177,6 @@ class Controller:
             guarding=self._guarding,
             progress=self._state.progress,
         )
-
-    def _make_guarding(self) -> Guarding:
-        context, state = self._context, self._state
-        file = GuardFile(context.layout.guard, context.fence)
-        config, attempt, free = context.config, context.attempt, not context.config.run.deterministic
-        return Guarding(state.guard, state.buffer, config.admission, file=file, attempt=attempt, may_tighten=free)
 
     # ---------------------------------------------------------------------------------------------------------- running
 

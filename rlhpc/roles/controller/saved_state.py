@@ -50,6 +50,7 @@ class Totals:
     tokens_cut: int = 0  # of all their members, as far as is known
     completions_cut: int = 0  # of these, those that were being sampled
     running_tokens_cut: int = 0  # their tokens, as last heard
+    last_reward: float = 0.0  # mean of the rollouts that came in during the last step
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint."""

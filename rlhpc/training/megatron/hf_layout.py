@@ -1,6 +1,6 @@
 """The layout of the tensors of an HF checkpoint in a Megatron model that is sharded over ranks.
 
-Input: a transformers configuration and a ParallelLayout.  Output: one ParameterMap for each parameter of the whole
+Input: a model's configuration and a ParallelLayout.  Output: one ParameterMap for each parameter of the whole
 model.  Pure: every rank computes the same for all ranks.  Families: qwen2, qwen3, qwen3_moe, llama.
 
 A parameter is cut into shards, one for each tensor rank; what is replicated, and every matrix of an expert, is one
@@ -100,7 +100,7 @@ class _Slab:
 def parameter_maps(model: Any, layout: ParallelLayout) -> tuple[ParameterMap, ...]:
     """Return the maps of all parameters in the order of export: embedding, layers, norm, head.
 
-    model: a transformers configuration that layout.refuse_unfit accepts.
+    model: of read_model, a configuration that layout.refuse_unfit accepts.
     """
     return tuple(_MapMaker(model, layout).all())
 

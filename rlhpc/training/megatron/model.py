@@ -33,7 +33,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
@@ -45,6 +44,7 @@ from rlhpc.training.megatron.hf_layout import has_value_head
 from rlhpc.training.megatron.layers import GatedSilu, PackedSelfAttention, RMSNorm
 from rlhpc.training.megatron.local_row import LocalRow
 from rlhpc.training.megatron.model_config import rotary_frequencies
+from rlhpc.training.megatron.model_file import ModelConfig
 from rlhpc.training.value_head import token_values
 
 
@@ -77,9 +77,7 @@ class _Wanted:
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     """One chunk of layers, with the embedding before the first and the head after the last."""
 
-    def __init__(
-        self, model: PretrainedConfig, config: TransformerConfig, device: torch.device, **options: Any
-    ) -> None:
+    def __init__(self, model: ModelConfig, config: TransformerConfig, device: torch.device, **options: Any) -> None:
         """options: those of GPTModel that depend on the stage."""
         super().__init__(
             config,
@@ -185,7 +183,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
 
 
 def build_chunks(
-    model: PretrainedConfig, config: TransformerConfig, trainer: TrainerConfig, device: torch.device
+    model: ModelConfig, config: TransformerConfig, trainer: TrainerConfig, device: torch.device
 ) -> list[PolicyModel]:
     """This stage's chunks of layers, several where stages interleave.  Process groups must be open.
 

@@ -1,6 +1,6 @@
 """Megatron's description of a model and of how it is trained, from the model's config.json and the run file.
 
-Input: a transformers configuration and the [trainer] table.  Output: a TransformerConfig.  Families: qwen2, qwen3,
+Input: a model's configuration and the [trainer] table.  Output: a TransformerConfig.  Families: qwen2, qwen3,
 qwen3_moe, llama (3 and older).  Guarantees: a model that Megatron would compute differently from transformers is
 refused with ConfigError, never trained wrongly.
 """
@@ -14,19 +14,18 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout, num_experts
 from rlhpc.training.megatron.grouped_experts import has_grouped_kernel
+from rlhpc.training.megatron.model_file import ModelConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3")  # others rescale attention or depend on the length of the row
 
 
-def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(model: ModelConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
     """dtype: of parameters and of activations between pipeline stages.
 
     Raises ConfigError naming model.path and the key of config.json whose value is not supported, or the key of
@@ -69,10 +68,12 @@ def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: t
     )
 
 
-def rotary_frequencies(model: PretrainedConfig) -> Tensor:
+def rotary_frequencies(model: ModelConfig) -> Tensor:
     """float32 [head size / 2] radians per token, as transformers computes them, of a rope_type in ROPE_TYPES."""
     parameters = model.rope_parameters
     if parameters["rope_type"] != "default":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow: see model_file.py
+
         scaled: Tensor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](model, device=torch.device("cpu"))[0]
         return scaled
     head_size = _head_size(model)
@@ -80,7 +81,7 @@ def rotary_frequencies(model: PretrainedConfig) -> Tensor:
     return 1.0 / torch.pow(parameters["rope_theta"], exponents)
 
 
-def _shape(model: PretrainedConfig) -> dict[str, Any]:
+def _shape(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_layers": model.num_hidden_layers,
         "hidden_size": model.hidden_size,
@@ -98,7 +99,7 @@ def _shape(model: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _experts(model: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _experts(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     if model.model_type != "qwen3_moe":
         return {}
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -140,11 +141,11 @@ def _recomputation(trainer: TrainerConfig) -> dict[str, Any]:
     return {}
 
 
-def _head_size(model: PretrainedConfig) -> int:
+def _head_size(model: ModelConfig) -> int:
     return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
 
 
-def _refuse_unsupported(model: PretrainedConfig) -> None:
+def _refuse_unsupported(model: ModelConfig) -> None:
     for key, value, legal in _unsupported(model):
         raise ConfigError(
             f"model.path: config.json has {key}={value!r}; trainer.backend=megatron supports {legal}; "
@@ -152,7 +153,7 @@ def _refuse_unsupported(model: PretrainedConfig) -> None:
         )
 
 
-def _unsupported(model: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
+def _unsupported(model: ModelConfig) -> Iterator[tuple[str, Any, str]]:
     """Key, value and what is supported instead, for every setting that layers here do not implement."""
     if model.model_type not in FAMILIES:
         yield "model_type", model.model_type, " or ".join(FAMILIES)
@@ -170,7 +171,7 @@ def _unsupported(model: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
         yield from _unsupported_experts(model)
 
 
-def _unsupported_rotation(model: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
+def _unsupported_rotation(model: ModelConfig) -> Iterator[tuple[str, Any, str]]:
     parameters = model.rope_parameters
     if parameters.get("rope_type") not in ROPE_TYPES:
         yield "rope_parameters.rope_type", parameters.get("rope_type"), " or ".join(ROPE_TYPES)
@@ -178,7 +179,7 @@ def _unsupported_rotation(model: PretrainedConfig) -> Iterator[tuple[str, Any, s
         yield "rope_parameters.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0"
 
 
-def _unsupported_experts(model: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
+def _unsupported_experts(model: ModelConfig) -> Iterator[tuple[str, Any, str]]:
     if model.mlp_only_layers:
         yield "mlp_only_layers", model.mlp_only_layers, "[]: experts in every layer"
     if model.decoder_sparse_step != 1:

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 from rlhpc.config import Config
-from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.exchange import Exchange
 from rlhpc.training.megatron.hf_layout import ParameterMap, critic_of, exported, parameter_maps
@@ -32,6 +30,7 @@ from rlhpc.training.megatron.hf_weights import (
 )
 from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
+from rlhpc.training.megatron.model_file import ModelConfig, read_model
 from rlhpc.training.megatron.optimizer_state import OptimizerShard
 from rlhpc.training.sharded_tensors import ShardedTensorSpec
 from rlhpc.training.tensor_source import TensorSource
@@ -44,7 +43,7 @@ class RankModel:
     """This rank's chunks of layers, in the dtype of the forward pass."""
 
     chunks: tuple[Any, ...]  # not wrapped
-    config: Any  # of transformers
+    config: ModelConfig
     layout: ParallelLayout
     dtype: torch.dtype
     device: torch.device
@@ -57,10 +56,7 @@ class RankModel:
     ) -> RankModel:
         """Build and load the chunks.  Process groups must be open.  Raises ConfigError naming model.path or a key."""
         layout = ParallelLayout.of(config.trainer)
-        try:
-            model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path={config.model.path}: unknown to transformers: {error}") from error
+        model = read_model(config.model.path)
         model = critic_of(model) if has_value_head else model
         chunks = build_chunks(model, transformer_config(model, config.trainer, dtype), config.trainer, device)
         load_weights(chunks, ModelSource.of_model(config.model.path), model, layout)

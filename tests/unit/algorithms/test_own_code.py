@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +46,17 @@ BROKEN_LOSSES = {
         "(s := torch.where(row.loss_mask, current, 0.0).sum()), {'s': s}",
         "metrics are not scalars without gradient",
     ),
+    "fails without loss tokens": (
+        "torch.where(row.loss_mask, current, 0.0).sum(), {'highest': row.weights[row.loss_mask].max()}",
+        r"tried on a row without loss tokens, .*: RuntimeError\(.max",
+    ),
+    "nan without loss tokens": (
+        "torch.where(row.loss_mask, current, 0.0).sum() * row.weights[row.loss_mask].mean(), {}",
+        "tried on a row without loss tokens, as a rank without samples has: loss or gradient is not 0",
+    ),
     "raises": ("undefined, {}", r"tried on a row of four tokens: NameError\("),
-    "no pair": ("current.sum()", "tried on a row of four tokens: "),
+    "no pair": ("current.sum()", "it returned Tensor; legal: the loss and its metrics"),
+    "no tensor": ("0.0, {}", "the loss is float; legal: one number, as a tensor"),
 }
 
 
@@ -85,6 +95,36 @@ def test_metrics_that_it_hands_on_from_a_loss_of_ours_have_names_that_are_known(
     _, metrics = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 2)(*ragged_row(0))
     assert "own_loss/age_clipped_0" in metrics
     assert {find_metric(name).unit for name in metrics} == {"-"}
+
+
+def test_a_metric_that_a_row_has_no_occasion_for_is_0_there(module: Path) -> None:
+    """Metrics are summed over rows and ranks by name: KeyError."""
+    module.write_text(GOOD.replace(".float()}", ".float()} if advantages.any() else {}"))
+    current, row = ragged_row(0)
+    loss = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)
+    _, metrics = loss(current, replace(row, advantages=torch.zeros_like(row.advantages)))
+    assert metrics == {"own_loss/kept": 0}
+
+
+LATER = {
+    "a metric that is new": ("value, {'late': value.detach()}", "metric 'late' is new; legal, as when it was tried"),
+    "a loss per token": ("(value * torch.ones(3), {})", r"the loss is a tensor of shape \(3,\)"),
+    "metrics per token": ("value, {'late': torch.ones(3)}", "metrics are not scalars"),
+    "nothing": ("None", "it returned NoneType"),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_loss_that_returns_something_else_in_a_run_says_so(module: Path, kind: str) -> None:
+    """With more tokens than it is tried on."""
+    expression, message = LATER[kind]
+    module.write_text(
+        "import torch\ndef loss(current, row):\n    value = torch.where(row.loss_mask, current, 0.0).sum()\n"
+        f"    if len(current) > 4:\n        return {expression}\n    return value, {{}}\n"
+    )
+    loss = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)
+    with pytest.raises(ConfigError, match=rf"algorithm\.loss='{module.stem}:loss' in a run: {message}"):
+        loss(*ragged_row(0))
 
 
 @pytest.mark.parametrize("kind", BROKEN_LOSSES)

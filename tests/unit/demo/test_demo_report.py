@@ -41,6 +41,12 @@ def test_a_figure_that_is_unknown_is_left_out(value):
     assert "first tenth" in text
 
 
+def test_steps_that_were_skipped_are_in_the_table_and_zero_of_them_are_not():
+    assert "skipped" not in figures_table({**SUMMARY, "skipped_steps": 0})
+    (line,) = (each for each in figures_table({**SUMMARY, "skipped_steps": 4}).splitlines() if "skipped" in each)
+    assert line.split()[-1] == "4"
+
+
 def test_the_running_mean_is_shorter_at_both_ends():
     assert running_mean([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
 

@@ -69,6 +69,18 @@ def layout(config: Config) -> RunLayout:
     return layout
 
 
+def test_a_run_that_had_no_critic_gets_none_by_a_resume_but_from_the_start(config: Config, layout: RunLayout) -> None:
+    """The trainer called the checkpoint damaged, after the journal had been set aside."""
+    with_critic, before = override(config, ["algorithm.advantage=gae"]), layout.config.read_bytes()
+    with pytest.raises(RunDirectoryError, match=r"the checkpoint of step 12 has no critic; legal: .*--from-start"):
+        prepare_run_dir(with_critic, layout, resume=True, fresh=False)
+    with pytest.raises(RunDirectoryError, match="has no critic"):
+        prepare_run_dir_for_jobs(with_critic, layout, resume=True, fresh=False)
+    assert layout.config.read_bytes() == before
+    from_start = ResumePoint(from_start=True)
+    assert prepare_run_dir(with_critic, layout, resume=True, fresh=False, resume_from=from_start).resume_step is None
+
+
 def roll_back(layout: RunLayout, step: int, attempt: int = 0) -> None:
     """The guard of an attempt has undone the steps from this one on."""
     events = GroupEventLog(layout.rollouts, attempt)
@@ -232,7 +244,11 @@ def test_a_resume_leaves_the_journal_where_it_is(config: Config, layout: RunLayo
         (ResumePoint(no_replay=True), [], "--no-replay: "),
         (NEWEST, ["trainer.learning_rate=0.5", "run.num_steps=900"], "trainer.learning_rate changed: "),
         (NEWEST, ["curriculum.solved_rest_epochs=2"], "curriculum.solved_rest_epochs changed: "),
-        (NEWEST, ["algorithm.advantage=gae", "critic.path=c"], "algorithm.advantage, critic.path changed: "),
+        (
+            NEWEST,
+            ["algorithm.advantage=rloo", "trainer.adam_eps=1e-6"],
+            "algorithm.advantage, trainer.adam_eps changed: ",
+        ),
     ],
 )
 @pytest.mark.parametrize("is_for_jobs", [False, True])

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,10 +158,34 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_whoever_writes_a_key_as_an_option_is_told_how_it_is_set(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--run.num_steps", "5"], ["--run.num_steps=5"]):
+    for words in (
+        ["--run.num_steps", "5"],
+        ["--run.num_steps=5"],
+        ["--set", "run.num_steps=5"],
+        ["-o", "run.num_steps=5"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(["check", "configs/demo.toml", *words])
         assert "a key of the run file is set without dashes: run.num_steps=5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "r.toml", "--resume", "--step", "five"], "argument --step: 'five'; legal: a whole number, 0 or more"),
+        (["submit", "r.toml", "s.toml", "--resume", "--step", "-5"], "argument --step: '-5'; legal: a whole number"),
+        (["list", "--depth", "2.5"], "argument --depth: '2.5'; legal: a whole number, 0 or more"),
+        (["plan", "r.toml", "s.toml", "--mean-tokens", "2k"], "'2k'; legal: a number, without a unit"),
+        (["evaluate", "m", "d", "--patience-s", "2h"], "argument --patience-s: '2h'; legal: a number, without a unit"),
+        (["run", "r.toml", "--dry-run"], "unrecognised arguments: --dry-run; `rlhpc check` starts nothing"),
+    ],
+)
+def test_an_option_without_a_legal_value_is_refused_in_words_of_people(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_that_lies_in_runs_is_what_may_be_meant(
@@ -395,6 +420,57 @@ def test_stop_tells_the_truth_about_what_was_saved(
         threading.Timer(0.5, launcher.kill).start()
         assert main(["stop", str(layout.root), *words]) == status
     assert said in capsys.readouterr().out
+
+
+def test_of_one_step_that_is_trained_again_stop_does_not_speak_as_of_many(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    layout.status.write_text(json.dumps({"phase": "training", "step": 1, "unix_time_s": 0.0, "roles": []}))
+    with living_launcher(layout) as launcher:
+        threading.Timer(0.5, launcher.kill).start()
+        assert main(["stop", str(layout.root), "--now"]) == 0
+    assert "so 1 step is lost" in capsys.readouterr().out
+
+
+def test_stop_says_that_the_launcher_is_suspended_and_what_lets_it_end(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    with living_launcher(layout) as launcher:
+        launcher.send_signal(signal.SIGSTOP)
+        threading.Timer(1.5, launcher.kill).start()
+        assert main(["stop", str(layout.root)]) == 0
+    assert f"is suspended (Ctrl-Z?): `kill -CONT {launcher.pid}` lets it end" in capsys.readouterr().out
+
+
+def test_stop_waits_for_what_a_killed_launcher_has_left(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    program = f"import time; lock = open({str(layout.lock)!r}, 'w'); print(flush=True); time.sleep(1.5)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        left.stdout.readline()
+        assert main(["stop", str(layout.root)]) == 0
+        assert left.poll() is not None
+    out = capsys.readouterr().out
+    assert f"waiting for processes of a dead launcher to end: pid {left.pid}" in out
+    assert "this run is not running" in out
+
+
+def test_a_python_whose_names_of_files_are_ascii_says_so_in_one_line(lab: Lab, tmp_path: Path) -> None:
+    shutil.copytree(lab.model, tmp_path / "modèle")
+    overrides = [f"run.directory={str(tmp_path / 'run')!r}", f"model.path={str(tmp_path / 'modèle')!r}"]
+    config = load_config(lab.run_file("bench"), overrides)
+    prepare_run_dir(config, RunLayout(config.run_directory), resume=False, fresh=False)
+    old = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "launch.cli", "check", str(config.run_directory)]
+    checked = subprocess.run(command, capture_output=True, text=True, env=command_environment() | old)
+    assert checked.returncode == EXIT_CONFIG
+    assert checked.stderr.count("\n") == 1
+    assert "mod\\xe8le" in checked.stderr
+    assert "PYTHONUTF8=1" in checked.stderr
 
 
 @pytest.mark.parametrize(("saved", "where"), [(7, "the last checkpoint is of step 7"), (0, "there is no checkpoint")])

@@ -6,10 +6,12 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from launch.checks.preflight import preflight_sampling
 from launch.cli import main
 from launch.commands.arguments import takes_evaluation
 from launch.commands.evaluate import follow
@@ -25,7 +28,7 @@ from launch.commands.evaluate.command import evaluate
 from launch.commands.evaluate.compare import comparison_of
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.evaluation import plan_evaluation
-from launch.commands.evaluate.follow import Course, Life
+from launch.commands.evaluate.follow import Course, Curves, Life
 from launch.commands.evaluate.job import _words
 from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
 from launch.commands.evaluate.preview import preview_evaluations
@@ -46,9 +49,11 @@ from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_sam
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.evaluation.statistics import Estimate
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.metrics.curves import read_curves
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.doc_pages import ROOT, blocks_in, commands_of_block
 from tests.unit.roles.small_ring import small_config
 
 LONGER = "generation.max_prompt_tokens=12"
@@ -84,6 +89,20 @@ def a_run(model: Path, *steps: int) -> RunLayout:
 
 
 # ------------------------------------------------------------------------------------------------------------- model
+
+
+def test_the_example_for_an_exported_model_makes_the_prompts_of_its_run(model: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = model.parent / "test.jsonl"
+    made.write_text(next(block for language, block in blocks_in(readme) if language == "json"))
+    run = tomllib.loads(next(block for language, block in blocks_in(readme) if language == "toml"))
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (command,) = (each for each in commands_of_block("bash", page) if each.startswith("rlhpc evaluate trained-model "))
+    words = shlex.split(command)[4:]
+    config = evaluation_config(find_target(model, None), made, [*words, "model.dtype=float32"])
+    assert preflight_sampling(config).datasets[0].num_records == 2
+    assert config.data[0].prompt_template == run["data"]["prompt_template"]
+    assert (config.data[0].task, config.generation.max_prompt_tokens) == (run["data"]["task"], 512)
 
 
 @pytest.mark.starts
@@ -609,6 +628,17 @@ def test_a_step_is_due_again_once_it_has_another_model(model: Path) -> None:
     assert course.due(is_last=True) == 4  # the run went back
     save(layout, 12, attempt=1)
     assert course.due(is_last=True) == 12
+
+
+def test_curves_go_on_after_the_run_has_begun_afresh(tmp_path: Path) -> None:
+    """`rlhpc run --fresh` deletes the run directory, of which a command that follows it has a file open."""
+    directory = tmp_path / "evaluations" / "tensorboard"
+    curves = Curves(directory)
+    curves.add(4, {"reward": 0.5})
+    shutil.rmtree(tmp_path / "evaluations")
+    curves.add(2, {"reward": 0.25})
+    curves.close()
+    assert read_curves(directory)["reward"].values.tolist() == [0.25]
 
 
 def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(model: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ def test_a_run_of_this_machine_is_what_its_launcher_and_its_status_say(
     runs.status(layout, "waiting for generators", 0)
     assert listed(capsys)["here"]["state"] == "starting"
     assert listed(capsys)["here"]["reward"] is None
+    assert "\nreward -  " in render_status(layout)
     runs.status(layout, "training", 41, reward=0.25)
     run = listed(capsys)["here"]
     assert (run["state"], run["step"], run["num_steps"], run["reward"]) == ("running", 41, 100, 0.25)
@@ -440,8 +441,9 @@ def test_filters_name_what_is_legal(runs: Runs, capsys: pytest.CaptureFixture[st
     assert "--state 'asleep': legal: queued, starting, running, stopped, failed" in capsys.readouterr().err
     assert main(["list", str(runs.root / "nowhere")]) == EXIT_CONFIG
     assert "no such directory" in capsys.readouterr().err
-    assert main(["list", "--depth", "-1"]) == EXIT_CONFIG
-    assert "--depth -1: legal: 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["list", "--depth", "-1"])
+    assert "--depth: '-1'; legal: a whole number, 0 or more" in capsys.readouterr().err
 
 
 def test_without_a_directory_it_is_runs_or_else_here(
@@ -463,3 +465,29 @@ def test_runs_of_others_are_counted_and_shown_on_request(
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert document(capsys) == {"runs": [], "notes": ["1 run of other users: --all shows them"]}
     assert listed(capsys, "--all")["theirs"]["state"] == "unknown"
+
+
+def test_a_run_that_was_stopped_and_saved_has_not_failed_when_a_process_was_slow_to_leave(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = runs.local("slow")
+    runs.status(layout, "stopped", 97)
+    layout.stop_request.touch()
+    record = ExitRecord("trainer-0", 143, "ended", starts=1, host="vm", job="")
+    layout.exit_record("trainer", 0, 0).parent.mkdir()
+    write_record(layout.exit_record("trainer", 0, 0), record)
+    assert state(capsys, "slow") == ("stopped", "")
+    assert "slow: stopped, step 97/100" in render_status(layout)
+
+
+@pytest.mark.parametrize("request_of", [lambda run: run.stop_request, lambda run: run.abort_request])
+def test_a_run_that_was_stopped_before_its_controller_started_has_not_failed(
+    runs: Runs, capsys: pytest.CaptureFixture[str], request_of: Callable[[RunLayout], Path]
+) -> None:
+    layout = runs.local("early")
+    request_of(layout).touch()
+    record = ExitRecord("trainer-0", 143, "no output", starts=1, host="vm", job="")
+    layout.exit_record("trainer", 0, 0).parent.mkdir()
+    write_record(layout.exit_record("trainer", 0, 0), record)
+    assert state(capsys, "early") == ("stopped", "")
+    assert "stopped before its controller started" in render_status(layout)

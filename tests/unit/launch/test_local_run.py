@@ -127,6 +127,14 @@ def test_a_controller_that_has_failed_and_told_all_to_leave_is_not_interrupted_w
     assert any("ended with exit status 2: StarvedError: nothing to learn" in line for line in lab.told)
 
 
+def test_a_trainer_that_leaves_with_status_0_before_the_end_is_named(lab: Lab) -> None:
+    """A loss of the user's own may call sys.exit."""
+    saves = "import signal, time; signal.signal(2, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
+    leaves = "import time\nwhile not (root / 'up').exists(): time.sleep(0.02)"
+    assert lab.run(controller_0=saves, trainer_0=leaves) == 1
+    assert lab.told[-1].startswith("trainer-0 has ended: exit status 0, no error recorded")
+
+
 def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab: Lab) -> None:
     assert lab.run(controller_0=PATIENT, trainer_0=KILLED, generator_0=PATIENT) == 137
     (record,) = [
@@ -197,17 +205,33 @@ def test_a_second_interrupt_ends_everything_at_once(lab: Lab, monkeypatch: pytes
     assert_gone(lab.pids)
 
 
-def test_sigterm_lets_the_controller_save(lab: Lab) -> None:
-    saves = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
-    sent: list[int] = []
+SAVES = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_or_a_closed_terminal_lets_the_controller_save(lab: Lab, number: signal.Signals) -> None:
+    assert lab.run(once_up(lab, number), controller_0=SAVES, generator_0=PATIENT) == 0
+    assert lab.told == [f"{number.name} asks the run to stop: the controller finishes its step and saves"]
+
+
+def test_under_nohup_a_closed_terminal_does_not_end_the_run(lab: Lab) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert lab.run(once_up(lab, signal.SIGHUP, signal.SIGTERM), controller_0=SAVES, generator_0=PATIENT) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert lab.told == ["SIGTERM asks the run to stop: the controller finishes its step and saves"]
+
+
+def once_up(lab: Lab, *numbers: signal.Signals) -> Callable[[], None]:
+    """Sends these signals, one a look, once the controller can take them."""
+    to_send = list(numbers)
 
     def end() -> None:
-        if (lab.layout.root / "up").exists() and not sent:
-            sent.append(signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
+        if (lab.layout.root / "up").exists() and to_send:
+            os.kill(os.getpid(), to_send.pop(0))
 
-    assert lab.run(end, controller_0=saves, generator_0=PATIENT) == 0
-    assert lab.told == ["SIGTERM asks the run to stop: the controller finishes its step and saves"]
+    return end
 
 
 def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab: Lab) -> None:

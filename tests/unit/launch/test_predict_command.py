@@ -40,8 +40,10 @@ SCALARS = {
 class MeasuredRun(TextRun):
     """Engines with a step of 0.02 + 0.001 n seconds; a trainer that takes 2 ms a token; 0.05 s a step besides."""
 
-    def __init__(self, root: Path, num_steps: int = NUM_STEPS, *, told: bool = True) -> None:
-        super().__init__(root, "run.name=measured", f"run.num_steps={num_steps}", "trainer.num_ranks=1")
+    def __init__(self, root: Path, num_steps: int = NUM_STEPS, *, told: bool = True, in_parts: bool = False) -> None:
+        """in_parts: a group at a time on two ranks, so that one waits for the other's long rollout."""
+        num_ranks = 2 if in_parts else 1
+        super().__init__(root, "run.name=measured", f"run.num_steps={num_steps}", f"trainer.num_ranks={num_ranks}")
         (self.model / "config.json").write_text(json.dumps(MODEL))
         groups, tokens = [], []
         for step in range(num_steps):
@@ -55,6 +57,7 @@ class MeasuredRun(TextRun):
         for step in range(num_steps):
             n, step_s = 4.0 + step % 9, 0.002 * tokens[step]
             figures = SCALARS | {"trainer/step_s": step_s, "time/step_s": 0.5 + 0.01 + step_s + 0.125 + 0.05}
+            figures |= {"trainer/step_parts": 2.0 if in_parts else 1.0}
             figures |= {"generator/decoded_together": n, "generator/token_s": 0.02 + 0.001 * n} if told else {}
             now_s += figures["time/step_s"]
             recorder.step(step, figures)
@@ -98,6 +101,17 @@ def test_a_measured_run_tells_what_it_was_made_of(measured: MeasuredRun) -> None
     # Of the 36 steps that count, and of the time of these alone: 72 trained groups, 9 dropped ones, of 10 in all.
     assert known.lengths.dropped_share == pytest.approx(9 / 81)
     assert all(str(measured.layout.root) in figure.source for figure in known.figures.values())
+
+
+def test_what_parts_of_steps_leave_unfilled_is_no_slowness_of_the_trainer(tmp_path: Path) -> None:
+    """The ring packs parts as the run did: a rate that held it too would count it twice."""
+    run = MeasuredRun(tmp_path / "parts", in_parts=True)
+    figures = measure(run.layout, COST).figures
+    took_s = [0.002 * 2 * (21 + 4 + 1 + step % 7 + 1 + 4) for step in range(4, NUM_STEPS)]
+    slow_ranks = 2 * float(COST(np.array([21 + 4])).sum()) / PFLOP  # of each part the long rollout
+    assert figures["trainer_step_s"].value + figures["trainer_pflop_s"].value * slow_ranks == pytest.approx(
+        np.mean(took_s), rel=0.02
+    )
 
 
 def test_groups_are_drawn_whole_with_their_fate(measured: MeasuredRun) -> None:

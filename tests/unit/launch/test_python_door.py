@@ -214,3 +214,10 @@ def test_what_is_refused_is_refused_before_anything_is_written(tmp_path: Path) -
     with pytest.raises(ConfigError):
         rlhpc.submit(ROOT / "configs" / "demo.toml", tmp_path / "no-site.toml", [f"run.directory={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
+
+
+def test_half_a_surrogate_in_a_text_is_its_escape_in_a_frame(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "torn")
+    run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0, task="cut \ud83d")])
+    columns = _columns(rlhpc.Run.load(run.layout.root).rollouts())
+    assert columns["task"] == ["cut \\ud83d", "cut \\ud83d"]

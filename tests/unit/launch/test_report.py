@@ -109,7 +109,25 @@ def test_the_story_of_a_killed_generator_is_whole_and_in_order(told: ToldRun) ->
     )
     assert len(texts) == len(expected)
     assert all(words in text for words, text in zip(expected, texts, strict=True)), texts
-    assert [each.kind for each in report.story.faults] == ["restart", "lost", "checkpoint", "guard"]
+    assert [each.kind for each in report.story.faults] == ["restart", "lost", "checkpoint"]  # a warning is none
+
+
+@pytest.mark.parametrize(
+    ("action", "is_fault"), [("warn", False), ("tighten", True), ("skip", True), ("rollback", True)]
+)
+def test_of_the_guard_what_it_did_is_a_fault_and_what_it_only_said_is_none(
+    tmp_path: Path, action: str, is_fault: bool
+) -> None:
+    run = TextRun(tmp_path / "guarded")
+    GuardFile(run.layout.guard).append(GuardEntry(0, 12, 12, action, {}, [], "grad_norm 9", BEGAN_S))
+    assert bool(read_story(run.layout).faults) == is_fault
+
+
+def test_a_run_that_its_user_has_ended_has_no_fault(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "ended")
+    for job, verdict in (("4712", "stop: asked for by `rlhpc stop`"), ("4713", "abort: by `rlhpc stop --now`")):
+        EventLog(run.layout.job_events(job), 0).say("verdict", verdict)
+    assert read_story(run.layout).faults == []
 
 
 def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown() -> None:

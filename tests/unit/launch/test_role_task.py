@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from launch.run_files.events import append_line
 from launch.run_files.exit_records import read_records
 from launch.run_files.plan_file import LOCAL, SCHEMA
 from rlhpc.exit_status import EXIT_CONFIG
@@ -235,3 +236,24 @@ def test_a_role_imports_nothing_that_lies_where_the_user_has_submitted(tmp_path:
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **job}, check=False)
     assert done.returncode == EXIT_CONFIG  # there is no run
     assert not seen.exists()
+
+
+@pytest.mark.starts
+def test_of_a_run_that_is_moved_away_a_task_ends_quietly_and_makes_nothing_anew(tmp_path: Path) -> None:
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    role.write_text(f"#!/bin/sh\nmv {layout.root} {tmp_path / 'elsewhere'}\nexit 4\n")
+    role.chmod(0o700)
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
+    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env={**os.environ, **job}, check=False, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert done.stderr == ""
+    assert not layout.root.exists()
+
+
+def test_events_of_a_run_that_is_gone_make_no_directory_for_it(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        append_line(layout.job_events("local"), {"event": "end"})
+    assert not layout.root.exists()

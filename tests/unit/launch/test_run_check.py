@@ -371,3 +371,12 @@ def test_it_says_what_a_crash_would_cost(layout: RunLayout) -> None:
     assert row.text.startswith(said)
     write_events(layout, 2, [Began(0, 12, goes_on=False)])
     assert not [row for row in check_run(layout, lambda text: None) if row.part == "replay"]
+
+
+def test_a_file_that_stands_alone_is_not_from_itself_to_itself(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(layout.root)]) == 0
+    out = capsys.readouterr().out
+    assert "events_000000  " in out
+    assert "events_000000 to" not in out

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from launch.commands.schema import meaning_of
 from launch.plan.site_file import SECTIONS, CommonConfig, Site, load_site
 from launch.plan.site_values import slurm_time, walltime_s
 from rlhpc.errors import ConfigError
@@ -216,15 +217,16 @@ def test_every_fault_of_a_file_is_said_at_once(tmp_path: Path) -> None:
 def table_of(section: str) -> str:
     """The table of one section, as docs/slurm.md holds it; keys of [common] stand only there."""
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, info in SECTIONS[section].model_fields.items():
+    model = SECTIONS[section]
+    for name, info in model.model_fields.items():
         if section == "common" or name not in CommonConfig.model_fields:
-            meaning = " ".join(str(info.description).split())
-            rows.append(f"| `{name}` | {_type_in_words(info)} | {_default_in_words(info)} | {meaning} |")
+            meaning = meaning_of(model, name)
+            rows.append(f"| `{name}` | {_type_in_words(info, meaning)} | {_default_in_words(info)} | {meaning} |")
     return "\n".join(rows)
 
 
-def _type_in_words(info: FieldInfo) -> str:
-    if info.alias == "time" or str(info.description).startswith("Time limit"):
+def _type_in_words(info: FieldInfo, meaning: str) -> str:
+    if info.alias == "time" or meaning.startswith("Time limit"):
         return "integer or text"
     annotation = info.annotation
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

@@ -200,7 +200,9 @@ def test_a_held_job_says_how_it_is_let_go(state: str, reason: str, run: Run) -> 
     assert "`scontrol release 12` releases it" in said
 
 
-@pytest.mark.parametrize(("file", "words"), [("STOP", "finished and saved"), ("ABORT", "nothing is saved")])
+@pytest.mark.parametrize(
+    ("file", "words"), [("STOP", "finished and saved"), ("ABORT", "saved only if it ends within seconds")]
+)
 def test_a_request_to_end_is_told(file: str, words: str, separate: Run) -> None:
     (separate.layout.root / file).touch()
     assert words in separate.document["next"][0]
@@ -286,3 +288,14 @@ def test_status_takes_less_than_a_second_of_work_and_no_torch(separate: Run) -> 
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         best_s = min(best_s, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     assert best_s < 1.0
+
+
+def test_jobs_of_another_name_under_the_ids_of_a_copied_run_are_not_its_own(separate: Run) -> None:
+    separate.layout.config.write_text('{"config": {"run": {"name": "first"}}, "hash": ""}')
+    separate.queue(line("12", "RUNNING", nodes="c0"))
+    assert "none of its jobs is alive" in separate.text
+    assert "of another run, perhaps of another cluster: here job 12 is x" in separate.text
+    assert not separate.document["is_alive"]
+    separate.queue(line("12", "RUNNING", nodes="c0").replace("|x|", "|first.controller|"))
+    assert "under Slurm" in separate.text
+    assert "of another run" not in separate.text

@@ -40,3 +40,34 @@ def test_a_stop_leaves_alone_what_another_shell_resumes_once_all_has_ended(
     assert stop.stop_run(layout, now=now, tell=said.append) == 0
     assert commands.calls("scancel") == []
     assert said[-1] == f"{layout.root}: stopped, and resumed since, by another command; left alone: job 13"
+
+
+def of_two_jobs(layout: RunLayout) -> None:
+    layout.jobs.mkdir(parents=True)
+    layout.config.write_text('{"config": {}, "hash": ""}')
+    for job_id, name in ((12, "controller"), (13, "trainer")):
+        write_record(layout, JobRecord(job_id, name, "jobs", None, "p", "s", False, 0, 0, None, float(job_id)))
+
+
+def test_where_the_controllers_job_has_ended_before_the_rest_is_cancelled_at_once(
+    commands: Commands, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path / "run")
+    of_two_jobs(layout)
+    done = tmp_path / "done"
+    commands.put("squeue", f"echo '{row(12, 'FAILED')}'; [ -e {done} ] || echo '{row(13, 'RUNNING')}'")
+    commands.put("scancel", f"touch {done}")
+    said: list[str] = []
+    stop.stop_run(layout, now=False, tell=said.append)
+    assert commands.calls("scancel") == ["13"]
+    assert "the controller's job has ended before" in said[0]
+
+
+def test_of_a_suspended_job_a_stop_says_what_lets_it_end(commands: Commands, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    of_two_jobs(layout)
+    commands.put("squeue", f"[ $n -gt 2 ] || echo '{row(12, 'SUSPENDED')}'")
+    said: list[str] = []
+    stop.stop_run(layout, now=False, tell=said.append)
+    assert "12+0 suspended" in said[0]
+    assert "`scontrol resume 12`" in said[0]

@@ -170,6 +170,14 @@ def test_standard_output_on_a_full_disk_is_said_in_one_line(layout: RunLayout) -
     assert (ended.returncode, ended.stderr) == (EXIT_CONFIG, "rlhpc: No space left on device\n")
 
 
+def test_last_words_that_nobody_can_read_leave_the_exit_status_as_it_is() -> None:
+    program = "from launch.common.standard_output import print_or_lose; print_or_lose('the end'); raise SystemExit(3)"
+    with Path("/dev/full").open("w") as full:
+        command, place = [sys.executable, "-c", program], {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, env=os.environ | place)
+    assert (ended.returncode, ended.stderr) == (3, b"")
+
+
 def test_a_locale_without_our_letters_costs_letters_and_not_the_report(told: ToldRun) -> None:
     ended = rlhpc_into(subprocess.PIPE, "report", str(told.layout.root), PYTHONIOENCODING="latin-1")
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ class Screen:
         self.layout, self.stream = RunLayout(root), io.StringIO()
         self.watch = Watch(self.layout, self.stream, expected=EXPECTED, clock=lambda: self.now, **how)
 
-    def show(self, phase: str, step: int, *roles: str, **queue: int) -> None:
+    def show(
+        self, phase: str, step: int, *roles: str, attempt: int = 0, disk: Sequence[str] = (), **queue: int
+    ) -> None:
         document = {
             "phase": phase, "step": step, "num_steps": 9, "reward": 0.5, "trainer_tokens_per_s": 100.0,
-            "generator_tokens_per_s": 200.0, "staleness_max": 1, "eta_s": 60.0, "queue": queue,
-            "roles": [{"name": name} for name in roles],
+            "generator_tokens_per_s": 200.0, "staleness_max": 1, "eta_s": 60.0, "queue": queue, "attempt": attempt,
+            "disk_troubles": disk, "roles": [{"name": name} for name in roles],
         }  # fmt: skip
         self.layout.status.write_text(json.dumps(document))
         self.watch.look()
@@ -55,6 +58,18 @@ def test_a_start_shows_its_phase_and_who_is_not_there_yet(tmp_path: Path) -> Non
     ]
 
 
+def test_of_another_attempt_the_time_since_it_began_is_shown(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.show("starting", 80, attempt=3)
+    screen.show("training", 81, *EXPECTED, attempt=3)
+    screen.now = 4000.0
+    screen.show("starting", 81, *EXPECTED, attempt=4)
+    screen.now = 4007.0
+    screen.show("waiting for generators", 81, *EXPECTED, attempt=4)
+    starts = [line for line in screen.lines if not line.startswith("step")]
+    assert starts[1:] == ["starting | 0 s", "waiting for generators | 7 s"]
+
+
 def test_a_resume_shows_no_figures_before_its_first_step(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     screen.show("starting", 80, *EXPECTED)
@@ -71,6 +86,16 @@ def test_what_no_verifier_can_judge_is_told_when_it_happens_and_whenever_it_has_
     told = [line for line in screen.lines if line.startswith("rlhpc: ")]
     why = f"dropped: no verifier could judge them; `rlhpc rollouts {tmp_path} --verdict verifier_error` says why"
     assert told == [f"rlhpc: 1 group is {why}", *(f"rlhpc: {n} groups are {why}" for n in (2, 5))]
+
+
+def test_a_disk_that_refuses_is_told_when_it_begins_and_when_it_is_over(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    for trouble in ([], ["no room; trying again for 300 s"], ["no room; trying again for 296 s"], [], []):
+        screen.show("training", 0, disk=trouble)
+    assert screen.lines == [
+        "rlhpc: the disk refuses: no room; trying again for 300 s",
+        "rlhpc: the disk takes what is written again",
+    ]
 
 
 def test_quiet_says_nothing_but_what_it_is_told(tmp_path: Path) -> None:
@@ -111,3 +136,25 @@ def test_a_run_that_was_interrupted_ends_with_what_was_saved_and_how_to_go_on(la
 
 def test_before_there_is_a_run_nothing_is_said(tmp_path: Path) -> None:
     assert last_words(RunLayout(tmp_path), "") == []
+
+
+class Closed(io.StringIO):
+    """A terminal that is gone: EIO."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_what_nobody_can_read_any_more_ends_no_run(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.watch = Watch(screen.layout, Closed(), expected=EXPECTED)
+    screen.show("training", 1, *EXPECTED, dropped_poison=1)
+
+
+def test_last_words_are_said_also_in_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, gone = Screen(tmp_path), tmp_path / "gone"
+    write_resolved(config_of(), screen.layout, "")
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert last_words(screen.layout, "`x`") == [f"{tmp_path}: stopped before the first step; `x` continues it"]

@@ -101,7 +101,7 @@ async def test_what_is_no_reward_in_a_list_is_the_failure_of_its_completion_alon
         texts = ["good", "nan", "none", "text", "fine"]
         found = await asyncio.gather(*(pool.judge(BAD, text, "") for text in texts))
         assert [each.verdict is Verdict.VERIFIER_ERROR for each in found] == [False, True, True, True, False]
-        assert "reward must be a finite float, not float nan" in found[1].detail
+        assert "reward must be a finite number, not float nan" in found[1].detail
         assert "not NoneType" in found[2].detail
         assert {name: pool.counts.of(BAD, name) for name in ("judged", "invalid", "batch_failed")} == {
             "judged": 5.0, "invalid": 3.0, "batch_failed": 0.0,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.returned import NoReward, as_outcome
+from rlhpc.rewards.returned import NoReward, as_outcome, fault_of
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,24 @@ def test_a_share_that_is_right_is_correct_where_it_is_all():
 def test_what_is_no_reward_is_named(returned, said):
     with pytest.raises(NoReward, match=said):
         as_outcome(returned)
+
+
+@pytest.mark.parametrize("number", [0, 1, -3, 0.5, 1e30, -(10**30)])
+def test_a_whole_number_is_as_good_as_a_float(number: float) -> None:
+    assert fault_of("reward", number) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (True, "reward must be a finite number, not bool True"),
+        (float("nan"), "reward must be a finite number, not float nan"),
+        (float("-inf"), "reward must be a finite number, not float -inf"),
+        ("1", "reward must be a finite number, not str 1"),
+        (2e30, "reward must lie within ±1e+30, not 2e+30"),
+        (10**40, "reward must lie within ±1e+30, not 1e+40"),
+        (10**400, "reward must lie within ±1e+30, not a number beyond 1.8e308"),
+    ],
+)
+def test_what_is_no_reward_is_told_why(value: object, why: str) -> None:
+    assert fault_of("reward", value) == why

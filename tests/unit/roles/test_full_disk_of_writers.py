@@ -242,7 +242,7 @@ def test_the_next_try_is_never_more_than_five_seconds_away() -> None:
     patience = DiskPatience(lambda: 0.0)
     pauses = []
     for _ in range(10):
-        patience.failed()
+        patience.failed(OSError("full"))
         pauses.append(patience.pause_s)
     assert max(pauses) == LONGEST_PAUSE_S < 5
 

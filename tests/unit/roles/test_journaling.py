@@ -172,9 +172,10 @@ async def test_a_disk_that_refuses_is_tried_again_and_nothing_is_acknowledged_me
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(disk_patience, "FIRST_PAUSE_S", 0.05)
-    pair, real, refusals = Pair(tmp_path), os.fdatasync, iter(range(2))
+    pair, real, refusals, troubles = Pair(tmp_path), os.fdatasync, iter(range(2)), []
 
     def fdatasync(descriptor: int) -> None:
+        troubles.append(pair.journaling.disk_trouble)
         if next(refusals, None) is not None:
             raise OSError(28, "No space left on device")
         real(descriptor)
@@ -186,6 +187,8 @@ async def test_a_disk_that_refuses_is_tried_again_and_nothing_is_acknowledged_me
         await pair.journaling.durable()
         assert await pair.acknowledged() == 1
     assert caplog.text.count("No space left on device; 1 stay in memory") == 2
+    assert ["trying again for" in each for each in troubles[:3]] == [False, True, True]
+    assert pair.journaling.disk_trouble == ""
     assert pair.on_disk() == 1
 
 

@@ -32,6 +32,7 @@ from rlhpc.roles.common.lifecycle import (
     RoleContext,
     StopRequest,
     first_leaf,
+    leave_deleted_directory,
     parse_role,
     run_role,
     run_until,
@@ -49,6 +50,16 @@ End = Callable[[BaseException | None], tuple[int, list[str]]]
 def context(tmp_path: Path) -> RoleContext:
     write_resolved(small_config(), RunLayout(tmp_path), "")
     return parse_role(["generator", "--run-dir", str(tmp_path), "--replica", "2", "--attempt", "1"])
+
+
+@pytest.fixture
+def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, which is not there any more."""
+    here = tmp_path / "gone"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    return here
 
 
 @pytest.fixture
@@ -81,6 +92,14 @@ def test_a_role_knows_its_name_and_is_a_new_incarnation_each_time(context: RoleC
     assert context.incarnation != again.incarnation
     assert context.resume_step is None
     assert context.config_hash == again.config_hash
+
+
+def test_a_role_that_is_started_in_a_directory_that_is_gone_works_in_another(gone: Path, tmp_path: Path) -> None:
+    """A restart, hours later; MKL: "Cannot load libtorch_cpu.so"."""
+    leave_deleted_directory(tmp_path)
+    assert Path.cwd() == tmp_path
+    leave_deleted_directory(gone)
+    assert Path.cwd() == tmp_path
 
 
 def test_a_role_without_a_run_directory_says_so(tmp_path: Path) -> None:
@@ -153,6 +172,24 @@ def test_a_trainer_that_has_failed_waits_for_nothing_at_its_exit(context: RoleCo
         process.wait()
     assert process.returncode == EXIT_FAULT
     assert said.splitlines()[-1].endswith("RoleFailed: this rank alone")
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_role_that_is_done_does_not_die_of_a_request_to_end(number: signal.Signals) -> None:
+    """As the supervisor sends one while Python exits; `rlhpc status` called a run failed that was stopped."""
+    program = (
+        "import sys, os, signal\n"
+        "from rlhpc.roles.common.lifecycle import hear_no_more\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
+        f"        kill(pid, {number:d})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "late = Late()\n"
+        "sys.modules['late'] = late\n"
+        "hear_no_more()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 0
 
 
 def test_the_first_error_of_our_own_is_the_reason_however_deep_it_lies() -> None:

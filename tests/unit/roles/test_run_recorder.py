@@ -33,7 +33,13 @@ from tests.unit.roles.small_ring import SmallRing, small_config, small_ring
 
 @asynccontextmanager
 async def recorded_ring(
-    root: Path, num_steps: int, *, attempt: int = 0, resume_step: int | None = None, clock: Clock | None = None
+    root: Path,
+    num_steps: int,
+    *,
+    attempt: int = 0,
+    resume_step: int | None = None,
+    clock: Clock | None = None,
+    saved: Totals | None = None,
 ) -> AsyncIterator[tuple[SmallRing, RunRecorder, StatusBoard]]:
     config = small_config(num_steps)
     layout, clock = RunLayout(root), clock or asyncio.get_running_loop().time
@@ -53,8 +59,8 @@ async def recorded_ring(
             buffer.journal,
             buffer,
             ring.membership,
-            Totals(),
-            0,
+            saved or Totals(),
+            saved.steps if saved is not None else 0,
             0,
         )
         registry = ProcessRegistry(context.config_hash, 15.0, clock)
@@ -115,3 +121,19 @@ async def test_the_longest_save_is_told_from_the_step_after_it_on(tmp_path: Path
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
         assert seen == [0.0, 7.5, 7.5]
+
+
+SAVED = Totals(steps=2, last_reward=0.75, staleness_max=1, tokens_trained=400, tokens_generated=300, training_s=4.0)
+
+
+async def test_a_resume_tells_the_figures_of_before_until_its_first_step(tmp_path: Path) -> None:
+    async with recorded_ring(tmp_path, 3, attempt=1, resume_step=2, saved=SAVED) as (_, _, board):
+        document = told(board)
+        assert (document["reward"], document["staleness_max"]) == (0.75, 1)
+        assert (document["trainer_tokens_per_s"], document["generator_tokens_per_s"]) == (0.0, 0.0)  # nobody works yet
+
+
+async def test_a_resume_that_has_nothing_left_to_train_tells_the_rates_of_the_whole_run(tmp_path: Path) -> None:
+    async with recorded_ring(tmp_path, 2, attempt=1, resume_step=2, saved=SAVED) as (_, _, board):
+        document = told(board)
+        assert (document["trainer_tokens_per_s"], document["generator_tokens_per_s"]) == (100.0, 75.0)

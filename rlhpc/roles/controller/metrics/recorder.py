@@ -92,6 +92,7 @@ class RunRecorder:
         self._has_work, self._writing = asyncio.Event(), threading.Lock()
         live.attempt, live.resume_step = context.attempt, context.resume_step
         live.step, live.version = state.step, state.policy_version
+        self._show_totals()
 
     def training_begins(self) -> None:
         """Call when the first weights are live: training time is counted from here."""
@@ -257,12 +258,21 @@ class RunRecorder:
         """Of several turns with the special tokens that tell them apart."""
         return self._tokenizer.decode(rollout.token_ids, keep_special_tokens=not rollout.loss_mask.all())
 
+    def _show_totals(self) -> None:
+        """What a resume knows before its first step; where none is left, the rates are those of the whole run."""
+        live, totals = self._live, self._totals
+        live.reward, live.staleness_max = totals.last_reward, totals.staleness_max
+        live.checkpoints_failed = totals.checkpoints_failed
+        if live.step >= self._config.run.num_steps and totals.training_s:
+            live.trainer_tokens_per_s = totals.tokens_trained / totals.training_s
+            live.generator_tokens_per_s = totals.tokens_generated / totals.training_s
+
     def _show(self, record: StepRecord, stats: IntakeStats, figures: dict[str, float], now: float) -> None:
         live, values = self._live, rewards(stats.groups)
         self._eta.step_done(record.report.step + 1, now)
         live.step, live.version = record.report.step + 1, record.report.policy_version
         live.step_s, live.save_s = max(self._recent_s), record.longest_save_s
-        live.reward = float(values.mean()) if len(values) else live.reward
+        live.reward = self._totals.last_reward = float(values.mean()) if len(values) else live.reward
         live.staleness_max = self._totals.staleness_max
         live.checkpoints_failed = self._totals.checkpoints_failed
         live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]

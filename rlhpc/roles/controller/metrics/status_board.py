@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
@@ -42,6 +44,14 @@ class LiveFigures:
     is_ending: bool = False  # all roles have been told to leave, or are about to be: also where the run has failed
 
 
+class Writer(Protocol):
+    """Somebody who writes to the run directory, and goes on where the disk refuses."""
+
+    @property
+    def disk_trouble(self) -> str:
+        """Why the last write was refused, and what happens next; "": it was not."""
+
+
 class StatusBoard:
     """Writes the file; a failed write is a warning and does not end the run."""
 
@@ -52,9 +62,10 @@ class StatusBoard:
         registry: ProcessRegistry,
         buffer: RolloutBuffer,
         fence: Fence | None = None,
+        writers: Sequence[Writer] = (),
     ) -> None:
         self._path, self._config, self._registry, self._buffer = layout.status, config, registry, buffer
-        self._fence = fence
+        self._fence, self._writers = fence, writers
         self._timeline = Timeline(layout.timeline, fence)
         self.figures = LiveFigures()
 
@@ -69,6 +80,7 @@ class StatusBoard:
             "staleness_bound": self._buffer.staleness_bound,
             "queue": self._buffer.counts() | {"oldest_in_flight_s": round(self._buffer.oldest_in_flight_age_s)},
             "roles": roles,
+            "disk_troubles": [each.disk_trouble for each in self._writers if each.disk_trouble],
             "verifiers": by_task(self._registry.totals(PREFIX, "reward", "generator")),
             **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }

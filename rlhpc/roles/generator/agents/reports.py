@@ -21,8 +21,8 @@ def outcome_of(reported: object) -> RewardOutcome | None:
             raise NoReward(sendable(why))
     if outcome.rewards_at:
         raise NoReward("rewards_at: an agent's reward is of the whole rollout")
-    parts = {sendable(name): value for name, value in outcome.parts.items()}
-    return RewardOutcome(outcome.reward, bool(outcome.is_correct), parts, sendable(str(outcome.detail))[:500])
+    parts = {sendable(name): float(value) for name, value in outcome.parts.items()}
+    return RewardOutcome(float(outcome.reward), bool(outcome.is_correct), parts, sendable(str(outcome.detail))[:500])
 
 
 def last_line(output: str) -> RewardOutcome | None:

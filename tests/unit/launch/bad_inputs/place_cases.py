@@ -62,6 +62,8 @@ SITES = (
     case("a GPU that is not known", site(SITE.replace('"h100"', '"h900"', 1)), "trainer.gpu='h900'", "gpu_memory_gib"),
     case("a slip in a key", site(SITE + "[common]\npartitoin = 'gpu'\n"), "common.partitoin='gpu'", "did you mean partition?"),
     case("a time that reads two ways", site(SITE + '[common]\ntime = "4:00"\n'), "common.time='4:00'", '"4:00:00"'),
+    case("a time without quotes", site(SITE + "[common]\ntime = 04:00:00\n"), "common.time=04:00:00", '"H:MM:SS"'),
+    case("a home directory as in a shell", site(SITE + '[prologue]\nconda = "~/miniconda"\n'), "prologue.conda='~/miniconda'", "not expanded"),
     case("no time", site(SITE + "[common]\ntime = 0\n"), "common.time=0", "longer than 0"),
     case("25 hours of a day", site(SITE + '[common]\ntime = "1-25:00:00"\n'), "common.time='1-25:00:00'", "legal"),
     case("negative memory", site(SITE + "[controller]\nmemory_gib_per_task = -1\n"), "memory_gib_per_task=-1", "legal: 0 or more"),
