@@ -55,7 +55,7 @@ class VersionRecord:
         Late ones are no contradiction, nor are changes so close together that it never named the one between.
         """
         changes = iter(self._starts)
-        begins = np.flatnonzero(np.diff(spans, prepend=spans[:1] - 1))
+        begins = [0, *(np.flatnonzero(spans[1:] != spans[:-1]) + 1).tolist()] if len(spans) else []
         return all(any(version == spans[begin] and start <= begin for version, start in changes) for begin in begins)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -44,6 +45,7 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
         seed=None if run_seed is None else sample_seed(run_seed, request),
         # Cheaper than a stream, and vLLM keeps everything until the end.
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # nobody else has them
     )
 
 
@@ -112,10 +114,15 @@ class CoreOfOurs(Protocol):
         """The tokens sampled so far, from `first` on."""
 
 
+@cache  # asked for every request several times a second, and slow to answer
+def _is_of_ours(kind: type) -> bool:
+    return issubclass(kind, CoreOfOurs)
+
+
 def num_tokens(llm: Any, request_id: str) -> int:
     """Number of tokens sampled for this request; 0: none, or this vLLM does not report it."""
-    if isinstance(llm, CoreOfOurs):
-        return llm.num_tokens(request_id)
+    if _is_of_ours(type(llm)):
+        return int(llm.num_tokens(request_id))
     detokenizer = getattr(_state_of(llm, request_id), "detokenizer", None)
     return len(detokenizer.output_token_ids) if detokenizer is not None else 0
 
@@ -136,8 +143,9 @@ class FlatPart:
 
 def partial_completion(llm: Any, request_id: str, first: int = 0) -> PartialCompletion | None:
     """The tokens sampled for this request from number `first` on; None if there are none, or vLLM does not tell."""
-    if isinstance(llm, CoreOfOurs):
-        return llm.sampled_so_far(request_id, first)
+    if _is_of_ours(type(llm)):
+        found: PartialCompletion | None = llm.sampled_so_far(request_id, first)
+        return found
     state = _state_of(llm, request_id)
     detokenizer = getattr(state, "detokenizer", None)
     logprobs = getattr(getattr(state, "logprobs_processor", None), "logprobs", None)
