@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +161,23 @@ def test_an_installation_that_cannot_be_written_to_still_plans(tmp_path: Path) -
     script.write_text(program)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "42"
+
+
+@pytest.mark.starts
+def test_a_changed_source_is_compiled_again_though_size_and_time_are_the_same(tmp_path: Path) -> None:
+    """As in an image whose files all have one time, or where the code before was left under the index of the new."""
+    script = tmp_path / "times.py"
+    told = [_told_by(script, factor) for factor in (2, 2, 3)]
+    assert told == ["42 hits 0", "42 hits 1", "63 hits 0"]
+
+
+def _told_by(script: Path, factor: int) -> str:
+    script.write_text(
+        "from rlhpc.compiled import compiled\n"
+        "@compiled\n"
+        "def times(x: int) -> int:\n"
+        f"    return {factor} * x\n"
+        "print(times(21), 'hits', sum(times.stats.cache_hits.values()))"
+    )
+    os.utime(script, (1e9, 1e9))
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout.strip()
