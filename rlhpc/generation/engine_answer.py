@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -37,6 +37,12 @@ async def answered(call: Awaitable[Result], broadcast_s: float) -> Result:
         raise EngineSilent(f"no answer within {limit_s:g} s")
     finally:
         task.cancel()
+
+
+async def unless(event: asyncio.Event, ask: Callable[[], Awaitable[None]]) -> None:
+    """Ask, if the event is not set when this runs: `answered` runs it later than it is called."""
+    if not event.is_set():
+        await ask()
 
 
 async def comes(event: asyncio.Event, limit_s: float) -> bool:

@@ -21,7 +21,7 @@ from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore,
 from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.core_thread import CoreThread
-from rlhpc.generation.engine_answer import answered, comes
+from rlhpc.generation.engine_answer import answered, comes, unless
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.generation.in_flight import Beginning, InFlight, by_either_name
@@ -303,8 +303,8 @@ class VllmEngine(GenerationEngine):
         await self._abort_until(flight.ended, key)
 
     async def _abort_until(self, is_over: asyncio.Event, key: str) -> None:
-        while not is_over.is_set() and not self._death:
-            await self._call(self._llm.abort(key))
+        while not is_over.is_set() and not self._death:  # what came back may have the same key when it is sent
+            await self._call(unless(is_over, lambda: self._llm.abort(key)))
             await comes(is_over, ABORT_AGAIN_S)
 
     async def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:

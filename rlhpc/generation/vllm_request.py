@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -103,26 +102,10 @@ class PartialCompletion:
     finish_reason: str = "abort"
 
 
-@runtime_checkable
-class CoreOfOurs(Protocol):
-    """The methods of core_thread.py that take the place of vLLM's front end here."""
-
-    def num_tokens(self, request_id: str) -> int:
-        """Number of tokens sampled so far."""
-
-    def sampled_so_far(self, request_id: str, first: int) -> PartialCompletion | None:
-        """The tokens sampled so far, from `first` on."""
-
-
-@cache  # asked for every request several times a second, and slow to answer
-def _is_of_ours(kind: type) -> bool:
-    return issubclass(kind, CoreOfOurs)
-
-
 def num_tokens(llm: Any, request_id: str) -> int:
     """Number of tokens sampled for this request; 0: none, or this vLLM does not report it."""
-    if _is_of_ours(type(llm)):
-        return int(llm.num_tokens(request_id))
+    if (own := getattr(llm, "num_tokens", None)) is not None:  # of core_thread.py, which stands for vLLM's front end
+        return int(own(request_id))
     detokenizer = getattr(_state_of(llm, request_id), "detokenizer", None)
     return len(detokenizer.output_token_ids) if detokenizer is not None else 0
 
@@ -143,8 +126,8 @@ class FlatPart:
 
 def partial_completion(llm: Any, request_id: str, first: int = 0) -> PartialCompletion | None:
     """The tokens sampled for this request from number `first` on; None if there are none, or vLLM does not tell."""
-    if _is_of_ours(type(llm)):
-        found: PartialCompletion | None = llm.sampled_so_far(request_id, first)
+    if (own := getattr(llm, "sampled_so_far", None)) is not None:  # as above
+        found: PartialCompletion | None = own(request_id, first)
         return found
     state = _state_of(llm, request_id)
     detokenizer = getattr(state, "detokenizer", None)

@@ -400,14 +400,20 @@ async def test_many_updates_leave_versions_in_order(subject: Subject) -> None:
         assert_well_formed(rollout)
 
 
-async def test_an_engine_that_is_paused_stays_paused_over_an_update(subject: Subject) -> None:
+async def test_an_engine_that_is_paused_stays_paused_over_an_update(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests wait, too, though they begin anew: a busy machine asks often that they are given up for that."""
+    monkeypatch.setattr("rlhpc.generation.vllm_engine.ABORT_AGAIN_S", 0.0)
     await subject.engine.pause()
-    running = asyncio.create_task(subject.engine.generate(request_of(3)))
+    running = [asyncio.create_task(subject.engine.generate(request_of(index))) for index in range(8)]
     await subject.update(subject.engine.policy_version + 1)
-    _, pending = await asyncio.wait([running], timeout=0.1)
-    assert pending
+    done, _ = await asyncio.wait(running, timeout=0.3)
     await subject.engine.resume()
-    assert_sampled_by(subject, subject.engine.policy_version, await running)
+    rollouts = await asyncio.gather(*running)
+    assert not done
+    for rollout in rollouts:
+        assert_sampled_by(subject, subject.engine.policy_version, rollout)
 
 
 async def test_torn_weights_leave_the_old_ones_live(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
