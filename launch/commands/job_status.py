@@ -14,7 +14,7 @@ from typing import Any
 from launch.common.text_table import aligned, span
 from launch.run_directory.owner import launcher_of
 from launch.run_files.events import Event, last_events, read_document
-from launch.run_files.job_records import JobRecord, read_records, run_name
+from launch.run_files.job_records import JobRecord, name_of_jobs, read_records
 from launch.run_files.run_state import hand_over_requests, saved_step
 from launch.slurm.queue import ANSWER_S, JobRow, QueueLook, look_at_jobs
 from launch.slurm.reasons import is_stuck, reason_in_words
@@ -55,7 +55,7 @@ def look_at_run(layout: RunLayout, timeout_s: float | None = None) -> SlurmView:
     """
     jobs = tuple(read_records(layout))
     ids = [job.job_id for job in jobs]
-    look = look_at_jobs(ids, ANSWER_S if timeout_s is None else timeout_s, run_name=run_name(layout))
+    look = look_at_jobs(ids, ANSWER_S if timeout_s is None else timeout_s, run_name=name_of_jobs(layout))
     attempt, plan = read_document(layout.attempt), read_document(layout.job_plan)
     return SlurmView(layout, jobs, look, attempt or None, plan, tuple(last_events(layout)), time.time())
 

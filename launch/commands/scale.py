@@ -20,7 +20,7 @@ from launch.plan.report import describe_with_scripts
 from launch.plan.site_file import load_site
 from launch.plan.site_values import walltime_s
 from launch.run_directory.submission_lock import submits_alone
-from launch.run_files.job_records import JobRecord, next_elastic_name, next_replica, read_records, run_name
+from launch.run_files.job_records import JobRecord, name_of_jobs, next_elastic_name, next_replica, read_records
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
@@ -86,7 +86,7 @@ def _refuse_lifeless(layout: RunLayout, records: list[JobRecord]) -> None:
     look = look_at_jobs(
         (record.job_id for record in records if record.hosts_controller),
         patience_s=PATIENCE_S,
-        run_name=run_name(layout),
+        run_name=name_of_jobs(layout),
     )
     if look.trouble:
         raise SlurmError(look.trouble)

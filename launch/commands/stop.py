@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.commands.last_words import what_was_saved
 from launch.run_directory.owner import await_left_behind, find_launcher
-from launch.run_files.job_records import read_records, run_name
+from launch.run_files.job_records import name_of_jobs, read_records
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
@@ -113,7 +113,7 @@ def _ids(layout: RunLayout) -> str:
 def _living(layout: RunLayout) -> list[JobRow]:
     deadline = Deadline(PATIENCE_S)
     ids = [record.job_id for record in read_records(layout)]
-    while (look := look_at_jobs(ids, run_name=run_name(layout))).trouble:
+    while (look := look_at_jobs(ids, run_name=name_of_jobs(layout))).trouble:
         if deadline.is_over or "no such command" in look.trouble:
             raise SlurmError(look.trouble)
         time.sleep(ASK_S)

@@ -9,7 +9,7 @@ import sys
 import time
 
 from launch.commands.watch import Watch
-from launch.run_files.job_records import read_records, run_name
+from launch.run_files.job_records import name_of_jobs, read_records
 from launch.slurm.queue import JobRow, look_at_jobs
 from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
@@ -24,7 +24,7 @@ def wait_for_run(layout: RunLayout) -> int:
     said = ""
     try:
         while True:
-            look = look_at_jobs((record.job_id for record in read_records(layout)), run_name=run_name(layout))
+            look = look_at_jobs((record.job_id for record in read_records(layout)), run_name=name_of_jobs(layout))
             living = [row for row in look.rows if row.state.is_alive]
             words = look.trouble or ", ".join(dict.fromkeys(map(_describe, living)))
             if words and words != said:

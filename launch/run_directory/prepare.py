@@ -33,7 +33,7 @@ from launch.run_directory.checkpoint_choice import (
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
 from launch.run_directory.journal_aside import set_journal_aside
 from launch.run_directory.owner import OWN_FILES, holds_something, own_run, refuse_launcher
-from launch.run_files.job_records import read_records, run_name
+from launch.run_files.job_records import name_of_jobs, read_records
 from launch.run_files.run_state import saved_step
 from launch.slurm.queue import look_at_jobs
 from rlhpc.config import Config
@@ -228,7 +228,7 @@ def _found(config: Config, layout: RunLayout) -> None:
 
 def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
     """must_know: False where Slurm may be missing; then a run without recent status counts as ended."""
-    look = look_at_jobs((record.job_id for record in read_records(layout)), run_name=run_name(layout))
+    look = look_at_jobs((record.job_id for record in read_records(layout)), run_name=name_of_jobs(layout))
     living = sorted({row.job_id for row in look.rows if row.state.is_alive})
     if living:
         raise RunDirectoryError(

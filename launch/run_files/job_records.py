@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from launch.run_files.events import read_document
+from launch.run_files.run_state import stated_name
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
@@ -75,12 +77,9 @@ def read_records(layout: RunLayout) -> list[JobRecord]:
     return sorted((_read(path) for path in files), key=lambda record: (record.submitted_unix_s, record.job_id))
 
 
-def run_name(layout: RunLayout) -> str:
-    """The run's name, which its jobs have, too; "" if it cannot be read."""
-    try:
-        return str(json.loads(layout.config.read_bytes())["config"]["run"]["name"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+def name_of_jobs(layout: RunLayout) -> str:
+    """The run's name, with which those of its jobs begin; "" if it cannot be read."""
+    return stated_name(read_document(layout.config).get("config"))
 
 
 def generator_numbers(layout: RunLayout) -> list[int]:

@@ -60,9 +60,13 @@ def run_name(settings: Mapping[str, Any], root: Path) -> str:
 
     settings: the resolved run file, by section and key.
     """
-    table = settings.get("run")
-    named = table.get("name") if isinstance(table, Mapping) else None
-    return str(named or root.name)
+    return stated_name(settings) or root.name
+
+
+def stated_name(settings: object) -> str:
+    """The run's, as its settings say; "" where these are damaged."""
+    table = settings.get("run") if isinstance(settings, Mapping) else None
+    return str(table.get("name") or "") if isinstance(table, Mapping) else ""
 
 
 def is_complete(layout: RunLayout) -> bool:

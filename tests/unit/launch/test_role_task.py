@@ -50,6 +50,14 @@ def plan_with(
     return layout.job_plan
 
 
+def run_task(role: Path, layout: RunLayout, directory: Path) -> subprocess.CompletedProcess[str]:
+    """A rank of the trainer's third attempt, with temporary files in `directory`, until it has ended."""
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
+    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(directory)}
+    return subprocess.run(command, env={**os.environ, **job}, check=False, capture_output=True, text=True)
+
+
 @pytest.mark.starts
 @pytest.mark.parametrize(
     ("ends_by", "status", "words"),
@@ -66,11 +74,7 @@ def test_a_task_exits_as_its_role_does_and_writes_down_how(
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
     role.write_text(f"#!/bin/sh\necho all done\n{ends_by}\n")
     role.chmod(0o700)
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
-    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, env={**os.environ, **job}, check=False)
-    assert done.returncode == status
+    assert run_task(role, layout, tmp_path).returncode == status
     record = read_records(layout, "trainer", 3)[0]
     assert record.status == status
     assert record.cause.endswith(f"ended with {words}")
@@ -243,10 +247,7 @@ def test_of_a_run_that_is_moved_away_a_task_ends_quietly_and_makes_nothing_anew(
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
     role.write_text(f"#!/bin/sh\nmv {layout.root} {tmp_path / 'elsewhere'}\nexit 4\n")
     role.chmod(0o700)
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
-    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, env={**os.environ, **job}, check=False, capture_output=True, text=True)
+    done = run_task(role, layout, tmp_path)
     assert done.returncode == 4
     assert done.stderr == ""
     assert not layout.root.exists()
