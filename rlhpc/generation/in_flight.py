@@ -97,7 +97,9 @@ class InFlight:
         Raises ValueError if the two records contradict each other.
         """
         own = self.record.versions(num_tokens)
-        theirs = versions_of_spans(spans, num_tokens) if spans is not None else own
+        if own is not None and spans is None:
+            return own
+        theirs = versions_of_spans(spans, num_tokens) if spans is not None else None
         if theirs is None or (own is not None and not self.record.agrees_with(theirs)):
             raise ValueError(f"{self.request.request_id}: versions by our count {own} contradict vLLM's {theirs}")
         return theirs if own is None else own

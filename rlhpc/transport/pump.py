@@ -21,6 +21,7 @@ from rlhpc.transport.sockets import Socket, pull, push
 
 BURST_MESSAGES = 64  # handled before other tasks get a turn
 RETRY_S = 0.02  # a ROUTER does not signal when one particular peer has room again
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as plain numbers, see sockets.py
 
 
 class SocketPump:
@@ -57,7 +58,7 @@ class SocketPump:
         try:
             return push(self._socket, frames)
         finally:
-            if not self._is_scheduled and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if not self._is_scheduled and int(self._socket.get(_EVENTS)) & _POLLIN:
                 self._schedule()
 
     async def room(self, limit_s: float) -> None:

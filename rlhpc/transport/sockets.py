@@ -37,6 +37,8 @@ FRAME_OVERHEAD_BYTES = 1 << 12  # upper bound of CURVE's nonce and tag
 ZERO_COPY_BYTES = 64 << 10  # when sending: below this a copy is cheaper than tracking
 SHARED_BUFFER_BYTES = 16 << 10  # when receiving: smaller frames are unaligned in ZeroMQ's 8 KiB buffers
 MAX_IPC_PATH_BYTES = 107
+# Plain numbers: combining two members of zmq's enumeration makes a third one, for every frame.
+_NO_WAIT, _NO_WAIT_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -135,7 +137,7 @@ def push(socket: Socket, frames: Sequence[Frame]) -> bool:
     """
     last = len(frames) - 1
     for index, frame in enumerate(frames):
-        flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
+        flags = _NO_WAIT_MORE if index < last else _NO_WAIT
         try:
             socket.send(frame, flags, copy=len(frame) < ZERO_COPY_BYTES)
         except zmq.Again:
@@ -149,7 +151,7 @@ def push(socket: Socket, frames: Sequence[Frame]) -> bool:
 def pull(socket: Socket) -> list[Any] | None:
     """Take a whole message as zmq.Frame objects without waiting, or return None."""
     try:
-        frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+        frames = [socket.recv(_NO_WAIT, copy=False)]
     except zmq.Again:
         return None
     while frames[-1].more:

@@ -316,6 +316,8 @@ class Sampling:
 
     async def _next_link(self, other_than: Link | None = None) -> Link:
         """Wait for a session, where there is none."""
+        if self._link is not None and self._link is not other_than:
+            return self._link
         async with self._linked:
             await self._linked.wait_for(lambda: self._link is not None and self._link is not other_than)
             assert self._link is not None
