@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -22,16 +22,28 @@ def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o64
     try:
         write_synced(temporary, content, mode=mode)
         rename(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = str(path)  # of a rename the first of two names; nobody knows the temporary one
         raise
     sync_directory(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the block name this file where they name none, as those of write and fsync do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, is_synced: bool = True) -> None:
     """Write a file in place, with fsync if `is_synced`.  Raises OSError; the file may then be incomplete."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "wb") as file:
+    with naming(path), os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), mode)  # the umask may have taken bits away or left too many
         file.write(content)
         file.flush()
@@ -46,7 +58,7 @@ def append_lines(path: Path, lines: bytes, *, is_synced: bool = True) -> None:
     """
     is_new = not path.exists()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    with os.fdopen(descriptor, "a+b", buffering=0) as file:
+    with naming(path), os.fdopen(descriptor, "a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         is_cut_off = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
         left = memoryview(b"\n" * is_cut_off + lines)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.commands.disk_troubles import disk_troubles
+from launch.commands.evaluation_job import lines_about_evaluation_job
 from launch.commands.job_status import SlurmView, document_of, is_slurm_run, lines_of, look_at_run
 from launch.commands.overview.find import find_runs
 from launch.commands.overview.standing import Queue, State, standing_of
@@ -54,6 +56,8 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
     """
     layout.require_run()
     status, view = read_status(layout), look_at_run(layout) if is_slurm_run(layout) else None
+    if status is not None:
+        status["disk_troubles"] = disk_troubles(layout, status)
     notes = read_notes(layout)
     if as_json:
         document = {"status": status, "slurm": None if view is None else document_of(view), **notes.as_document()}
@@ -81,7 +85,8 @@ def _lines(layout: RunLayout, status: dict[str, Any] | None, view: SlurmView | N
     else:
         lines = _run_lines(status, life)
         head = lines if view.is_alive else _without_roles(status, lines)
-    return [*head, *notes.lines(), "", *lines_of(view)]
+    evaluating = lines_about_evaluation_job(layout) if view.is_alive else []
+    return [*head, *notes.lines(), *evaluating, "", *lines_of(view)]
 
 
 def _as_it_ended(layout: RunLayout, status: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -45,14 +45,14 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         tell(f"asked        launcher pid {launcher.record.pid} on {launcher.record.host} {how}")
         launcher.await_end(tell)
         return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
-    if not _living(layout):
-        await_left_behind(layout, tell)
-        _end_following(layout, tell)
-        tell(f"{layout.root}: this run is not running")
-        return 0
     request = layout.abort_request if now else layout.stop_request
-    write_atomically(request, b"")
     try:
+        if not _lives(layout, request, tell):
+            await_left_behind(layout, tell)
+            _end_following(layout, tell)
+            tell(f"{layout.root}: this run is not running")
+            return 0
+        write_atomically(request, b"")
         others = _see_to_the_end(layout, now, request, tell)
         if not request.exists():  # and a follower is the new jobs', too
             left = f"; left alone: job {', '.join(others)}" if others else ""
@@ -65,9 +65,29 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
             f"pending ones when they start; repeat the command, or `scancel {_ids(layout)}`, to end the rest"
         ) from error
     except KeyboardInterrupt:
+        if not request.exists():
+            raise
         tell(f"{layout.root}: the request stays and its jobs will end; `rlhpc status {layout.root}` shows them")
         return EXIT_INTERRUPTED
     return _say_outcome(layout, f"`rlhpc resume {layout.root}`", tell, now=now)
+
+
+def _lives(layout: RunLayout, request: Path, tell: Tell) -> bool:
+    """Whether jobs of the run are in the queue.  While Slurm does not say so, those that run are asked already."""
+    is_new = not request.exists()
+    was_silent = False
+
+    def ask_all_the_same(trouble: str) -> None:
+        nonlocal was_silent
+        was_silent = True
+        write_atomically(request, b"")
+        tell(f"asked        by the file {request.name}, which running jobs see: {trouble}; trying again")
+
+    if _living(layout, ask_all_the_same):
+        return True
+    if was_silent and is_new:
+        request.unlink(missing_ok=True)
+    return False
 
 
 def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell) -> list[str]:
@@ -110,10 +130,14 @@ def _ids(layout: RunLayout) -> str:
     return " ".join(str(record.job_id) for record in read_records(layout))
 
 
-def _living(layout: RunLayout) -> list[JobRow]:
+def _living(layout: RunLayout, on_silence: Tell | None = None) -> list[JobRow]:
+    """Jobs of the run that have not ended.  on_silence: told once, if Slurm does not answer.  Raises SlurmError."""
     deadline = Deadline(PATIENCE_S)
     ids = [record.job_id for record in read_records(layout)]
     while (look := look_at_jobs(ids, run_name=name_of_jobs(layout))).trouble:
+        if on_silence is not None:
+            on_silence(look.trouble)
+            on_silence = None
         if deadline.is_over or "no such command" in look.trouble:
             raise SlurmError(look.trouble)
         time.sleep(ASK_S)

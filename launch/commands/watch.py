@@ -9,12 +9,14 @@ kill generators, are reported when that happens, and again whenever their number
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
+from launch.commands.disk_troubles import disk_troubles
 from launch.commands.status import read_status, waiting_for
 from rlhpc.contracts import Clock
 from rlhpc.metrics.progress import Progress, ProgressLine, format_duration
@@ -24,6 +26,7 @@ _TOLD = {
     "dropped_verifier_error": "no verifier could judge them; `rlhpc rollouts {root} --verdict verifier_error` says why",
     "dropped_poison": "every lease of one of their members was lost; `rlhpc status {root}` lists the prompts",
 }
+LOOK_AT_DISK_S = 2.0
 BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
 
 
@@ -46,7 +49,7 @@ class Watch:
         self._last_step = 0
         self._attempt: int | None = None  # as last seen
         self._told = dict.fromkeys(_TOLD, 0)  # groups at the last warning
-        self._has_disk_trouble = False  # as last told
+        self._has_disk_trouble, self._saw_disk_s = False, -math.inf  # as last told
 
     def look(self) -> None:
         """Show what has changed since the last call."""
@@ -54,7 +57,7 @@ class Watch:
         if status is None or self._is_quiet:
             return
         self._warn(status["queue"])
-        self._warn_of_disk(status.get("disk_troubles", ()))
+        self._warn_of_disk(status)
         if self._line is None:
             self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
         if self._attempt not in (None, attempt := status.get("attempt")):
@@ -77,7 +80,10 @@ class Watch:
                 groups = "1 group is" if count == 1 else f"{count} groups are"
                 self.tell(f"{groups} dropped: {words.format(root=self._layout.root)}")
 
-    def _warn_of_disk(self, troubles: Sequence[str]) -> None:
+    def _warn_of_disk(self, status: dict[str, Any]) -> None:
+        if self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:
+            return
+        troubles, self._saw_disk_s = disk_troubles(self._layout, status), self._clock()
         if bool(troubles) == self._has_disk_trouble:
             return
         self._has_disk_trouble = bool(troubles)

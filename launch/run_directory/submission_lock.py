@@ -17,6 +17,7 @@ from pathlib import Path
 
 from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.errors import RunDirectoryError
+from rlhpc.files import naming
 
 ABANDONED_S = 600.0  # on another host, whose processes cannot be seen
 
@@ -73,8 +74,12 @@ def _made(lock: Path, text: bytes) -> bool:
         descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(text)
+    try:
+        with naming(lock), os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+    except OSError:  # a full disk: an empty lock would keep everybody out until it is old
+        lock.unlink(missing_ok=True)
+        raise
     return True
 
 

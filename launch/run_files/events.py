@@ -51,7 +51,7 @@ class EventLog(Log):
             append_line(self._path, line)
         except OSError as error:  # a full disk must not end the run because its log cannot be written
             with suppress(OSError):
-                sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error}\n")
+                sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error.strerror or error}\n")
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:

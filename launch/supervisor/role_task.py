@@ -261,7 +261,7 @@ class _Task:
             write_record(self._record, record)
         except OSError as error:
             if self._plan.layout.root.exists():  # else the controller has said that it was moved or deleted
-                sys.stderr.write(f"rlhpc task: {self._record} not written: {error}\n")
+                sys.stderr.write(f"rlhpc task: {self._record} not written: {error.strerror or error}\n")
 
 
 def caches_below(directory: Path) -> dict[str, str]:

@@ -55,13 +55,15 @@ def read_first_sequence(path: Path) -> int:
 
 
 def read_rollout_rows(path: Path) -> tuple[JournalLayout, NDArray[Any]]:
-    """The rows of `rollouts` up to the last that is not all zero, *without* checksums and without what they refer to.
+    """The rows of `rollouts`, *not* compared with their checksums, and without what they refer to.
 
+    Those that a kill or a full disk has cut off are left out: their checksum stands at their end, where zeros are.
     Raises as read_journal.
     """
     with _opened(path) as descriptor:
         layout = read_layout(os.pread(descriptor, USER_BLOCK_BYTES, 0))
-        return layout, _rows(descriptor, layout, "rollouts")
+        rows = _rows(descriptor, layout, "rollouts")
+        return layout, rows[rows["crc32"] != 0]
 
 
 def read_journals(directory: Path) -> Iterator[JournalContent]:

@@ -55,6 +55,6 @@ class LineFile(Generic[Line]):
                 self._fence.check()
             append_lines(self._path, data.encode())
         except OSError as error:
-            log.warning("%s not written: %s", self._path, error)
+            log.warning("%s not written: %s", self._path, error.strerror or error)
             return False
         return True

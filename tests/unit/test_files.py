@@ -10,10 +10,11 @@ import pytest
 
 from rlhpc.buffer.journal_files import make_file
 from rlhpc.buffer.segment_files import write_sealed
-from rlhpc.files import rename, write_atomically
+from rlhpc.files import append_lines, rename, write_atomically
 from rlhpc.ownership import Fence, take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete, latest_complete
+from tests.full_disk import fill, small_disk
 
 
 @pytest.fixture
@@ -111,3 +112,16 @@ def test_a_run_is_taken_over_though_the_server_says_that_its_new_directories_exi
     asked_twice(monkeypatch, "mkdir")
     take_over(layout, 0).write(layout.status, b"of the new owner")
     assert layout.status.read_bytes() == b"of the new owner"
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("write", [write_atomically, append_lines])
+def test_where_the_disk_is_full_the_error_names_the_file(write: Callable[[Path, bytes], None], tmp_path: Path) -> None:
+    """os.write and os.fsync do not: "No space left on device" alone sends nobody to the right disk."""
+    file = tmp_path / "full" / "config.json"
+    file.parent.mkdir()
+    with small_disk(file.parent, 1 << 20):
+        fill(file.parent / "filler", but_bytes=0)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            write(file, b"content")
+        assert caught.value.filename == str(file)

@@ -11,6 +11,8 @@ from launch.checks.audit.before_resume import look_before_going_on
 from launch.commands.submit import Submission, submit_checked
 from launch.plan.jobs import plan_jobs
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
+from rlhpc.buffer.journal_files import journal_paths
+from rlhpc.buffer.journal_reader import read_rollout_rows
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
@@ -20,6 +22,8 @@ from tests.unit.launch.audit_mutations import (
 )
 from tests.unit.launch.audit_runs import AuditedRun, Killed
 from tests.unit.launch.site_kit import site_of
+
+CUT_BYTES = 16  # of a row: its number and its group, and not its prompt
 
 
 @pytest.fixture
@@ -46,6 +50,19 @@ def warnings(layout: RunLayout, resume_from: ResumePoint = NEWEST) -> list[str]:
 
 def test_of_a_history_that_is_right_nothing_is_said(run: AuditedRun) -> None:
     assert warnings(run.layout) == []
+
+
+def test_a_row_of_the_journal_that_a_full_disk_has_cut_off_accuses_nobody(run: AuditedRun) -> None:
+    """The disk took what fitted into a block: the row begins, and its rest and its checksum are zeros."""
+    path = journal_paths(run.layout.rollouts)[-1]
+    layout, rows = read_rollout_rows(path)
+    last = rows[-1].copy()
+    last["sequence"] += 1
+    with path.open("r+b") as file:
+        file.seek(layout.place("rollouts", len(rows)))
+        file.write(last.tobytes()[:CUT_BYTES])
+    assert warnings(run.layout) == []
+    assert len(read_rollout_rows(path)[1]) == len(rows)
 
 
 def test_going_on_is_refused_where_a_group_would_be_trained_twice(run: AuditedRun) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from launch.commands import stop
 from launch.run_files.job_records import JobRecord, write_record
+from launch.slurm.commands import SlurmError
 from rlhpc.run_layout import RunLayout
-from tests.unit.launch.test_slurm_answers import Commands, commands
+from tests.unit.launch.test_slurm_answers import AWAY, Commands, commands
 
 __all__ = ["commands"]
 
@@ -71,3 +72,42 @@ def test_of_a_suspended_job_a_stop_says_what_lets_it_end(commands: Commands, tmp
     stop.stop_run(layout, now=False, tell=said.append)
     assert "12+0 suspended" in said[0]
     assert "`scontrol resume 12`" in said[0]
+
+
+@pytest.mark.waits
+def test_running_jobs_are_asked_to_stop_though_slurm_does_not_answer(commands: Commands, tmp_path: Path) -> None:
+    """They look for the file themselves, and slurmctld may be away for hours."""
+    layout = RunLayout(tmp_path / "run")
+    of_two_jobs(layout)
+    shown = tmp_path / "shown"
+    running = f"[ -e {shown} ] || echo '{row(12, 'RUNNING')}'; touch {shown}"
+    commands.put("squeue", f"[ -e {layout.stop_request} ] || {{ {AWAY}; }}\n{running}")
+    commands.put("scancel", "exit 0")
+    said: list[str] = []
+    stop.stop_run(layout, now=False, tell=said.append)
+    assert "asked        by the file STOP, which running jobs see: Slurm did not answer" in said[0]
+    assert layout.stop_request.exists()
+
+
+@pytest.mark.waits
+def test_a_run_that_had_ended_when_slurm_answers_again_is_left_as_it_was(commands: Commands, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    of_two_jobs(layout)
+    commands.put("squeue", f"[ -e {layout.stop_request} ] || {{ {AWAY}; }}")
+    said: list[str] = []
+    assert stop.stop_run(layout, now=False, tell=said.append) == 0
+    assert said[-1] == f"{layout.root}: this run is not running"
+    assert not layout.stop_request.exists()
+
+
+@pytest.mark.waits
+def test_where_slurm_stays_away_the_error_says_what_the_request_does(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "PATIENCE_S", 0.2)
+    layout = RunLayout(tmp_path / "run")
+    of_two_jobs(layout)
+    commands.put("squeue", AWAY)
+    with pytest.raises(SlurmError, match=r"the request STOP is in .*running jobs see it"):
+        stop.stop_run(layout, now=False, tell=print)
+    assert layout.stop_request.exists()

@@ -17,6 +17,7 @@ import pytest
 
 from launch.run_directory.submission_lock import ABANDONED_S, Holder, submits_alone
 from rlhpc.errors import RunDirectoryError
+from tests.full_disk import fill, small_disk
 
 
 @pytest.fixture
@@ -118,3 +119,18 @@ def test_of_many_at_once_one_holds_it(lock: Path) -> None:
     for racer in racers:
         racer.communicate("done\n")
     assert sorted(said) == ["alone"] + ["refused"] * 5
+
+
+@pytest.mark.starts
+def test_a_full_disk_leaves_no_lock_behind_and_the_error_names_it(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    lock = disk / ".run.submitting"
+    with small_disk(disk, 1 << 20):
+        fill(disk / "filler", but_bytes=0)
+        with pytest.raises(OSError, match="No space left on device") as caught, submits_alone(lock, print):
+            raise AssertionError
+        assert caught.value.filename == str(lock)
+        (disk / "filler").unlink()
+        with submits_alone(lock, print):
+            pass

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.commands.disk_troubles import OLD_S
 from launch.commands.last_words import last_words
-from launch.commands.watch import Watch
+from launch.commands.watch import LOOK_AT_DISK_S, Watch
 from rlhpc.config_file import write_resolved
 from rlhpc.run_layout import RunLayout
+from tests.full_disk import fill, small_disk
 from tests.unit.launch.site_kit import config_of
 
 EXPECTED = ["controller-0", "reward-0", "trainer-0", "generator-0"]
@@ -28,12 +31,19 @@ class Screen:
         self.watch = Watch(self.layout, self.stream, expected=EXPECTED, clock=lambda: self.now, **how)
 
     def show(
-        self, phase: str, step: int, *roles: str, attempt: int = 0, disk: Sequence[str] = (), **queue: int
+        self,
+        phase: str,
+        step: int,
+        *roles: str,
+        attempt: int = 0,
+        disk: Sequence[str] = (),
+        ago_s: float = 0.0,
+        **queue: int,
     ) -> None:
         document = {
             "phase": phase, "step": step, "num_steps": 9, "reward": 0.5, "trainer_tokens_per_s": 100.0,
             "generator_tokens_per_s": 200.0, "staleness_max": 1, "eta_s": 60.0, "queue": queue, "attempt": attempt,
-            "disk_troubles": disk, "roles": [{"name": name} for name in roles],
+            "disk_troubles": disk, "roles": [{"name": name} for name in roles], "unix_time_s": time.time() - ago_s,
         }  # fmt: skip
         self.layout.status.write_text(json.dumps(document))
         self.watch.look()
@@ -92,8 +102,31 @@ def test_a_disk_that_refuses_is_told_when_it_begins_and_when_it_is_over(tmp_path
     screen = Screen(tmp_path)
     for trouble in ([], ["no room; trying again for 300 s"], ["no room; trying again for 296 s"], [], []):
         screen.show("training", 0, disk=trouble)
+        screen.now += LOOK_AT_DISK_S
     assert screen.lines == [
         "rlhpc: the disk refuses: no room; trying again for 300 s",
+        "rlhpc: the disk takes what is written again",
+    ]
+
+
+@pytest.mark.starts
+def test_a_disk_too_full_for_the_status_itself_is_told_all_the_same(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    with small_disk(root, 1 << 20):
+        screen = Screen(root)
+        screen.show("training", 3, ago_s=OLD_S + 1)  # nothing was written for so long, though there is room
+        assert len(screen.lines) == 1
+        fill(root / "filler", but_bytes=0)
+        screen.now += LOOK_AT_DISK_S
+        screen.watch.look()
+        (root / "filler").unlink()
+        screen.now += LOOK_AT_DISK_S
+        screen.watch.look()
+        assert sorted(path.name for path in root.iterdir()) == ["status.json"]
+    assert screen.lines[1:] == [
+        f"rlhpc: the disk refuses: No space left on device in {root}, where the run can write nothing any more, "
+        "its status neither",
         "rlhpc: the disk takes what is written again",
     ]
 

@@ -97,5 +97,5 @@ class StatusBoard:
             else:
                 write_atomically(self._path, document)
         except OSError as error:
-            log.warning("%s not written: %s", self._path, error)
+            log.warning("%s not written: %s", self._path, error.strerror or error)
         self._timeline.write(time.time())
