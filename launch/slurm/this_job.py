@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.slurm.commands import SlurmError, slurm
-from launch.slurm.control import component_states, requeue
+from launch.slurm.control import requeue
 from launch.slurm.values import duration_s, is_unlimited
 
 PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
@@ -80,13 +80,6 @@ class ThisJob:
         except SlurmError:
             return False
         return any(row[0] == "RUNNING" and row[-1][:1].isdigit() for row in rows if row)  # N/A: it is not
-
-    def component_states(self) -> dict[int, str]:
-        """Slurm's state of every component of a heterogeneous job; other jobs have only component 0.
-
-        Raises SlurmError.
-        """
-        return component_states(self.job_id, patience_s=30.0)
 
 
 class NoTimeLimit:
