@@ -5,6 +5,7 @@ Input: the environment variables that Slurm sets.  Knows nothing about other job
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from launch.slurm.control import requeue
 from launch.slurm.values import duration_s, is_unlimited
 
 PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
+REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 ASK_AGAIN_S = 60.0  # while the end time is not known
 
 
@@ -66,6 +68,12 @@ class ThisJob:
         """Put this job back into the queue; Slurm ends its batch step in a moment.  Raises SlurmError."""
         # By JOB_TASK: the id of an array's last task equals that of the whole array, and would requeue all of it.
         requeue(self.name, PATIENCE_S)
+
+    def requeue_and_end(self) -> None:
+        """The same, and wait for that end.  Raises SlurmError."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and need not wait for its KillWait
+        self.requeue()
+        time.sleep(REQUEUED_S)
 
     def is_being_preempted(self) -> bool:
         """True in the grace time (GraceTime) of a preemption; False too if Slurm does not answer.
