@@ -93,6 +93,8 @@ class ThisJob:
 class NoTimeLimit:
     """For a life without a time limit."""
 
+    began = 0.0  # unix time, s
+
     @property
     def end(self) -> float | None:
         """Unix time of the end, s; None: no limit, or not known yet."""
@@ -101,11 +103,13 @@ class NoTimeLimit:
     @property
     def life_s(self) -> float:
         """Seconds from the beginning of this life to its limit; infinite in the same cases."""
-        return float("inf")
+        end = self.end
+        return float("inf") if end is None else end - self.began
 
     def left_s(self) -> float:
         """Seconds from now; infinite in the same cases."""
-        return float("inf")
+        end = self.end
+        return float("inf") if end is None else end - time.time()
 
     def ask(self) -> None:
         """Learn whether the limit has changed."""
@@ -119,7 +123,7 @@ class TimeLimit(NoTimeLimit):
     """
 
     def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
-        self._job = job
+        self._job, self.began = job, job.began
         said = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
         self._end: float | None = float(said) if said.isdigit() else None
         self.is_known = self._end is not None
@@ -147,17 +151,6 @@ class TimeLimit(NoTimeLimit):
             self._end, self.is_known = time.time() + min(left), True
         elif any(map(is_unlimited, said)):
             self._end, self.is_known = None, True
-
-    def left_s(self) -> float:
-        """Seconds from now; infinite without a limit, and while it is not known."""
-        end = self.end
-        return float("inf") if end is None else end - time.time()
-
-    @property
-    def life_s(self) -> float:
-        """Seconds from the beginning of this life to its limit; infinite in the same cases."""
-        end = self.end
-        return float("inf") if end is None else end - self._job.began
 
     def in_words(self) -> str:
         """How long this job may run."""
