@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 from launch.commands.arguments import (
     continued,
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if place is not None:
         setattr(options, place, [*getattr(options, place), *rest])
     try:
-        status = _ACTIONS[options.command](options)
+        act = _ACTIONS.get(options.command) or resolve_name(_FUNCTIONS[options.command])
+        status: int = act(options)
         sys.stdout.flush()
     except RlhpcError as error:
         sys.stderr.write(f"rlhpc: {error}\n")
@@ -150,12 +152,6 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
-def _list(options: argparse.Namespace) -> int:
-    from launch.commands.overview.command import list_runs
-
-    return list_runs(options)
-
-
 def _stop(options: argparse.Namespace) -> int:
     from launch.commands.stop import stop_run
 
@@ -181,12 +177,6 @@ def _logs(options: argparse.Namespace) -> int:
     return show_logs(_layout(options), role, options.follow)
 
 
-def _rollouts(options: argparse.Namespace) -> int:
-    from launch.commands.rollouts import show_rollouts
-
-    return show_rollouts(options)
-
-
 def _report(options: argparse.Namespace) -> int:
     from launch.commands.report import report_run
 
@@ -197,12 +187,6 @@ def _metrics(options: argparse.Namespace) -> int:
     from launch.commands.metrics.command import show_metrics
 
     return show_metrics(_layout(options), options)
-
-
-def _tensorboard(options: argparse.Namespace) -> int:
-    from launch.commands.tensorboard import serve_tensorboard
-
-    return serve_tensorboard(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -241,18 +225,6 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate(options: argparse.Namespace) -> int:
-    from launch.commands.evaluate.command import evaluate
-
-    return evaluate(options)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from launch.commands.evaluate.compare import compare
-
-    return compare(options)
-
-
 def _schema(options: argparse.Namespace) -> int:
     from launch.commands.schema import schema_of
 
@@ -265,18 +237,6 @@ def _completion(options: argparse.Namespace) -> int:
 
     print(completion_script(command_parser(), options.shell))
     return 0
-
-
-def _reward(options: argparse.Namespace) -> int:
-    from launch.commands.reward import judge_records
-
-    return judge_records(options)
-
-
-def _data(options: argparse.Namespace) -> int:
-    from launch.commands.dataset.command import look_at_dataset
-
-    return look_at_dataset(options)
 
 
 def _recipes(options: argparse.Namespace) -> int:
@@ -307,6 +267,16 @@ def _demo(options: argparse.Namespace) -> int:
     return run_demo(lambda config: slurm.run_on_slurm(config, options.time, say), run_file, overrides)
 
 
+# Commands that take the options as they are.  Each is imported when it is called.
+_FUNCTIONS = {
+    "list": "launch.commands.overview.command:list_runs",
+    "rollouts": "launch.commands.rollouts:show_rollouts",
+    "tensorboard": "launch.commands.tensorboard:serve_tensorboard",
+    "data": "launch.commands.dataset.command:look_at_dataset",
+    "reward": "launch.commands.reward:judge_records",
+    "evaluate": "launch.commands.evaluate.command:evaluate",
+    "compare": "launch.commands.evaluate.compare:compare",
+}
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "check": _check,
@@ -315,20 +285,13 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "submit": _submit,
     "resume": _resume,
     "status": _status,
-    "list": _list,
     "stop": _stop,
     "scale": _scale,
     "logs": _logs,
     "report": _report,
-    "rollouts": _rollouts,
     "metrics": _metrics,
-    "tensorboard": _tensorboard,
     "doctor": _doctor,
-    "data": _data,
-    "reward": _reward,
     "export": _export,
-    "evaluate": _evaluate,
-    "compare": _compare,
     "demo": _demo,
     "schema": _schema,
     "completion": _completion,

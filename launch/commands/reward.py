@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.commands.evaluate.settings import UNUSED
+from launch.commands.evaluate.settings import document_without_run
 from launch.common.text_table import aligned, printable
 from rlhpc.config import Config
 from rlhpc.config_data import WHOLE_RECORD
@@ -75,13 +75,8 @@ def _settings(options: argparse.Namespace, words: Sequence[str]) -> Config:
             )
     if options.run is not None:
         return load_config(options.run, words)
-    document: dict[str, Any] = {
-        "run": {"name": "reward", "num_steps": 1},
-        "model": {"path": "."},
-        "data": {"path": ".", "task": options.task, "reference_field": options.reference or "reference"},
-        "generation": {"max_prompt_tokens": 1, "max_completion_tokens": 1},
-        **UNUSED,
-    }
+    data = {"path": ".", "task": options.task, "reference_field": options.reference or "reference"}
+    document = document_without_run("reward", data, {"max_prompt_tokens": 1, "max_completion_tokens": 1})
     return settled(document, words, "command line")
 
 

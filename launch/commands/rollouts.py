@@ -6,13 +6,13 @@ Input: the directory of a run that is running, was killed, or was copied from el
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from launch.common.json_text import json_text
 from launch.common.pager import print_paged
 from launch.common.paths import without_dots
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection, sample_of
@@ -31,7 +31,7 @@ def show_rollouts(options: argparse.Namespace) -> int:
     chosen = _chosen(rollouts.each(selection), options.sample)
     if options.json:
         for seen in chosen:
-            print(json.dumps(as_document(seen)))
+            print(json_text(as_document(seen)))
         return 0
     first = next(iter(chosen), None)
     if first is None:

@@ -20,13 +20,12 @@ from typing import Self
 from launch.dev_cluster import accounting, namespaces
 from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
 from launch.dev_cluster.daemons import BEFORE_NODES, CONTROLLER, HUB, MUNGED, Daemons, daemon_of, reserved_ports
-from launch.dev_cluster.description import Description
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.machine import check_own_name, check_owner
 from launch.dev_cluster.network import Network
 from launch.dev_cluster.processes import Process, holding, own_user, wait_gone, with_descendants, with_environment
-from launch.dev_cluster.shape import LOOPBACK, ClusterShape
+from launch.dev_cluster.shape import LOOPBACK, ClusterShape, Description
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed, RunDirectoryError
 

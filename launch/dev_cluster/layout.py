@@ -5,7 +5,6 @@ Input: the cluster's directory.  Guarantees that every unix socket below it fits
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.errors import RunDirectoryError
@@ -14,104 +13,29 @@ from rlhpc.errors import RunDirectoryError
 LONGEST_ROOT = 63
 
 
-@dataclass(frozen=True, slots=True)
 class ClusterLayout:
     """Paths below one cluster's directory.  Creates nothing until `make`."""
 
-    root: Path
-
-    def __post_init__(self) -> None:
+    def __init__(self, root: Path) -> None:
         """Raises RunDirectoryError: not absolute, too long for sockets, or not to be written in slurm.conf."""
-        text = str(self.root)
-        if not self.root.is_absolute():
-            raise RunDirectoryError(f"{text}: legal: an absolute path for a cluster's directory")
-        if len(text.encode()) > LONGEST_ROOT:
-            raise RunDirectoryError(
-                f"{text}: {len(text.encode())} bytes; unix sockets below it leave room for {LONGEST_ROOT}: "
-                "choose a shorter path, for example in /tmp"
-            )
-        if any(character in text for character in " ,=#%\"'\\\n"):
-            raise RunDirectoryError(f"{text}: slurm.conf cannot hold a path with blanks, quotes or any of , = # % \\")
-
-    @property
-    def description(self) -> Path:
-        """The cluster's description as JSON; its presence marks the directory as ours."""
-        return self.root / "cluster.json"
-
-    @property
-    def slurm_conf(self) -> Path:
-        """The file for SLURM_CONF."""
-        return self.root / "etc" / "slurm.conf"
-
-    @property
-    def activate(self) -> Path:
-        """Shell commands that point a shell to the cluster."""
-        return self.root / "activate"
-
-    @property
-    def gres_conf(self) -> Path:
-        """GPUs of every node."""
-        return self.root / "etc" / "gres.conf"
-
-    @property
-    def cgroup_conf(self) -> Path:
-        """cgroup.conf, which disables cgroups."""
-        return self.root / "etc" / "cgroup.conf"
-
-    @property
-    def subnet(self) -> Path:
-        """First three numbers of the nodes' addresses, where they have a network."""
-        return self.root / "etc" / "subnet"
-
-    @property
-    def hosts(self) -> Path:
-        """/etc/hosts of nodes that have a network."""
-        return self.root / "etc" / "hosts"
-
-    @property
-    def state(self) -> Path:
-        """The controller's state: jobs survive its restart."""
-        return self.root / "state"
-
-    @property
-    def munge(self) -> Path:
-        """Key, socket and log of munged; closed to writing by others."""
-        return self.root / "munge"
-
-    @property
-    def munge_key(self) -> Path:
-        """Secret that all daemons share, 0400."""
-        return self.munge / "munge.key"
-
-    @property
-    def munge_socket(self) -> Path:
-        """Where clients and daemons have their credentials made."""
-        return self.munge / "munge.sock"
-
-    @property
-    def run(self) -> Path:
-        """One file per living daemon."""
-        return self.root / "run"
-
-    @property
-    def logs(self) -> Path:
-        """Two files per daemon: its log, and what it printed."""
-        return self.root / "log"
-
-    @property
-    def slurmdbd_conf(self) -> Path:
-        """Of the accounting daemon, 0600; must lie beside slurm.conf."""
-        return self.root / "etc" / "slurmdbd.conf"
-
-    @property
-    def database(self) -> Path:
-        """MariaDB's files, where there is accounting."""
-        return self.root / "db"
-
-    @property
-    def database_socket(self) -> Path:
-        """The database's only socket."""
-        return self.database / "mysql.sock"
+        _refuse_unfit(root)
+        self.root = root
+        self.description = root / "cluster.json"  # its presence marks the directory as ours
+        self.activate = root / "activate"  # shell commands that point a shell to the cluster
+        self.slurm_conf = root / "etc" / "slurm.conf"  # for SLURM_CONF
+        self.slurmdbd_conf = root / "etc" / "slurmdbd.conf"  # of the accounting daemon, 0600; beside slurm.conf
+        self.gres_conf = root / "etc" / "gres.conf"  # GPUs of every node
+        self.cgroup_conf = root / "etc" / "cgroup.conf"  # disables cgroups
+        self.subnet = root / "etc" / "subnet"  # first three numbers of the nodes' addresses, where they have a network
+        self.hosts = root / "etc" / "hosts"  # /etc/hosts of nodes that have a network
+        self.state = root / "state"  # the controller's: jobs survive its restart
+        self.munge = root / "munge"  # key, socket and log of munged; closed to writing by others
+        self.munge_key = self.munge / "munge.key"  # secret that all daemons share, 0400
+        self.munge_socket = self.munge / "munge.sock"  # where clients and daemons have their credentials made
+        self.run = root / "run"  # one file per living daemon
+        self.logs = root / "log"  # two files per daemon: its log, and what it printed
+        self.database = root / "db"  # MariaDB's files, where there is accounting
+        self.database_socket = self.database / "mysql.sock"  # the only one
 
     def spool(self, node: str) -> Path:
         """A node's own files: scripts and sockets of its steps."""
@@ -138,3 +62,16 @@ class ClusterLayout:
         for directory in (self.slurm_conf.parent, self.state, self.munge, self.run, self.logs):
             directory.mkdir(parents=True, exist_ok=True)
         self.munge.chmod(0o711)  # munged refuses a directory that others may write to; clients must reach the socket
+
+
+def _refuse_unfit(root: Path) -> None:
+    text = str(root)
+    if not root.is_absolute():
+        raise RunDirectoryError(f"{text}: legal: an absolute path for a cluster's directory")
+    if len(text.encode()) > LONGEST_ROOT:
+        raise RunDirectoryError(
+            f"{text}: {len(text.encode())} bytes; unix sockets below it leave room for {LONGEST_ROOT}: "
+            "choose a shorter path, for example in /tmp"
+        )
+    if any(character in text for character in " ,=#%\"'\\\n"):
+        raise RunDirectoryError(f"{text}: slurm.conf cannot hold a path with blanks, quotes or any of , = # % \\")

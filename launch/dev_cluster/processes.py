@@ -9,9 +9,11 @@ import contextlib
 import os
 import pwd
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RunDirectoryError
@@ -33,9 +35,8 @@ class Process:
     @property
     def memory_mib(self) -> float:
         """Its proportional set size (PSS), MiB: shared pages are divided by their users; 0.0 if unknown."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            text = Path(f"/proc/{self.pid}/smaps_rollup").read_text(encoding="ascii")
-            return int(text.split("\nPss:", 1)[1].split()[0]) / 1024
+        with contextlib.suppress(psutil.Error):
+            return float(psutil.Process(self.pid).memory_full_info().pss / 2**20)
         return 0.0
 
     def send(self, number: signal.Signals) -> None:
@@ -97,30 +98,20 @@ def wait_gone(processes: Iterable[Process], patience_s: float) -> bool:
 
 def with_descendants(roots: Iterable[Process]) -> list[Process]:
     """The given processes and everything below them in the tree."""
-    children: dict[int, list[int]] = {}
-    for pid in _pids():
-        if fields := _stat(pid):
-            children.setdefault(int(fields[1]), []).append(pid)
-    found: dict[int, Process] = {}
-    waiting = [root.pid for root in roots]
-    while waiting:
-        pid = waiting.pop()
-        if pid not in found and (here := process(pid)):
-            found[pid] = here
-            waiting += children.get(pid, [])
-    return list(found.values())
+    pids: set[int] = set()
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            pids |= {root.pid, *(child.pid for child in psutil.Process(root.pid).children(recursive=True))}
+    return [here for pid in sorted(pids) if (here := process(pid))]
 
 
 def holding(path: Path, program: str) -> list[Process]:
-    """Processes of a program (its name in /proc/PID/comm begins so) that have a file open."""
+    """Processes of a program (its name begins so) that have a file open."""
     found = []
-    for pid in _pids():
-        with contextlib.suppress(OSError):
-            name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
-            if not name.startswith(program):
-                continue
-            if any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir()):
-                found += [here] if (here := process(pid)) else []
+    for each in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            if each.info["name"].startswith(program) and any(file.path == str(path) for file in each.open_files()):
+                found += [here] if (here := process(each.pid)) else []
     return found
 
 
@@ -130,32 +121,18 @@ def with_environment(any_of: Iterable[str], all_of: Iterable[str]) -> list[Proce
     `NAME=` stands for any value.  This process and its ancestors are left out.
     """
     either, every = tuple(any_of), tuple(all_of)
-    own = set(_ancestors())
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
-    for pid in _pids():
-        if pid in own:
-            continue
-        with contextlib.suppress(OSError):
-            entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            if any(_stands(item, entries) for item in either) and all(_stands(item, entries) for item in every):
-                found += [here] if (here := process(pid)) else []
+    for each in psutil.process_iter(["environ"]):
+        entries = [f"{name}={value}" for name, value in (each.info["environ"] or {}).items()]
+        is_meant = any(_stands(item, entries) for item in either) and all(_stands(item, entries) for item in every)
+        if is_meant and each.pid not in own:
+            found += [here] if (here := process(each.pid)) else []
     return found
 
 
 def _stands(item: str, entries: list[str]) -> bool:
     return any(entry.startswith(item) for entry in entries) if item.endswith("=") else item in entries
-
-
-def _ancestors() -> Iterator[int]:
-    pid = os.getpid()
-    while pid > 1:
-        yield pid
-        fields = _stat(pid)
-        pid = int(fields[1]) if fields else 0
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def _stat(pid: int) -> list[str] | None:

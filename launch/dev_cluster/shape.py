@@ -6,8 +6,10 @@ are preempted by those of `train` and `gen` on the same nodes.
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Self
 
 from rlhpc.errors import ConfigError
 
@@ -110,6 +112,31 @@ class ClusterShape:
     def address(self, node: str, subnet: str) -> str:
         """A node's own one.  subnet: the first three numbers."""
         return f"{subnet}.{self.nodes.index(node) + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What cluster.json in a cluster's directory holds, written once."""
+
+    shape: ClusterShape
+    prefix: str | None
+    first_job_id: int
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """From JSON."""
+        raw = json.loads(text)
+        shape = ClusterShape(
+            tuple(NodeGroup(**{**each, "features": tuple(each["features"])}) for each in raw["shape"]["groups"]),
+            tuple(Partition(**{**each, "groups": tuple(each["groups"])}) for each in raw["shape"]["partitions"]),
+            Times(**raw["shape"]["times"]),
+            *(raw["shape"][flag] for flag in ("has_accounting", "enforces_limits", "has_networks")),
+        )
+        return cls(shape, raw["prefix"], raw["first_job_id"])
 
 
 def default_shape(

@@ -6,7 +6,6 @@ supervisor.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from launch.plan.gpu_map import GpuMap
 from launch.plan.processes import NO_GPU, ROLE_ENVIRONMENT, process_names, shares_of, thread_defaults, trainer_threads
 from launch.plan.site_file import ClusterConfig
-from launch.run_files.plan_file import LOCAL, SCHEMA, Limits, Share
+from launch.run_files.plan_file import LOCAL, Limits, Share, plan_text
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
 
@@ -37,15 +36,7 @@ def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_ret
         _component("generation", [generation], gpus),
     ]
     job = {"name": LOCAL, "array_size": None, "components": components}
-    document = {
-        "schema": SCHEMA,
-        "run_directory": str(layout.root),
-        "placement": LOCAL,
-        "jobs": [job],
-        "continuation": "requeue",
-        "limits": asdict(limits),
-    }
-    return json.dumps(document, indent=1) + "\n"
+    return plan_text(layout.root, LOCAL, [job], "requeue", limits)
 
 
 def _component(

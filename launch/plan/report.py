@@ -6,7 +6,6 @@ node that may have nothing else.  docs/slurm.md lists the fields; new fields are
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from launch.plan.script import render_scripts
 from launch.plan.site_file import Site
 from launch.plan.site_values import slurm_time
 from launch.run_files.overlap import MINUTE_S, successor_after_min
-from launch.run_files.plan_file import SCHEMA, Limits
+from launch.run_files.plan_file import Limits, plan_text
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
 
@@ -95,23 +94,11 @@ def plan_document(plan: JobPlan) -> str:
     """The plan as JSON text."""
     cluster = plan.cluster
     limits = Limits(cluster.meet_s, cluster.stall_s, cluster.max_retries, plan.dead_after_s)
-    document = {
-        "schema": SCHEMA,
-        "run_directory": str(plan.layout.root),
-        "placement": plan.placement,
-        "jobs": [
-            {
-                "name": job.name,
-                "array_size": job.array_size,
-                "components": component_documents(plan, job),
-            }
-            for job in plan.jobs
-        ],
-        "continuation": plan.cluster.continuation,
-        "limits": asdict(limits),
-        "overlap_s": plan.overlap_s,
-    }
-    return json.dumps(document, indent=1) + "\n"
+    jobs = [
+        {"name": job.name, "array_size": job.array_size, "components": component_documents(plan, job)}
+        for job in plan.jobs
+    ]
+    return plan_text(plan.layout.root, plan.placement, jobs, cluster.continuation, limits, overlap_s=plan.overlap_s)
 
 
 def component_documents(plan: JobPlan, job: Job) -> list[dict[str, Any]]:

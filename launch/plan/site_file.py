@@ -7,7 +7,7 @@ all.  Keys mean the same as in Slurm; how much a run requests is derived from it
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -281,16 +281,9 @@ class Site(Section):
     rates: RatesConfig = RatesConfig()
 
 
+# The class of each; of one that may be missing (X | None), X.
 SECTIONS: dict[str, type[Section]] = {
-    "cluster": ClusterConfig,
-    "common": CommonConfig,
-    "controller": ControllerConfig,
-    "trainer": GpuConfig,
-    "generation": GpuConfig,
-    "rewards": RewardsConfig,
-    "evaluation": GpuConfig,
-    "prologue": PrologueConfig,
-    "rates": RatesConfig,
+    name: (*get_args(field.annotation), field.annotation)[0] for name, field in Site.model_fields.items()
 }
 
 

@@ -27,7 +27,6 @@ def line_chart(
     lines: Mapping[str, Numbers],
     *,
     from_zero: bool = False,
-    x_label: str = "step",
 ) -> str:
     """Curves over the same steps."""
     if not lines or not len(steps):
@@ -40,7 +39,7 @@ def line_chart(
     first, last = (float(thin_steps[0]), float(thin_steps[-1])) if len(thin_steps) else (0.0, 1.0)
     x = Scale(first, last if last > first else first + 1, _LEFT, WIDTH - _RIGHT)
     y = Scale(low, high, HEIGHT - _BOTTOM, _TOP)
-    parts = [_frame(title, ticks, y, nice_ticks(first, last, 6, whole=True), x, x_label + _mean_of(is_thinned))]
+    parts = [_frame(title, ticks, y, nice_ticks(first, last, 6, whole=True), x, f"step{_mean_of(is_thinned)}")]
     for colour, values in zip(COLOURS, thin.values(), strict=False):
         parts += [_polyline(piece, colour, x, y) for piece in _pieces(thin_steps, values)]
     return _svg([*parts, _legend(list(thin))])

@@ -31,9 +31,9 @@ def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
 
 
 def as_document(seen: SeenRollout) -> dict[str, Any]:
-    """The same for programs: every field, NaN as null, and staleness."""
+    """The same for programs: every field, and staleness."""
     document = {each.name: _plain(getattr(seen, each.name)) for each in fields(seen)}
-    return document | {"staleness": seen.staleness, "advantage": _plain(seen.advantage)}
+    return document | {"staleness": seen.staleness, "advantage": seen.advantage}
 
 
 def ranges(versions: Int32) -> str:
@@ -93,10 +93,4 @@ def _block(title: str, text: str) -> Iterator[str]:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, np.ndarray):
-        return [_plain(each) for each in value.tolist()]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return value
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -86,12 +87,8 @@ def prepare_run_dir(
         renewal = _renewal(config, layout)
         index = num_attempts(layout)
         owner = take_over(layout, index).owner  # from here on no earlier attempt can change what is read next
-        choice = choose(layout, resume_from, tell)
-        refuse_step(config, layout, choice.step or 0)
-        _take_up(config, layout, renewal)
-        aside = put_aside(choice, tell)
-        set_journal_aside(layout, resume_from, renewal.changed, index, tell)
-        return note_attempt(layout, Attempt(index, choice.step, owner, renewal.changed), set_aside=aside)
+        step, aside = _go_back(config, layout, resume_from, renewal, tell)
+        return note_attempt(layout, Attempt(index, step, owner, renewal.changed), set_aside=aside)
     if exists and fresh:
         _delete_contents(layout)
     _found(config, layout)
@@ -117,11 +114,7 @@ def prepare_run_dir_for_jobs(
     with own_run(layout, lambda _: None, may_take_over=resume or fresh or is_untouched):
         exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if renewal is not None:
-            choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
-            refuse_step(config, layout, choice.step or 0)
-            _take_up(config, layout, renewal)
-            put_aside(choice, tell)
-            set_journal_aside(layout, resume_from, renewal.changed, num_attempts(layout), tell)
+            _go_back(config, layout, resume_from, renewal, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
             return renewal.changed
         if exists and fresh:
             _delete_contents(layout)
@@ -279,12 +272,25 @@ def _renewal(config: Config, layout: RunLayout) -> _Renewal:
     return _Renewal(changed, refuse_other_inputs(config, layout))
 
 
-def _take_up(config: Config, layout: RunLayout, renewal: _Renewal) -> None:
-    """Record it, and delete what belongs to earlier attempts."""
+def _go_back(
+    config: Config,
+    layout: RunLayout,
+    resume_from: ResumePoint,
+    renewal: _Renewal,
+    tell: Tell,
+    *,
+    read_up_to_bytes: float = math.inf,
+) -> tuple[int | None, list[str]]:
+    """Record a resume, and set aside what is newer than its checkpoint; returns its step, and what was set aside."""
+    choice = choose(layout, resume_from, tell, read_up_to_bytes=read_up_to_bytes)
+    refuse_step(config, layout, choice.step or 0)
     write_inputs(layout, renewal.inputs)
     if renewal.changed:
         write_resolved(config, layout, _commit())
     _clear(layout)
+    aside = put_aside(choice, tell)
+    set_journal_aside(layout, resume_from, renewal.changed, num_attempts(layout), tell)
+    return choice.step, aside
 
 
 def _clear(layout: RunLayout) -> None:

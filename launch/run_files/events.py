@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,21 +41,20 @@ class EventLog(Log):
 
     def say(self, event: str, text: str) -> None:
         """Log an event."""
-        now = time.time()
-        line = {"unix_time_s": now, "restart": self._restart, "attempt": self.attempt, "event": event, "text": text}
-        clock = time.strftime("%H:%M:%S", time.localtime(now))
+        clock = time.strftime("%H:%M:%S")
         with suppress(OSError):  # the batch log lies on the same filesystem, which may be full
             sys.stdout.write(f"{clock} rlhpc supervisor: {text}\n")
             sys.stdout.flush()
         try:
-            append_line(self._path, line)
+            append_event(self._path, event, text, attempt=self.attempt, restart=self._restart)
         except OSError as error:  # a full disk must not end the run because its log cannot be written
             with suppress(OSError):
                 sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error.strerror or error}\n")
 
 
-def append_line(path: Path, line: Mapping[str, Any]) -> None:
+def append_event(path: Path, event: str, text: str, *, attempt: int, restart: int = 0) -> None:
     """Append one JSON line, whole or not at all.  Raises OSError, also where no run is any more."""
+    line = {"unix_time_s": time.time(), "restart": restart, "attempt": attempt, "event": event, "text": text}
     path.parent.mkdir(exist_ok=True)
     append_lines(path, (json.dumps(line) + "\n").encode(), is_synced=False)
 
@@ -72,19 +71,15 @@ class Event:
 
 def last_events(layout: RunLayout) -> list[Event]:
     """The last event of each supervisor, newest first."""
-    found = [event for path in layout.jobs.glob("*.events.jsonl") if (event := _last_event(path)) is not None]
-    return sorted(found, key=lambda event: -event.unix_time_s)
+    found = (next(_newest_first(path), None) for path in layout.jobs.glob("*.events.jsonl"))
+    return sorted((event for event in found if event is not None), key=lambda event: -event.unix_time_s)
 
 
 def last_outcome(layout: RunLayout, name: str) -> str:
     """Outcome of a job's last life, such as "given_up: …" (launch/run_files/outcome.py); "" if it left none."""
-    for line in lines_from_the_end(layout.job_events(name)):
-        try:
-            said = json.loads(line)
-            if said["event"] in ("verdict", "life"):  # a later life has begun, and has no outcome yet
-                return str(said["text"]) if said["event"] == "verdict" else ""
-        except (ValueError, KeyError, TypeError):
-            continue  # half written
+    for said in _newest_first(layout.job_events(name)):
+        if said.event in ("verdict", "life"):  # a later life has begun, and has no outcome yet
+            return said.text if said.event == "verdict" else ""
     return ""
 
 
@@ -97,15 +92,13 @@ def read_document(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _last_event(path: Path) -> Event | None:
+def _newest_first(path: Path) -> Iterator[Event]:
+    """The last events of one supervisor."""
     name = path.name.removesuffix(".events.jsonl")
     for line in lines_from_the_end(path):
-        try:
+        with suppress(ValueError, KeyError, TypeError):  # half written
             said = json.loads(line)
-            return Event(name, float(said["unix_time_s"]), str(said["event"]), str(said["text"]))
-        except (ValueError, KeyError, TypeError):
-            continue  # half written
-    return None
+            yield Event(name, float(said["unix_time_s"]), str(said["event"]), str(said["text"]))
 
 
 def lines_from_the_end(path: Path) -> Iterator[bytes]:

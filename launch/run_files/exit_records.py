@@ -14,6 +14,8 @@ from pathlib import Path
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
+_TAIL_BYTES = 20_000
+
 
 @dataclass(frozen=True)
 class ExitRecord:
@@ -67,6 +69,13 @@ def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
     read = (_read(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json")))
     found = [record for record in read if record is not None and record.status != 0 and record.is_final]
     return sorted(found, key=lambda record: not record.name.startswith("trainer-"))
+
+
+def last_error_in(log: Path) -> str:
+    """The last error in a log file, as last_error_line finds it near its end.  Raises OSError."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return last_error_line(file.read())
 
 
 def last_error_line(log: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Read job_plan.json: which processes one job of a run starts.
+"""Write and read job_plan.json: which processes one job of a run starts.
 
 Input: the file written by launch/plan/report.py (docs/slurm.md, "Interface of the supervisor").  Output: JobPart.
 """
@@ -6,7 +6,7 @@ Input: the file written by launch/plan/report.py (docs/slurm.md, "Interface of t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,22 @@ class JobPart:
     def hosts_controller(self) -> bool:
         """True if the controller runs in this job."""
         return any(share.role == "controller" for part in self.parts for share in part.shares)
+
+
+def plan_text(
+    root: Path, placement: str, jobs: list[dict[str, Any]], continuation: str, limits: Limits, **more: object
+) -> str:
+    """The JSON that read_plan reads.  more: fields that only some plans have."""
+    document = {
+        "schema": SCHEMA,
+        "run_directory": str(root),
+        "placement": placement,
+        "jobs": jobs,
+        "continuation": continuation,
+        "limits": asdict(limits),
+        **more,
+    }
+    return json.dumps(document, indent=1) + "\n"
 
 
 def read_plan(path: Path, job: str) -> JobPart:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
@@ -63,39 +62,21 @@ class NoAnswer(SlurmError):
     """The command timed out or was killed before it answered."""
 
 
-class Said(NamedTuple):
-    """Output of a command that succeeded."""
-
-    out: str
-    remarks: str  # on stderr: messages of the site to its users
-
-
 def slurm(
     *words: str,
     timeout_s: float = 60.0,
     patience_s: float = 0.0,
     environment: Mapping[str, str] | None = None,
     hears_ctrl_c: bool = True,
+    hear: Callable[[str], object] = lambda remarks: None,
 ) -> str:
     """Run one command and return its output.
 
     timeout_s: of each try.  patience_s: how long it is repeated while slurmctld does not answer; not for sbatch, which
     sbatch.py calls.  environment: instead of this process's; cleaned in either case.  hears_ctrl_c: False runs it in
-    its own session.  Raises SlurmError: not installed here, nonzero status; NoAnswer: timed out, or killed by a signal.
+    its own session.  hear: called with what a command that succeeded prints on stderr, the site's messages to its
+    users.  Raises SlurmError: not installed here, nonzero status; NoAnswer: timed out, or killed by a signal.
     """
-    return ask(
-        *words, timeout_s=timeout_s, patience_s=patience_s, environment=environment, hears_ctrl_c=hears_ctrl_c
-    ).out
-
-
-def ask(
-    *words: str,
-    timeout_s: float = 60.0,
-    patience_s: float = 0.0,
-    environment: Mapping[str, str] | None = None,
-    hears_ctrl_c: bool = True,
-) -> Said:
-    """The same, with stderr in addition to the output."""
     deadline = Deadline(patience_s)
     clean = clean_environment(environment)
     if words[0] == "sacct" and CLUSTER in clean:  # which alone does not heed SLURM_CLUSTERS
@@ -104,11 +85,15 @@ def ask(
         clean.update(SLURM_TIME_FORMAT="standard", LC_ALL="C")
     while True:
         try:
-            return _once(words, timeout_s, clean, hears_ctrl_c)
+            out, remarks = _once(words, timeout_s, clean, hears_ctrl_c)
+            break
         except SlurmError as error:
             if not is_away(error) or deadline.is_over:
                 raise
             time.sleep(min(PAUSE_S, patience_s / 4, max(0.1, deadline.left_s)))
+    if remarks:
+        hear(remarks)
+    return out
 
 
 def is_away(error: SlurmError) -> bool:
@@ -141,7 +126,8 @@ def srun_environment(environment: Mapping[str, str] | None = None, *, any_compon
     return {**kept, "SLURM_EXPORT_ENV": "ALL"}  # else a site's --export=NONE would apply to steps, too
 
 
-def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str], hears_ctrl_c: bool) -> Said:
+def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str], hears_ctrl_c: bool) -> tuple[str, str]:
+    """Output, and remarks on stderr in one line."""
     try:
         done = subprocess.run(
             list(words),
@@ -164,7 +150,7 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str],
     if done.returncode != 0:
         said = _in_one_line(done.stderr or done.stdout)
         raise SlurmError(f"{words[0]}: {said or f'exit status {done.returncode}'}")
-    return Said(done.stdout, _in_one_line(done.stderr))
+    return done.stdout, _in_one_line(done.stderr)
 
 
 def _in_one_line(text: str) -> str:

@@ -66,19 +66,6 @@ def own_jobs(patience_s: float) -> dict[int, TaskStates]:
     return states
 
 
-def own_job_ids(names: set[str]) -> list[str]:
-    """Ids of this user's jobs with these names that have not been forgotten."""
-    said = slurm("squeue", "--noheader", "--me", "--all", "--format=%A %j")
-    rows = [line.split(maxsplit=1) for line in said.splitlines()]
-    return [row[0] for row in rows if row[-1].strip() in names]
-
-
-def own_states_and_reasons() -> dict[str, tuple[str, str]]:
-    """State and reason of each of this user's jobs, by id."""
-    said = slurm("squeue", "--noheader", "--me", "--all", "--states=all", "--format=%A|%T|%r")
-    return {words[0]: (words[1], words[2]) for line in said.splitlines() if len(words := line.split("|", 2)) == 3}
-
-
 def most_active(states: Iterable[str]) -> str:
     """The most active state: one that may still run before a waiting one before a final one; "" if there is none."""
     return max(states, key=_activity, default="")

@@ -1,26 +1,26 @@
-"""States of jobs, of their components and of their array tasks: squeue first, then sacct for what squeue has forgotten.
+"""States of jobs, of their components and of their array tasks, by the ids that Slurm shows.
 
-Input: job ids.  Output: a state for J, J+1 and J_1.  A job that neither knows has ended: without accounting there is
-no other sign of it.
+Input: job ids.  Output: a state for J, J+1 and J_1.  A job that neither squeue nor sacct knows has ended: without
+accounting there is no other sign of it.
 """
 
 from __future__ import annotations
 
-from launch.slurm.commands import SlurmError, slurm
+from collections.abc import Iterable
+
+from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.states import OVER
 
 GONE = "GONE"  # neither squeue nor sacct knows the job
 FINAL = OVER | {"LAUNCH_FAILED", GONE}
 
 
-def ask_states(bases: set[str]) -> dict[str, dict[str, str]]:
-    """States by shown id; two calls at most, however many jobs.  Raises SlurmError: Slurm does not answer."""
-    found = parse_states(_squeue(bases))
-    missing = {each for each in bases if each not in found}
-    if missing:
-        found.update({key: {"State": GONE} for key in missing})
-        found.update(parse_states(_sacct(missing)))
-    return found
+def ask_states(bases: set[str]) -> dict[str, dict[str, str]] | None:
+    """State and nodes by shown id, and per job, however many jobs; None: Slurm does not answer."""
+    look = look_at_jobs(map(int, bases), timeout_s=60.0)
+    if look.trouble:
+        return None
+    return {**{str(job): {"State": GONE} for job in look.unknown}, **by_shown_id(look.rows)}
 
 
 def base_id(job_id: str) -> str:
@@ -28,21 +28,16 @@ def base_id(job_id: str) -> str:
     return job_id.split("+")[0].split("_")[0]
 
 
-def parse_states(lines: str) -> dict[str, dict[str, str]]:
-    """Lines `own id|shown id|state|nodes` to a state per shown id, and per job."""
+def by_shown_id(rows: Iterable[JobRow]) -> dict[str, dict[str, str]]:
+    """State and nodes per shown id, and per job: those of its first component, or the state of all its array tasks."""
     found: dict[str, dict[str, str]] = {}
     states_of: dict[str, list[str]] = {}
-    for line in lines.splitlines():
-        fields = [field.strip() for field in line.split("|")]
-        if len(fields) != 4 or "." in fields[1]:
-            continue
-        own, shown, state, nodes = fields
-        state = state.split()[0] if state else "UNKNOWN"  # sacct: CANCELLED by 1000
-        found[shown] = {"JobID": own, "State": state, "NodeList": nodes}
-        states_of.setdefault(base_id(shown), []).append(state)
+    for row in rows:
+        found[row.label] = {"JobID": row.label, "State": row.state.name, "NodeList": row.nodes}
+        states_of.setdefault(str(row.job_id), []).append(row.state.name)
     for base, states in states_of.items():
-        found[base] = {**found.get(f"{base}+0", found.get(base, {"JobID": base, "NodeList": ""}))}
-        found[base]["State"] = found[base].get("State") or _of_all(states)
+        whole = {"JobID": base, "State": _of_all(states), "NodeList": ""}
+        found[base] = found.get(f"{base}+0") or found.get(base) or whole
     return found
 
 
@@ -50,21 +45,3 @@ def _of_all(states: list[str]) -> str:
     """State of an array: that of a live task, else that of a failed one, else COMPLETED."""
     going_on = sorted(set(states) - FINAL, key=lambda state: state != "RUNNING")
     return next(iter([*going_on, *(state for state in states if state != "COMPLETED")]), "COMPLETED")
-
-
-def _squeue(bases: set[str]) -> str:
-    words = ("squeue", "--all", "--noheader", "--states=all", "--format=%A|%i|%T|%N")
-    try:
-        return slurm(*words, f"--jobs={','.join(sorted(bases))}")
-    except SlurmError as error:
-        if "Invalid job id" in str(error):  # it was asked for one job, and that one is forgotten
-            return ""
-        raise
-
-
-def _sacct(bases: set[str]) -> str:
-    words = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobIDRaw,JobID,State,NodeList")
-    try:
-        return slurm(*words, f"--jobs={','.join(sorted(bases))}")
-    except SlurmError:  # no accounting here
-        return ""

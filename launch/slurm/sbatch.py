@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from launch.slurm.commands import NoAnswer, SlurmError, ask, is_away, slurm
+from launch.slurm.commands import NoAnswer, SlurmError, is_away, slurm
 from launch.slurm.control import cancel
 from rlhpc.deadline import Deadline
 
@@ -99,14 +99,12 @@ def _once(
 ) -> int:
     with _tagged(script, options, tag) as words:
         try:
-            said, remarks = ask(*words, timeout_s=ANSWER_S, environment=environment, hears_ctrl_c=False)
+            said = slurm(*words, timeout_s=ANSWER_S, environment=environment, hears_ctrl_c=False, hear=hear)
         except SlurmError as error:
             if not isinstance(error, NoAnswer) and not any(saying in str(error) for saying in _LOST):
                 raise
             trouble = str(error)
         else:
-            if remarks:
-                hear(remarks)
             numbers = _NUMBER.findall(said)
             if numbers:
                 return int(numbers[-1])  # a site's wrapper of sbatch may print more before it

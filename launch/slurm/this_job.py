@@ -5,15 +5,17 @@ Input: the environment variables that Slurm sets.  Knows nothing about other job
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.slurm.commands import SlurmError, slurm
-from launch.slurm.control import component_states, requeue
+from launch.slurm.control import requeue
 from launch.slurm.values import duration_s, is_unlimited
 
 PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
+REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 ASK_AGAIN_S = 60.0  # while the end time is not known
 
 
@@ -67,6 +69,12 @@ class ThisJob:
         # By JOB_TASK: the id of an array's last task equals that of the whole array, and would requeue all of it.
         requeue(self.name, PATIENCE_S)
 
+    def requeue_and_end(self) -> None:
+        """The same, and wait for that end.  Raises SlurmError."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and need not wait for its KillWait
+        self.requeue()
+        time.sleep(REQUEUED_S)
+
     def is_being_preempted(self) -> bool:
         """True in the grace time (GraceTime) of a preemption; False too if Slurm does not answer.
 
@@ -81,16 +89,11 @@ class ThisJob:
             return False
         return any(row[0] == "RUNNING" and row[-1][:1].isdigit() for row in rows if row)  # N/A: it is not
 
-    def component_states(self) -> dict[int, str]:
-        """Slurm's state of every component of a heterogeneous job; other jobs have only component 0.
-
-        Raises SlurmError.
-        """
-        return component_states(self.job_id, patience_s=30.0)
-
 
 class NoTimeLimit:
     """For a life without a time limit."""
+
+    began = 0.0  # unix time, s
 
     @property
     def end(self) -> float | None:
@@ -100,11 +103,13 @@ class NoTimeLimit:
     @property
     def life_s(self) -> float:
         """Seconds from the beginning of this life to its limit; infinite in the same cases."""
-        return float("inf")
+        end = self.end
+        return float("inf") if end is None else end - self.began
 
     def left_s(self) -> float:
         """Seconds from now; infinite in the same cases."""
-        return float("inf")
+        end = self.end
+        return float("inf") if end is None else end - time.time()
 
     def ask(self) -> None:
         """Learn whether the limit has changed."""
@@ -118,7 +123,7 @@ class TimeLimit(NoTimeLimit):
     """
 
     def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
-        self._job = job
+        self._job, self.began = job, job.began
         said = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
         self._end: float | None = float(said) if said.isdigit() else None
         self.is_known = self._end is not None
@@ -146,17 +151,6 @@ class TimeLimit(NoTimeLimit):
             self._end, self.is_known = time.time() + min(left), True
         elif any(map(is_unlimited, said)):
             self._end, self.is_known = None, True
-
-    def left_s(self) -> float:
-        """Seconds from now; infinite without a limit, and while it is not known."""
-        end = self.end
-        return float("inf") if end is None else end - time.time()
-
-    @property
-    def life_s(self) -> float:
-        """Seconds from the beginning of this life to its limit; infinite in the same cases."""
-        end = self.end
-        return float("inf") if end is None else end - self._job.began
 
     def in_words(self) -> str:
         """How long this job may run."""

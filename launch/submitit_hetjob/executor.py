@@ -11,7 +11,8 @@ import shlex
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,9 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         accepted job.  Raises SlurmError, with `name` in front.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        job_id = _sbatch(script, name, record, options, environment, hear)
-        return self.job_class(folder=self.folder, job_id=job_id)
+        with _named(name):
+            job_id = sbatch.submit_script(script, options, record=record, environment=environment, hear=hear)
+        return self.job_class(folder=self.folder, job_id=str(job_id))
 
     def _submit(self, components: Sequence[Component], calls: Sequence[DelayedSubmission]) -> dict[str, Job[Any]]:
         parts = [Part(component, self._all_parameters(component)) for component in components]
@@ -95,14 +97,15 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         try:
             self._write(staging, parts, calls)
             names = ", ".join(part.component.name for part in parts)
-            job_id = _sbatch(staging / "submission.sh", names, partial(self._publish, staging, parts))
+            with _named(names):
+                job_id = sbatch.submit_script(staging / "submission.sh", record=partial(self._publish, staging, parts))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         is_one = len(parts) == 1
         return {
             part.component.name: self.job_class(
                 folder=self.folder / "%j" / part.component.name,
-                job_id=job_id,
+                job_id=str(job_id),
                 tasks=range(part.num_tasks),
                 component=None if is_one else index,
             )
@@ -164,16 +167,11 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         return {**self.parameters, **own}
 
 
-def _sbatch(
-    script: Path,
-    name: str,
-    record: Callable[[int], object],
-    options: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    hear: Callable[[str], object] = lambda remarks: None,
-) -> str:
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What Slurm says, with this name in front."""
     try:
-        return str(sbatch.submit_script(script, options, record=record, environment=environment, hear=hear))
+        yield
     except SlurmError as error:
         raise type(error)(f"{name}: {error}") from None
 

@@ -37,10 +37,7 @@ class StateWatcher(Watcher):
 
     def ask(self, bases: set[str]) -> dict[str, dict[str, str]] | None:
         """Two calls at most, however many jobs."""
-        try:
-            return ask_states(bases)
-        except SlurmError:
-            return None
+        return ask_states(bases)
 
 
 class HeterogeneousSlurmJob(SlurmJob[R]):

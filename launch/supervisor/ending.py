@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import signal
-import time
 from contextlib import suppress
 
 from launch.run_files.events import EventLog, read_document
@@ -17,8 +15,6 @@ from launch.slurm.this_job import ThisJob
 from launch.supervisor.other_jobs import submit_again
 from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
-
-REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 
 
 def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog, successor: int | None = None) -> int:
@@ -33,13 +29,11 @@ def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog, successor: in
         log.say("successor", "this job ends; its successor continues the run")
         return 0
     log.say("requeue", "requeueing this job")
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and need not wait for its KillWait
     try:
-        job.requeue()
+        job.requeue_and_end()
     except SlurmError as error:
         log.say("requeue_refused", f"{error}; submitting a successor instead")
         return 1 if submit_successor(plan, job, log) is None else 0
-    time.sleep(REQUEUED_S)
     return 0
 
 

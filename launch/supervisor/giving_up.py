@@ -16,6 +16,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
 MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a new attempt is not worthwhile
 
 
+def pause_after(failures: int) -> float:
+    """Seconds before another try, by the number of those that failed."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (failures - 1))
+
+
 class RetryBudget:
     """Counts failures since the last new checkpoint; a run that keeps failing at the same step ends.
 
@@ -41,9 +46,7 @@ class RetryBudget:
         document = {"failures": self.failures, "saved_step": saved_step}
         with suppress(OSError):
             write_atomically(self._path, json.dumps(document).encode())
-        if self.failures > self._max_retries:
-            return None
-        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (self.failures - 1))
+        return None if self.failures > self._max_retries else pause_after(self.failures)
 
 
 def pause_before_another(

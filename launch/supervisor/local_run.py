@@ -15,14 +15,13 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from launch.common.paths import LONGEST_TEMPORARY_PATH
-from launch.run_files.events import Log, append_line
+from launch.run_files.events import Log, append_event
 from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import read_plan
 from launch.run_files.run_state import Attempt
@@ -96,9 +95,8 @@ class TerminalLog(Log):
 
     def say(self, event: str, text: str) -> None:
         """Record an event, and print it unless it is obvious or the next one repeats it."""
-        line = {"unix_time_s": time.time(), "restart": 0, "attempt": self.attempt, "event": event, "text": text}
         with suppress(OSError):  # the disk is full: print it all the same
-            append_line(self._path, line)
+            append_event(self._path, event, text, attempt=self.attempt)
         if event not in _QUIET and (event != "attempt" or self.attempt != self._first):
             self._tell(text)
 

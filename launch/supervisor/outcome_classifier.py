@@ -10,6 +10,7 @@ from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import Attempt, is_complete, wants_abort, wants_stop
 from launch.slurm.commands import SlurmError
+from launch.slurm.control import component_states
 from launch.slurm.this_job import ThisJob
 from launch.supervisor.steps import Step
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
@@ -120,7 +121,7 @@ class OutcomeClassifier:
         if not self._job.is_heterogeneous or name not in names:
             return False
         try:
-            states = self._job.component_states()
+            states = component_states(self._job.job_id, patience_s=30.0)
         except SlurmError:
             return False
         return states.get(names.index(name), "RUNNING") in ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE")

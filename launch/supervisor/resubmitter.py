@@ -19,7 +19,7 @@ from launch.run_files.run_state import Progress, saved_step
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import MIN_JOB_AGE_S, min_job_age_s
 from launch.slurm.this_job import ThisJob
-from launch.supervisor.giving_up import FIRST_PAUSE_S, LONGEST_PAUSE_S, RetryBudget
+from launch.supervisor.giving_up import RetryBudget, pause_after
 from launch.supervisor.other_jobs import Gone, gone_jobs, planned_tasks, submit_again
 from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
@@ -187,5 +187,5 @@ class _Tries:
         if now < self._not_before.get(key, 0.0):
             return False
         count = self._count[key] = self._count.get(key, 0) + 1
-        self._not_before[key] = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (count - 1))
+        self._not_before[key] = now + pause_after(count)
         return count <= self._most

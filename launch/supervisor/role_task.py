@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.common.paths import LONGEST_TEMPORARY_PATH
-from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
+from launch.run_files.exit_records import ExitRecord, last_error_in, write_record
 from launch.run_files.plan_file import JobPart, Part, read_plan
 from launch.run_files.run_state import is_complete, read_attempt, read_progress
 from launch.slurm.this_job import ThisJob
@@ -37,7 +37,6 @@ NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
 MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
-LOG_TAIL_BYTES = 20_000
 _SIGNALS: list[int] = []  # that this process has received
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -235,9 +234,7 @@ class _Task:
 
     def _last_words(self) -> str:
         try:
-            with self._log.open("rb") as log:
-                log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
-                return last_error_line(log.read())
+            return last_error_in(self._log)
         except OSError as error:  # the run directory was moved or deleted
             return f"its log cannot be read: {error.strerror}"
 

@@ -77,9 +77,10 @@ class WorkerJobSupervisor:
         is_running = self._step is not None and self._step.status() is None
         names = names_in(self._layout.root)
         if self._layout.summary.name in names:
-            return self._complete() if not is_running else self._await_end(Cause.COMPLETE)
+            return self._await_end(Cause.COMPLETE)
         if self._layout.abort_request.name in names:
-            return self._kill(Cause.ABORT)
+            self._end_step()
+            return Outcome(Cause.ABORT, Cause.ABORT.words)
         if self._signals.end_requested:
             return self._make_use_of_grace() if is_running else Outcome(Cause.SIGNAL, Cause.SIGNAL.words)
         if self._layout.stop_request.name in names:
@@ -207,7 +208,9 @@ class WorkerJobSupervisor:
             if self._follows_attempts and cause is Cause.STOP:
                 patience_s = max(STOP_S, needed_to_stop_s(read_progress(self._layout), self._limit.life_s))
             self._wait_for_end(patience_s)
-        return self._complete() if is_complete(self._layout) else Outcome(cause, cause.words)
+        if is_complete(self._layout):
+            return Outcome(Cause.COMPLETE, "the run is complete")
+        return Outcome(cause, cause.words)
 
     def _wait_for_end(self, patience_s: float) -> None:
         deadline = Deadline(patience_s)
@@ -221,13 +224,6 @@ class WorkerJobSupervisor:
         if progress is None or self._attempt is None or progress.attempt != self._attempt.index:
             return False
         return progress.is_ending and not progress.names("trainer")
-
-    def _complete(self) -> Outcome:
-        return Outcome(Cause.COMPLETE, "the run is complete")
-
-    def _kill(self, cause: Cause) -> Outcome:
-        self._end_step()
-        return Outcome(cause, cause.words)
 
     def _end_step(self) -> None:
         if self._step is not None:

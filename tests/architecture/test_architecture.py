@@ -301,7 +301,7 @@ def test_only_the_room_of_slurm_speaks_slurm() -> None:
             continue
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ImportFrom) and node.module == "launch.slurm.commands":
-                found += [f"{path.relative_to(ROOT)}: {a.name}" for a in node.names if a.name in ("slurm", "ask")]
+                found += [f"{path.relative_to(ROOT)}: {a.name}" for a in node.names if a.name == "slurm"]
     assert not found
 
 

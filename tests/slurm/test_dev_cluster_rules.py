@@ -15,12 +15,11 @@ from launch.dev_cluster import releases
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
 from launch.dev_cluster.daemons import reserved_ports
-from launch.dev_cluster.description import Description
 from launch.dev_cluster.installation import OWN_LIBRARIES, Installation, SlurmMissing
 from launch.dev_cluster.layout import LONGEST_ROOT, ClusterLayout
 from launch.dev_cluster.packages import RELEASE_VARIABLE, installed, obtain, private
 from launch.dev_cluster.processes import Process, process, read_record, write_record
-from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition, default_shape
+from launch.dev_cluster.shape import ClusterShape, Description, NodeGroup, Partition, default_shape
 from rlhpc.errors import ConfigError, RunDirectoryError
 
 GROUND = Ground("dev", "me", Path("/plugins"), (22, 5), 10_000, {"t0": 10_001, "g0": 10_002, "g1": 10_003}, 1000)

@@ -9,19 +9,18 @@ from numpy.typing import NDArray
 
 
 class GroupColumn:
-    """One integer for each group, `fill` where none was set."""
+    """One integer for each group, -1 where none was set."""
 
-    def __init__(self, fill: int = -1) -> None:
-        self._fill = fill
-        self._values = np.full(1024, fill, np.int64)
+    def __init__(self) -> None:
+        self._values = np.full(1024, -1, np.int64)
         self.length = 0  # one more than the highest id that was set
 
     def __getitem__(self, group: int) -> int:
-        return int(self._values[group]) if 0 <= group < self.length else self._fill
+        return int(self._values[group]) if 0 <= group < self.length else -1
 
     def __setitem__(self, group: int, value: int) -> None:
         if group >= len(self._values):
-            more = np.full(max(len(self._values), group + 1 - len(self._values)), self._fill, np.int64)
+            more = np.full(max(len(self._values), group + 1 - len(self._values)), -1, np.int64)
             self._values = np.concatenate([self._values, more])
         self._values[group] = value
         self.length = max(self.length, group + 1)
@@ -36,11 +35,11 @@ class GroupColumn:
     def upto(self, length: int) -> NDArray[np.int64]:
         """The values of groups 0 to length − 1."""
         known = self._values[:length]
-        return np.concatenate([known, np.full(length - len(known), self._fill, np.int64)])
+        return np.concatenate([known, np.full(length - len(known), -1, np.int64)])
 
     def cut(self, length: int) -> None:
         """Forget all groups from this one on."""
-        self._values[length:] = self._fill
+        self._values[length:] = -1
         self.length = min(self.length, length)
 
 

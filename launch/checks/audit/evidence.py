@@ -24,6 +24,7 @@ from launch.checks.audit.events import EventEvidence
 from launch.checks.audit.journal import JournalEvidence, read_journal_evidence
 from launch.checks.audit.report import Offence
 from launch.checks.audit.segments import SegmentEvidence
+from launch.run_directory.prepare import num_attempts
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
@@ -43,7 +44,6 @@ class Evidence:
     config: Config
     is_quick: bool
     is_complete: bool  # the run has ended with its last step
-    num_attempts: int
     events: EventEvidence
     journal: JournalEvidence
     checkpoints: Checkpoints
@@ -104,7 +104,7 @@ def gather(layout: RunLayout, depth: Depth, progress: Progress, found: Found) ->
 
 def _look(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> Evidence:
     config, _ = read_resolved(layout)
-    is_complete, num_attempts = layout.summary.exists(), _num_attempts(layout)
+    is_complete, num_begun = layout.summary.exists(), num_attempts(layout)
     progress("events")
     events = EventEvidence(layout.rollouts)
     events.look()
@@ -112,16 +112,14 @@ def _look(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> 
     journal = read_journal_evidence(layout.rollouts, events, is_quick=depth.is_quick)
     progress("checkpoints")
     checkpoints = read_checkpoints(layout, is_quick=depth.is_quick)
-    evidence = Evidence(
-        layout, config, depth.is_quick, is_complete, num_attempts, events, journal, checkpoints, SegmentEvidence()
-    )
+    evidence = Evidence(layout, config, depth.is_quick, is_complete, events, journal, checkpoints, SegmentEvidence())
     _pass_over_what_is_undone(evidence)
     _read_segments(evidence, depth, progress, found)
     progress("events")
     events.look(is_last=True)
-    aside = layout.rollouts / f"lost_attempt_{num_attempts}"  # of the attempt that is about to begin
-    newest = layout.rollouts / f"lost_attempt_{num_attempts - 1}"
-    has_begun = events.newest_attempt >= num_attempts - 1
+    aside = layout.rollouts / f"lost_attempt_{num_begun}"  # of the attempt that is about to begin
+    newest = layout.rollouts / f"lost_attempt_{num_begun - 1}"
+    has_begun = events.newest_attempt >= num_begun - 1
     evidence.is_being_resumed = aside.exists() or (newest.exists() and not has_begun)
     return evidence
 
@@ -190,10 +188,6 @@ class _Witness:
             where = f"rollouts/{path.name}"
             offence = Offence(text, group=int(other["group"]), sample=int(other["sample"]), file=where, row=int(row))
             self._evidence.contradictions.append(offence)
-
-
-def _num_attempts(layout: RunLayout) -> int:
-    return len(layout.attempts.read_bytes().splitlines()) if layout.attempts.exists() else 0
 
 
 def _stamp(layout: RunLayout) -> tuple[object, ...]:

@@ -23,7 +23,8 @@ from launch.plan.jobs import Component, JobPlan
 from launch.plan.report import role_command, srun_sizes
 from launch.plan.script import component_directives, render_command
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import cancel, own_job_ids, own_states_and_reasons
+from launch.slurm.control import cancel
+from launch.slurm.queue import look_at_my_jobs
 from launch.slurm.sbatch import submit_once
 from launch.slurm.states import OVER
 from rlhpc.deadline import Deadline
@@ -227,13 +228,12 @@ def _introduction(ready: dict[str, dict[str, Any]], names: frozenset[str]) -> di
 
 def _ask_queue(probes: list[_Probe], now: float) -> None:
     """States of our jobs; one that the queue has forgotten has ended.  Without an answer nothing changes."""
-    try:
-        rows = own_states_and_reasons()
-    except SlurmError:
-        return
-    for probe in probes:
+    look = look_at_my_jobs()
+    rows = {str(job.row.job_id): job.row for job in look.jobs}
+    for probe in probes if not look.trouble else ():
         if probe.ended_at is None:
-            probe.state, probe.reason = rows.get(probe.job_id, ("COMPLETED", ""))
+            row = rows.get(probe.job_id)
+            probe.state, probe.reason = ("COMPLETED", "") if row is None else (row.state.name, row.reason or "None")
             probe.ended_at = now if probe.state in OVER else None
 
 
@@ -243,7 +243,10 @@ def _clean_up(directory: Path, components: list[str]) -> str:
     for _ in Deadline(10.0).polls(0.2):
         with contextlib.suppress(SlurmError):
             # By name and twice: an interrupted sbatch has not reported its id, and slurmctld may still be reading it.
-            ids = own_job_ids(names)
+            look = look_at_my_jobs()
+            if look.trouble:
+                continue
+            ids = [job.row.job_id for job in look.jobs if job.row.name in names and job.row.state.is_alive]
             num_empty = 0 if ids else num_empty + 1
             if num_empty == 2:  # before that, a job may hold files open, which NFS does not delete
                 break

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launch.commands.evaluate.settings import UNUSED
+from launch.commands.evaluate.settings import document_without_run
 from rlhpc.config import Config
 from rlhpc.config_data import DataConfig
 from rlhpc.config_file import load_config, settled
@@ -83,14 +82,9 @@ def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Sou
 
 
 def _settings(data: Path, words: Sequence[str]) -> Config:
-    document: dict[str, Any] = {
-        "run": {"name": "data", "num_steps": 1},
-        "model": {"path": "."},
-        "data": {"source": str(data)} if str(data).startswith(PREFIX) else {"path": str(data), "task": ""},
-        "generation": {"max_prompt_tokens": ANY_LENGTH, "max_completion_tokens": 1},
-        **UNUSED,
-    }
-    document["trainer"] = document["trainer"] | {"token_budget": 2 * ANY_LENGTH}
+    table = {"source": str(data)} if str(data).startswith(PREFIX) else {"path": str(data), "task": ""}
+    document = document_without_run("data", table, {"max_prompt_tokens": ANY_LENGTH, "max_completion_tokens": 1})
+    document["trainer"]["token_budget"] = 2 * ANY_LENGTH
     return settled(document, words, "rlhpc data")
 
 

@@ -17,14 +17,13 @@ from typing import Self
 from launch.commands.evaluate.past import lines_about, past_evaluations
 from launch.commands.evaluate.processes import end_all
 from launch.plan.gpu_map import EVALUATION, VARIABLE, GpuMap
-from launch.run_files.exit_records import last_error_line
+from launch.run_files.exit_records import last_error_in
 from rlhpc.config import Config
 from rlhpc.parent_death import die_with
 from rlhpc.run_layout import RunLayout
 
 NICENESS = 10  # where there are no GPUs: it takes cores that the run leaves
 END_S = 3.0  # for a process that was asked to end; then the kernel ends it and its engines
-LOG_TAIL_BYTES = 20_000
 
 
 class EvaluationBesideRun:
@@ -72,7 +71,7 @@ class EvaluationBesideRun:
             return
         self._process = None
         if status != 0:
-            why = last_error_line(self.log.read_bytes()[-LOG_TAIL_BYTES:]) or f"status {status}"
+            why = last_error_in(self.log) or f"status {status}"
             self._tell(f"[evaluation] has failed, and the run continues without it: {why}; see {self.log}")
 
     def finish(self) -> None:

@@ -30,7 +30,6 @@ from rlhpc.privacy import PRIVATE
 from rlhpc.run_layout import RunLayout
 
 ENDED_S = 60.0  # for a job that was cancelled
-REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 Tell = Callable[[str], None]
 
 
@@ -112,13 +111,10 @@ def go_on_later(layout: RunLayout, tell: Tell) -> int:
     """Back into the queue, or a successor where the site forbids that.  Returns the exit status of the batch step."""
     job = ThisJob.of(os.environ)
     tell("this job is close to its time limit; it goes on after its requeue")
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now
     try:
-        job.requeue()
+        job.requeue_and_end()
     except SlurmError as error:
         tell(f"not requeued ({error}); job {_succeed(layout, f'--dependency=afterany:{job.job_id}')} goes on")
-        return 0
-    time.sleep(REQUEUED_S)
     return 0
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from launch.common.text_table import span
 from launch.plan.gpu_map import VARIABLE, GpuMap
-from launch.run_files.exit_records import last_error_line
+from launch.run_files.exit_records import last_error_in
 from launch.supervisor.local_run import private_temporary_directory
-from launch.supervisor.role_task import LOG_TAIL_BYTES, caches_below
+from launch.supervisor.role_task import caches_below
 from rlhpc.errors import RoleFailed
 from rlhpc.evaluation.settings import EvaluationSettings
 from rlhpc.parent_death import die_with
@@ -119,7 +119,7 @@ def end_all(processes: Collection[subprocess.Popen[bytes]], patience_s: float) -
 
 def _why(directory: Path, index: int, status: int) -> str:
     log = _log(directory, index)
-    words = last_error_line(log.read_bytes()[-LOG_TAIL_BYTES:])
+    words = last_error_in(log)
     how = f"signal {-status}" if status < 0 else f"status {status}"
     return f"evaluator-{index} ended with {how}: {words or 'its log says no more'}; see {log}"
 

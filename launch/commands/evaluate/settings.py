@@ -22,10 +22,20 @@ OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "composite",
 OPEN_KEYS = ("model.dtype", "model.chat_template_kwargs", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 _NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "levels": [], "settings": {}}
-UNUSED = {
-    "admission": {"groups_per_step": 1, "group_size": 2},
-    "trainer": {"backend": "reference", "device": "cpu", "token_budget": 1 << 40},
-}
+
+
+def document_without_run(
+    name: str, data: dict[str, Any], generation: dict[str, Any], model: Path | str = "."
+) -> dict[str, Any]:
+    """A run file for a command that trains nothing: what it has to hold, and what has no effect there."""
+    return {
+        "run": {"name": name, "num_steps": 1},
+        "model": {"path": str(model)},
+        "data": data,
+        "generation": generation,
+        "admission": {"groups_per_step": 1, "group_size": 2},
+        "trainer": {"backend": "reference", "device": "cpu", "token_budget": 1 << 40},
+    }
 
 
 def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_gpus: bool = True) -> Config:
@@ -46,13 +56,7 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_g
     # is free; on CPU it takes what it is told.
     data_here = {"path": str(data), "split": "", "shuffle": True, **_NO_SOURCE}
     generation: dict[str, Any] = {"seeded_samples": True} | ({"kv_cache_bytes": None} if has_gpus else {})
-    document: dict[str, Any] = {
-        "run": {"name": "evaluation", "num_steps": 1},
-        "model": {"path": str(target.model)},
-        "data": data_here,
-        "generation": generation,
-        **UNUSED,
-    }
+    document = document_without_run("evaluation", data_here, generation, target.model)
     if (run := target.settings) is not None:
         document["model"] |= {"dtype": run.model.dtype, "chat_template_kwargs": run.model.chat_template_kwargs}
         like = _like(run, data, words)

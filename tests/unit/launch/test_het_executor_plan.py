@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.slurm.commands import SlurmError
-from launch.slurm.part_states import parse_states
+from launch.slurm.part_states import GONE, ask_states
 from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
 from launch.submitit_hetjob.job import HeterogeneousSlurmJob
 from launch.submitit_hetjob.script import Part, check_parts, plan_text, script_text
@@ -193,10 +193,28 @@ def test_a_job_object_survives_being_stored(tmp_path: Path) -> None:
     assert again.task(1).paths.result_pickle == tmp_path / "12" / "gen" / "12_1_result.pkl"
 
 
-def test_states_are_read_of_components_arrays_and_plain_jobs() -> None:
-    lines = "12|12+0|RUNNING|c0\n13|12+1|CANCELLED by 5|t0\n7|7|PENDING|\n20|20_[3-9]|PENDING|\n21|20_1|COMPLETED|g0\n"
-    found = {key: info["State"] for key, info in parse_states(lines + "12|12.batch|RUNNING|c0\n").items()}
-    assert found == {
+def print_rows(program: Path, rows: str) -> None:
+    """A squeue that prints id, state and nodes in the columns of launch/slurm/queue.py."""
+    lines = [line.split("|") for line in rows.splitlines()]
+    said = "".join(f"{shown}|{state}|0|None|cpu|0:01|1:00|2:00|N/A|{nodes}|a\n" for shown, state, nodes in lines)
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}END\n")
+    program.chmod(0o700)
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "sacct").write_text("#!/bin/sh\nexit 1\n")  # no accounting here
+    (tmp_path / "sacct").chmod(0o700)
+    return tmp_path / "squeue"
+
+
+@pytest.mark.starts
+def test_states_are_read_of_components_arrays_and_plain_jobs(squeue: Path) -> None:
+    print_rows(squeue, "12+0|RUNNING|c0\n12+1|CANCELLED by 5|t0\n7|PENDING|\n20_[3-9]|PENDING|\n20_1|COMPLETED|g0\n")
+    found = ask_states({"12", "7", "20"})
+    assert found is not None
+    assert {key: info["State"] for key, info in found.items()} == {
         "12": "RUNNING",
         "12+0": "RUNNING",
         "12+1": "CANCELLED",
@@ -205,11 +223,26 @@ def test_states_are_read_of_components_arrays_and_plain_jobs() -> None:
         "20_[3-9]": "PENDING",
         "20_1": "COMPLETED",
     }
+    assert found["12"]["NodeList"] == "c0"
 
 
-def test_an_array_is_over_when_all_of_it_is_and_good_when_all_of_it_is() -> None:
+@pytest.mark.starts
+def test_a_job_that_slurm_has_forgotten_is_gone_and_without_an_answer_nothing_is_known(squeue: Path) -> None:
+    print_rows(squeue, "7|RUNNING|c0\n")
+    found = ask_states({"7", "8"})
+    assert found is not None
+    assert (found["7"]["State"], found["8"]) == ("RUNNING", {"State": GONE})
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    assert ask_states({"7"}) is None
+
+
+@pytest.mark.starts
+def test_an_array_is_over_when_all_of_it_is_and_good_when_all_of_it_is(squeue: Path) -> None:
     def whole(*states: str) -> str:
-        return parse_states("\n".join(f"{k}|5_{k}|{state}|" for k, state in enumerate(states)))["5"]["State"]
+        print_rows(squeue, "\n".join(f"5_{k}|{state}|" for k, state in enumerate(states)))
+        found = ask_states({"5"})
+        assert found is not None
+        return found["5"]["State"]
 
     assert whole("COMPLETED", "PENDING", "RUNNING") == "RUNNING"
     assert whole("COMPLETED", "FAILED", "COMPLETED") == "FAILED"

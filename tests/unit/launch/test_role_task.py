@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launch.run_files.events import append_line
+from launch.run_files.events import append_event
 from launch.run_files.exit_records import read_records
 from launch.run_files.plan_file import LOCAL, SCHEMA
 from rlhpc.exit_status import EXIT_CONFIG
@@ -256,5 +256,5 @@ def test_of_a_run_that_is_moved_away_a_task_ends_quietly_and_makes_nothing_anew(
 def test_events_of_a_run_that_is_gone_make_no_directory_for_it(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "run")
     with pytest.raises(FileNotFoundError):
-        append_line(layout.job_events("local"), {"event": "end"})
+        append_event(layout.job_events("local"), "end", "", attempt=0)
     assert not layout.root.exists()

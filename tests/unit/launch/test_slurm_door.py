@@ -11,7 +11,7 @@ import pytest
 
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.run_files.run_state import Attempt
-from launch.slurm.commands import ask, clean_environment, slurm, srun_environment
+from launch.slurm.commands import clean_environment, slurm, srun_environment
 from launch.slurm.values import task_numbers
 from launch.submitit_hetjob.step import Step as ComponentStep
 from launch.supervisor.steps import start_part
@@ -137,9 +137,9 @@ def test_a_part_of_a_run_is_started_in_such_an_environment(tmp_path: Path, monke
 
 
 def test_what_a_command_remarks_beside_its_answer_is_kept() -> None:
-    said = ask("sh", "-c", "echo 12; echo 'sbatch: your job was moved to scav' >&2")
-    assert said.out == "12\n"
-    assert said.remarks == "sbatch: your job was moved to scav"
+    remarks: list[str] = []
+    assert slurm("sh", "-c", "echo 12; echo 'sbatch: your job was moved to scav' >&2", hear=remarks.append) == "12\n"
+    assert remarks == ["sbatch: your job was moved to scav"]
 
 
 @pytest.mark.parametrize(
