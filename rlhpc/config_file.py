@@ -226,19 +226,19 @@ def _validate(document: dict[str, Any], source: str, typed: Sequence[str] = (), 
         found = fault_lines(error, _explain)
         faults += [_of_the_only_table(line, document) for line in found]
     else:
-        faults += _beyond_64_bits(document)
+        faults += beyond_64_bits(document)
     if faults:
         own = [_of_the_only_table(key, document) for key in typed]
         raise ConfigError("\n".join(f"{_whose(fault, source, own)}: {fault}" for fault in faults))
     return config
 
 
-def _beyond_64_bits(values: Any, place: str = "") -> list[str]:
+def beyond_64_bits(values: Any, place: str = "") -> list[str]:
     """Whole numbers that no message and no array can hold."""
     if isinstance(values, int) and abs(values) >= 1 << 63:
         return [f"{place}={values}: legal: below 2^63"]
     within = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    return [line for key, each in within for line in _beyond_64_bits(each, f"{place}.{key}".removeprefix("."))]
+    return [line for key, each in within for line in beyond_64_bits(each, f"{place}.{key}".removeprefix("."))]
 
 
 def _whose(fault: str, source: str, typed: Sequence[str]) -> str:
