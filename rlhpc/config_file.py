@@ -105,7 +105,7 @@ def _apply_override(document: dict[str, Any], word: str) -> str:
         if not own and part not in table:
             own = parts[: -1 - len(sections)]
         table = table.setdefault(part, {})
-        if isinstance(table, list) or (part in _SEVERAL and isinstance(table, dict)):
+        if isinstance(table, list) or (part in SEVERAL and isinstance(table, dict)):
             table = _one_of(table if isinstance(table, list) else [table], part, sections, word)
         if not isinstance(table, dict):
             raise ConfigError(f"{word!r}: {part} is a value, not a section")
@@ -114,7 +114,8 @@ def _apply_override(document: dict[str, Any], word: str) -> str:
 
 
 def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
-    """The table that the next part names by its number; where there is but one, it needs no number."""
+    """The table that the next part names by its number; where there is but one, or none yet, it needs no number."""
+    tables += [] if tables else [{}]
     has_number = bool(rest) and rest[0].isdecimal()
     if has_number and int(rest[0]) < len(tables):
         return tables[int(rest.pop(0))]
@@ -303,8 +304,7 @@ def _places_of(name: str) -> list[str]:
 
 def _rarity(place: str) -> int:
     """How few mean this one, of several keys of one name."""
-    table = place.partition(".")[0]
-    return _RARE.index(table) + 1 if table in _RARE else 0
+    return _RARE.index(table) + 1 if (table := place.partition(".")[0]) in _RARE else 0
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -319,7 +319,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 
 _SECTIONS = sections()
-_SEVERAL = ("data", "evaluation")  # tables that may be there several times
+SEVERAL = ("data", "evaluation")  # tables that may be there several times
 
 
 def _with_absolute_paths(config: Config) -> Config:

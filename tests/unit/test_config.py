@@ -396,6 +396,12 @@ def test_the_only_dataset_has_the_number_0_and_no_other_however_it_is_written(ru
         assert str(error.value) == said
 
 
+@pytest.mark.parametrize("key", ["evaluation.path", "evaluation.0.path"])
+def test_settings_without_an_evaluation_get_one_from_an_override(run_file: Path, key: str) -> None:
+    begun = load_config(run_file)
+    assert [each.title for each in override(begun, [f"{key}=held-out.jsonl"]).evaluation] == ["held-out"]
+
+
 def test_a_template_and_a_prompt_field_are_two_prompts(run_file: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data\.prompt_field='p' with prompt_template='\{q\}': the prompt is the field"
