@@ -50,7 +50,7 @@ def override(config: Config, words: Sequence[str]) -> Config:
 def settled(document: dict[str, Any], overrides: Sequence[str], source: str, whence: str = COMMAND_LINE) -> Config:
     """Settings from the tables of a run file, which this changes, and overrides.
 
-    source: what faults are put down to, but for those of overrides, whose is `whence`.  Raises ConfigError as load_config does.
+    source: what faults are put down to, but for those of overrides, which have `whence`.  Raises as load_config does.
     """
     typed = [_apply_override(document, word) for word in overrides]
     return _with_absolute_paths(_validate(document, (source, whence), typed))

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.reading.happenings import read_story
 from launch.run_files.exit_records import last_error_line, read_failures
 from launch.run_files.plan_file import LOCAL, SCHEMA
 from launch.run_files.run_state import Attempt
@@ -108,6 +109,13 @@ def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_la
     (line,) = (line for line in lab.told if "is killed: it did not exit in time" not in line)  # on a busy machine
     assert "ended with exit status 1: CheckpointError: torn (log: " in line
     assert str(lab.layout.root / "logs/trainer-0/attempt_0.log") in line
+
+
+def test_a_controller_that_fails_and_is_not_tried_again_is_a_fault_of_the_report(lab: Lab) -> None:
+    assert lab.run(controller_0="sys.exit('a controller-0 rlhpc.lifecycle ERROR disk gone')", trainer_0=PATIENT) == 1
+    (fault,) = (each for each in read_story(lab.layout).faults if each.kind == "verdict")
+    assert fault.text.startswith("failed: controller-0 ")
+    assert len([line for line in lab.told if "disk gone" in line]) == 1
 
 
 def test_a_controller_that_has_failed_and_told_all_to_leave_is_not_interrupted_when_they_do(lab: Lab) -> None:
