@@ -143,6 +143,15 @@ def test_a_trainer_that_leaves_with_status_0_before_the_end_is_named(lab: Lab) -
     assert lab.told[-1].startswith("trainer-0 has ended: exit status 0, no error recorded")
 
 
+def test_a_controller_that_ends_without_a_word_is_told_at_once(lab: Lab) -> None:
+    """A function of the user's own may call os._exit(0), and no trainer has been told to leave."""
+    began = time.monotonic()
+    program = TRAINS.replace("generator-0", "trainer-0") + "import os; os._exit(0)"
+    assert lab.run(controller_0=program, trainer_0=PATIENT) == 1
+    assert time.monotonic() - began < controller_job.FINISH_GRACE_S
+    assert "the controller ended before the run did, without a word: by os._exit in code of your own?" in lab.told[-1]
+
+
 def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab: Lab) -> None:
     assert lab.run(controller_0=PATIENT, trainer_0=KILLED, generator_0=PATIENT) == 137
     (record,) = [
