@@ -94,7 +94,7 @@ def _row(job: Job, component: Component) -> tuple[str, ...]:
 def plan_document(plan: JobPlan) -> str:
     """The plan as JSON text."""
     cluster = plan.cluster
-    limits = Limits(cluster.meet_s, cluster.stall_s, cluster.max_retries, plan.dead_after_s)
+    limits = Limits(cluster.meet_s, cluster.stall_s, cluster.max_retries, plan.dead_after_s, plan.log_bytes)
     document = {
         "schema": SCHEMA,
         "run_directory": str(plan.layout.root),
