@@ -67,6 +67,7 @@ EVENTS = (
     Trained(1, 1, applied=True),
 )
 
+LEAPS = [Began(2, 12, goes_on=True), Taken(3, [0, 1])]
 STATE = {"step": 12, "policy_version": 12, "prompts": {}, "membership": {}, "totals": {}}
 JOURNAL_FROM_4 = {"journal": {"attempt": 0, "num_events": 0, "num_rollouts": 3}}
 
@@ -185,9 +186,15 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: journal(run, 0).unlink(), "journal", "rollouts 4 to 5, the first ones since the checkpoint"),
         (lambda run: shutil.copy(journal(run, 1), journal(run, 3)), "journal", "rollouts 6 to 12 are in journal_00000"),
         (lambda run: flip_in_line(events(run, 0), 4), "events", "events_000000.jsonl: lines 4 are damaged"),
-        (lambda run: write_events(run, 1, [Taken(2, [9])]), "events", "step 2 took groups 9, which were never"),
-        (lambda run: write_events(run, 1, [Taken(2, [3]), Taken(3, [3])]), "events", "for step 2 and for step 3"),
-        (lambda run: write_events(run, 1, [Trained(1, 1, applied=True)]), "events", "step 1 was trained, and no batch"),
+        (lambda run: write_events(run, 1, [Taken(2, [9])]), "events", "group 9 of step 2 was never admitted"),
+        (
+            lambda run: write_events(run, 1, [Taken(2, [3]), Taken(3, [3])]),
+            "events",
+            "group 3 is trained at step 2 and at step 3",
+        ),
+        (lambda run: write_events(run, 1, [Trained(1, 1, applied=True)]), "events", "step 1 is trained, and no batch"),
+        (lambda run: write_events(run, 1, LEAPS), "events", "step 3 follows, where step 2 is due"),
+        (lambda run: write_events(run, 1, [Taken(2, [*range(9, 99)])]), "events", "80 more contradictions: `rlhpc aud"),
         (lambda run: write_line(events(run, 0), b'{"event": "later"}'), "events", "is it of a later version?"),
         (lambda run: flip_one_bit(run.config), "settings", "config.json"),
         (lambda run: run.config.write_text(run.config.read_text().replace("demo", "other")), "settings", "altered"),
@@ -273,7 +280,7 @@ def test_what_a_killed_process_left_half_written_is_a_remark(layout: RunLayout) 
         ("events_000000.jsonl", f"line {len(EVENTS) + 1} {remark}"),
     ]
     write_journal(layout, range(10, 14), attempt=1)  # goes on where it found the end
-    write_events(layout, 1, [Began(0, 10, goes_on=True), Taken(1, [4, 3])])
+    write_events(layout, 1, [Began(1, 10, goes_on=True), Taken(1, [4, 3])])
     assert not damaged(layout)
 
 
@@ -306,7 +313,7 @@ def test_without_a_checkpoint_the_beginning_is_needed_unless_the_run_began_over(
 def test_a_run_that_begins_over_admits_its_groups_anew(layout: RunLayout) -> None:
     write_events(layout, 1, [Began(0, 12, goes_on=False), Admitted(0, 0, 0), Taken(0, [0, 1])])
     (row,) = damaged(layout)
-    assert row.text.endswith("step 0 took groups 1, which were never admitted")
+    assert row.text.endswith("group 1 of step 0 was never admitted")
 
 
 def test_the_half_written_end_of_partial_rollouts_is_no_damage(layout: RunLayout) -> None:
