@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launch.checks.audit.events import EventEvidence
 from launch.checks.run_rows import Progress, Row, Verdict, from_to, listed
+from launch.common.counted import counted, span
 from rlhpc.buffer.event_log import Began, EventFile, Trained, event_paths, read_events
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_reader import JournalContent, read_first_sequence, read_journal
@@ -48,7 +49,7 @@ def journal_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         is_sound &= all(row.verdict is not Verdict.DAMAGED for row in rows)
         yield from rows
     if paths and is_sound:
-        text = f"{num_rollouts} rollouts, all checksums right"
+        text = f"{counted(num_rollouts, 'rollout')}, all checksums right"
         yield Row("journal", from_to(paths), Verdict.SOUND, text)
 
 
@@ -72,7 +73,7 @@ def event_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
     rows = [*_contradictions(layout)]
     yield from rows
     if paths and is_sound and not rows:
-        text = f"{num_events} events, all checksums right"
+        text = f"{counted(num_events, 'event')}, all checksums right"
         yield Row("events", from_to(paths), Verdict.SOUND, text)
 
 
@@ -97,7 +98,7 @@ def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | N
         return  # it was pruned meanwhile, or is not of this version, or its row stands above
     if first > known + 1:
         since = f"the checkpoint of step {step} was taken" if step is not None else "the beginning"
-        text = f"{layout.rollouts}: rollouts {known + 1} to {first - 1}, the first ones since {since}, are missing"
+        text = f"{layout.rollouts}: missing: {span('rollout', known + 1, first - 1)}, the first since {since}"
         yield Row("journal", layout.rollouts.name, Verdict.DAMAGED, text)
 
 
@@ -116,9 +117,9 @@ def replay_cost(layout: RunLayout, step: int | None) -> Iterator[Row]:
     if again:
         since = f"the checkpoint of step {step}" if step else "the beginning"
         took_s = sum(seconds[done] for done in again)
-        text = f"{len(again)} steps since {since} ({again[0]} to {again[-1]}) are trained again, from the journal"
+        text = f"since {since}, {span('step', again[0], again[-1])} would be trained again, from the journal"
         yield Row(
-            "replay", layout.rollouts.name, Verdict.NOTE, f"{text}: {took_s:.1f} s as they took; nothing is sampled"
+            "replay", layout.rollouts.name, Verdict.NOTE, f"{text}: {took_s:.1f} s of training; nothing is sampled"
         )
 
 
@@ -187,10 +188,10 @@ def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterat
         return
     first, expected = content.layout.first_sequence, before.last + 1
     if first > expected:
-        text = f"rollouts {expected} to {first - 1} are missing between {before.path} and {content.path.name}"
+        text = f"missing between {before.path} and {content.path.name}: {span('rollout', expected, first - 1)}"
         yield Row("journal", before.path.name, Verdict.DAMAGED, text)
     elif first < expected and content.layout.attempt == before.attempt:
-        text = f"{content.path}: rollouts {first} to {before.last} are in {before.path.name} too"
+        text = f"{content.path}: also in {before.path.name}: {span('rollout', first, before.last)}"
         yield Row("journal", content.path.name, Verdict.DAMAGED, text)
 
 
