@@ -25,13 +25,13 @@ from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
 from rlhpc.toml_text import read_toml, shown
 
-OVERRIDES = "command line"  # whence they come, in messages
+COMMAND_LINE = "command line"  # whence overrides come, in messages
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), whence: str = COMMAND_LINE) -> Config:
     """Read a run file and apply ``dotted.key=value`` overrides, the value in TOML syntax or a bare string.
 
-    Relative paths in the result are made absolute from the current directory.
+    Relative paths in the result are made absolute from the current directory.  whence: overrides come, in messages.
     Raises ConfigError: file missing, not TOML, unknown key, wrong type, illegal value, keys that contradict each other.
     """
     if path.is_dir() and RunLayout(path).is_run:
@@ -39,7 +39,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             f"{path}: a run directory, not a run file; legal: the file from which it was started "
             "(`rlhpc run RUN.toml --resume` continues it)"
         )
-    return settled(read_toml(path, "run file"), overrides, str(path))
+    return settled(read_toml(path, "run file"), overrides, str(path), whence)
 
 
 def override(config: Config, words: Sequence[str]) -> Config:
@@ -47,13 +47,13 @@ def override(config: Config, words: Sequence[str]) -> Config:
     return settled(config.model_dump(mode="json"), words, "settings of the run")
 
 
-def settled(document: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+def settled(document: dict[str, Any], overrides: Sequence[str], source: str, whence: str = COMMAND_LINE) -> Config:
     """Settings from the tables of a run file, which this changes, and overrides.
 
-    source: what faults are put down to, but for those of overrides.  Raises ConfigError as load_config does.
+    source: what faults are put down to, but for those of overrides, which have `whence`.  Raises as load_config does.
     """
     typed = [_apply_override(document, word) for word in overrides]
-    return _with_absolute_paths(_validate(document, source, typed))
+    return _with_absolute_paths(_validate(document, (source, whence), typed))
 
 
 def config_hash(config: Config) -> str:
@@ -81,7 +81,7 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
         raise ConfigError(f"{layout.config}: has no {error}; {layout.root} is not a run directory") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{layout.config}: damaged: {error}") from error
-    config = _validate(settings, str(layout.config), is_begun=True)
+    config = _validate(settings, (str(layout.config), ""), is_begun=True)
     if _digest(settings) != digest:
         raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {digest}")
     return config, digest
@@ -105,8 +105,8 @@ def _apply_override(document: dict[str, Any], word: str) -> str:
         if not own and part not in table:
             own = parts[: -1 - len(sections)]
         table = table.setdefault(part, {})
-        if isinstance(table, list):
-            table = _one_of(table, part, sections, word)
+        if isinstance(table, list) or (part in SEVERAL and isinstance(table, dict)):
+            table = _one_of(table if isinstance(table, list) else [table], part, sections, word)
         if not isinstance(table, dict):
             raise ConfigError(f"{word!r}: {part} is a value, not a section")
     table[name] = _parse_value(text.strip())
@@ -114,11 +114,15 @@ def _apply_override(document: dict[str, Any], word: str) -> str:
 
 
 def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
-    """The table that the next part names by its number; where there is but one, it needs no number."""
-    if rest and rest[0].isdecimal() and int(rest[0]) < len(tables):
+    """The table that the next part names by its number; where there is but one, or none yet, it needs no number."""
+    tables += [] if tables else [{}]
+    has_number = bool(rest) and rest[0].isdecimal()
+    if has_number and int(rest[0]) < len(tables):
         return tables[int(rest.pop(0))]
-    if len(tables) == 1:
+    if len(tables) == 1 and not has_number:
         return tables[0]
+    if len(tables) == 1:
+        raise ConfigError(f"{word!r}: there is but one table [{section}]; legal: {section}.…")
     legal = ", ".join(f"{section}.{place}.…" for place in range(len(tables)))
     raise ConfigError(f"{word!r}: there are {len(tables)} tables [[{section}]]; legal: {legal}")
 
@@ -168,7 +172,6 @@ _LEGAL = {
     "string_pattern_mismatch": "{words}",
 }
 
-
 _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-', a letter or digit first",
     r"^[A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
@@ -214,8 +217,10 @@ def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
     return [part for part in plain if part not in added and not str(part).startswith("literal[")]
 
 
-def _validate(document: dict[str, Any], source: str, typed: Sequence[str] = (), *, is_begun: bool = False) -> Config:
-    """typed: keys that overrides brought.
+def _validate(
+    document: dict[str, Any], sources: tuple[str, str], typed: Sequence[str] = (), *, is_begun: bool = False
+) -> Config:
+    """sources: of the document and of overrides, in words.  typed: keys that overrides brought.
 
     is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
     document, retired = without_retired_keys(document)
@@ -226,31 +231,31 @@ def _validate(document: dict[str, Any], source: str, typed: Sequence[str] = (), 
         found = fault_lines(error, _explain)
         faults += [_of_the_only_table(line, document) for line in found]
     else:
-        faults += _beyond_64_bits(document)
+        faults += beyond_64_bits(document)
     if faults:
         own = [_of_the_only_table(key, document) for key in typed]
-        raise ConfigError("\n".join(f"{_whose(fault, source, own)}: {fault}" for fault in faults))
+        raise ConfigError("\n".join(f"{_whose(fault, sources, own)}: {fault}" for fault in faults))
     return config
 
 
-def _beyond_64_bits(values: Any, place: str = "") -> list[str]:
+def beyond_64_bits(values: Any, place: str = "") -> list[str]:
     """Whole numbers that no message and no array can hold."""
     if isinstance(values, int) and abs(values) >= 1 << 63:
         return [f"{place}={values}: legal: below 2^63"]
     within = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    return [line for key, each in within for line in _beyond_64_bits(each, f"{place}.{key}".removeprefix("."))]
+    return [line for key, each in within for line in beyond_64_bits(each, f"{place}.{key}".removeprefix("."))]
 
 
-def _whose(fault: str, source: str, typed: Sequence[str]) -> str:
+def _whose(fault: str, sources: tuple[str, str], typed: Sequence[str]) -> str:
     """Who brought the key that a fault begins with; both, where a rule sets a key of the one against one of the other.
 
     typed: keys that overrides brought.
     """
     first = re.split(r"[=: ]", fault, maxsplit=1)[0]
     if any(f"{first}.".startswith(f"{key}.") for key in typed):
-        return OVERRIDES
+        return sources[1]
     values = fault.partition("; legal: ")[0]
-    return f"{source} and {OVERRIDES}" if any(f" {key}=" in values for key in typed) else source
+    return " and ".join(sources) if any(f" {key}=" in values for key in typed) else sources[0]
 
 
 def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
@@ -299,8 +304,7 @@ def _places_of(name: str) -> list[str]:
 
 def _rarity(place: str) -> int:
     """How few mean this one, of several keys of one name."""
-    table = place.partition(".")[0]
-    return _RARE.index(table) + 1 if table in _RARE else 0
+    return _RARE.index(table) + 1 if (table := place.partition(".")[0]) in _RARE else 0
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -315,6 +319,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 
 _SECTIONS = sections()
+SEVERAL = ("data", "evaluation")  # tables that may be there several times
 
 
 def _with_absolute_paths(config: Config) -> Config:

@@ -54,6 +54,9 @@ class RunConfig(Section):
     """The same run again, or interrupted and resumed, has the same batches, losses and parameters, bit for bit: weights
     change only while nothing is being sampled, samples are drawn by (seed, group, sample), kernels are deterministic
     (docs/training.md says where that holds and what it costs)."""
+    log_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 27
+    """Bytes of one process's log in one attempt; of a longer one, as of a function of your own that prints in a loop,
+    the beginning and the end stay, and a line between them says how much is left out."""
 
 
 class ModelConfig(Section):

@@ -10,6 +10,8 @@ import ast
 import importlib
 import importlib.util
 import re
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -100,15 +102,28 @@ def load(key: str, path: str, said: str | None = None) -> Any:
     return found
 
 
-def try_out(key: str, path: str, on: str, trial: Callable[[], Result]) -> Result:
-    """Return the result of `trial`, which calls the loaded code; on: a short description of the test input.
+def try_out(
+    key: str, path: str, on: str, trial: Callable[[], Result], unless: tuple[type[Exception], ...] = ()
+) -> Result:
+    """Return the result of `trial`, which calls the loaded code; on: a short description of the input.
 
-    Raises ConfigError for any exception of the user's code: in a run's first second rather than its first hour.
+    unless: exceptions that are not the code's fault, whoever calls: they are left as they are.
+    Raises ConfigError, with the line, for any other exception: in a first trial, before a run has cost anything.
     """
     try:
         return trial()
+    except unless:
+        raise
     except (Exception, SystemExit) as error:  # it is not our code
-        raise ConfigError(f"{key}={path!r}, tried on {on}: {error!r}") from error
+        raise ConfigError(f"{key}={path!r}, tried on {on}: {error!r}{_line_of(path, error)}") from error
+
+
+def _line_of(path: str, error: BaseException) -> str:
+    """ " (FILE:LINE)", where the module of this path was when it raised; "" if none of its lines is known."""
+    module = sys.modules.get(_parts(path)[0])
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if module and frame.f_code.co_filename == module.__file__]
+    return f" ({module.__file__}:{lines[-1]})" if module and lines else ""
 
 
 def _parts(path: str) -> tuple[str, str]:

@@ -10,17 +10,21 @@ are deleted once checkpoints hold what they say.  One file is in memory at a tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from launch.checks.audit.events import EventEvidence
 from launch.checks.run_rows import Progress, Row, Verdict, from_to, listed
-from rlhpc.buffer.event_log import Admitted, Began, EventFile, RolledBack, Taken, Trained, event_paths, read_events
+from launch.common.counted import counted, span
+from rlhpc.buffer.event_log import Began, EventFile, Trained, event_paths, read_events
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_reader import JournalContent, read_first_sequence, read_journal
 from rlhpc.errors import CheckpointError, JournalError
 from rlhpc.roles.controller.saved_state import read_saved_state
 from rlhpc.run_layout import RunLayout
 
+MOST_CONTRADICTIONS = 10
 _HALF_WRITTEN = "at its end: half written when its process ended, or being written now"
 
 
@@ -45,31 +49,31 @@ def journal_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         is_sound &= all(row.verdict is not Verdict.DAMAGED for row in rows)
         yield from rows
     if paths and is_sound:
-        text = f"{num_rollouts} rollouts, all checksums right"
+        text = f"{counted(num_rollouts, 'rollout')}, all checksums right"
         yield Row("journal", from_to(paths), Verdict.SOUND, text)
 
 
 def event_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
     """Read every event, and follow the groups through them."""
-    paths, course = _found(event_paths, layout), _Course()
+    paths = _found(event_paths, layout)
     num_events, is_sound = 0, True
     for number, path in enumerate(paths, start=1):
         progress(f"{path.name} ({number} of {len(paths)})")
         try:
             file = read_events(path)
         except JournalError as error:
-            course.knows_all = False  # some events are missing
             if not path.exists():  # deleted meanwhile
                 continue
             rows = [Row("events", path.name, Verdict.DAMAGED, str(error))]
         else:
             num_events += len(file.events)
             rows = [*_event_damage(file)]
-            rows += [Row("events", path.name, Verdict.DAMAGED, f"{path}: {text}") for text in course.follow(file)]
         is_sound &= all(row.verdict is not Verdict.DAMAGED for row in rows)
         yield from rows
-    if paths and is_sound:
-        text = f"{num_events} events, all checksums right"
+    rows = [*_contradictions(layout)]
+    yield from rows
+    if paths and is_sound and not rows:
+        text = f"{counted(num_events, 'event')}, all checksums right"
         yield Row("events", from_to(paths), Verdict.SOUND, text)
 
 
@@ -94,7 +98,7 @@ def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | N
         return  # it was pruned meanwhile, or is not of this version, or its row stands above
     if first > known + 1:
         since = f"the checkpoint of step {step} was taken" if step is not None else "the beginning"
-        text = f"{layout.rollouts}: rollouts {known + 1} to {first - 1}, the first ones since {since}, are missing"
+        text = f"{layout.rollouts}: missing: {span('rollout', known + 1, first - 1)}, the first since {since}"
         yield Row("journal", layout.rollouts.name, Verdict.DAMAGED, text)
 
 
@@ -113,9 +117,9 @@ def replay_cost(layout: RunLayout, step: int | None) -> Iterator[Row]:
     if again:
         since = f"the checkpoint of step {step}" if step else "the beginning"
         took_s = sum(seconds[done] for done in again)
-        text = f"{len(again)} steps since {since} ({again[0]} to {again[-1]}) are trained again, from the journal"
+        text = f"since {since}, {span('step', again[0], again[-1])} would be trained again, from the journal"
         yield Row(
-            "replay", layout.rollouts.name, Verdict.NOTE, f"{text}: {took_s:.1f} s as they took; nothing is sampled"
+            "replay", layout.rollouts.name, Verdict.NOTE, f"{text}: {took_s:.1f} s of training; nothing is sampled"
         )
 
 
@@ -184,10 +188,10 @@ def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterat
         return
     first, expected = content.layout.first_sequence, before.last + 1
     if first > expected:
-        text = f"rollouts {expected} to {first - 1} are missing between {before.path} and {content.path.name}"
+        text = f"missing between {before.path} and {content.path.name}: {span('rollout', expected, first - 1)}"
         yield Row("journal", before.path.name, Verdict.DAMAGED, text)
     elif first < expected and content.layout.attempt == before.attempt:
-        text = f"{content.path}: rollouts {first} to {before.last} are in {before.path.name} too"
+        text = f"{content.path}: also in {before.path.name}: {span('rollout', first, before.last)}"
         yield Row("journal", content.path.name, Verdict.DAMAGED, text)
 
 
@@ -203,34 +207,14 @@ def _event_damage(file: EventFile) -> Iterator[Row]:
         yield Row("events", file.path.name, Verdict.DAMAGED, text)
 
 
-@dataclass(slots=True)
-class _Course:
-    """Groups on their way through the events of a run, attempt after attempt."""
-
-    admitted: set[int] = field(default_factory=set)
-    knows_all: bool = False  # whether every admission since the run began, or began over, was seen
-
-    def follow(self, file: EventFile) -> Iterator[str]:
-        """What cannot have happened, in words.  Nothing is said that a damaged line may explain."""
-        self.knows_all |= file.attempt == 0
-        is_whole = not file.damaged_lines or file.is_torn
-        self.knows_all &= is_whole
-        step_of, steps = dict[int, int](), set[int]()
-        for event in file.events.values():
-            match event:
-                case Began(goes_on=False):
-                    self.admitted.clear()
-                    self.knows_all = is_whole
-                case Admitted():
-                    self.admitted.add(event.group)
-                case RolledBack():
-                    return  # what follows happened while the attempt ended, and does not count
-                case Taken():
-                    steps.add(event.step)
-                    if self.knows_all and (strange := sorted({*event.groups} - self.admitted)):
-                        yield f"step {event.step} took groups {listed(strange)}, which were never admitted"
-                    for group in event.groups:
-                        if step_of.setdefault(group, event.step) != event.step:
-                            yield f"group {group} was taken for step {step_of[group]} and for step {event.step}"
-                case Trained() if is_whole and event.step not in steps:
-                    yield f"step {event.step} was trained, and no batch was taken for it"
+def _contradictions(layout: RunLayout) -> Iterator[Row]:
+    """What cannot have happened, by the rules of `rlhpc audit`; nothing is said that a damaged line may explain."""
+    evidence = EventEvidence(layout.rollouts)
+    with suppress(OSError, JournalError):  # a row above says so, or it was deleted meanwhile
+        evidence.look()
+    for offence in evidence.offences[:MOST_CONTRADICTIONS]:
+        text = f"{layout.root / offence.file}: {offence.text}"
+        yield Row("events", Path(offence.file).name, Verdict.DAMAGED, text)
+    if len(evidence.offences) > MOST_CONTRADICTIONS:
+        text = f"{len(evidence.offences) - MOST_CONTRADICTIONS} more contradictions"
+        yield Row("events", layout.rollouts.name, Verdict.DAMAGED, f"{text}: `rlhpc audit {layout.root}` lists them")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launch.checks.run_rows import Progress, Row, Verdict
+from launch.checks.run_rows import Progress, Row, Verdict, from_to
+from launch.common.counted import counted
 from rlhpc.buffer.partial_files import PartialFile, partial_paths, read_partial_file, read_partials
 from rlhpc.errors import JournalError
 from rlhpc.run_layout import RunLayout
@@ -35,8 +36,9 @@ def partial_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
             yield _damage_of(file)
     if paths and is_sound:
         known = read_partials(layout.rollouts)[0].values()
-        text = f"{len(known)} rollouts of {sum(each.end for each in known)} tokens, all checksums right"
-        yield Row("partials", f"{paths[0].stem} to {paths[-1].stem}", Verdict.SOUND, text)
+        tokens = counted(sum(each.end for each in known), "token")
+        text = f"{counted(len(known), 'rollout')} of {tokens}, all checksums right"
+        yield Row("partials", from_to(paths), Verdict.SOUND, text)
 
 
 def _damage_of(file: PartialFile) -> Row:

@@ -15,6 +15,7 @@ from pathlib import Path
 from launch.checks.journal_check import beginning_that_is_needed, event_rows, first_rollout, journal_rows, replay_cost
 from launch.checks.partial_check import partial_rows
 from launch.checks.run_rows import Progress, Row, Verdict, from_to, listed
+from launch.common.counted import counted
 from launch.run_directory.inputs import differences, look_at_inputs, read_inputs
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
@@ -89,7 +90,9 @@ def _inputs(layout: RunLayout, progress: Progress) -> Iterator[Row]:
     for line in lines:
         yield Row("inputs", name, Verdict.DAMAGED, f"a resume is refused: {line}")
     if not lines:
-        text = f"{len(noted.model)} files of the model, {len(noted.data)} of the dataset: as at the first start"
+        text = (
+            f"{counted(len(noted.model), 'file')} of the model, {len(noted.data)} of the dataset: as at the first start"
+        )
         yield Row("inputs", name, Verdict.SOUND, text)
 
 
@@ -159,7 +162,7 @@ def _segments(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         text = f"groups that are in segments twice: {listed(twice)}"
         yield Row("segments", layout.rollouts.name, Verdict.DAMAGED, text)
     if paths and not num_damaged:
-        text = f"{len(groups)} groups, all checksums right"
+        text = f"{counted(len(groups), 'group')}, all checksums right"
         yield Row("segments", from_to(paths), Verdict.SOUND, text)
 
 

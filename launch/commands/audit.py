@@ -15,6 +15,7 @@ from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
 from launch.checks.audit.report import Audit, Check, Offence, Verdict
 from launch.commands.check_run import ProgressNote
+from launch.common.counted import counted
 from launch.common.text_table import aligned
 from rlhpc.run_layout import RunLayout
 
@@ -41,7 +42,7 @@ def as_table(layout: RunLayout, audit: Audit) -> str:
         if check.num_offences > MOST_LINES:
             lines.append(f"VIOLATED {check.name}: {check.num_offences - MOST_LINES} more; --json has them")
     broken = [check.name for check in audit.checks if check.verdict is Verdict.VIOLATED]
-    sums = f"{audit.num_steps} steps, version {audit.version}" if audit.version >= 0 else f"{audit.num_steps} steps"
+    sums = counted(audit.num_steps, "step") + (f", version {audit.version}" if audit.version >= 0 else "")
     verdict = f"VIOLATED: {', '.join(broken)}" if broken else "clean"
     lines.append(f"{layout.root}: {verdict}; {sums}")
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from launch.checks.own_code import try_own_code, untried_code
 from launch.checks.preflight import preflight
 from launch.checks.site.login_checks import software_not_here
 from launch.commands.evaluate.preview import preview_evaluations
+from launch.common.counted import counted
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from launch.plan.site_file import load_site
@@ -46,8 +47,9 @@ def check_run_file(options: argparse.Namespace) -> int:
     for place, (dataset, found) in enumerate(zip(config.data, findings.datasets, strict=True)):
         share = f"{dataset.title}, {dataset.weight / total:.0%} of the prompts: " if len(config.data) > 1 else ""
         print(
-            f"data        {share}{found.num_records} records, prompts of {found.mean_prompt_tokens:.0f} tokens on "
-            f"average, {found.longest_prompt_tokens} at most ({found.longest_source})"
+            f"data        {share}{counted(found.num_records, 'record')}, "
+            f"prompts of {found.mean_prompt_tokens:.0f} tokens on average, "
+            f"{found.longest_prompt_tokens} at most ({found.longest_source})"
         )
         if 0 < found.num_references_checked < found.num_records:
             print(f"references  {share}of the first {found.num_references_checked} records; the others were not read")

@@ -159,8 +159,8 @@ class _Tail:
         """Print new lines; True if there were any."""
         try:
             size = self.file.path.stat().st_size
-            if size < self._offset:  # the file was truncated, as a batch log by a requeued job
-                self._offset, self._rest = 0, b""
+            if size < self._offset:  # a batch log, which a requeued job begins anew, or one that has been shortened
+                self._offset, self._rest = max(0, size - _TAIL_BYTES), b""
             if size == self._offset:
                 return False
             with self.file.path.open("rb") as stream:

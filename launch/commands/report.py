@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.commands.evaluate.past import past_evaluations
+from launch.common.counted import counted
 from launch.common.text_table import escaped
 from launch.reading.report_data import as_text, read_report
 from rlhpc.run_layout import RunLayout
@@ -22,5 +23,6 @@ def report_run(layout: RunLayout, page: Path | None) -> int:
     from launch.reading.report_page import write_report
 
     num_bytes = write_report(page, report)
-    print(f"{page}: {report.figures.num_steps} steps, {len(report.marks)} events, {num_bytes / 1e6:.1f} MB")
+    size = f"{counted(report.figures.num_steps, 'step')}, {counted(len(report.marks), 'event')}"
+    print(f"{page}: {size}, {num_bytes / 1e6:.1f} MB")
     return 0

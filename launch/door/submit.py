@@ -28,6 +28,6 @@ def submit(
     tell: called with the lines that `rlhpc submit` prints.
     Raises ConfigError, RunDirectoryError: refused, nothing was written; SlurmError: sbatch failed.
     """
-    known = config if isinstance(config, Config) else load_config(Path(config), list(overrides))
+    known = config if isinstance(config, Config) else load_config(Path(config), list(overrides), "overrides")
     depends = None if after is None else str(after)
     return RunJob(submit_run(known, Path(site), resume=resume, fresh=fresh, after=depends, tell=tell).root)

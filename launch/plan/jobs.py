@@ -97,6 +97,7 @@ class JobPlan:
     prologue: PrologueConfig
     jobs: tuple[Job, ...]
     dead_after_s: float  # transport.dead_after_s
+    log_bytes: int  # run.log_bytes
     is_elastic: bool = False  # added to a run whose plan is another
 
     @property
@@ -140,8 +141,8 @@ def plan_jobs(config: Config, site: Site, layout: RunLayout) -> JobPlan:
         jobs: tuple[Job, ...] = (Job("hetjob", components),)
     else:
         jobs = tuple(_single_job(component, site) for component in _components(config, site))
-    dead_after_s = config.transport.dead_after_s
-    return JobPlan(config.run.name, layout, cluster.placement, cluster, site.prologue, jobs, dead_after_s)
+    of_config = config.transport.dead_after_s, config.run.log_bytes
+    return JobPlan(config.run.name, layout, cluster.placement, cluster, site.prologue, jobs, *of_config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,8 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
         allocation, partition=wanted.partition or allocation.partition, time_s=wanted.time_s or allocation.time_s
     )
     job = Job(wanted.name, (replace(component, allocation=allocation),), array_size=wanted.num_generators)
-    dead_after_s, placement = config.transport.dead_after_s, wanted.placement
-    return JobPlan(config.run.name, layout, placement, cluster, site.prologue, (job,), dead_after_s, is_elastic=True)
+    of_config, placement = (config.transport.dead_after_s, config.run.log_bytes), wanted.placement
+    return JobPlan(config.run.name, layout, placement, cluster, site.prologue, (job,), *of_config, is_elastic=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- components

@@ -26,7 +26,7 @@ def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_ret
     Ranks get their share of the cores where they can use it.
     """
     meet_s = ClusterConfig.model_fields["meet_s"].default
-    limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, is_attended=True)
+    limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, config.run.log_bytes, is_attended=True)
     controller, rewards, trainer, generation = shares_of(config)
     each = num_cores // len(process_names(config))
     threads = trainer_threads(config, each) if "trainer-0" in gpus.devices else 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from launch.common.counted import counted
 from launch.plan.gpu_map import VARIABLE, GpuMap, describe_gpus
 from launch.run_files.plan_file import Share
 from rlhpc.config import Config
@@ -64,19 +65,19 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
     admission, generation, trainer = config.admission, config.generation, config.trainer
     counts = [f"{share.num_processes} {share.role}" for share in shares_of(config)]
     lines = [
-        f"run         {config.run.name}: {config.run.num_steps} steps in {layout.root}",
+        f"run         {config.run.name}: {counted(config.run.num_steps, 'step')} in {layout.root}",
         f"processes   {', '.join(counts)}",
-        f"batch       {admission.groups_per_step} groups of {_describe_sizes(config)} rollouts a step, "
+        f"batch       {counted(admission.groups_per_step, 'group')} of {_describe_sizes(config)} rollouts a step, "
         f"up to {generation.max_prompt_tokens} + {generation.max_completion_tokens} tokens each",
-        f"admission   {admission.num_slots} slots, {_describe_window(config.window_groups)}; staleness never above "
-        f"{admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
+        f"admission   {counted(admission.num_slots, 'slot')}, {_describe_window(config.window_groups)}; "
+        f"staleness never above {admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
         f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
         f"learning rate {trainer.learning_rate:g}{_describe_fall(trainer)}",
         *_describe_critic(config),
-        f"generation  {generation.engine}, {generation.num_replicas} replica(s), up to {generation.max_num_seqs} "
-        f"sequences each, weights by {gpus.transport or config.weights.transport}",
+        f"generation  {generation.engine}, {counted(generation.num_replicas, 'replica')}, "
+        f"up to {generation.max_num_seqs} sequences each, weights by {gpus.transport or config.weights.transport}",
         *([f"gpus        {describe_gpus(gpus)}"] if gpus.devices else []),
-        f"checkpoint  every {config.checkpoint.every_steps} steps; a crash between two costs at most the training of "
+        f"checkpoint  every {_steps(config.checkpoint.every_steps)}; a crash between two costs at most the training of "
         "these steps, on the rollouts of the journal: nothing is sampled again",
         *_describe_evaluations(config),
         f"deaths      {_describe_deaths(config)}",
@@ -84,6 +85,11 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]
     return "\n".join(lines)
+
+
+def _steps(number: int) -> str:
+    """Behind "every"."""
+    return "step" if number == 1 else f"{number} steps"
 
 
 def _describe_fall(trainer: TrainerConfig) -> str:
@@ -97,18 +103,18 @@ def _describe_critic(config: Config) -> list[str]:
     if not config.has_critic:
         return []
     path, critic = config.critic.path or config.model.path, config.critic
-    alone = f", alone for {critic.head_start_steps} steps" if critic.head_start_steps else ""
+    alone = f", alone for {counted(critic.head_start_steps, 'step')}" if critic.head_start_steps else ""
     return [f"critic      beside it, from {path}; learning rate {critic.learning_rate:g}{alone}"]
 
 
 def _describe_evaluations(config: Config) -> Iterator[str]:
     for place, table in enumerate(config.evaluation):
-        prompts = "all prompts" if table.prompts is None else f"{table.prompts} prompts"
+        prompts = "all prompts" if table.prompts is None else counted(table.prompts, "prompt")
         every = table.every_steps or config.checkpoint.every_steps
         after = "" if table.stop_after is None else f", stops the run after {table.stop_after} without a better one"
         best = f"; keeps the best {table.keep_best}{after}" if table.keep_best else ""
         yield (
-            f"{'evaluation' if place == 0 else '':<12}{table.title}: every {every} steps and at the end, {prompts} × "
+            f"{'evaluation' if place == 0 else '':<12}{table.title}: every {_steps(every)} and at the end, {prompts} × "
             f"{table.samples}, temperature {table.temperature:g}{best}"
         )
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from launch.common.counted import counted
 from launch.common.paths import without_dots
 from launch.common.text_table import aligned
 from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
@@ -56,7 +57,7 @@ def describe_jobs(plan: JobPlan) -> str:
     return "\n".join(
         [
             f"run         {plan.run_name} in {plan.layout.root}",
-            f"jobs        {jobs} on {plan.cluster.name}: {nodes} nodes, {gpus} GPUs",
+            f"jobs        {jobs} on {plan.cluster.name}: {counted(nodes, 'node')}, {counted(gpus, 'GPU')}",
             *(f"  {line}" for line in aligned(rows)),
             *_overlap(plan),
             "            tasks: on a node; CPUs, GPUs: of a task; GiB: host memory of a task",
@@ -93,7 +94,7 @@ def _row(job: Job, component: Component) -> tuple[str, ...]:
 def plan_document(plan: JobPlan) -> str:
     """The plan as JSON text."""
     cluster = plan.cluster
-    limits = Limits(cluster.meet_s, cluster.stall_s, cluster.max_retries, plan.dead_after_s)
+    limits = Limits(cluster.meet_s, cluster.stall_s, cluster.max_retries, plan.dead_after_s, plan.log_bytes)
     jobs = [
         {"name": job.name, "array_size": job.array_size, "components": component_documents(plan, job)}
         for job in plan.jobs

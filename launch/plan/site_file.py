@@ -12,8 +12,18 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from launch.plan.site_values import Bind, Directive, Interface, Several, ShellLine, VariableName, Walltime, Word
-from rlhpc.config_file import fault_lines, sections, unknown_key
+from launch.plan.site_values import (
+    IN_WORDS,
+    Bind,
+    Directive,
+    Interface,
+    Several,
+    ShellLine,
+    VariableName,
+    Walltime,
+    Word,
+)
+from rlhpc.config_file import beyond_64_bits, fault_lines, sections, unknown_key
 from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.errors import ConfigError
 from rlhpc.toml_text import read_toml, shown
@@ -289,10 +299,14 @@ SECTIONS: dict[str, type[Section]] = {
 
 def load_site(path: Path) -> Site:
     """Read a site file.  Raises ConfigError: missing, not TOML, unknown key, wrong type, a GPU of unknown memory."""
+    document = read_toml(path, "site file")
     try:
-        return Site.model_validate(read_toml(path, "site file"))
+        site, faults = Site.model_validate(document), beyond_64_bits(document)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in fault_lines(error, _explain))) from None
+    if faults:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in faults))
+    return site
 
 
 def legal_keys(section: str) -> list[str]:
@@ -314,9 +328,7 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
         case "value_error":  # a rule over several keys of a section names its key itself
             return f"{key}.{_cause(detail)}" if is_of_section else f"{key}={shown(value)}: {_cause(detail)}"
         case "string_pattern_mismatch":
-            return (
-                f"{key}={shown(value)}: would break a script; legal: one word that matches {detail['ctx']['pattern']}"
-            )
+            return f"{key}={shown(value)}: would break a script; legal: {IN_WORDS[detail['ctx']['pattern']]}"
     return None
 
 

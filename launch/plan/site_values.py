@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 T = TypeVar("T")
 
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
+LONGEST_S = 366 * DAY_S  # nobody means more, and Slurm counts minutes in 32 bits
 _TIME_FORMS = 'minutes (240), "H:MM:SS", "D-HH", "D-HH:MM" or "D-HH:MM:SS"'
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d\d))?(?::(?P<third>\d\d))?")
 
@@ -62,12 +63,14 @@ _NO_VALUE = "HkOsQvWhuV"  # short options that others may follow in one word
 
 
 def walltime_s(value: object) -> int:
-    """Seconds of a time limit.  Raises ValueError: not one of the forms, zero, or a form that reads two ways."""
+    """Seconds of a time limit.  Raises ValueError: not one of the forms, a form that reads two ways, zero, or years."""
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     seconds = _seconds_of_text(value)
     if seconds <= 0:
         raise ValueError(f"must be longer than 0; legal: {_TIME_FORMS}")
+    if seconds > LONGEST_S:
+        raise ValueError(f"longer than a year; legal: up to {LONGEST_S // DAY_S} days, {_TIME_FORMS}")
     return seconds
 
 
@@ -141,11 +144,21 @@ def _shell_line(value: str) -> str:
 
 Several = Annotated[tuple[T, ...], Field(strict=False)]  # TOML has lists; a frozen site has tuples
 # A word of a directive.  No space, quote, backslash or #: these have a special meaning to sbatch.
-Word = Annotated[str, StringConstraints(pattern=r"^[^\s\"'\\#-][^\s\"'\\#]*$")]
+_WORD = r"^[^\s\"'\\#-][^\s\"'\\#]*$"
+_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+# Not NCCL's "^lo" or "=eth0": gloo takes names alone.
+_INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._@-]*(,[A-Za-z0-9][A-Za-z0-9._@-]*)*$"
+_BIND = r"^/[^\s,]*$"
+IN_WORDS = {
+    _WORD: "one word without spaces, quotes, backslashes and #, that does not begin with -",
+    _VARIABLE: "letters, digits and _, no digit first",
+    _INTERFACE: "the name of a network interface, or several with commas",
+    _BIND: "an absolute path without spaces and commas",
+}
+Word = Annotated[str, StringConstraints(pattern=_WORD)]
 Walltime = Annotated[int, BeforeValidator(walltime_s), WithJsonSchema({"type": ["integer", "string"]})]
 Directive = Annotated[str, AfterValidator(_directive)]
 ShellLine = Annotated[str, AfterValidator(_shell_line)]
-VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-# The name of a network interface.  Not NCCL's "^lo" or "=eth0": gloo takes names alone.
-Interface = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*(,[A-Za-z0-9][A-Za-z0-9._@-]*)*$")]
-Bind = Annotated[str, StringConstraints(pattern=r"^/[^\s,]*$")]
+VariableName = Annotated[str, StringConstraints(pattern=_VARIABLE)]
+Interface = Annotated[str, StringConstraints(pattern=_INTERFACE)]
+Bind = Annotated[str, StringConstraints(pattern=_BIND)]

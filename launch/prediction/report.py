@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from launch.common.counted import counted
 from launch.common.text_table import aligned, span
 from launch.prediction.lengths import Lengths
 from launch.prediction.rates import GUESS, Rates
@@ -81,7 +82,8 @@ def _document(split: Split) -> dict[str, Any]:
 
 def _head(prediction: Prediction) -> list[str]:
     left_out = "; ".join([_NEVER_IN_IT, *prediction.left_out])
-    lines = [f"prediction  {prediction.run}, {prediction.this.num_steps} steps in virtual time; nothing is started"]
+    steps = counted(prediction.this.num_steps, "step")
+    lines = [f"prediction  {prediction.run}, {steps} in virtual time; nothing is started"]
     lines += _wrapped("not in it", left_out)
     return lines + [line for remark in prediction.remarks for line in _wrapped("remark", remark)]
 
@@ -119,7 +121,7 @@ def _this(prediction: Prediction) -> list[str]:
     rest = ", ".join(f"{words} {share:.0%}" for share, words in waits if share >= 0.005)
     most = max(outcome.staleness)
     rows = [
-        ("this split", f"{split.num_engines} generators, max_staleness {split.max_staleness}"),
+        ("this split", f"{counted(split.num_engines, 'generator')}, max_staleness {split.max_staleness}"),
         ("speed", f"{_short(1 / outcome.step_s)} steps/s, {_short(outcome.step_s)} s a step; "
                   f"{format_count(outcome.tokens_per_s)} tokens/s trained"),
         ("wall time", f"{span(round(split.wall_s))} to step {split.num_steps}, "

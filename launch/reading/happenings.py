@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from launch.common.paths import written_unix_s
 from launch.reading.spells import Spell, read_timeline
+from launch.run_directory.owner import may_live
 from launch.run_files.outcome import Cause
 from rlhpc.buffer.line_file import LineFile
 from rlhpc.metrics.curves import Curve
@@ -45,6 +47,7 @@ _FAULTS = {
     "lost",
     "disk",
     "left_away",
+    "killed",
     "not_submitted",
     "guard",
     "part_missed",
@@ -113,6 +116,7 @@ def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType
     """Read all events.  curves: of the run, whose counters show faults too.  Raises OSError."""
     recorded = read_timeline(layout.timeline)
     found = [
+        *_of_killed_launchers(layout),
         *_of_supervisors(layout),
         *_of_attempts(layout),
         *_of_guard(layout),
@@ -151,6 +155,26 @@ def _of_supervisors(layout: RunLayout) -> Iterator[Happening]:
             who = "run" if name == "local" else f"job {name}"
             if {"event", "text"} <= line.keys() and line["event"] != "attempt":  # of attempts.jsonl
                 yield Happening(line["unix_time_s"], who, str(line["event"]), str(line["text"]), _attempt(line))
+
+
+def _of_killed_launchers(layout: RunLayout) -> Iterator[Happening]:
+    """Attempts on this machine that begin and never end: their supervisor could not tell any more.
+
+    Their time is that of the next attempt, which found out, or else of the launcher's last heartbeat.
+    """
+    open_attempts: dict[int, float] = {}
+    for line in _lines(layout.job_events("local")):
+        if line.get("event") == "attempt":
+            open_attempts[_attempt(line)] = line["unix_time_s"]
+        elif line.get("event") == "attempt_end":
+            open_attempts.pop(_attempt(line), None)
+    begun = {_attempt(line, "index"): line["unix_time_s"] for line in _lines(layout.attempts)}
+    for attempt, began_s in open_attempts.items():
+        later = [unix_time_s for index, unix_time_s in begun.items() if index > attempt]
+        if later or not may_live(layout):
+            when = min(later, default=max(began_s, written_unix_s(layout.launcher)))
+            text = f"attempt {attempt} ended without a word: its launcher was killed, or the machine went down"
+            yield Happening(when, "run", "killed", text, attempt)
 
 
 def _of_attempts(layout: RunLayout) -> Iterator[Happening]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.common.counted import counted
 from launch.common.text_table import escaped
 from launch.reading.rollouts import SeenRollout
 from rlhpc.types import Int32
@@ -82,7 +83,7 @@ def _worth(seen: SeenRollout) -> str:
 
 def _origin(seen: SeenRollout) -> str:
     age = "" if seen.staleness is None else f", trained at {seen.trained_version}: staleness {seen.staleness}"
-    said = f"{len(seen.token_ids)} tokens, {seen.finish_reason}; versions {ranges(seen.versions)}"
+    said = f"{counted(len(seen.token_ids), 'token')}, {seen.finish_reason}; versions {ranges(seen.versions)}"
     return f"{said}, admitted at {seen.admitted_version}{age}"
 
 

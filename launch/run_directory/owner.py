@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from launch.common.paths import written_unix_s
 from launch.run_directory.directory_lock import DirectoryLock, LockHeld, holders, lock_directory
 from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.deadline import Deadline
@@ -107,6 +108,14 @@ def launcher_of(layout: RunLayout) -> int | None:
     """Return the pid of this directory's launcher if it is alive on this machine, else None."""
     record = read_launcher(layout)
     return record.pid if record is not None and record.is_alive else None
+
+
+def may_live(layout: RunLayout) -> bool:
+    """Whether this directory's launcher is alive here, or has sent a heartbeat from elsewhere lately; never waits."""
+    record = read_launcher(layout)
+    if record is None or record.is_here:
+        return record is not None and record.is_alive
+    return time.time() - written_unix_s(layout.launcher) < SILENCE_S
 
 
 @dataclass(frozen=True, slots=True)

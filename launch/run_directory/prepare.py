@@ -38,7 +38,7 @@ from launch.run_files.job_records import name_of_jobs, read_records
 from launch.run_files.run_state import saved_step
 from launch.slurm.queue import look_at_jobs
 from rlhpc.config import Config
-from rlhpc.config_file import config_hash, read_resolved, write_resolved
+from rlhpc.config_file import SEVERAL, config_hash, read_resolved, write_resolved
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import append_lines
 from rlhpc.ownership import take_over
@@ -317,15 +317,17 @@ def _is_of(text: str, keys: tuple[str, ...]) -> bool:
 
 
 def _difference(old: Config, new: Config) -> tuple[str, ...]:
-    before, after = (_flatten(each.model_dump(mode="json", exclude=_uncompared(old, new))) for each in (old, new))
-    if len(old.data) != len(new.data):
-        before["data.name"], after["data.name"] = (", ".join(data.title for data in each.data) for each in (old, new))
+    """Lines "key: old → new".  Of tables that come or go only the names: all their keys are new, or gone."""
+    several = [name for name in SEVERAL if len(getattr(old, name)) != len(getattr(new, name))]
+    stay = {each.title for each in old.evaluation} & {each.title for each in new.evaluation}
+    before, after = (_flatten(each.model_dump(mode="json", exclude=set(several))) for each in (old, new))
+    for name in several:
+        for flat, config in ((before, old), (after, new)):
+            flat[f"{name}.name"] = ", ".join(each.title for each in getattr(config, name))
+            if name == "evaluation":
+                tables = {each.title: each.model_dump(mode="json") for each in config.evaluation if each.title in stay}
+                flat |= _flatten(tables, "evaluation.")
     return tuple(f"{key}: {before.get(key)!r} → {value!r}" for key, value in after.items() if before.get(key) != value)
-
-
-def _uncompared(old: Config, new: Config) -> set[str]:
-    """Datasets are compared one by one only if there are as many as before."""
-    return {"data"} if len(old.data) != len(new.data) else set()
 
 
 def _flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -54,12 +54,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Limits:
-    """Timeouts in seconds, and the number of retries."""
+    """Timeouts in seconds, the number of retries, and the size of logs."""
 
     meet_s: float  # for another role
     stall_s: float  # without an optimiser step
     max_retries: int  # consecutive failed attempts without a new checkpoint
     dead_after_s: float = 60.0  # a process that a signal has stopped for this long is killed and restarted
+    log_bytes: int = 1 << 27  # of one process in one attempt; of a longer log the middle is left out
     is_attended: bool = False  # a user waits for the message of a failed start: it is not retried
 
 

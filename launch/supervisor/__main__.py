@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from launch.common.counted import counted
 from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, read_plan
@@ -115,7 +116,7 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
 
 def _opening(plan: JobPart, job: ThisJob, limit: TimeLimit) -> str:
     where = os.environ.get("SLURM_JOB_NODELIST", "this host")
-    life = f", requeued {job.restart} times" if job.restart else ""
+    life = f", requeued {counted(job.restart, 'time')}" if job.restart else ""
     return f"job {job.name} ({plan.name}){life} runs {limit.in_words()} on {where}"
 
 

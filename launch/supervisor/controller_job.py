@@ -330,8 +330,8 @@ class ControllerJobSupervisor:
             release(self._plan, self._job)
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
-        # A trainer that has not connected to the controller yet was not told to exit, and would wait for it.
-        is_told = status == 0 and progress is not None and bool(progress.names("trainer"))
+        # Not told, and so waiting: a trainer that has not connected yet, or whose controller ended by os._exit(0).
+        is_told = status == 0 and progress is not None and progress.is_ending and bool(progress.names("trainer"))
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if is_told else POLL_S)
         outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever the other job does with the run meanwhile
         if not is_left:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
+from launch.common.counted import counted
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import needed_to_stop_s, read_progress, saved_step
@@ -67,7 +68,7 @@ def pause_before_another(
     pause_s = budget.take(saved)
     if pause_s is None:
         outcome.cause = Cause.GIVEN_UP
-        outcome.text += f"; {budget.failures} attempts have not come beyond step {saved}"
+        outcome.text += f"; not beyond step {saved} in {counted(budget.failures, 'attempt')}"
         return None
     needed_s = needed_to_stop_s(read_progress(plan.layout), limit.life_s)
     if in_vain or limit.left_s() < pause_s + MIN_TIME_FOR_ANOTHER * needed_s:

@@ -32,7 +32,12 @@ from launch.supervisor.steps import Tether
 from rlhpc.errors import OwnershipLost
 from rlhpc.run_layout import RunLayout
 
-_QUIET = {"attempt_end", "part_missed", "part_left"}  # events that are expected, or that the next one repeats
+_QUIET = {
+    "attempt_end",
+    "part_missed",
+    "part_left",
+    "verdict",
+}  # events that are expected, or that the next one repeats
 
 
 class LocalSignals(Signals):
@@ -119,11 +124,12 @@ def supervise_locally(
     plan, job = read_plan(layout.local_plan, "local"), ThisJob.without_slurm()
     temporary = private_temporary_directory()
     tether = Tether(descriptors, {"TMPDIR": str(temporary)})
+    log = TerminalLog(tell, attempt.index, layout.job_events("local"))
     supervisor = ControllerJobSupervisor(
         plan,
         job,
         NoTimeLimit(),
-        TerminalLog(tell, attempt.index, layout.job_events("local")),
+        log,
         signals,
         first=attempt,
         tether=tether,
@@ -135,6 +141,7 @@ def supervise_locally(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if outcome.cause not in (Cause.COMPLETE, Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
+        log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
         tell(outcome.text)
         status = outcome.status or outcome.cause.status
         return Cause.FAILED.status if status == Cause.INTERRUPTED.status else status  # nobody has pressed Ctrl-C

@@ -80,6 +80,13 @@ class OutcomeClassifier:
         role, _, replica = record.name.rpartition("-")
         return f"{record.cause} (log: {self._layout.log(role, int(replica), attempt.index)})"
 
+    def _untold(self, status: int, attempt: Attempt) -> str:
+        """How a controller ended whose record says nothing of a failure."""
+        if status:
+            return f"the controller ended with status {status}"
+        log = self._layout.log("controller", 0, attempt.index)
+        return f"the controller ended before the run did, without a word: by os._exit in code of your own? (log: {log})"
+
     def _failure(
         self,
         status: int,
@@ -92,7 +99,7 @@ class OutcomeClassifier:
         failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
         # The trainer first: when it fails, the controller does, too.
         failed.sort(key=lambda record: not record.name.startswith("trainer"))
-        text = self._told(failed[0], attempt) if failed else why or f"the controller ended with status {status}"
+        text = self._told(failed[0], attempt) if failed else why or self._untold(status, attempt)
         if end_requested:  # before components are checked: Slurm may be requeueing all of them
             return Outcome(Cause.SIGNAL, f"ended by Slurm: {text}")
         if self._component_is_gone("trainer"):

@@ -29,6 +29,7 @@ from launch.run_files.exit_records import ExitRecord, last_error_in, write_recor
 from launch.run_files.plan_file import JobPart, Part, read_plan
 from launch.run_files.run_state import is_complete, read_attempt, read_progress
 from launch.slurm.this_job import ThisJob
+from launch.supervisor.bounded_log import BoundedLog
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.parent_death import adopt_orphans, die_with, end_children, end_with_parent, wait_for_child
@@ -103,6 +104,7 @@ class _Task:
         self._replica = share.first_replica + tasks_before + index
         self._name = f"{options.role}-{self._replica}"
         self._log = plan.layout.log(options.role, self._replica, options.attempt)
+        self._bounded = BoundedLog(self._log, self._name, plan.limits.log_bytes)
         self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
         self._starts = 0
         self._is_expendable = options.role in ("generator", "reward")
@@ -170,7 +172,8 @@ class _Task:
                 self._starts += 1
                 for number in [each for each in _SIGNALS if each in _ENDS]:
                     role.send_signal(number)  # it came before there was a role to hear it
-                status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
+                with self._bounded:
+                    status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
                 role.returncode = status  # for Popen, which has not seen it end
             end_children()
         except OSError as error:

@@ -270,7 +270,9 @@ def _rollouts(directory: Path, position: Position, limits: dict[int, int], histo
             if record.sequence > position.num_rollouts and (last is None or record.sequence <= last):
                 if record.sequence > expected:
                     history.lacks_beginning |= expected == position.num_rollouts + 1
-                    history.problems.append(f"rollouts {expected} to {record.sequence - 1} of the run are missing")
+                    last_lost = record.sequence - 1
+                    lost = f"rollout {expected}" if last_lost == expected else f"rollouts {expected} to {last_lost}"
+                    history.problems.append(f"missing in the run: {lost}")
                 expected = record.sequence + 1
                 history.num_rollouts = max(history.num_rollouts, record.sequence)
                 undone_above = history.undone.get(content.layout.attempt)

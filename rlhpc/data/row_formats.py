@@ -77,6 +77,9 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
         except UnicodeDecodeError as error:
             raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
         except json.JSONDecodeError as error:
+            if error.msg == "Extra data" and "\r" in text[: error.pos]:
+                legal = "legal: a line feed at the end of each, as Linux and Windows write it"
+                raise DataError(f"{name}: lines end in a carriage return alone; {legal}") from error
             damage = "; the line has NUL bytes, as after a crash or a sparse copy" if b"\0" in line else ""
             raise DataError(f"{source}: malformed JSON: {error.msg} at column {error.colno}{damage}") from error
         if text.strip():

@@ -383,6 +383,25 @@ def test_a_fault_of_one_of_several_datasets_is_put_down_to_it(mixed_file: Path, 
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("header", ["[data]", "[[data]]"])
+def test_the_only_dataset_has_the_number_0_and_no_other_however_it_is_written(run_file: Path, header: str) -> None:
+    run_file.write_text(run_file.read_text().replace("[data]", header))
+    assert load_config(run_file, ["data.0.weight=2"]).data[0].weight == 2
+    for word, said in {
+        "data.1.weight=2": "'data.1.weight=2': there is but one table [data]; legal: data.…",
+        "data.0.weight=0": "command line: data.weight=0: legal: above 0.0",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            load_config(run_file, [word])
+        assert str(error.value) == said
+
+
+@pytest.mark.parametrize("key", ["evaluation.path", "evaluation.0.path"])
+def test_settings_without_an_evaluation_get_one_from_an_override(run_file: Path, key: str) -> None:
+    begun = load_config(run_file)
+    assert [each.title for each in override(begun, [f"{key}=held-out.jsonl"]).evaluation] == ["held-out"]
+
+
 def test_a_template_and_a_prompt_field_are_two_prompts(run_file: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data\.prompt_field='p' with prompt_template='\{q\}': the prompt is the field"

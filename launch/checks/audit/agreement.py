@@ -16,12 +16,13 @@ from launch.checks.audit.evidence import Evidence
 from launch.checks.audit.journal import MEMBERS
 from launch.checks.audit.report import Check, Offence
 from launch.checks.audit.segments import fate_at, offence_at
+from launch.common.counted import counted
 
 
 def checkpoints(evidence: Evidence) -> Check:
     """Compare each checkpoint with the segments before it."""
     check = Check("checkpoints agree")
-    check.looked_at = f"{len(evidence.checkpoints.sound)} checkpoints"
+    check.looked_at = counted(len(evidence.checkpoints.sound), "checkpoint")
     for name, why in evidence.checkpoints.unreadable:
         check.accuse(Offence(f"cannot be read: {why}", file=f"checkpoints/{name}"))
     for place, saved in enumerate(evidence.checkpoints.sound):
@@ -134,7 +135,7 @@ def identities(evidence: Evidence, places: Places) -> Check:
             check.accuse(Offence(text, group=group))
     for offence in evidence.contradictions:
         check.accuse(offence)
-    check.looked_at = f"{len(groups)} groups, {num_compared} comparisons"
+    check.looked_at = f"{counted(len(groups), 'group')}, {counted(num_compared, 'comparison')}"
     return check
 
 

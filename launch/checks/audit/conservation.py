@@ -15,6 +15,7 @@ from launch.checks.audit.evidence import Evidence
 from launch.checks.audit.journal import MEMBERS
 from launch.checks.audit.report import Check, Offence
 from launch.checks.audit.segments import fate_at, offence_at
+from launch.common.counted import counted
 
 MISSING, TRAINED, DROPPED, BUFFERED, IN_FLIGHT = range(5)
 WORDS = ("missing", "trained", "dropped", "buffered", "in_flight")
@@ -63,9 +64,9 @@ def conservation(evidence: Evidence) -> tuple[Check, Places]:
     listed = ", ".join(
         f"{counts[word]} {word.replace('_', ' ')}" for word in WORDS if word != "missing" or counts[word]
     )
-    check.looked_at = f"{num_drawn - first} groups: {listed}"
+    check.looked_at = f"{counted(num_drawn - first, 'group')}: {listed}"
     if places.num_beyond:
-        check.remarks.append(f"{places.num_beyond} groups were resolved after the last event that is on disk")
+        check.remarks.append(f"{counted(places.num_beyond, 'group')} resolved after the last event that is on disk")
     return check, places
 
 

@@ -10,6 +10,7 @@ from launch.checks.audit.report import Check, Offence
 from launch.checks.journal_check import journal_rows
 from launch.checks.run_check import checkpoint_row
 from launch.checks.run_rows import Verdict, listed
+from launch.common.counted import counted
 from rlhpc.training.checkpoint.directory import Fate
 
 
@@ -36,8 +37,10 @@ def files(evidence: Evidence, progress: Progress) -> Check:
         kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(evidence.events.unknown.items()))
         check.remarks.append(f"events that are not known here were passed over: {kinds}")
     check.looked_at = (
-        f"{read} of {evidence.segments.num_files} segments, {len(evidence.journal.paths)} journal files, "
-        f"{len(evidence.events.attempts)} event logs, {len(evidence.checkpoints.states)} checkpoints"
+        f"{read} of {counted(evidence.segments.num_files, 'segment')}, "
+        f"{counted(len(evidence.journal.paths), 'journal file')}, "
+        f"{counted(len(evidence.events.attempts), 'event log')}, "
+        f"{counted(len(evidence.checkpoints.states), 'checkpoint')}"
     )
     return check
 

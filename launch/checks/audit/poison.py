@@ -8,6 +8,7 @@ from __future__ import annotations
 from launch.checks.audit.evidence import Evidence
 from launch.checks.audit.report import Check
 from launch.checks.run_rows import listed
+from launch.common.counted import counted
 from rlhpc.buffer.lost_leases import LostLeaseFile, Suspicion
 from rlhpc.buffer.resolved import DropReason
 
@@ -27,6 +28,10 @@ def poison(evidence: Evidence) -> Check:
     suspects = [each for each in strikes.values() if each.strikes > 1]
     if suspects:
         words = ", ".join(f"{each.prompt} ({each.strikes} deaths)" for each in suspects[:10])
-        check.remarks.append(f"{len(suspects)} prompts under suspicion, granted with few others or alone: {words}")
-    check.looked_at = f"{len(dropped)} groups dropped as poison, {len(suspects)} prompts under suspicion"
+        check.remarks.append(
+            f"{counted(len(suspects), 'prompt')} under suspicion, granted with few others or alone: {words}"
+        )
+    check.looked_at = (
+        f"{counted(len(dropped), 'group')} dropped as poison, {counted(len(suspects), 'prompt')} under suspicion"
+    )
     return check

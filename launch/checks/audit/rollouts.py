@@ -15,6 +15,7 @@ from launch.checks.audit.journal import MEMBERS
 from launch.checks.audit.report import Check, Offence
 from launch.checks.audit.segments import offence_at
 from launch.checks.audit.steps import Course
+from launch.common.counted import counted, span
 
 
 def members(evidence: Evidence, places: Places) -> Check:
@@ -31,8 +32,8 @@ def members(evidence: Evidence, places: Places) -> Check:
     _look_at_journal(check, evidence)
     num_waiting = _look_for_unsealed(check, evidence, places)
     check.looked_at = (
-        f"{evidence.segments.num_rollouts} rollouts in segments, {len(evidence.journal.rows)} in the journal; "
-        f"{num_waiting} trained groups that no segment has yet"
+        f"{counted(evidence.segments.num_rollouts, 'rollout')} in segments, "
+        f"{len(evidence.journal.rows)} in the journal; {counted(num_waiting, 'group')} trained that no segment has yet"
     )
     return check
 
@@ -133,7 +134,7 @@ def versions(evidence: Evidence, places: Places, course: Course) -> Check:
     check = Check("weight versions")
     rows, events = evidence.segments.rows, evidence.events
     newest = max([course.version, *(known.next_version for _, known in events.trained_steps())])
-    check.looked_at = f"versions 0 to {newest}" if newest >= 0 else "versions before schema 2, which are not known"
+    check.looked_at = span("version", 0, newest) if newest >= 0 else "versions before schema 2, which are not known"
     check.looked_at += "; tokens were not read" if evidence.is_quick else ""
     allowed = events.lost_version  # of steps that were lost with some rollouts; their complete groups are used
     top, num_lost = max(newest, allowed) if newest >= 0 else 1 << 60, 0
@@ -159,7 +160,7 @@ def versions(evidence: Evidence, places: Places, course: Course) -> Check:
         check.accuse(offence_at(row, text))
     _look_at_journal_versions(check, evidence, places, top)
     if num_lost:
-        check.remarks.append(f"{num_lost} groups have tokens of versions that were lost with their steps")
+        check.remarks.append(f"{counted(num_lost, 'group')} with tokens of versions that were lost with their steps")
     return check
 
 

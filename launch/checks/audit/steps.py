@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from launch.checks.audit.evidence import Evidence
 from launch.checks.audit.report import Check, Offence
 from launch.checks.audit.segments import fate_at, offence_at, segment_name
+from launch.common.counted import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def steps(evidence: Evidence) -> tuple[Check, Course]:
         if step in sealed:
             _look_at_groups(check, evidence, step, sealed[step], is_last=step == last_sealed)
         version = _look_at_version(check, step, version, sealed.get(step), evidence)
-    check.looked_at = f"{last + 1 - first} steps, {len(sealed)} in segments, {len(recorded)} in events"
+    check.looked_at = f"{counted(last + 1 - first, 'step')}, {len(sealed)} in segments, {len(recorded)} in events"
     if evidence.events.lost_version >= 0:
         check.remarks.append(
             "steps that were recorded are void, since rollouts of them were lost, or the guard undid them"
@@ -80,7 +81,7 @@ def order(evidence: Evidence) -> Check:
             _accuse_order(check, mine[int(differs.argmax())], groups, fates, int(differs.argmax()))
         elif len(mine) > length:
             _look_beyond(check, evidence, mine[length:])
-    check.looked_at = f"{num_compared} groups in the order in which events resolved them"
+    check.looked_at = f"{counted(num_compared, 'group')} in the order in which events resolved them"
     check.is_seen = bool(evidence.events.attempts) and not evidence.first_segment
     if not evidence.events.are_whole:
         check.remarks.append("events of some attempts are damaged: those were not compared")

@@ -9,6 +9,7 @@ from launch.checks.preflight import preflight_sampling
 from launch.commands.evaluate.request import Request, of_run_file
 from launch.commands.evaluate.settings import evaluation_config
 from launch.commands.evaluate.target import Target, target_of
+from launch.common.counted import counted
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.errors import ConfigError
@@ -21,7 +22,7 @@ def preview_evaluations(config: Config, *, roles_run_here: bool = True, has_gpus
     """
     target = target_of(config)
     return [
-        f"evaluation  {request.name}: {_look(target, request, roles_run_here, has_gpus).num_records} records"
+        f"evaluation  {request.name}: {counted(_look(target, request, roles_run_here, has_gpus).num_records, 'record')}"
         for request in of_run_file(config)
     ]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.common.counted import counted
 from launch.common.text_table import aligned
 from rlhpc.evaluation.samples_file import EvaluatedSample
 from rlhpc.evaluation.settings import EvaluationSettings
@@ -39,8 +40,9 @@ class Report:
     def as_text(self) -> str:
         """A line for each figure, with its interval of 95 %."""
         how = "the most likely tokens" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        number = f"{self.samples_per_prompt} sample" + "s" * (self.samples_per_prompt > 1)
-        lines = [f"{self.title}: {self.num_prompts} prompts × {number}, {how}"]
+        lines = [
+            f"{self.title}: {counted(self.num_prompts, 'prompt')} × {counted(self.samples_per_prompt, 'sample')}, {how}"
+        ]
         rows = [
             (f"  {name}", f"{each.value:.3f}", f"[{each.low:.3f}, {each.high:.3f}]", self._of_prompts(each))
             for name, each in self.figures.items()
@@ -48,7 +50,7 @@ class Report:
         lines += aligned(rows)
         lines.append(f"  {self.mean_tokens:.0f} tokens on average, {100 * self.truncated_share:.1f} % cut off")
         if self.num_not_judged:
-            lines.append(f"  {self.num_not_judged} samples that no verifier could judge are left out")
+            lines.append(f"  left out: {counted(self.num_not_judged, 'sample')} that no verifier could judge")
         return "\n".join(lines)
 
     def _of_prompts(self, estimate: Estimate) -> str:

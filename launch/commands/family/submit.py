@@ -16,6 +16,7 @@ from launch.commands.family.members import Member, members_of
 from launch.commands.overview.standing import State
 from launch.commands.overview.survey import survey
 from launch.commands.submit import Submission, Tell, check, dependency, describe_record, prepare, submit_checked
+from launch.common.counted import counted
 from launch.plan.report import describe_jobs
 from launch.run_directory.prepare import refuse_run_dir_for_jobs
 from launch.run_files.job_records import JobRecord, read_records
@@ -77,7 +78,9 @@ def describe_family(members: Sequence[Member], site_file: Path, chain: bool) -> 
     plans = [describe_jobs(submission.plan).splitlines() for submission in submissions]
     same = all(plan[1:] == plans[0][1:] for plan in plans)
     shown = [["each", *plans[0][1:]]] if same else plans
-    return "\n".join([f"{len(members)} runs {order}", *lines, *(line for plan in shown for line in ["", *plan])])
+    return "\n".join(
+        [f"{counted(len(members), 'run')} {order}", *lines, *(line for plan in shown for line in ["", *plan])]
+    )
 
 
 def submit_family(members: Sequence[Member], site_file: Path, how: How, tell: Tell) -> list[Path]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from launch.commands.metrics.exported import ExportedRun
+from launch.common.counted import counted
 from launch.reading.metric_table import metric_table
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
@@ -34,7 +35,7 @@ def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
         sys.stdout.writelines(table.csv_lines())
     else:
         write_table(options.out, table)
-        print(f"{options.out}: {len(table.steps)} steps, {len(table.curves)} metrics")
+        print(f"{options.out}: {counted(len(table.steps), 'step')}, {counted(len(table.curves), 'metric')}")
     return 0
 
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from launch.common.counted import counted
 from launch.reading.run_figures import settings_of
 from rlhpc.metrics.curve_table import CurveTable
 from rlhpc.run_layout import RunLayout
@@ -37,4 +38,4 @@ class ExportedRun:
     @property
     def size(self) -> str:
         """In words."""
-        return f"{len(self.table.steps)} steps, {len(self.table.curves)} metrics"
+        return f"{counted(len(self.table.steps), 'step')}, {counted(len(self.table.curves), 'metric')}"

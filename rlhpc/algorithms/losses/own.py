@@ -21,6 +21,8 @@ from rlhpc.user_code import load, try_out
 KEY = "algorithm.loss"
 FAMILY = "own_loss"  # of its metrics in TensorBoard
 TRIAL = "a row of four tokens"
+# A device that has failed says so to whoever uses it next.
+OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 IDLE_TRIAL = "a row without loss tokens, as a rank without samples has"
 
 
@@ -47,13 +49,14 @@ class OwnLoss:
     names: tuple[str, ...]
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """See PolicyLoss.  Raises ConfigError: it returned something else than when it was tried."""
-        returned = self.loss(current, row)
+        """See PolicyLoss.  Raises ConfigError: it raised, or returned something else than when it was tried."""
+        on = f"a row of {len(current)} tokens of a run"
+        returned = try_out(KEY, self.path, on, partial(self.loss, current, row), unless=OF_THE_DEVICE)
         if problem := _misfit(returned) or _news(returned[1], self.names):
             raise ConfigError(f"{KEY}={self.path!r} in a run: {problem} (rlhpc/contracts.py, PolicyLoss)")
         value, metrics = returned
-        zero = torch.zeros((), device=current.device)
-        return value, {f"{FAMILY}/{name.replace('/', '_')}": metrics.get(name, zero) for name in self.names}
+        all_of_them = {name: metrics[name] if name in metrics else current.new_zeros(()) for name in self.names}
+        return value, {f"{FAMILY}/{name.replace('/', '_')}": metric for name, metric in all_of_them.items()}
 
 
 def _misfit(returned: object) -> str:

@@ -137,7 +137,9 @@ class TrainLoop:
             await self._guarding.enforce()
         restored(left)
         if self.step > first:
-            log.info("steps %d to %d were trained again, from the journal", first, self.step - 1)
+            last = self.step - 1
+            again = f"step {first}" if last == first else f"steps {first} to {last}"
+            log.info("trained again, from the journal: %s", again)
 
     async def begin(self) -> None:
         """Publish the version to start from, and wait until a generator samples with it."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from token_rows import ragged_row
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhpc.algorithms.advantages.choice import make_estimator
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
@@ -125,6 +130,55 @@ def test_a_loss_that_returns_something_else_in_a_run_says_so(module: Path, kind:
     loss = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)
     with pytest.raises(ConfigError, match=rf"algorithm\.loss='{module.stem}:loss' in a run: {message}"):
         loss(*ragged_row(0))
+
+
+def in_a_run(module: Path, statement: str) -> Callable[[], object]:
+    """A call of a loss that does this with more tokens than it is tried on."""
+    module.write_text(
+        "import numpy as np, torch\ndef loss(current, row):\n    if len(current) > 4:\n"
+        f"        {statement}\n    return torch.where(row.loss_mask, current, 0.0).sum(), {{}}\n"
+    )
+    return partial(make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7), *ragged_row(0))
+
+
+@pytest.mark.parametrize("statement", ["raise KeyError('late')", "np.zeros(3)[7]", "raise SystemExit"])
+def test_a_loss_that_fails_in_a_run_is_named_with_its_line_and_not_tried_again(module: Path, statement: str) -> None:
+    with pytest.raises(ConfigError) as refused:  # which no supervisor tries again
+        in_a_run(module, statement)()
+    said = str(refused.value)
+    assert said.startswith(f"algorithm.loss='{module.stem}:loss', tried on a row of ")
+    assert said.endswith(f" ({module}:4)")
+
+
+@pytest.mark.parametrize("error", ["torch.OutOfMemoryError", "torch.AcceleratorError", "torch.distributed.DistError"])
+def test_a_device_that_fails_under_a_loss_is_not_the_losss_fault(module: Path, error: str) -> None:
+    with pytest.raises(RuntimeError, match="gone"):
+        in_a_run(module, f"raise {error}('gone')")()
+
+
+class Operations(TorchDispatchMode):
+    """Names of what torch computes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_loss_of_ones_own_costs_no_operation_more_than_it_has(module: Path) -> None:
+    module.write_text(GOOD)
+    own = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)
+    made = []
+    for loss in (importlib.import_module(module.stem).loss, own):
+        with Operations() as operations:
+            loss(*ragged_row(0))
+        made.append(operations.names)
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("kind", BROKEN_LOSSES)

@@ -361,7 +361,7 @@ def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> No
     history = read_history(layout.rollouts, START)
     assert history.lacks_beginning
     assert [problem for problem in history.problems if path.name in problem]
-    assert "rollouts 1 to 4 of the run are missing" in history.problems
+    assert "missing in the run: rollouts 1 to 4" in history.problems
     assert [record.sequence for record in history.rollouts] == [5, 6]
 
 

@@ -112,6 +112,8 @@ def test_arrow_in_the_form_of_files_is_read_too(tmp_path: Path) -> None:
             b"question;answer\n1;2\n",
             r"a\.csv:1: one column, 'question;answer'; .* by semicolons\? legal: commas",
         ),
+        ("a.jsonl", b'{"a": 1}\r{"a": 2}\r', r"a\.jsonl: lines end in a carriage return alone; legal: a line feed"),
+        ("a.json", b'{"a": 1}\r{"a": 2}\r', r"a\.json: lines end in a carriage return alone; legal: a line feed"),
         ("a.jsonl", b'{"a": 1}\n{"question"\n', r"a\.jsonl:2: malformed JSON: .* at column 12"),
         ("a.jsonl.gz", gzip.compress(as_lines(ROWS), mtime=0)[:-12], r"a\.jsonl\.gz is damaged"),
         ("a.jsonl.gz", as_lines(ROWS), r"a\.jsonl\.gz is damaged: Not a gzipped file"),

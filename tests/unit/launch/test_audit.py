@@ -426,7 +426,7 @@ def test_a_loss_that_prefers_long_completions_and_poisoned_prompts_are_remarked_
     lines = [{"prompt": "abc", "strikes": 3, "together": 4}, {"prompt": "def", "strikes": 1, "together": 4}]
     layout.strikes.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (remark,) = check_of(audited(layout), "poison and quarantine").remarks
-    assert remark == "1 prompts under suspicion, granted with few others or alone: abc (3 deaths)"
+    assert remark == "1 prompt under suspicion, granted with few others or alone: abc (3 deaths)"
 
 
 def make_long(groups: list[ResolvedGroup]) -> None:

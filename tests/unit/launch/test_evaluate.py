@@ -391,7 +391,7 @@ def test_a_report_needs_all_samples_and_only_those_that_were_asked_for(model: Pa
         "  maj@2   0.250  [0.037, 0.744]   of 2 prompts",
         "  reward  0.500  [-0.066, 1.066]",
         "  10 tokens on average, 16.7 % cut off",
-        "  1 samples that no verifier could judge are left out",
+        "  left out: 1 sample that no verifier could judge",
     ]
     assert json.loads(json.dumps(report.as_json()))["figures"]["pass@1"]["value"] == 0.5
 

@@ -236,8 +236,8 @@ def test_the_plan_file_has_what_the_supervisor_starts() -> None:
 def test_the_plan_file_has_the_limits_of_the_site_and_the_environment_of_the_roles() -> None:
     keys = {"max_retries": 0, "meet_s": 60, "continuation": "successor"}
     document = json.loads(plan_document(plan_of("trainer.device=cpu", cluster=keys)))
-    limits = {"meet_s": 60, "stall_s": 3600, "max_retries": 0, "dead_after_s": 15.0, "is_attended": False}
-    assert document["limits"] == limits
+    limits = {"meet_s": 60, "stall_s": 3600, "max_retries": 0, "dead_after_s": 15.0, "log_bytes": 1 << 27}
+    assert document["limits"] == limits | {"is_attended": False}
     assert document["continuation"] == "successor"
     controller, trainer, generation = document["jobs"][0]["components"]
     assert controller["environment"] == generation["environment"] == ROLE_ENVIRONMENT

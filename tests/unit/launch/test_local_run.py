@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.reading.happenings import read_story
 from launch.run_files.exit_records import last_error_line, read_failures
 from launch.run_files.plan_file import LOCAL, SCHEMA
 from launch.run_files.run_state import Attempt
@@ -110,6 +111,13 @@ def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_la
     assert str(lab.layout.root / "logs/trainer-0/attempt_0.log") in line
 
 
+def test_a_controller_that_fails_and_is_not_tried_again_is_a_fault_of_the_report(lab: Lab) -> None:
+    assert lab.run(controller_0="sys.exit('a controller-0 rlhpc.lifecycle ERROR disk gone')", trainer_0=PATIENT) == 1
+    (fault,) = (each for each in read_story(lab.layout).faults if each.kind == "verdict")
+    assert fault.text.startswith("failed: controller-0 ")
+    assert len([line for line in lab.told if "disk gone" in line]) == 1
+
+
 def test_a_controller_that_has_failed_and_told_all_to_leave_is_not_interrupted_when_they_do(lab: Lab) -> None:
     """An interrupt in its last moment would stand in the place of what it failed of."""
     fails = (
@@ -133,6 +141,15 @@ def test_a_trainer_that_leaves_with_status_0_before_the_end_is_named(lab: Lab) -
     leaves = "import time\nwhile not (root / 'up').exists(): time.sleep(0.02)"
     assert lab.run(controller_0=saves, trainer_0=leaves) == 1
     assert lab.told[-1].startswith("trainer-0 has ended: exit status 0, no error recorded")
+
+
+def test_a_controller_that_ends_without_a_word_is_told_at_once(lab: Lab) -> None:
+    """A function of the user's own may call os._exit(0), and no trainer has been told to leave."""
+    began = time.monotonic()
+    program = TRAINS.replace("generator-0", "trainer-0") + "import os; os._exit(0)"
+    assert lab.run(controller_0=program, trainer_0=PATIENT) == 1
+    assert time.monotonic() - began < controller_job.FINISH_GRACE_S
+    assert "the controller ended before the run did, without a word: by os._exit in code of your own?" in lab.told[-1]
 
 
 def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab: Lab) -> None:

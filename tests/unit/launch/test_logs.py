@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.commands import logs
-from launch.commands.logs import LAST_LINES, roles_there, show_logs
+from launch.commands.logs import LAST_LINES, _Tail, log_files, roles_there, show_logs
 from launch.run_directory.owner import register_launcher
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
@@ -97,6 +97,22 @@ def test_the_last_lines_are_shown_of_a_long_log_and_progress_bars_are_one_line(
     lines = shown(capsys, layout, "trainer-0")
     assert len(lines) == LAST_LINES
     assert lines[-2:] == ["trainer-0 | line 49999", "trainer-0 | 100%"]
+
+
+def test_a_log_that_is_shortened_while_it_is_followed_is_not_printed_again(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, "trainer", 0, 2, "".join(f"line {k:07}\n" for k in range(600_000)))
+    (file,) = log_files(layout, "trainer-0")[-1:]
+    tail = _Tail(file)
+    tail.print_last(1, 9)
+    file.path.write_text("".join(f"line {k:07}\n" for k in (*range(150_000), *range(450_000, 600_001))))
+    capsys.readouterr()
+    tail.print_new(9)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "trainer-0 | line 0600000"
+    assert "line 0150000" not in lines[0]
+    assert len(lines) < 100_000
 
 
 def test_an_unknown_role_is_refused_with_those_there_are(layout: RunLayout) -> None:

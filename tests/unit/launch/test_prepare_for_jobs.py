@@ -87,6 +87,26 @@ def test_a_run_that_has_begun_wants_a_word(config: Config, layout: RunLayout) ->
     assert not layout.attempts.exists()
 
 
+def test_an_evaluation_that_comes_or_goes_with_a_resume_is_one_line(
+    config: Config, layout: RunLayout, tmp_path: Path
+) -> None:
+    one = [f"evaluation.path={tmp_path / 'held-out.jsonl'}"]
+    document = override(config, one).model_dump(mode="json")
+    document["evaluation"] = [document["evaluation"][0] | {"samples": 4}, document["evaluation"][0] | {"name": "b"}]
+    several = Config.model_validate(document)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
+    begin_attempt(layout, job_id=1, restart=0)
+    changes = [
+        prepare_run_dir_for_jobs(each, layout, resume=True, fresh=False)
+        for each in (override(config, one), several, config)
+    ]
+    assert changes == [
+        ("evaluation.name: '' → 'held-out'",),
+        ("evaluation.name: 'held-out' → 'held-out, b'", "evaluation.held-out.samples: 1 → 4"),
+        ("evaluation.name: 'held-out, b' → ''",),
+    ]
+
+
 def test_a_resume_takes_away_requests_and_the_attempt_that_was_on(config: Config, layout: RunLayout) -> None:
     prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=1, restart=0)

@@ -221,3 +221,10 @@ def test_half_a_surrogate_in_a_text_is_its_escape_in_a_frame(tmp_path: Path) -> 
     run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0, task="cut \ud83d")])
     columns = _columns(rlhpc.Run.load(run.layout.root).rollouts())
     assert columns["task"] == ["cut \\ud83d", "cut \\ud83d"]
+
+
+def test_a_fault_of_an_override_is_not_put_down_to_a_command_line(tmp_path: Path) -> None:
+    site = ROOT / "slurm" / "sites" / "example.toml"
+    with pytest.raises(ConfigError) as error:
+        rlhpc.submit(ROOT / "configs" / "demo.toml", site, ["run.num_steps=-1", f"run.directory={tmp_path}"])
+    assert str(error.value) == "overrides: run.num_steps=-1: legal: above 0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
@@ -23,6 +25,7 @@ from launch.reading.report_page import write_report
 from launch.reading.run_figures import read_figures, read_sampled
 from launch.reading.spells import MOST_STRETCHES, Spell
 from launch.reading.timeline_chart import MOST_COLUMNS, rows_of, thinned, timeline_chart
+from launch.run_directory.owner import register_launcher
 from launch.run_files.events import EventLog
 from rlhpc.buffer.line_file import LineFile
 from rlhpc.exit_status import EXIT_CONFIG
@@ -128,6 +131,34 @@ def test_a_run_that_its_user_has_ended_has_no_fault(tmp_path: Path) -> None:
     for job, verdict in (("4712", "stop: asked for by `rlhpc stop`"), ("4713", "abort: by `rlhpc stop --now`")):
         EventLog(run.layout.job_events(job), 0).say("verdict", verdict)
     assert read_story(run.layout).faults == []
+
+
+def begins_here(run: TextRun, index: int) -> EventLog:
+    """An attempt that `rlhpc run` begins; returns the log of its supervisor."""
+    log = EventLog(run.layout.job_events("local"), 0)
+    log.attempt = index
+    with run.layout.attempts.open("a") as file:
+        file.write(json.dumps({"index": index, "resume_step": None, "unix_time_s": time.time()}) + "\n")
+    log.say("attempt", f"attempt {index} begins from the beginning")
+    return log
+
+
+def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "killed")
+    begins_here(run, 0)
+    register_launcher(run.layout)
+    assert read_story(run.layout).faults == []
+    child = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    run.layout.launcher.write_text(
+        json.dumps(json.loads(run.layout.launcher.read_bytes()) | {"pid": int(child.stdout)})
+    )
+    assert [each.text for each in read_story(run.layout).faults] == [
+        "attempt 0 ended without a word: its launcher was killed, or the machine went down"
+    ]
+    begins_here(run, 1).say("attempt_end", "attempt 1, step 3 trained, step 3 saved: complete")
+    story = read_story(run.layout)
+    assert [each.attempt for each in story.faults] == [0]
+    assert [each.kind for each in story.happenings] == ["attempt", "killed", "attempt", "attempt_end"]
 
 
 def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown() -> None:

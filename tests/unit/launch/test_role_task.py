@@ -26,6 +26,7 @@ def plan_with(
     role_program: Path, layout: RunLayout, component: str = "trainer", placement: str = "jobs", **other: object
 ) -> Path:
     """A job of one trainer rank, whose Python is this program."""
+    log_bytes = other.pop("log_bytes", 1 << 27)
     trainer = {
         "name": component,
         "roles": [{"role": "trainer", "num_processes": 1, "first_replica": 0}],
@@ -42,7 +43,7 @@ def plan_with(
         "run_directory": str(layout.root),
         "placement": placement,
         "continuation": "requeue",
-        "limits": {"meet_s": 10, "stall_s": 10, "max_retries": 1},
+        "limits": {"meet_s": 10, "stall_s": 10, "max_retries": 1, "log_bytes": log_bytes},
         "jobs": [{"name": "trainer", "array_size": None, "components": [trainer]}],
     }
     layout.job_plan.parent.mkdir(parents=True)
@@ -50,9 +51,9 @@ def plan_with(
     return layout.job_plan
 
 
-def run_task(role: Path, layout: RunLayout, directory: Path) -> subprocess.CompletedProcess[str]:
+def run_task(role: Path, layout: RunLayout, directory: Path, **plan: object) -> subprocess.CompletedProcess[str]:
     """A rank of the trainer's third attempt, with temporary files in `directory`, until it has ended."""
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout, **plan))]  # type: ignore[arg-type]
     command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
     job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(directory)}
     return subprocess.run(command, env={**os.environ, **job}, check=False, capture_output=True, text=True)
@@ -78,6 +79,21 @@ def test_a_task_exits_as_its_role_does_and_writes_down_how(
     record = read_records(layout, "trainer", 3)[0]
     assert record.status == status
     assert record.cause.endswith(f"ended with {words}")
+
+
+@pytest.mark.starts
+def test_a_role_that_prints_in_a_loop_fills_no_disk_and_its_last_error_is_known(tmp_path: Path) -> None:
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    loop = "import sys, time\nfor k in range(300_000):\n    print('reward', k)\n    k % 1000 or time.sleep(0.01)\n"
+    last = "x trainer-0 rlhpc.lifecycle ERROR ConfigError: my reward is wrong"
+    role.write_text(f"#!{sys.executable}\n{loop}sys.exit({last!r})\n")
+    role.chmod(0o700)
+    assert run_task(role, layout, tmp_path, log_bytes=100_000).returncode == 1
+    log = layout.log("trainer", 0, 3).read_text()
+    assert len(log) <= 100_000
+    assert log.startswith("reward 0\n")
+    assert "bytes are left out here" in log
+    assert read_records(layout, "trainer", 3)[0].last_words == "ConfigError: my reward is wrong"
 
 
 @pytest.mark.starts

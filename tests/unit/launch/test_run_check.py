@@ -67,6 +67,7 @@ EVENTS = (
     Trained(1, 1, applied=True),
 )
 
+LEAPS = [Began(2, 12, goes_on=True), Taken(3, [0, 1])]
 STATE = {"step": 12, "policy_version": 12, "prompts": {}, "membership": {}, "totals": {}}
 JOURNAL_FROM_4 = {"journal": {"attempt": 0, "num_events": 0, "num_rollouts": 3}}
 
@@ -175,19 +176,29 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: flip_in_journal(journal(run, 1), "rollouts", 2), "journal", "journal_000001.h5: rows 2 of"),
         (lambda run: flip_in_journal(journal(run, 1), "versions", 0), "journal", "journal_000001.h5: rows 0 of"),
         (lambda run: flip_in_journal(journal(run, 1), "prompts", 0), "journal", "rows 0 of `rollouts`, or the data"),
-        (lambda run: flip_in_journal(journal(run, 0), "rollouts", 4), "journal", "rollouts 5 to 5 are missing between"),
+        (lambda run: flip_in_journal(journal(run, 0), "rollouts", 4), "journal", "journal_000001.h5: rollout 5"),
         (lambda run: flip_at(journal(run, 2), 40), "journal", "journal_000002.h5 its first bytes are damaged"),
         (lambda run: journal(run, 1).write_bytes(b"x" * 9000), "journal", "_000001.h5 is not a journal of rollouts"),
         (lambda run: os.truncate(journal(run, 2), 9000), "journal", "journal_000002.h5 is cut off: it has 9,000 of"),
         (lambda run: os.truncate(journal(run, 0), 60), "journal", "journal_000000.h5 its first bytes are damaged"),
         (lambda run: flip_at(partials(run), 30), "partials", "partials_000000.bin: bytes 0 to"),
-        (lambda run: journal(run, 1).unlink(), "journal", "rollouts 6 to 10 are missing between"),
-        (lambda run: journal(run, 0).unlink(), "journal", "rollouts 4 to 5, the first ones since the checkpoint"),
-        (lambda run: shutil.copy(journal(run, 1), journal(run, 3)), "journal", "rollouts 6 to 12 are in journal_00000"),
+        (lambda run: journal(run, 1).unlink(), "journal", "missing between"),
+        (lambda run: journal(run, 0).unlink(), "journal", "missing: rollouts 4 to 5, the first since the checkpoint"),
+        (
+            lambda run: shutil.copy(journal(run, 1), journal(run, 3)),
+            "journal",
+            "also in journal_000002.h5: rollouts 6 to 12",
+        ),
         (lambda run: flip_in_line(events(run, 0), 4), "events", "events_000000.jsonl: lines 4 are damaged"),
-        (lambda run: write_events(run, 1, [Taken(2, [9])]), "events", "step 2 took groups 9, which were never"),
-        (lambda run: write_events(run, 1, [Taken(2, [3]), Taken(3, [3])]), "events", "for step 2 and for step 3"),
-        (lambda run: write_events(run, 1, [Trained(1, 1, applied=True)]), "events", "step 1 was trained, and no batch"),
+        (lambda run: write_events(run, 1, [Taken(2, [9])]), "events", "group 9 of step 2 was never admitted"),
+        (
+            lambda run: write_events(run, 1, [Taken(2, [3]), Taken(3, [3])]),
+            "events",
+            "group 3 is trained at step 2 and at step 3",
+        ),
+        (lambda run: write_events(run, 1, [Trained(1, 1, applied=True)]), "events", "step 1 is trained, and no batch"),
+        (lambda run: write_events(run, 1, LEAPS), "events", "step 3 follows, where step 2 is due"),
+        (lambda run: write_events(run, 1, [Taken(2, [*range(9, 99)])]), "events", "80 more contradictions: `rlhpc aud"),
         (lambda run: write_line(events(run, 0), b'{"event": "later"}'), "events", "is it of a later version?"),
         (lambda run: flip_one_bit(run.config), "settings", "config.json"),
         (lambda run: run.config.write_text(run.config.read_text().replace("demo", "other")), "settings", "altered"),
@@ -273,7 +284,7 @@ def test_what_a_killed_process_left_half_written_is_a_remark(layout: RunLayout) 
         ("events_000000.jsonl", f"line {len(EVENTS) + 1} {remark}"),
     ]
     write_journal(layout, range(10, 14), attempt=1)  # goes on where it found the end
-    write_events(layout, 1, [Began(0, 10, goes_on=True), Taken(1, [4, 3])])
+    write_events(layout, 1, [Began(1, 10, goes_on=True), Taken(1, [4, 3])])
     assert not damaged(layout)
 
 
@@ -297,7 +308,7 @@ def test_without_a_checkpoint_the_beginning_is_needed_unless_the_run_began_over(
     assert not damaged(layout)
     journal(layout, 0).unlink()
     assert [row.text for row in damaged(layout)] == [
-        f"{layout.rollouts}: rollouts 1 to 5, the first ones since the beginning, are missing"
+        f"{layout.rollouts}: missing: rollouts 1 to 5, the first since the beginning"
     ]
     write_events(layout, 1, [Began(0, 5, goes_on=False)])
     assert not damaged(layout)
@@ -306,7 +317,7 @@ def test_without_a_checkpoint_the_beginning_is_needed_unless_the_run_began_over(
 def test_a_run_that_begins_over_admits_its_groups_anew(layout: RunLayout) -> None:
     write_events(layout, 1, [Began(0, 12, goes_on=False), Admitted(0, 0, 0), Taken(0, [0, 1])])
     (row,) = damaged(layout)
-    assert row.text.endswith("step 0 took groups 1, which were never admitted")
+    assert row.text.endswith("group 1 of step 0 was never admitted")
 
 
 def test_the_half_written_end_of_partial_rollouts_is_no_damage(layout: RunLayout) -> None:
@@ -366,7 +377,9 @@ def test_it_says_what_a_crash_would_cost(layout: RunLayout) -> None:
     assert not [row for row in check_run(layout, lambda text: None) if row.part == "replay"]  # recorded: 0 and 1
     trained = [Trained(step, step, applied=True, metrics={"step_s": 2.5}) for step in range(9, 14)]
     write_events(layout, 1, [Began(0, 12, goes_on=True), *(Taken(e.step, [e.step]) for e in trained), *trained])
-    said = "4 steps since the checkpoint of step 10 (10 to 13) are trained again, from the journal: 10.0 s as they took"
+    said = (
+        "since the checkpoint of step 10, steps 10 to 13 would be trained again, from the journal: 10.0 s of training"
+    )
     (row,) = [row for row in check_run(layout, lambda text: None) if row.part == "replay"]
     assert row.text.startswith(said)
     write_events(layout, 2, [Began(0, 12, goes_on=False)])

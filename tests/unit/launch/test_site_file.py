@@ -102,6 +102,9 @@ def test_a_time_limit_is_read_as_slurm_reads_it(value: object, seconds: int, wri
         ("1:75:00", "not a time of day"),
         ("1-25:00:00", "not a time of day"),
         ("", "not a time limit"),
+        (12345678901234567890123, "longer than a year; legal: up to 366 days"),
+        ("9" * 23 + "-00", "longer than a year"),
+        (527_041, "longer than a year"),
     ],
 )
 def test_a_time_limit_that_is_none_or_reads_two_ways_is_refused(value: object, said: str) -> None:
@@ -128,6 +131,10 @@ def test_a_time_limit_that_is_none_or_reads_two_ways_is_refused(value: object, s
         ('gres_type = "gpu:h100:4"', ["generation.gres_type='gpu:h100:4': ", "legal: the TYPE in gpu:TYPE:N"]),
         ('gpu_request = "gpus-per-task"', ["generation.gpu_request='gpus-per-task': ", "without gpus_per_node"]),
         ('[cluster]\nshared_directory = "/a"\nwarn_s = 0', ["cluster.warn_s=0", "legal: above 0"]),
+        (
+            f'[cluster]\nshared_directory = "/a"\nstall_s = {10**23}',
+            ["cluster.stall_s=100000000000000000000000: legal: below 2^63"],
+        ),
         ('[common]\npartitions = "gpu"', ["common.partitions='gpu': unknown", "(did you mean partition?)"]),
         ('[common]\npartition = "gpu --wrap=x"', ["common.partition='gpu --wrap=x'", "would break a script"]),
         ('[common]\naccount = "a\\n#SBATCH --wrap=x"', ["common.account=", "would break a script"]),
@@ -203,6 +210,19 @@ def test_a_request_for_gpus_has_three_forms(tmp_path: Path) -> None:
     path.write_text(SMALLEST + 'gpu_request = "gpus"\n')
     with pytest.raises(ConfigError, match=r"generation\.gpu_request='gpus': legal: 'gres', 'gpus-per-node' or"):
         load_site(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "legal"),
+    [
+        ('[common]\npartition = "a b"', "one word without spaces, quotes, backslashes and #"),
+        ('[prologue]\nnccl_interface = "^lo"', "the name of a network interface, or several with commas"),
+        ('[prologue]\nbinds = ["scratch"]', "an absolute path without spaces and commas"),
+        ('[prologue]\nenvironment = {"A B" = "c"}', "letters, digits and _, no digit first"),
+    ],
+)
+def test_what_would_break_a_script_is_said_in_words(tmp_path: Path, text: str, legal: str) -> None:
+    assert f"would break a script; legal: {legal}" in refusal(tmp_path, text)
 
 
 def test_every_fault_of_a_file_is_said_at_once(tmp_path: Path) -> None:
