@@ -119,8 +119,12 @@ def try_out(
 
 
 def _line_of(path: str, error: BaseException) -> str:
-    """ " (FILE:LINE)", where the module of this path was when it raised; "" if none of its lines is known."""
-    module = sys.modules.get(_parts(path)[0])
+    """ " (FILE:LINE)", where the module of this path was when it raised; "" if none of its lines is known.
+
+    path: may be another name, such as the id of an environment.
+    """
+    parts = _IMPORT_PATH.fullmatch(path)
+    module = sys.modules.get(parts["module"]) if parts else None
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if module and frame.f_code.co_filename == module.__file__]
     return f" ({module.__file__}:{lines[-1]})" if module and lines else ""

@@ -143,6 +143,7 @@ def begins_here(run: TextRun, index: int) -> EventLog:
     return log
 
 
+@pytest.mark.starts
 def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tmp_path: Path) -> None:
     run = TextRun(tmp_path / "killed")
     begins_here(run, 0)
