@@ -242,6 +242,7 @@ async def test_an_agent_is_told_when_there_is_no_more_room_and_its_reward_still_
         ("changing", "history_changed: message 0 of 1 is not what was said before"),
         ("raising", "ended with exit status 1: RuntimeError: the browser is gone"),
         ("dying", "died of signal SIGKILL"),
+        ("dying_oddly", "died of signal 37"),
         ("idle", "asked for no turn"),
         ("speechless", "reported no reward"),
     ],
@@ -270,6 +271,23 @@ async def test_an_agent_that_dies_is_started_again_and_its_turns_are_not_sampled
     assert (counts.of(AGENT, "died"), counts.of(AGENT, "judged")) == (1, 2)
     assert drawn == np.count_nonzero(again.rollout.loss_mask)
     assert again.reward == 0.5
+    same(again.rollout, whole.rollout)
+
+
+async def test_an_agent_that_dies_before_it_is_where_it_was_handed_back_goes_on_from_there_all_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AgentsHost.running(config_with(model, function("counting"))) as host:
+        whole = await host.one()
+    rollout, num_known = whole.rollout, len(whole.rollout.token_ids) - 3
+    prefix = Prefix(rollout.token_ids[:num_known], rollout.behaviour_logprobs[:num_known], rollout.versions[:num_known])
+    monkeypatch.setenv("FLAKY", str(tmp_path / "deaths"))
+    async with AgentsHost.running(config_with(model, function("late"), attempts=3)) as host:
+        host.lease(0, prefixes=(prefix,))
+        again = await host.delivered()
+        drawn, num_deaths = host.engine.statistics().tokens_generated, host.sampling.agents.counts.of(AGENT, "died")
+    assert num_deaths == 2
+    assert drawn <= 3
     same(again.rollout, whole.rollout)
 
 
