@@ -93,10 +93,13 @@ class Host:
                 _kill(agent.pid)
 
     def _start(self, session: str, record: str, variables: Mapping[str, str]) -> None:
+        pipe: tuple[int, ...] = ()
         try:
-            output, its_output = os.pipe()
+            output, its_output = pipe = os.pipe()
             pid = os.fork()
         except OSError as error:  # no more processes, or descriptors
+            for descriptor in pipe:
+                os.close(descriptor)
             self.say(ended=session, status=-1, said="", why=f"no process can be started: {error.strerror}")
             return
         if not pid:
