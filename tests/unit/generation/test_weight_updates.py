@@ -1,4 +1,4 @@
-"""An update that has begun to load ends whole or torn, whoever stops waiting for it, and then it is no longer waited for."""
+"""An update that has begun to load ends whole or torn, whoever stops waiting for it."""
 
 from __future__ import annotations
 

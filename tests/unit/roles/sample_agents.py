@@ -158,6 +158,12 @@ def dying(record: dict[str, Any]) -> float:
     return 1.0
 
 
+def talkative(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns all that it has done."""
+    say([{"role": "user", "content": "go"}])
+    return {"reward": 0.5, "detail": "and then " * 20_000}
+
+
 def dying_oddly(record: dict[str, Any]) -> float:
     """Is killed by a signal that has no name."""
     say([{"role": "user", "content": "go"}])

@@ -203,6 +203,13 @@ async def test_a_program_gets_the_record_and_its_last_line_is_the_reward(model: 
     assert (scored.reward, scored.verdict, len(turns_of(scored.rollout))) == (1.5, Verdict.WRONG, 1)
 
 
+async def test_a_report_with_a_long_detail_is_cut_and_its_reward_counts(model: Path) -> None:
+    async with AgentsHost.running(config_with(model, function("talkative"))) as host:
+        scored = await host.one()
+    assert (scored.reward, scored.verdict) == (0.5, Verdict.WRONG), scored.detail
+    assert scored.detail == ("and then " * 100)[:500]
+
+
 async def test_an_agent_may_report_over_http_and_is_ended_then(model: Path) -> None:
     async with AgentsHost.running(config_with(model, function("by_post"))) as host:
         scored = await host.one()
