@@ -79,6 +79,15 @@ def prefix_of(rollout: Rollout) -> Prefix:
     return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
 
 
+def prefix_of_failed(prefix: Prefix | None, rollout: Rollout) -> Prefix | None:
+    """What another try goes on from: the rollout, or the prefix that it failed to repeat to the end; None: no turn."""
+    if not rollout.loss_mask.any():
+        return prefix
+    num_tokens = len(rollout.token_ids)
+    is_repeated = prefix is not None and np.array_equal(prefix.token_ids[:num_tokens], rollout.token_ids)
+    return prefix if is_repeated else prefix_of(rollout)
+
+
 def prefix_up_to(rollout: Rollout, version: int) -> Prefix:
     """The tokens before the first that a later version has sampled; versions never decrease."""
     end = int(np.searchsorted(rollout.versions, version, side="right"))

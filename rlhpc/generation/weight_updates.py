@@ -14,6 +14,7 @@ Guarantee: no token is sampled while the weights are arriving or torn.  Requests
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import manifest_bytes
 from rlhpc.weights.held_checksum import joined
 
+log = logging.getLogger("rlhpc.generation")
 POLL_S = (0.002, 0.05)  # polling intervals of workers: first, and longest
 POLL_PAUSED_S = (0.001, 0.005)  # while nothing is sampled
 DRAIN_S = 0.02  # outputs that left the engine before a pause reach their requests within this
@@ -175,10 +177,18 @@ class WeightUpdates:
 
 
 async def _undisturbed(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await to the end even if the caller is cancelled: weights must not be partly adopted."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
+    """Await to the end even if the caller is cancelled, and again: weights must not be partly adopted.
+
+    Raises CancelledError then, whatever became of the work: the caller would go on with any other error.
+    """
+    task, cancellation = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is None:
+        return task.result()
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        log.warning("nobody waits for an update that has failed: %s", failure)
+    raise cancellation

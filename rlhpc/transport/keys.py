@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 
 from rlhpc.errors import RunDirectoryError
-from rlhpc.transport.sessions import checked_name
+from rlhpc.transport.sessions import checked_name, is_name
 
 _KEY_CHARACTERS = 40  # Z85 of 32 bytes
 _SECRET, _PUBLIC = ".secret", ".pub"
@@ -56,11 +56,14 @@ def public_key(secrets: Path, name: str) -> bytes:
 
 
 def allowed_keys(secrets: Path) -> dict[bytes, str]:
-    """Return the name for each public key.  Raises RunDirectoryError if others could write to the directory."""
+    """Return the name for each public key; files with other names are nobody's.
+
+    Raises RunDirectoryError if others could write to the directory, OSError if it cannot be listed.
+    """
     _refuse_loose(secrets)
     _refuse_loose(secrets / "public")
     names = [file.name.removesuffix(_PUBLIC) for file in (secrets / "public").glob(f"*{_PUBLIC}")]
-    return {public_key(secrets, name): name for name in names}
+    return {public_key(secrets, name): name for name in names if is_name(name)}
 
 
 def refuse_loose_keys(secrets: Path) -> None:

@@ -31,9 +31,14 @@ def peer_name(role: str, replica: int) -> str:
 
 def checked_name(name: str) -> str:
     """Return the name.  Raises ValueError unless it is ``role-replica``; it becomes part of file names."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ValueError(f"{name!r} is not the name of a role instance; legal: like 'generator-0'")
     return name
+
+
+def is_name(text: str) -> bool:
+    """Whether it is ``role-replica``."""
+    return _NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,10 @@ class AllowList:
             self._read_at = self._clock()
             try:
                 self._names = self._read()
-            except RunDirectoryError:  # unsafe or removed: known peers may stay, no new ones join
+            except (
+                RunDirectoryError,
+                OSError,
+            ):  # unsafe, removed, out of reach: known peers may stay, no new ones join
                 return None
         return self._names.get(key)
 

@@ -201,6 +201,8 @@ class DiskReceiver(WeightReceiver):
         """Return the names in their directory.  Raises GroupFailed if none appears; is then a member of no group."""
         wanted = {path.name for path in any_of}
         for _ in Deadline(self._timeout_s).polls(LOOK_EVERY_S):
+            if self._group is None:  # left meanwhile, by another thread
+                raise GroupFailed("this member has left the group")
             names = names_in(any_of[0].parent)
             if CHECKSUMS in names:  # all files exist now, though this listing may have started before they did
                 return names_in(any_of[0].parent)

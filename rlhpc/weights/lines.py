@@ -49,7 +49,9 @@ class Line:
         return message
 
     def close(self) -> None:
-        """Idempotent."""
+        """For any thread: one that waits here for the other end is woken, and loses it.  Idempotent."""
+        with contextlib.suppress(OSError):  # not connected any more; to close a file is to wait for who reads it
+            self._connection.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):  # bytes left to flush to a peer that is gone
             self._file.close()
         self._connection.close()

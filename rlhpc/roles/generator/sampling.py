@@ -29,7 +29,7 @@ from rlhpc.data.records import reference_of
 from rlhpc.data.thinking import answer_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelError, ChannelTimeout
-from rlhpc.generation.finished_request import prefix_of, prefix_up_to
+from rlhpc.generation.finished_request import prefix_of, prefix_of_failed, prefix_up_to
 from rlhpc.messages import LeaseProgress, LeaseReturn, RewardReply, RewardRequest, TurnReply, TurnRequest
 from rlhpc.metrics.meters import Rate
 from rlhpc.roles.common.dialogue import Dialogue, Environment, Finished, Taken, Template
@@ -227,8 +227,8 @@ class Sampling:
                 finished = await self._talk(request, admitted_version, session, session, session.longest_turn)
             if not (left and session.may_do_better):
                 break
-            has_turns = finished.rollout.loss_mask.any() and not self._config.run.deterministic
-            request = replace(request, prefix=prefix_of(finished.rollout) if has_turns else None)
+            if not self._config.run.deterministic:
+                request = replace(request, prefix=prefix_of_failed(request.prefix, finished.rollout))
         return finished
 
     async def _talk(

@@ -158,6 +158,32 @@ def dying(record: dict[str, Any]) -> float:
     return 1.0
 
 
+def talkative(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns all that it has done."""
+    say([{"role": "user", "content": "go"}])
+    return {"reward": 0.5, "detail": "and then " * 20_000}
+
+
+def dying_oddly(record: dict[str, Any]) -> float:
+    """Is killed by a signal that has no name."""
+    say([{"role": "user", "content": "go"}])
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+    return 1.0
+
+
+def late(record: dict[str, Any]) -> dict[str, Any]:
+    """Dies before its first word the first time, and behind its first turn the second."""
+    marks = Path(os.environ["FLAKY"])
+    has_died = len(list(marks.iterdir())) if marks.exists() else 0
+    if has_died < 2:
+        marks.mkdir(exist_ok=True)
+        (marks / str(has_died)).touch()
+        if has_died:
+            counting(record, turns=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return counting(record)
+
+
 def flaky(record: dict[str, Any]) -> dict[str, Any]:
     """Dies the first time, behind its second turn."""
     has_died = Path(os.environ["FLAKY"])

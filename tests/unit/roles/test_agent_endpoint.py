@@ -170,6 +170,20 @@ async def test_what_is_no_whole_call_stays_text(tokenizer: PromptTokenizer, text
         following.cancel()
 
 
+async def test_a_call_that_nobody_could_say_again_stays_text(tokenizer: PromptTokenizer) -> None:
+    text = '<tool_call>{"name": "search", "arguments": {"query": "half of a pair: \\ud83d"}}</tool_call>'
+    async with stand_of(tokenizer) as stand:
+        asking = asyncio.create_task(stand.ask(GO, tools=TOOLS))
+        await stand.next()
+        stand.turns.append(text)
+        following = asyncio.create_task(stand.next())
+        said = (await asking)[1]["choices"][0]["message"]
+        assert said == {"role": "assistant", "content": text}
+        asking = asyncio.create_task(stand.ask([*GO, said, *GO], tools=TOOLS))
+        assert [message["content"] for message in (await following).messages] == ["go"]
+        asking.cancel()
+
+
 async def test_a_stream_has_the_same_in_chunks(tokenizer: PromptTokenizer) -> None:
     async with stand_of(tokenizer) as stand:
         url, headers = stand.access.base_url + "/chat/completions", {"Authorization": f"Bearer {stand.access.key}"}
@@ -258,6 +272,23 @@ async def test_two_requests_at_once_are_two_histories(tokenizer: PromptTokenizer
         stand.turns.append("words")
         assert "second request" in (await stand.next()).detail
         assert (await asking)[0] == 200
+
+
+async def test_what_has_no_room_may_be_asked_again_and_again_or_shortened_and_the_reward_still_counts(
+    tokenizer: PromptTokenizer,
+) -> None:
+    async with stand_of(tokenizer) as stand:
+        asking = asyncio.create_task(stand.ask(GO))
+        await stand.next()
+        stand.turns.append("words")
+        following = asyncio.create_task(stand.next(is_last=True))
+        said = [*GO, (await asking)[1]["choices"][0]["message"], {"role": "user", "content": "a long question"}]
+        for content in ("a long question", "a long question", "a question"):
+            status, reply = await stand.ask([*said[:-1], {"role": "user", "content": content}])
+            assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await stand.post("/reward", 0.5))[0] == 200
+        ended = await following
+        assert (ended.reward, ended.verdict) == (0.5, "wrong"), ended.detail
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.returned import NoReward
+from rlhpc.roles.generator.agents.host import MOST_KEPT
 from rlhpc.roles.generator.agents.reports import last_line
 
 
@@ -41,3 +42,13 @@ def test_half_a_surrogate_pair_in_a_report_is_spelt_out_since_no_message_can_hav
     assert found == RewardOutcome(1.0, True, {"part\\udfff": 2.0}, "cut \\ud83d")
     with pytest.raises(NoReward, match=r"not str \\ud83d"):
         last_line('{"reward": "\\ud83d"}')
+
+
+def test_a_report_whose_beginning_was_not_kept_is_refused_and_not_overheard() -> None:
+    """Where the task judges as well, the agent's own part would be missing without a word."""
+    line = json.dumps({"reward": 1, "detail": "x" * MOST_KEPT})
+    for kept in (line[-MOST_KEPT:], (line + "\n")[-MOST_KEPT:]):
+        with pytest.raises(NoReward, match="65536 bytes or more"):
+            last_line(kept)
+    assert last_line("words without an end " * 10_000) is None
+    assert last_line("50 % " * 20_000 + '\r{"reward": 1}') == RewardOutcome(1.0, True)

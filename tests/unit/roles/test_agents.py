@@ -203,6 +203,13 @@ async def test_a_program_gets_the_record_and_its_last_line_is_the_reward(model: 
     assert (scored.reward, scored.verdict, len(turns_of(scored.rollout))) == (1.5, Verdict.WRONG, 1)
 
 
+async def test_a_report_with_a_long_detail_is_cut_and_its_reward_counts(model: Path) -> None:
+    async with AgentsHost.running(config_with(model, function("talkative"))) as host:
+        scored = await host.one()
+    assert (scored.reward, scored.verdict) == (0.5, Verdict.WRONG), scored.detail
+    assert scored.detail == ("and then " * 100)[:500]
+
+
 async def test_an_agent_may_report_over_http_and_is_ended_then(model: Path) -> None:
     async with AgentsHost.running(config_with(model, function("by_post"))) as host:
         scored = await host.one()
@@ -242,6 +249,7 @@ async def test_an_agent_is_told_when_there_is_no_more_room_and_its_reward_still_
         ("changing", "history_changed: message 0 of 1 is not what was said before"),
         ("raising", "ended with exit status 1: RuntimeError: the browser is gone"),
         ("dying", "died of signal SIGKILL"),
+        ("dying_oddly", "died of signal 37"),
         ("idle", "asked for no turn"),
         ("speechless", "reported no reward"),
     ],
@@ -270,6 +278,23 @@ async def test_an_agent_that_dies_is_started_again_and_its_turns_are_not_sampled
     assert (counts.of(AGENT, "died"), counts.of(AGENT, "judged")) == (1, 2)
     assert drawn == np.count_nonzero(again.rollout.loss_mask)
     assert again.reward == 0.5
+    same(again.rollout, whole.rollout)
+
+
+async def test_an_agent_that_dies_before_it_is_where_it_was_handed_back_goes_on_from_there_all_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AgentsHost.running(config_with(model, function("counting"))) as host:
+        whole = await host.one()
+    rollout, num_known = whole.rollout, len(whole.rollout.token_ids) - 3
+    prefix = Prefix(rollout.token_ids[:num_known], rollout.behaviour_logprobs[:num_known], rollout.versions[:num_known])
+    monkeypatch.setenv("FLAKY", str(tmp_path / "deaths"))
+    async with AgentsHost.running(config_with(model, function("late"), attempts=3)) as host:
+        host.lease(0, prefixes=(prefix,))
+        again = await host.delivered()
+        drawn, num_deaths = host.engine.statistics().tokens_generated, host.sampling.agents.counts.of(AGENT, "died")
+    assert num_deaths == 2
+    assert drawn <= 3
     same(again.rollout, whole.rollout)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -137,3 +138,33 @@ def test_loosened_permissions_keep_newcomers_out_and_members_in(tmp_path: Path):
     now = 10.0
     assert allowed.name_of(b"x" * 40) is None
     assert allowed.name_of(member) == "generator-0"
+
+
+def test_a_file_that_is_nobodys_key_keeps_nobody_out(tmp_path: Path):
+    secrets = tmp_path / "secrets"
+    mint_run_keys(secrets, ["controller-0"])
+    (secrets / "public" / "copy of controller-0.pub").write_text("x")
+    now = 0.0
+    allowed = AllowList(lambda: allowed_keys(secrets), lambda: now)
+    mint_run_keys(secrets, ["generator-3"])
+    now = REREAD_AFTER_S
+    assert allowed.name_of(public_key(secrets, "generator-3")) == "generator-3"
+
+
+def test_a_filesystem_that_fails_once_keeps_newcomers_out_until_it_answers():
+    """An error would end the thread that admits, and with it nobody could ever connect again."""
+    answers = iter([{b"known": "generator-0"}, OSError(errno.ESTALE, "Stale file handle"), {b"new": "generator-1"}])
+
+    def read() -> dict[bytes, str]:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    now = 0.0
+    allowed = AllowList(read, lambda: now)
+    now = REREAD_AFTER_S
+    assert allowed.name_of(b"new") is None
+    assert allowed.name_of(b"known") == "generator-0"
+    now = 2 * REREAD_AFTER_S
+    assert allowed.name_of(b"new") == "generator-1"

@@ -20,12 +20,14 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed
-from rlhpc.generation.weight_link import BUSY, FAILED, READY, WeightLink
+from rlhpc.generation.weight_link import BUSY, DONE, FAILED, READY, WeightLink
 from rlhpc.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.device_scope import DeviceScope
+from rlhpc.weights.factory import make_publisher, make_receiver
 from rlhpc.weights.group_publisher import GroupPublisher
 from rlhpc.weights.group_receiver import GroupReceiver
 from rlhpc.weights.lifeline import Lifeline
@@ -136,6 +138,25 @@ def test_a_worker_may_leave_while_it_waits_for_a_publisher_that_hangs(doomed: Do
         pool.submit(link.leave).result(PATIENCE_S)
     assert "has left the group" in reached(link, FAILED)
     os.kill(deaf, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "disk"])
+def test_a_worker_may_leave_while_it_waits_for_a_publisher_that_has_not_begun(transport: str, tmp_path: Path) -> None:
+    config = WeightsConfig(transport=transport, timeout_s=TIMEOUT_S)
+    publisher = make_publisher(config, directory=tmp_path, device="cpu")
+    group = publisher.open(WeightGroup(1, transport, "", ("generator-0",), (1,)))
+    receiver = make_receiver(transport, device="cpu", timeout_s=TIMEOUT_S)
+    link = WeightLink(receiver, DeviceScope(CPU), HostShadow(is_pinned=False), permit_s=TIMEOUT_S)
+    link.begin_join(group, 1)
+    reached(link, DONE)
+    publisher.form()
+    link.begin_shadow(MANIFEST)
+    time.sleep(0.1)  # it waits now
+    assert link.poll()[0] == BUSY
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(link.leave).result(PATIENCE_S)
+    assert "member" in reached(link, FAILED)
+    publisher.dissolve()
 
 
 @pytest.mark.parametrize("stop_at", [NOTHING_SENT, 0])

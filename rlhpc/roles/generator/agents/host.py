@@ -31,6 +31,7 @@ from rlhpc.parent_death import end_with_parent
 from rlhpc.user_code import load, try_out
 
 MOST_KEPT = 1 << 16  # bytes of what an agent prints, from the end
+LONGEST_TEXT = 500  # characters of a text that an agent's function returns; of a detail no more is kept (reports.py)
 _PIECE = 1 << 16
 _PARENT_DIED = signal.SIGHUP
 _LEFT_TO_THE_GENERATOR = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals every process
@@ -93,10 +94,13 @@ class Host:
                 _kill(agent.pid)
 
     def _start(self, session: str, record: str, variables: Mapping[str, str]) -> None:
+        pipe: tuple[int, ...] = ()
         try:
-            output, its_output = os.pipe()
+            output, its_output = pipe = os.pipe()
             pid = os.fork()
         except OSError as error:  # no more processes, or descriptors
+            for descriptor in pipe:
+                os.close(descriptor)
             self.say(ended=session, status=-1, said="", why=f"no process can be started: {error.strerror}")
             return
         if not pid:
@@ -201,7 +205,10 @@ def _returned(function: Callable[[Any], object], record: str) -> str:
     returned = function(json.loads(record))
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
-    return json.dumps(_plain(returned))
+    plain = _plain(returned)
+    if isinstance(plain, dict):  # the whole line has to fit into what is kept
+        plain = {key: value[:LONGEST_TEXT] if isinstance(value, str) else value for key, value in plain.items()}
+    return json.dumps(plain)
 
 
 def _plain(returned: object) -> object:

@@ -39,7 +39,7 @@ class Ended:
         if self.why:
             return self.why
         if self.status < 0:
-            return f"it died of signal {signal.Signals(-self.status).name}"
+            return f"it died of signal {_name_of(-self.status)}"
         last = self.said.strip().splitlines()[-1:]
         return f"it ended with exit status {self.status}: {last[0][:200] if last else ''}".rstrip(": ") * (
             self.status != 0
@@ -135,6 +135,14 @@ class AgentProcesses:
     def _say(self, **message: Any) -> None:
         if self._host is not None and self._host.stdin is not None:
             self._host.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+def _name_of(number: int) -> str:
+    """Signals between SIGRTMIN and SIGRTMAX have a number alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 async def _why_not_ready(host: Process) -> str:

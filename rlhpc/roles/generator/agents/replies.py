@@ -79,7 +79,7 @@ def turn_of(
 ) -> Turn:
     """text: with special tokens, of which calls may consist; answer: without.  What is no whole call stays text."""
     found = FORMS[call_form](text) if has_tools else []
-    calls = tuple(call for call in found if isinstance(call, Call))
+    calls = tuple(call for call in found if isinstance(call, Call) and _is_sayable(call))
     if len(calls) < len(found):
         calls = ()
     content = answer
@@ -118,6 +118,15 @@ def _head(session: str, turn: Turn, asked: Asked, kind: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": asked.model or "policy",
     }
+
+
+def _is_sayable(call: Call) -> bool:
+    """False: it spells half a surrogate pair, which no client can send back, and the endpoint would refuse."""
+    try:
+        (call.name + _json(call.arguments)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _json(arguments: Any) -> str:

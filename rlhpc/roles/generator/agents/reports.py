@@ -9,6 +9,7 @@ import json
 
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.returned import NoReward, as_outcome, fault_of, sendable
+from rlhpc.roles.generator.agents.host import LONGEST_TEXT, MOST_KEPT
 
 
 def outcome_of(reported: object) -> RewardOutcome | None:
@@ -22,7 +23,9 @@ def outcome_of(reported: object) -> RewardOutcome | None:
     if outcome.rewards_at:
         raise NoReward("rewards_at: an agent's reward is of the whole rollout")
     parts = {sendable(name): float(value) for name, value in outcome.parts.items()}
-    return RewardOutcome(float(outcome.reward), bool(outcome.is_correct), parts, sendable(str(outcome.detail))[:500])
+    return RewardOutcome(
+        float(outcome.reward), bool(outcome.is_correct), parts, sendable(str(outcome.detail))[:LONGEST_TEXT]
+    )
 
 
 def last_line(output: str) -> RewardOutcome | None:
@@ -31,6 +34,8 @@ def last_line(output: str) -> RewardOutcome | None:
     Raises NoReward as outcome_of does.
     """
     line = output.strip().replace("\r", "\n").rpartition("\n")[2]  # splitlines also splits at U+2028, legal in JSON
+    if line == output.strip() and line.endswith("}") and len(output.encode()) >= MOST_KEPT:  # the end of a report
+        raise NoReward(f"the last line has {MOST_KEPT} bytes or more, of which the beginning is not kept: shorten it")
     try:
         return outcome_of(json.loads(line))
     except (ValueError, RecursionError):  # it speaks to people

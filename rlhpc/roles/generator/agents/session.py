@@ -113,9 +113,9 @@ class AgentSession:
             return self._answered[1]
         if self._pending is not None:
             raise self._changed("a second request came before the first was answered")
-        new = self._new_messages(asked)
-        if self._is_full:
+        if self._is_full:  # before the history grows: what is refused was not said, and may come again in other words
             raise _no_room()
+        new = self._new_messages(asked)
         self._pending = _Pending(asked, new)
         self._events.put_nowait(self._pending)
         return await asyncio.shield(self._pending.turn)
