@@ -245,12 +245,12 @@ def _undo(history: History, event: RolledBack, attempt: int) -> None:
 
 def _take(history: History, taken: Taken) -> None:
     known = history.batches.get(taken.step)
-    if known is not None and list(known.groups) != list(taken.groups):  # what came after it, came of other weights
-        for later in [step for step in history.batches if step > taken.step]:
-            del history.batches[later]
-            history.trained.pop(later, None)
+    if known is not None and list(known.groups) == list(taken.groups):
+        return  # it is repeated: how it went is known until it has gone anew
+    for steps in (history.batches, history.trained):  # what came after it, came of other weights
+        for step in [step for step in steps if step >= taken.step]:
+            del steps[step]
     history.batches[taken.step] = taken
-    history.trained.pop(taken.step, None)
 
 
 def _rollouts(directory: Path, position: Position, limits: dict[int, int], history: History) -> Iterator[JournalRecord]:

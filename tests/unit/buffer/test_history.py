@@ -283,6 +283,22 @@ def test_batches_of_an_attempt_that_went_another_way_are_void_from_there_on(layo
     assert {step: taken.groups for step, taken in history.batches.items()} == {0: [0, 1], 1: [2, 5]}
 
 
+def test_how_a_step_went_is_known_though_an_attempt_that_repeated_it_ended_within_it(layout: RunLayout) -> None:
+    """Else it is trained at another rate, or applied where it was skipped, and its version is of other weights."""
+    went = Trained(1, 1, applied=False, refused="grad_norm", began_s=7.5)
+    for attempt, batches in enumerate(([[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 1], [2, 5]])):
+        journal = open_journal(layout, "test", attempt, 0, None)
+        journal.note(Began(0, 0, goes_on=True))
+        for step, groups in enumerate(batches):
+            journal.note(Taken(step, groups))
+            if attempt == 0 or step == 0:
+                journal.note(went if step == 1 else Trained(0, 0, applied=True))
+        journal.commit()
+        history = read_history(layout.rollouts, START)
+        assert (1 in history.trained) == (attempt < 2)
+        assert attempt == 2 or history.trained[1] == went
+
+
 def test_an_attempt_that_starts_over_forgets_all_that_was_before(layout: RunLayout) -> None:
     buffer = begin(layout, 0)
     buffer.admit(make_prompt(0), 0)
