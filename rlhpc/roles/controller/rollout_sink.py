@@ -151,6 +151,7 @@ class RolloutSink:
 
     def _count_finished(self, group: RolloutGroup) -> None:
         self.stats.groups.append(group)
+        self.stats.shaped_rewards += self._shaping.rewards(group).tolist()
         if self._prompts is not None:
             pass_rate = sum(member.verdict is Verdict.CORRECT for member in group.members) / len(group.members)
             self._prompts.learn(group.group_id, group.admitted_version, group.prompt.prompt_id, pass_rate)
@@ -169,7 +170,6 @@ class RolloutSink:
 
     def _check_reward_variance(self, group: RolloutGroup) -> None:
         rewards = self._shaping.judged(group)
-        self.stats.shaped_rewards += self._shaping.rewards(group).tolist()
         if has_reward_variance(rewards):
             self._num_consecutive_zero_variance, self._last_alike = 0, []
             return

@@ -181,6 +181,7 @@ def test_groups_from_the_journal_count_as_if_they_had_arrived_and_are_judged_if_
     stats = door.sink.drain()
     assert [group.group_id for group in stats.groups] == [0, 1, 2]
     assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (18, 2, {"no_spread": 2})
+    assert stats.shaped_rewards == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]  # of the same members as all other rewards
     assert door.buffer.counts()["dropped_no_spread"] == 2
     assert not door.buffer.is_open(1)
 
