@@ -25,6 +25,7 @@ from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.step_record import StepRecord
+from rlhpc.messages import Hello, WeightsLive
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock
@@ -137,3 +138,18 @@ async def test_a_resume_that_has_nothing_left_to_train_tells_the_rates_of_the_wh
     async with recorded_ring(tmp_path, 2, attempt=1, resume_step=2, saved=SAVED) as (_, _, board):
         document = told(board)
         assert (document["trainer_tokens_per_s"], document["generator_tokens_per_s"]) == (100.0, 75.0)
+
+
+async def test_the_slowest_generator_is_one_that_is_there(tmp_path: Path) -> None:
+    """What one that is gone has said last would be shown for as long as the run goes on, and plans go by it."""
+    async with recorded_ring(tmp_path, num_steps=2) as (ring, recorder, _):
+        for name, seconds in (("generator-0", 0.5), ("generator-1", 40.0)):
+            await ring.add_generator(name)
+            settings = config_hash(ring.config)
+            recorder._registry.register(name, Hello("generator", int(name[-1]), "0.0.0-g", settings, 1, "here"))
+            ring.weight_sync.last_acks[name] = WeightsLive(1, 0, seconds, seconds / 2, "")
+        names = "weights/receive_s", "weights/pause_s"
+        assert [recorder._situation()[name] for name in names] == [40.0, 20.0]
+        recorder._registry.forget("generator-1")
+        await ring.weight_sync.lost("generator-1")
+        assert [recorder._situation()[name] for name in names] == [0.5, 0.25]

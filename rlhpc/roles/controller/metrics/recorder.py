@@ -206,9 +206,10 @@ class RunRecorder:
     def _situation(self) -> dict[str, float]:
         """Current state: queues, weights, engines."""
         counts = self._buffer.counts()
-        acks = [ack for ack in self._weight_sync.last_acks.values() if not ack.error]
+        are_there = self._registry.names("generator")
+        acks = [ack for name, ack in self._weight_sync.last_acks.items() if name in are_there and not ack.error]
         channels = [channel.statistics for channel in self._channels]
-        num_generators = max(1, len(self._registry.names("generator")))
+        num_generators = max(1, len(are_there))
         return {
             **self._prompts.figures(),
             "staleness/bound": float(self._buffer.staleness_bound),
@@ -225,7 +226,7 @@ class RunRecorder:
             "weights/version": float(self._weight_sync.live_version),
             "weights/epoch": float(self._weight_sync.epoch),
             "weights/members": float(len(self._weight_sync.ready_members)),
-            "generator/live": float(len(self._registry.names("generator"))),
+            "generator/live": float(len(are_there)),
             "generator/tokens_unreported": self._registry.total("tokens_unreported", "generator"),
             "generator/running": self._registry.total("running", "generator"),
             "generator/waiting": self._registry.total("waiting", "generator"),
