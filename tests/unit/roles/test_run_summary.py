@@ -74,6 +74,15 @@ def test_a_run_of_which_nothing_was_judged_has_no_means(layout: RunLayout) -> No
     assert json.loads(layout.summary.read_bytes()) == summary
 
 
+def test_tenths_are_of_the_versions_that_there_were_also_where_steps_were_skipped(layout: RunLayout) -> None:
+    """A skipped step makes no version: of 20 steps, 4 of them skipped, the last ones sampled under version 15."""
+    seal(layout, *(ResolvedGroup(group(v, v, v / 10, v / 10), consumed_step=v) for v in range(16)))
+    summary = summarise(layout, Totals(steps=20, skipped_steps=4), 1, group_size=2)
+    assert (summary["reward_first_tenth"], summary["reward_last_tenth"]) == (0.0, 1.5)
+    alone = summarise(layout, Totals(steps=3, skipped_steps=3), 1, group_size=2)
+    assert (alone["reward_first_tenth"], alone["reward_last_tenth"]) == (0.0, 0.0)
+
+
 def test_rates_and_ratios_are_over_training_time(layout: RunLayout) -> None:
     totals = Totals(
         steps=4, rollouts_trained=16, rollouts_spanning_update=4, tokens_generated=800, tokens_trained=1000,

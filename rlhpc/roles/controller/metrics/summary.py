@@ -51,10 +51,10 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
     return {version: (sums[version] / counts[version], counts[version]) for version in sorted(sums)}
 
 
-def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[float | None, float | None]:
+def tenth_means(curve: dict[int, tuple[float, int]], num_versions: int) -> tuple[float | None, float | None]:
     """Mean reward over the rollouts of the first and of the last tenth of versions; None if there are none."""
-    tenth = max(1, num_steps // 10)
-    return _mean(curve, 0, tenth), _mean(curve, num_steps - tenth, num_steps)
+    tenth = max(1, num_versions // 10)
+    return _mean(curve, 0, tenth), _mean(curve, num_versions - tenth, num_versions)
 
 
 def summarise(
@@ -62,7 +62,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Write summary.json and return its content.  Raises OwnershipLost: only the owner may declare a run complete."""
     curve = reward_by_version(layout.rollouts, group_size)
-    first, last = tenth_means(curve, totals.steps)
+    # A skipped step makes no version.
+    first, last = tenth_means(curve, max(1, totals.steps - totals.skipped_steps))
     seconds = totals.training_s or 1.0
     summary = {
         "steps": totals.steps,
