@@ -16,6 +16,7 @@ from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.contracts import Clock
 from rlhpc.data.curriculum import open_curriculum
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.messages import Hello, WeightsLive
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.metrics.recorder import NUM_RECENT_STEPS, RunRecorder
@@ -25,7 +26,6 @@ from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.step_record import StepRecord
-from rlhpc.messages import Hello, WeightsLive
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock
