@@ -23,7 +23,7 @@ from rollout_samples import (
     make_prompt,
     make_scored,
 )
-from test_ledger import settings
+from test_ledger import make_prefix, settings
 from test_rollout_buffer import make_writer
 
 from rlhpc.buffer.event_log import Admitted, Began, Event, RolledBack, Taken, Trained, event_paths
@@ -43,6 +43,7 @@ from rlhpc.buffer.journal_files import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.journal_rows import JournalRecord
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
@@ -127,6 +128,11 @@ def test_a_hard_prompt_s_rollouts_whose_admission_is_lost_come_back(layout: RunL
     assert history.implied == {0: Admitted(0, 0, 0, size=4)}
     again = begin(layout, 1, history)
     assert [again.is_wanted(0, index) for index in range(5)] == [True, True, True, False, False]
+    again.hand_back("g-0", 0, (2, 4), (make_prefix(3), make_prefix(7)))  # by whoever was given five, and leaves
+    intake = PartialIntake(again, 10)
+    assert [(each.sample_index, each.end) for each in intake.whole((0, index) for index in (2, 4))] == [(2, 3)]
+    with pytest.raises(LedgerError, match="which has 4"):
+        again.hand_back("g-0", 0, (-1,))
 
 
 def test_a_rollout_whose_admission_was_not_written_any_more_is_not_sampled_again(layout: RunLayout) -> None:
