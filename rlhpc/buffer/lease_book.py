@@ -134,7 +134,7 @@ class LeaseBook:
     ) -> None:
         """Free the members that the holder still holds; keep the longest prefix of those that are free.
 
-        group: None where there is none any more.  It may have come back smaller (history.py): members that are not there
+        group: None where there is none any more.  It may have come back smaller (history.py): members that it has not
         are ignored.  Raises LedgerError, changing nothing, for an inconsistent message.
         """
         _refuse_odd_message(group, indices, prefixes, may_be_gone=True)
