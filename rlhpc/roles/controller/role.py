@@ -144,6 +144,7 @@ class Controller:
             self._state,
             fence=context.fence,
             durable=self._journaling.durable,
+            totals=lambda: self._sink.counted_in(self._state.totals),
         )
         self._guarding.on_disk(self._journaling.durable, self._checkpoints.can_return_to)
         self._sealing = PatientSealing(self._state.segments, self._awake)

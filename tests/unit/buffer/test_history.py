@@ -110,9 +110,11 @@ def test_a_group_of_a_hard_prompt_comes_back_with_all_its_members(layout: RunLay
     for index in (0, 3):
         buffer.deliver("g-0", make_scored(0, index))
     journal_of(buffer).commit()
-    again = begin(layout, 1, read_history(layout.rollouts, START))
+    history = read_history(layout.rollouts, START)
+    again = begin(layout, 1, history)
     assert [len(again.open_record(group_id).members) for group_id in (0, 1)] == [5, 2]
     assert [again.is_wanted(0, index) for index in range(6)] == [False, True, True, False, True, False]
+    assert history.num_tokens == sum(len(member.scored.rollout.token_ids) for member in history.rollouts) > 0
     for index in (1, 2, 4):
         assert not again.is_finished(0)
         again.deliver("g-0", make_scored(0, index))

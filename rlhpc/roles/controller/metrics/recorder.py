@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhpc.algorithms.diagnostics import rewards
-from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample
@@ -169,14 +168,8 @@ class RunRecorder:
         totals.rollouts_spanning_update += sum(r.versions.item(0) != r.versions.item(-1) for r in rollouts)
         oldest = min(group.admitted_version for group in record.groups)
         totals.staleness_max = max(totals.staleness_max, record.trained_version - oldest)
-        totals.tokens_generated += stats.num_tokens
         totals.tokens_trained += num_tokens
-        totals.groups_dropped += sum(stats.num_dropped.values())
-        totals.groups_without_spread += stats.num_zero_variance
-        totals.groups_cut += stats.num_dropped.get(DropReason.CUT.value, 0)
-        totals.tokens_cut += stats.num_cut_tokens
-        totals.completions_cut += len(stats.cut_lengths)
-        totals.running_tokens_cut += sum(stats.cut_lengths)
+        stats.add_to(totals)
         totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
         totals.trainer_idle_s += min(idle_s, step_s)
         totals.generator_idle_s += generator_idle_s
