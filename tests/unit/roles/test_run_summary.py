@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.roles.controller.metrics.summary import reward_by_version, summarise, tenth_means
 from rlhpc.roles.controller.saved_state import Totals
@@ -64,6 +65,19 @@ def test_a_tenth_is_weighed_by_rollouts_and_at_least_one_version() -> None:
     assert tenth_means(curve, 20) == (0.5, 18.5)
     assert tenth_means(curve, 5) == (0.0, 4.0)
     assert tenth_means({0: (1.0, 30), 1: (0.0, 10)}, 20) == (0.75, None)
+
+
+def test_a_run_is_complete_though_one_of_its_segments_cannot_be_read_any_more(
+    layout: RunLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has trained every step: no attempt could do more."""
+    seal(layout, *(ResolvedGroup(group(v, v, 0.0, 1.0), consumed_step=v) for v in range(6)))
+    damaged = segment_paths(layout.rollouts)[1]
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    summary = summarise(layout, Totals(steps=6), 1, group_size=2)
+    assert [version for version, _, _ in summary["reward_by_version"]] == [0, 1, 4, 5]
+    assert f"{damaged}: " in caplog.text
+    assert layout.summary.exists()
 
 
 def test_a_run_of_which_nothing_was_judged_has_no_means(layout: RunLayout) -> None:
