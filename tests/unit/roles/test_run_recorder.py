@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launch.demo.task import write_dataset
 from launch.demo.tokenizer import make_tokenizer
 from rlhpc.config import with_values
@@ -41,8 +43,9 @@ async def recorded_ring(
     resume_step: int | None = None,
     clock: Clock | None = None,
     saved: Totals | None = None,
+    active_sampling: bool = True,
 ) -> AsyncIterator[tuple[SmallRing, RunRecorder, StatusBoard]]:
-    config = small_config(num_steps)
+    config = small_config(num_steps, active_sampling=active_sampling)
     layout, clock = RunLayout(root), clock or asyncio.get_running_loop().time
     write_resolved(config, layout, "")
     layout.rollouts.mkdir()
@@ -153,3 +156,16 @@ async def test_the_slowest_generator_is_one_that_is_there(tmp_path: Path) -> Non
         recorder._registry.forget("generator-1")
         await ring.weight_sync.lost("generator-1")
         assert [recorder._situation()[name] for name in names] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(("active_sampling", "replaced"), [(True, 3.0), (False, 0.0)])
+async def test_groups_without_spread_are_replaced_only_where_they_are_not_trained_on(
+    tmp_path: Path, active_sampling: bool, replaced: float
+) -> None:
+    saved = Totals(groups_without_spread=3)
+    async with recorded_ring(tmp_path, 1, saved=saved, active_sampling=active_sampling) as (ring, recorder, _):
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        (step,) = recorder._unwritten
+        assert step.figures["group/replaced_total"] == replaced
+        assert recorder._totals.groups_without_spread == 3
