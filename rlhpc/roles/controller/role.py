@@ -137,11 +137,9 @@ class Controller:
             newest_version=lambda: max(self._loop.version, self._state.replay.version),
             commit_groups=self._journaling.commit_soon,
         )
+        facts = context.layout, config.checkpoint.keep, self._trainer, self._state
         self._checkpoints = CheckpointWriter(
-            context.layout,
-            config.checkpoint.keep,
-            self._trainer,
-            self._state,
+            *facts,
             fence=context.fence,
             durable=self._journaling.durable,
             totals=lambda: self._sink.counted_in(self._state.totals),
