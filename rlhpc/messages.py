@@ -196,7 +196,7 @@ class GroupOpened:
 
 @dataclass(frozen=True, slots=True)
 class Reregister:
-    """Controller → generator: send Hello again.  Sent only to a process that is evidently alive."""
+    """Controller → generator, reward service: send Hello again.  Sent only to a process that is evidently alive."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class History:
     batches: dict[int, Taken] = field(default_factory=dict)  # by step
     trained: dict[int, Trained] = field(default_factory=dict)  # by step
     num_rollouts: int = 0  # the highest number in use
+    num_tokens: int = 0  # of completions that a buffer has taken back (RolloutBuffer.restore)
     first_attempt: int = 0  # that counts: one that starts over is the first
     undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
     lacks_beginning: bool = False  # whether the rollouts just after the position are missing
@@ -154,6 +155,7 @@ class Replay:
     restored: Sequence[ResolvedGroup] = ()  # finished or dropped since the checkpoint, in order of admission
     timeline: int = 0  # what generators have sampled counts if the weights were of this timeline (timeline_of)
     version: int = 0  # that these steps lead to
+    num_tokens: int = 0  # of completions that came back, whatever became of their groups
 
     def hand_over(self) -> deque[ResolvedGroup]:
         """Give away the groups that came back: groups that are trained again must not be kept here, too."""
@@ -245,12 +247,12 @@ def _undo(history: History, event: RolledBack, attempt: int) -> None:
 
 def _take(history: History, taken: Taken) -> None:
     known = history.batches.get(taken.step)
-    if known is not None and list(known.groups) != list(taken.groups):  # what came after it, came of other weights
-        for later in [step for step in history.batches if step > taken.step]:
-            del history.batches[later]
-            history.trained.pop(later, None)
+    if known is not None and list(known.groups) == list(taken.groups):
+        return  # it is repeated: how it went is known until it has gone anew
+    for steps in (history.batches, history.trained):  # what came after it, came of other weights
+        for step in [step for step in steps if step >= taken.step]:
+            del steps[step]
     history.batches[taken.step] = taken
-    history.trained.pop(taken.step, None)
 
 
 def _rollouts(directory: Path, position: Position, limits: dict[int, int], history: History) -> Iterator[JournalRecord]:

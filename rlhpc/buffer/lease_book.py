@@ -134,12 +134,15 @@ class LeaseBook:
     ) -> None:
         """Free the members that the holder still holds; keep the longest prefix of those that are free.
 
-        group: None where there is none any more.  Raises LedgerError, changing nothing, for an inconsistent message.
+        group: None where there is none any more.  It may have come back smaller (history.py): members that it has not
+        are ignored.  Raises LedgerError, changing nothing, for an inconsistent message.
         """
-        _refuse_odd_message(group, indices, prefixes)
+        _refuse_odd_message(group, indices, prefixes, may_be_gone=True)
         if group is None:
             return
         for position, index in enumerate(indices):
+            if index >= len(group.members):
+                continue
             member = group.members[index]
             if member.holder == holder:
                 self._give_back(group, index, is_lost=False)
@@ -151,7 +154,7 @@ class LeaseBook:
     ) -> None:
         """Renew the deadline of the members that the holder has; a prefix that it sends replaces the known one.
 
-        Arguments and errors as in hand_back.
+        Arguments and errors as in hand_back, and LedgerError for a member that is not there.
         """
         _refuse_odd_message(group, indices, prefixes)
         if group is None:
@@ -323,11 +326,17 @@ def _may_share(held: Mapping[int, GroupRecord], group: GroupRecord) -> bool:
     return not limits or group.group_id in held or len(together) <= min(limits)
 
 
-def _refuse_odd_message(group: GroupRecord | None, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
+def _refuse_odd_message(
+    group: GroupRecord | None,
+    indices: Sequence[int],
+    prefixes: Sequence[Prefix | None],
+    *,
+    may_be_gone: bool = False,
+) -> None:
     name = "of a group that is gone" if group is None else f"of group {group.group_id}"
     if prefixes and len(prefixes) != len(indices):
         raise LedgerError(f"{len(indices)} members {name} with {len(prefixes)} prefixes")
-    if group and not 0 <= min(indices, default=0) <= max(indices, default=0) < len(group.members):
+    if group and indices and (min(indices) < 0 or (max(indices) >= len(group.members) and not may_be_gone)):
         raise LedgerError(f"members {tuple(indices)} {name}, which has {len(group.members)}")
 
 

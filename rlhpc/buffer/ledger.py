@@ -148,8 +148,8 @@ class AdmissionLedger:
     ) -> None:
         """Make members grantable again, each with what was sampled of it; this does not count as a lost lease.
 
-        Ignored: members that another one holds or that are delivered, unknown groups.  prefixes: none, or one per
-        sample index.  Raises LedgerError, changing nothing, for another number of them, or an index outside the group.
+        Ignored: members that another one holds, that are delivered or not there, unknown groups.  prefixes: none, or
+        one per sample index.  Raises LedgerError, changing nothing, for another number of them, or an index below 0.
         """
         self._leases.hand_back(self._untaken.get(group_id), holder, sample_indices, prefixes)
 

@@ -74,7 +74,7 @@ class PartialIntake:
         found = []
         for group_id, index in members:
             group = self._buffer.open_record(group_id)
-            prefix = group.members[index].prefix if group is not None else None
+            prefix = group.members[index].prefix if group is not None and index < len(group.members) else None
             if group is not None and prefix is not None:
                 found.append(PartialRollout(group_id, index, group.prompt.prompt_id, 0, 0, prefix))
         return found

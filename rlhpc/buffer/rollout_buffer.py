@@ -271,9 +271,8 @@ class RolloutBuffer:
                 f"{directory / BUFFERED_FILE} holds {len(held)} rollouts and the ledger counts {len(wanted)} as "
                 f"delivered; first difference: group and sample {min(found ^ wanted, default='held twice')}"
             )
-        for resolved in saved:
-            for member in resolved.group.members:
-                self._add(member)
+        for member in [member for resolved in saved for member in resolved.group.members]:
+            self._add(member)
         return len(saved)
 
     def restore(self, history: History, draw_again: Callable[[int | None], Prompt]) -> list[ResolvedGroup]:
@@ -301,6 +300,7 @@ class RolloutBuffer:
             if self._ledger.deliver(rollout.group_id, rollout.sample_index):
                 self._add(record.scored)
                 changed.add(rollout.group_id)
+                history.num_tokens += len(rollout.token_ids)
                 if record.scored.verdict is Verdict.VERIFIER_ERROR:
                     dropped.setdefault(rollout.group_id, DropReason.VERIFIER_ERROR)
         found = [ResolvedGroup(group) for group in self.finished() if group.group_id in changed - dropped.keys()]

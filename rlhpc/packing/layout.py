@@ -81,8 +81,10 @@ def packing_fill(batch: PackedBatch, token_budget: int) -> float:
 
 
 def tokens_trained(batch: PackedBatch) -> int:
-    """Tokens of all minibatches, prompts included, counted once for each pass over them."""
-    sizes = [sum(len(row.token_ids) for row in minibatch.rows) for minibatch in batch.minibatches]
+    """Tokens of the samples of all minibatches, prompts included, counted once for each pass over them."""
+    sizes = [
+        sum(len(row.token_ids) for row in minibatch.rows if not _is_filler(row)) for minibatch in batch.minibatches
+    ]
     return sum(sizes[place] for place in batch.order)
 
 

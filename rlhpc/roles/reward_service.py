@@ -15,7 +15,16 @@ from functools import partial
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import ChannelFull, PeerUnreachable
-from rlhpc.messages import Heartbeat, RewardReply, RewardRequest, StillWaiting, TurnReply, TurnRequest
+from rlhpc.messages import (
+    Heartbeat,
+    Reregister,
+    RewardReply,
+    RewardRequest,
+    StillWaiting,
+    StopRole,
+    TurnReply,
+    TurnRequest,
+)
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.environments.settings import judged_tasks
 from rlhpc.rewards.open_pool import open_pool
@@ -67,7 +76,12 @@ async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
 
 
 async def _hear(control: ClientChannel, session: ControllerSession) -> None:
-    session.asked_to_stop(await control.receive())  # the only message a reward service gets on this channel is StopRole
+    while True:
+        message = await control.receive()
+        if isinstance(message, Reregister):
+            await control.send(hello(session.context))
+        elif isinstance(message, StopRole):
+            session.asked_to_stop(message)
 
 
 class RewardService:

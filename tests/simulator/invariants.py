@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from rlhpc.buffer.segment_files import segment_paths
+from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.config import Config
 from rlhpc.contracts import Clock
 from rlhpc.errors import LedgerError
@@ -223,6 +226,17 @@ class Invariants:
 def made(known: Known, scored: ScoredRollout) -> None:
     """Note a rollout that a generator begins to deliver."""
     known.made[scored.detail] = scored.rollout.group_id, scored.rollout.sample_index
+
+
+def check_totals(controller: Controller, rollouts: Path) -> None:
+    """At the end of a run its totals are what segments hold, however often it was begun again."""
+    groups = [resolved for path in segment_paths(rollouts) for resolved in read_segment(path)]
+    num_tokens = sum(len(member.rollout.token_ids) for resolved in groups for member in resolved.group.members)
+    num_dropped = sum(resolved.drop_reason is not None for resolved in groups)
+    totals = controller._sink.counted_in(controller._state.totals)
+    if (totals.tokens_generated, totals.groups_dropped) != (num_tokens, num_dropped):
+        told = f"{totals.tokens_generated} tokens and {totals.groups_dropped} dropped groups"
+        raise Violation(f"totals tell of {told}, segments have {num_tokens} and {num_dropped}")
 
 
 def check_step(batch: PackedBatch, weights: Weights, config: Config) -> None:

@@ -40,7 +40,7 @@ from tests.simulator.disk import SimulatedDisk
 from tests.simulator.faults import CONTROLLER, GENERATORS, TRAINER, Fault
 from tests.simulator.generators import SimulatedGenerator
 from tests.simulator.havoc import bring
-from tests.simulator.invariants import Invariants, Known, Violation, check_step, made
+from tests.simulator.invariants import Invariants, Known, Violation, check_step, check_totals, made
 from tests.simulator.loop import Process, SimulatedLoop, start
 from tests.simulator.network import SimulatedClient, SimulatedServer
 from tests.simulator.seclusion import in_silence
@@ -250,6 +250,7 @@ class World:
         stop = StopRequest()
         controller = Controller(context, *(self.servers[spec.name] for spec in (CONTROL, LEASES, BATCHES)))
         self.invariants = Invariants(controller, self.known, self.loop.time, self._is_hindered)
+        self._check_totals = partial(check_totals, controller, self.layout.rollouts)  # of the one that ends the run
         try:
             try:
                 await controller.run(stop)
@@ -288,6 +289,7 @@ class World:
         if not audit.is_clean or audit.num_steps != self.config.run.num_steps:
             offences = [f"{check.name}: {offence}" for check in audit.checks for offence in check.offences]
             raise Violation(f"audit, {audit.num_steps} steps: {'; '.join(offences)[:600]}")
+        self._check_totals()
 
     # -------------------------------------------------------------------------------------------------- what roles tell
 

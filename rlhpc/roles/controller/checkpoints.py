@@ -24,7 +24,7 @@ from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
 from rlhpc.roles.controller.disk_patience import LONGEST_CHECKPOINT_PAUSE_S, DiskPatience
 from rlhpc.roles.controller.journaling import at_once
-from rlhpc.roles.controller.saved_state import SavedState, delete_needless_journals, write_saved_state
+from rlhpc.roles.controller.saved_state import SavedState, Totals, delete_needless_journals, write_saved_state
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.run_layout import RunLayout
@@ -46,9 +46,13 @@ class CheckpointWriter:
         fence: Fence | None = None,
         clock: Clock = time.monotonic,
         durable: Callable[[], Awaitable[None]] = at_once,
+        totals: Callable[[], Totals] | None = None,
     ) -> None:
-        """durable: returns once the journal has all that a checkpoint knows: the next attempt counts on from there."""
-        self._durable = durable
+        """durable: returns once the journal has all that a checkpoint knows: the next attempt counts on from there.
+
+        totals: of the run at this moment; None: as they were when the last step was recorded.
+        """
+        self._durable, self._totals = durable, totals or (lambda: state.totals)
         self._layout, self._keep, self._trainer, self._state = layout, keep, trainer, state
         self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
@@ -138,7 +142,7 @@ class CheckpointWriter:
         """
         state, fence = self._state, self._fence
         frozen = state.buffer.freeze(step)
-        prompts, membership, totals = state.prompts.state(), state.membership.state(), state.totals.to_json()
+        prompts, membership, totals = state.prompts.state(), state.membership.state(), self._totals().to_json()
         guard, progress = state.guard.state(), state.progress.state()
 
         def write_own_part(final: Path) -> Path:

@@ -137,13 +137,12 @@ class Controller:
             newest_version=lambda: max(self._loop.version, self._state.replay.version),
             commit_groups=self._journaling.commit_soon,
         )
+        facts = context.layout, config.checkpoint.keep, self._trainer, self._state
         self._checkpoints = CheckpointWriter(
-            context.layout,
-            config.checkpoint.keep,
-            self._trainer,
-            self._state,
+            *facts,
             fence=context.fence,
             durable=self._journaling.durable,
+            totals=lambda: self._sink.counted_in(self._state.totals),
         )
         self._guarding.on_disk(self._journaling.durable, self._checkpoints.can_return_to)
         self._sealing = PatientSealing(self._state.segments, self._awake)

@@ -21,6 +21,7 @@ from rlhpc.config_sections import AdmissionConfig
 from rlhpc.contracts import PromptSource
 from rlhpc.errors import LedgerError, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.types import Rollout, RolloutGroup, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.rollout_sink")
@@ -39,6 +40,16 @@ class IntakeStats:
     num_tokens: int = 0
     cut_lengths: list[int] = field(default_factory=list)  # tokens, as last heard, of completions cut while they ran
     num_cut_tokens: int = 0  # of all members of groups that were cut
+
+    def add_to(self, totals: Totals) -> None:
+        """Count it as a part of the run."""
+        totals.tokens_generated += self.num_tokens
+        totals.groups_dropped += sum(self.num_dropped.values())
+        totals.groups_without_spread += self.num_zero_variance
+        totals.groups_cut += self.num_dropped.get(DropReason.CUT.value, 0)
+        totals.tokens_cut += self.num_cut_tokens
+        totals.completions_cut += len(self.cut_lengths)
+        totals.running_tokens_cut += sum(self.cut_lengths)
 
 
 class RolloutSink:
@@ -120,11 +131,11 @@ class RolloutSink:
     def restored(self, groups: Iterable[ResolvedGroup]) -> None:
         """Groups have come back from the journal, finished or dropped: count them, as if they arrived now.
 
-        One that is finished and has no variance is dropped, if that was not recorded any more.
+        Their tokens count already, as those of unfinished groups do (Replay.num_tokens).  One that is finished and has
+        no variance is dropped, if that was not recorded any more.
         """
         for resolved in groups:
             group = resolved.group
-            self.stats.num_tokens += sum(len(member.rollout.token_ids) for member in group.members)
             if resolved.drop_reason is None or resolved.drop_reason is DropReason.NO_SPREAD:
                 self._count_finished(group)
             if resolved.drop_reason is not None:
@@ -151,6 +162,7 @@ class RolloutSink:
 
     def _count_finished(self, group: RolloutGroup) -> None:
         self.stats.groups.append(group)
+        self.stats.shaped_rewards += self._shaping.rewards(group).tolist()
         if self._prompts is not None:
             pass_rate = sum(member.verdict is Verdict.CORRECT for member in group.members) / len(group.members)
             self._prompts.learn(group.group_id, group.admitted_version, group.prompt.prompt_id, pass_rate)
@@ -167,9 +179,14 @@ class RolloutSink:
         stats, self.stats = self.stats, IntakeStats()
         return stats
 
+    def counted_in(self, totals: Totals) -> Totals:
+        """A copy of the totals with what `drain` would return now: a checkpoint has these rollouts."""
+        copy = replace(totals)
+        self.stats.add_to(copy)
+        return copy
+
     def _check_reward_variance(self, group: RolloutGroup) -> None:
         rewards = self._shaping.judged(group)
-        self.stats.shaped_rewards += self._shaping.rewards(group).tolist()
         if has_reward_variance(rewards):
             self._num_consecutive_zero_variance, self._last_alike = 0, []
             return

@@ -23,7 +23,8 @@ from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.transport.incarnation import is_same_start
 
 log = logging.getLogger("rlhpc.processes")
-ANSWER_S = 1.0  # for a generator to receive a message
+ANSWER_S = 1.0  # for a process to receive a message: others are heard meanwhile by nobody
+OUTLIVES_CONTROLLERS = ("generator-", "reward-")  # a trainer that is taken for dead ends the attempt
 
 
 class RunProcesses:
@@ -70,13 +71,13 @@ class RunProcesses:
         return True
 
     async def beat(self, name: str, message: Heartbeat) -> None:
-        """Record a heartbeat; a generator that was declared dead, perhaps because it was paused, may register again."""
-        if not self._registry.record(name, message) and name.startswith("generator-"):
+        """Record a heartbeat; whoever was declared dead, perhaps because it was paused, may register again."""
+        if not self._registry.record(name, message) and name.startswith(OUTLIVES_CONTROLLERS):
             await self._tell(name, Reregister())
 
     async def _tell(self, name: str, message: object) -> None:
         with suppress(ChannelError):  # it is gone already
-            await self._control.send(name, message)
+            await self._control.send(name, message, timeout_s=ANSWER_S)
 
     # ----------------------------------------------------------------------------------------------------------- losses
 

@@ -84,6 +84,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
     guard = _open_guard(context, saved)
     replay, journal = _restore(context, saved, step, buffer, prompts)
+    totals.tokens_generated += replay.num_tokens
     return ControllerState(
         prompts,
         tokenizer,
@@ -135,7 +136,7 @@ def _restore(
         if group_id >= first_group:  # else the checkpoint knows it
             journal.note(history.implied[group_id])
     buffer.journal = journal
-    return Replay(steps, restored, timeline, version), journal
+    return Replay(steps, restored, timeline, version, history.num_tokens), journal
 
 
 def _restore_partials(context: RoleContext, first_attempt: int, version: int, buffer: RolloutBuffer) -> None:

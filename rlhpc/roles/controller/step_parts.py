@@ -23,6 +23,8 @@ from rlhpc.roles.controller.batch_maker import BatchMaker
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.types import RolloutGroup
 
+LOOK_AGAIN_AT = 8  # when this part of the groups has come in addition: a look takes as long as there are groups
+
 
 class StepParts:
     """Of one train loop."""
@@ -30,7 +32,7 @@ class StepParts:
     def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
         self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
         self._smallest = config.smallest_part
-        self._least = self._smallest.groups  # more, if by the last look only more groups fill the rows
+        self._least = self._smallest.groups  # more, if by the last look these do not fill the rows
         self._pack_s = 0.0  # of the step's parts so far
 
     async def train(self, step: int, version: int) -> float:
@@ -43,8 +45,12 @@ class StepParts:
             return 0.0
         groups = self._buffer.part(num_groups, self._least)
         num_tokens = sum(group.num_tokens for group in groups)
-        if not groups or num_tokens < self._smallest.tokens:
-            self._least = max(self._least, -(-len(groups) * self._smallest.tokens // max(1, num_tokens)))
+        if not groups:
+            return 0.0
+        if num_tokens < self._smallest.tokens:
+            # As many as would be enough if those to come were as long; but short ones are finished first.
+            enough = -(-len(groups) * self._smallest.tokens // num_tokens)
+            self._least = min(enough, len(groups) + max(1, len(groups) // LOOK_AGAIN_AT))
             return 0.0
         self._least = self._smallest.groups
         refuse_stale(groups, version, self._buffer.staleness_bound)

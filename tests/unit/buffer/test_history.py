@@ -23,7 +23,7 @@ from rollout_samples import (
     make_prompt,
     make_scored,
 )
-from test_ledger import settings
+from test_ledger import make_prefix, settings
 from test_rollout_buffer import make_writer
 
 from rlhpc.buffer.event_log import Admitted, Began, Event, RolledBack, Taken, Trained, event_paths
@@ -43,6 +43,7 @@ from rlhpc.buffer.journal_files import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.journal_rows import JournalRecord
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
@@ -109,9 +110,11 @@ def test_a_group_of_a_hard_prompt_comes_back_with_all_its_members(layout: RunLay
     for index in (0, 3):
         buffer.deliver("g-0", make_scored(0, index))
     journal_of(buffer).commit()
-    again = begin(layout, 1, read_history(layout.rollouts, START))
+    history = read_history(layout.rollouts, START)
+    again = begin(layout, 1, history)
     assert [len(again.open_record(group_id).members) for group_id in (0, 1)] == [5, 2]
     assert [again.is_wanted(0, index) for index in range(6)] == [False, True, True, False, True, False]
+    assert history.num_tokens == sum(len(member.scored.rollout.token_ids) for member in history.rollouts) > 0
     for index in (1, 2, 4):
         assert not again.is_finished(0)
         again.deliver("g-0", make_scored(0, index))
@@ -127,6 +130,11 @@ def test_a_hard_prompt_s_rollouts_whose_admission_is_lost_come_back(layout: RunL
     assert history.implied == {0: Admitted(0, 0, 0, size=4)}
     again = begin(layout, 1, history)
     assert [again.is_wanted(0, index) for index in range(5)] == [True, True, True, False, False]
+    again.hand_back("g-0", 0, (2, 4), (make_prefix(3), make_prefix(7)))  # by whoever was given five, and leaves
+    intake = PartialIntake(again, 10)
+    assert [(each.sample_index, each.end) for each in intake.whole((0, index) for index in (2, 4))] == [(2, 3)]
+    with pytest.raises(LedgerError, match="which has 4"):
+        again.hand_back("g-0", 0, (-1,))
 
 
 def test_a_rollout_whose_admission_was_not_written_any_more_is_not_sampled_again(layout: RunLayout) -> None:
@@ -281,6 +289,22 @@ def test_batches_of_an_attempt_that_went_another_way_are_void_from_there_on(layo
     second.commit()
     history = read_history(layout.rollouts, START)
     assert {step: taken.groups for step, taken in history.batches.items()} == {0: [0, 1], 1: [2, 5]}
+
+
+def test_how_a_step_went_is_known_though_an_attempt_that_repeated_it_ended_within_it(layout: RunLayout) -> None:
+    """Else it is trained at another rate, or applied where it was skipped, and its version is of other weights."""
+    went = Trained(1, 1, applied=False, refused="grad_norm", began_s=7.5)
+    for attempt, batches in enumerate(([[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 1], [2, 5]])):
+        journal = open_journal(layout, "test", attempt, 0, None)
+        journal.note(Began(0, 0, goes_on=True))
+        for step, groups in enumerate(batches):
+            journal.note(Taken(step, groups))
+            if attempt == 0 or step == 0:
+                journal.note(went if step == 1 else Trained(0, 0, applied=True))
+        journal.commit()
+        history = read_history(layout.rollouts, START)
+        assert (1 in history.trained) == (attempt < 2)
+        assert attempt == 2 or history.trained[1] == went
 
 
 def test_an_attempt_that_starts_over_forgets_all_that_was_before(layout: RunLayout) -> None:

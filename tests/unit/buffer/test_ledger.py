@@ -235,7 +235,7 @@ def test_a_hand_back_that_contradicts_the_group_is_refused(ledger):
     with pytest.raises(LedgerError, match="prefixes"):
         ledger.hand_back("g-0", 0, [0, 1], [None])
     with pytest.raises(LedgerError, match="has 2"):
-        ledger.hand_back("g-0", 0, [2])
+        ledger.hand_back("g-0", 0, [-1])
     assert ledger.outstanding("g-0") == 2
 
 

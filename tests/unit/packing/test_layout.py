@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from rlhpc.errors import PackingError
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import joined, lay_out, lockstep_slowdown, pack, packing_fill, unpack
+from rlhpc.packing.layout import joined, lay_out, lockstep_slowdown, pack, packing_fill, tokens_trained, unpack
 from rlhpc.packing.planner import plan
-from rlhpc.types import PackedMinibatch, TrainingSample
+from rlhpc.types import PackedBatch, PackedMinibatch, TrainingSample
 
 COST = FlopCost(linear=100.0, quadratic=1.0)
 
@@ -102,6 +102,13 @@ def test_parts_joined_count_what_the_whole_counts_though_one_has_nothing_to_lear
     assert (one.num_loss_tokens, one.num_samples) == (whole.num_loss_tokens, whole.num_samples) == (26, 5)
     assert len(one.rows) == sum(len(part.rows) for part in parts)
     assert joined([packed([masked]), packed([masked])]).num_loss_tokens == 1  # which losses are divided by
+
+
+def test_the_tokens_of_a_batch_are_those_of_its_samples_in_however_many_parts_it_was_trained() -> None:
+    """Schedules over tokens go by them, and what was trained in parts is repeated as a whole."""
+    samples = [sample(0, 4, 6), sample(1, 5, 7)]
+    whole, parts = packed(samples), joined([packed([each]) for each in samples])
+    assert [tokens_trained(PackedBatch(0, 0, (each,), (0, 0))) for each in (whole, parts)] == [44, 44]
 
 
 def test_an_oversize_sample_is_refused() -> None:

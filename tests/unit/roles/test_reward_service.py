@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.config_file import config_hash
 from rlhpc.errors import ChannelTimeout
-from rlhpc.messages import RewardRequest
+from rlhpc.messages import Hello, Reregister, RewardRequest
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.reward_service import RewardService
-from rlhpc.topology import REWARDS
+from rlhpc.roles.common.controller_session import ControllerSession
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.reward_service import RewardService, _hear
+from rlhpc.run_layout import RunLayout
+from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.rpc import RpcClient
 from tests.patience import PATIENCE_S
+from tests.unit.roles.small_ring import small_config
 
 VERDICT_S, NUM_AHEAD = 0.1, 60
 TIMEOUT_S = NUM_AHEAD * VERDICT_S / 2  # that no verdict takes on a busy machine
@@ -80,3 +85,18 @@ async def test_a_service_that_has_stopped_is_given_up_though_it_lives(task: str)
             await second.call(RewardRequest(0, f"{task}slow", "x", ""), 1.0)
         ahead.cancel()
         await asyncio.gather(ahead, return_exceptions=True)
+
+
+async def test_a_service_says_hello_again_as_often_as_it_is_asked_to(tmp_path: Path) -> None:
+    """The controller has taken it for dead, or has never heard its first one."""
+    server, config = MemoryServer(CONTROL), small_config()
+    context = RoleContext("reward", 0, 1, 0, None, "0.0.0-first", RunLayout(tmp_path), config, config_hash(config))
+    control = server.connect("reward-0")
+    hearing = asyncio.create_task(_hear(control, ControllerSession(context, asyncio.Event())))
+    for _ in range(2):
+        await server.send("reward-0", Reregister())
+        name, message = await server.receive(PATIENCE_S)
+        assert isinstance(message, Hello)
+        assert (name, message.incarnation) == ("reward-0", "0.0.0-first")
+    hearing.cancel()
+    await asyncio.gather(hearing, return_exceptions=True)

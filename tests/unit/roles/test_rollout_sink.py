@@ -14,6 +14,7 @@ from rlhpc.config_algorithm import ShapingConfig
 from rlhpc.errors import LedgerError, RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller.rollout_sink import RolloutSink
+from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.types import FinishReason, RolloutGroup, Verdict
 from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, scored, small_config
 
@@ -180,9 +181,20 @@ def test_groups_from_the_journal_count_as_if_they_had_arrived_and_are_judged_if_
     door.sink.restored([*restored, ResolvedGroup(dropped, drop_reason=DropReason.NO_SPREAD)])
     stats = door.sink.drain()
     assert [group.group_id for group in stats.groups] == [0, 1, 2]
-    assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (18, 2, {"no_spread": 2})
+    assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (0, 2, {"no_spread": 2})
+    assert stats.shaped_rewards == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]  # of the same members as all other rewards
     assert door.buffer.counts()["dropped_no_spread"] == 2
     assert not door.buffer.is_open(1)
+
+
+def test_a_checkpoint_counts_what_came_in_since_the_last_step_and_the_next_step_counts_it_once(door: Door) -> None:
+    totals = Totals(tokens_generated=100, groups_dropped=1)
+    door.bring(0, 1.0, 1.0)
+    saved = door.sink.counted_in(totals)
+    assert (saved.tokens_generated, saved.groups_dropped, saved.groups_without_spread) == (106, 2, 1)
+    assert totals == Totals(tokens_generated=100, groups_dropped=1)
+    door.sink.drain().add_to(totals)
+    assert totals == saved == door.sink.counted_in(totals)
 
 
 def test_in_a_deterministic_run_a_rollout_of_other_weights_is_not_taken(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhpc.config_file import config_hash
-from rlhpc.messages import Heartbeat, Hello
+from rlhpc.messages import Heartbeat, Hello, Reregister
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.run_processes import RunProcesses
@@ -20,9 +20,9 @@ from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import prompt, small_config, small_ring
 
 
-def hello(incarnation: str) -> Hello:
-    settings = config_hash(small_config())
-    return Hello("generator", 0, incarnation, settings, 100, "here", num_weight_ranks=1, weight_devices=("",))
+def hello(incarnation: str, role: str = "generator") -> Hello:
+    settings, devices = config_hash(small_config()), ("",) if role == "generator" else ()
+    return Hello(role, 0, incarnation, settings, 100, "here", num_weight_ranks=len(devices), weight_devices=devices)
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
@@ -65,6 +65,27 @@ async def test_a_generator_that_connects_again_has_lost_nothing(tmp_path: Path) 
         assert record is not None
         assert record.attempts == 1
         assert all(member.is_free for member in record.members)
+
+
+@pytest.mark.parametrize("role", ["generator", "reward"])
+async def test_who_was_taken_for_dead_and_is_heard_again_is_asked_to_register(tmp_path: Path, role: str) -> None:
+    """Else `rlhpc status` never shows it again, and nobody tells it that the run is over."""
+    config, clock, name = small_config(), ManualClock(), f"{role}-0"
+    async with small_ring(config, tmp_path) as ring:
+        context = RoleContext("controller", 0, 1, 0, None, "first", RunLayout(tmp_path), config, config_hash(config))
+        registry, client = ProcessRegistry(config_hash(config), 15.0, clock), ring.control.connect(name)
+        buffer: Any = ring.buffer
+        state: Any = ControllerState(Any, None, buffer.segments, buffer.journal, buffer, Membership(), Totals(), 0, 0)
+        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state)
+        await processes.greet(name, hello("0.0.0-first", role))
+        clock.advance(16.0)
+        await processes.lose_silent()
+        assert registry.names() == []
+        await processes.beat(name, Heartbeat("running", "", -1))
+        assert await client.receive(1.0) == Reregister()
+        await processes.greet(name, hello("0.0.0-first", role))
+        await processes.beat(name, Heartbeat("running", "", -1))
+        assert registry.names() == [name]
 
 
 @pytest.mark.parametrize("state_of_it", ["running", "draining"])

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launch.demo.task import write_dataset
 from launch.demo.tokenizer import make_tokenizer
 from rlhpc.config import with_values
@@ -16,6 +18,7 @@ from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.contracts import Clock
 from rlhpc.data.curriculum import open_curriculum
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.messages import Hello, WeightsLive
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.metrics.recorder import NUM_RECENT_STEPS, RunRecorder
@@ -40,8 +43,9 @@ async def recorded_ring(
     resume_step: int | None = None,
     clock: Clock | None = None,
     saved: Totals | None = None,
+    active_sampling: bool = True,
 ) -> AsyncIterator[tuple[SmallRing, RunRecorder, StatusBoard]]:
-    config = small_config(num_steps)
+    config = small_config(num_steps, active_sampling=active_sampling)
     layout, clock = RunLayout(root), clock or asyncio.get_running_loop().time
     write_resolved(config, layout, "")
     layout.rollouts.mkdir()
@@ -137,3 +141,31 @@ async def test_a_resume_that_has_nothing_left_to_train_tells_the_rates_of_the_wh
     async with recorded_ring(tmp_path, 2, attempt=1, resume_step=2, saved=SAVED) as (_, _, board):
         document = told(board)
         assert (document["trainer_tokens_per_s"], document["generator_tokens_per_s"]) == (100.0, 75.0)
+
+
+async def test_the_slowest_generator_is_one_that_is_there(tmp_path: Path) -> None:
+    """What one that is gone has said last would be shown for as long as the run goes on, and plans go by it."""
+    async with recorded_ring(tmp_path, num_steps=2) as (ring, recorder, _):
+        for name, seconds in (("generator-0", 0.5), ("generator-1", 40.0)):
+            await ring.add_generator(name)
+            settings = config_hash(ring.config)
+            recorder._registry.register(name, Hello("generator", int(name[-1]), "0.0.0-g", settings, 1, "here"))
+            ring.weight_sync.last_acks[name] = WeightsLive(1, 0, seconds, seconds / 2, "")
+        names = "weights/receive_s", "weights/pause_s"
+        assert [recorder._situation()[name] for name in names] == [40.0, 20.0]
+        recorder._registry.forget("generator-1")
+        await ring.weight_sync.lost("generator-1")
+        assert [recorder._situation()[name] for name in names] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(("active_sampling", "replaced"), [(True, 3.0), (False, 0.0)])
+async def test_groups_without_spread_are_replaced_only_where_they_are_not_trained_on(
+    tmp_path: Path, active_sampling: bool, replaced: float
+) -> None:
+    saved = Totals(groups_without_spread=3)
+    async with recorded_ring(tmp_path, 1, saved=saved, active_sampling=active_sampling) as (ring, recorder, _):
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        (step,) = recorder._unwritten
+        assert step.figures["group/replaced_total"] == replaced
+        assert recorder._totals.groups_without_spread == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.roles.controller.metrics.summary import reward_by_version, summarise, tenth_means
 from rlhpc.roles.controller.saved_state import Totals
@@ -66,12 +67,34 @@ def test_a_tenth_is_weighed_by_rollouts_and_at_least_one_version() -> None:
     assert tenth_means({0: (1.0, 30), 1: (0.0, 10)}, 20) == (0.75, None)
 
 
+def test_a_run_is_complete_though_one_of_its_segments_cannot_be_read_any_more(
+    layout: RunLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has trained every step: no attempt could do more."""
+    seal(layout, *(ResolvedGroup(group(v, v, 0.0, 1.0), consumed_step=v) for v in range(6)))
+    damaged = segment_paths(layout.rollouts)[1]
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    summary = summarise(layout, Totals(steps=6), 1, group_size=2)
+    assert [version for version, _, _ in summary["reward_by_version"]] == [0, 1, 4, 5]
+    assert f"{damaged}: " in caplog.text
+    assert layout.summary.exists()
+
+
 def test_a_run_of_which_nothing_was_judged_has_no_means(layout: RunLayout) -> None:
     assert tenth_means({}, 10) == (None, None)
     summary = summarise(layout, Totals(), 1, group_size=2)
     assert summary["reward_first_tenth"] is None
     assert summary["reward_by_version"] == []
     assert json.loads(layout.summary.read_bytes()) == summary
+
+
+def test_tenths_are_of_the_versions_that_there_were_also_where_steps_were_skipped(layout: RunLayout) -> None:
+    """A skipped step makes no version: of 20 steps, 4 of them skipped, the last ones sampled under version 15."""
+    seal(layout, *(ResolvedGroup(group(v, v, v / 10, v / 10), consumed_step=v) for v in range(16)))
+    summary = summarise(layout, Totals(steps=20, skipped_steps=4), 1, group_size=2)
+    assert (summary["reward_first_tenth"], summary["reward_last_tenth"]) == (0.0, 1.5)
+    alone = summarise(layout, Totals(steps=3, skipped_steps=3), 1, group_size=2)
+    assert (alone["reward_first_tenth"], alone["reward_last_tenth"]) == (0.0, 0.0)
 
 
 def test_rates_and_ratios_are_over_training_time(layout: RunLayout) -> None:

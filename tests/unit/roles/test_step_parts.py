@@ -142,12 +142,13 @@ async def test_by_default_a_part_fills_a_row_of_every_rank(tmp_path: Path) -> No
         assert sum(len(row.token_ids) for row in ring.trainer.parts[0].rows) == 20
 
 
-async def test_groups_are_looked_at_again_only_when_they_may_fill_the_rows(
+async def test_groups_are_looked_at_again_when_an_eighth_more_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look takes a microsecond for each group, at each that is finished."""
-    config = in_parts(groups_per_step=12, step_parts="auto")  # a row is of 64 tokens
-    async with waiting_ring(config, tmp_path, 12) as (ring, _):
+    config = in_parts(groups_per_step=64, step_parts="auto")
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"token_budget": 300})})
+    async with waiting_ring(config, tmp_path, 64) as (ring, _):
         looks = []
         part = ring.buffer.part
 
@@ -158,11 +159,34 @@ async def test_groups_are_looked_at_again_only_when_they_may_fill_the_rows(
 
         monkeypatch.setattr(ring.buffer, "part", looked)
         ring.start_training()
-        for group_id in range(7):
+        for group_id in range(30):
             finish(ring, group_id)
             await settle_down()
         await until(lambda: len(ring.trainer.parts) == 1)
-        assert looks == [3, 7]
+        assert looks == [16, 18, 20, 22, 24, 27, 30]
+
+
+async def test_a_long_group_after_short_ones_is_enough_for_a_part(tmp_path: Path) -> None:
+    """Short completions are finished first: by their length, only more groups than a batch has would fill the rows."""
+    async with waiting_ring(in_parts(groups_per_step=6, step_parts="auto"), tmp_path, 6) as (ring, _):
+        ring.start_training()  # a row is of 64 tokens
+        finish(ring, 0, 1)
+        await settle_down()
+        assert ring.trainer.parts == []
+        for index in (0, 1):
+            short = scored(2, index)
+            tokens = np.arange(28, dtype=np.int32)
+            rollout = replace(
+                short.rollout,
+                token_ids=tokens,
+                behaviour_logprobs=np.full(28, -1, np.float32),
+                versions=np.zeros(28, np.int32),
+                loss_mask=np.ones(28, np.bool_),
+            )
+            ring.buffer.deliver("somebody", replace(short, rollout=rollout))
+        ring.loop.groups_changed()
+        await until(lambda: len(ring.trainer.parts) == 1)
+        assert groups_in(ring.trainer.parts[0]) == 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhpc.algorithms.diagnostics import rewards
-from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample
@@ -169,14 +168,8 @@ class RunRecorder:
         totals.rollouts_spanning_update += sum(r.versions.item(0) != r.versions.item(-1) for r in rollouts)
         oldest = min(group.admitted_version for group in record.groups)
         totals.staleness_max = max(totals.staleness_max, record.trained_version - oldest)
-        totals.tokens_generated += stats.num_tokens
         totals.tokens_trained += num_tokens
-        totals.groups_dropped += sum(stats.num_dropped.values())
-        totals.groups_without_spread += stats.num_zero_variance
-        totals.groups_cut += stats.num_dropped.get(DropReason.CUT.value, 0)
-        totals.tokens_cut += stats.num_cut_tokens
-        totals.completions_cut += len(stats.cut_lengths)
-        totals.running_tokens_cut += sum(stats.cut_lengths)
+        stats.add_to(totals)
         totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
         totals.trainer_idle_s += min(idle_s, step_s)
         totals.generator_idle_s += generator_idle_s
@@ -195,7 +188,7 @@ class RunRecorder:
             "tokens/generated_total": float(totals.tokens_generated),
             "tokens/trained_total": float(totals.tokens_trained),
             "group/dropped_total": float(totals.groups_dropped),
-            "group/replaced_total": float(totals.groups_without_spread),
+            "group/replaced_total": float(totals.groups_without_spread * self._config.admission.active_sampling),
             "group/regranted_total": float(totals.leases_regranted),
             "generator/tokens_lost_total": float(totals.tokens_lost),
             "checkpoint/failed_total": float(totals.checkpoints_failed),
@@ -206,9 +199,10 @@ class RunRecorder:
     def _situation(self) -> dict[str, float]:
         """Current state: queues, weights, engines."""
         counts = self._buffer.counts()
-        acks = [ack for ack in self._weight_sync.last_acks.values() if not ack.error]
+        are_there = self._registry.names("generator")
+        acks = [ack for name, ack in self._weight_sync.last_acks.items() if name in are_there and not ack.error]
         channels = [channel.statistics for channel in self._channels]
-        num_generators = max(1, len(self._registry.names("generator")))
+        num_generators = max(1, len(are_there))
         return {
             **self._prompts.figures(),
             "staleness/bound": float(self._buffer.staleness_bound),
@@ -225,7 +219,7 @@ class RunRecorder:
             "weights/version": float(self._weight_sync.live_version),
             "weights/epoch": float(self._weight_sync.epoch),
             "weights/members": float(len(self._weight_sync.ready_members)),
-            "generator/live": float(len(self._registry.names("generator"))),
+            "generator/live": float(len(are_there)),
             "generator/tokens_unreported": self._registry.total("tokens_unreported", "generator"),
             "generator/running": self._registry.total("running", "generator"),
             "generator/waiting": self._registry.total("waiting", "generator"),

@@ -7,6 +7,7 @@ nowhere else: a rollout counts for the version under which its group was admitte
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,29 +16,34 @@ import numpy as np
 
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_columns
+from rlhpc.errors import SegmentError
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import Verdict
 
+log = logging.getLogger("rlhpc.summary")
+_COLUMNS = (
+    *("groups/group_id", "groups/admitted_version", "groups/group_size"),
+    *("rollouts/group_id", "rollouts/reward", "rollouts/verdict"),
+)
+
 
 def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float, int]]:
     """Return {admitted version: (mean reward, number of rollouts)} over all groups of which every member was scored.
 
     Dropped and leftover groups count as well: without zero-variance groups the curve would show which groups are
-    trained on and not what the policy can do.
+    trained on and not what the policy can do.  What cannot be read any more is left out, with a warning.
     """
     sums: dict[int, float] = defaultdict(float)
     counts: dict[int, int] = defaultdict(int)
     for path in segment_paths(rollouts):
-        columns = read_columns(
-            path,
-            (
-                *("groups/group_id", "groups/admitted_version", "groups/group_size"),
-                *("rollouts/group_id", "rollouts/reward", "rollouts/verdict"),
-            ),
-        )
+        try:
+            columns = read_columns(path, _COLUMNS)
+        except SegmentError as error:  # of a run that has done all its steps: no other attempt could do more
+            log.warning("reward_by_version lacks the groups of a segment: %s", error)
+            continue
         is_judged = columns["rollouts/verdict"] != Verdict.VERIFIER_ERROR.value
         owner, reward = columns["rollouts/group_id"][is_judged], columns["rollouts/reward"][is_judged]
         sizes = np.maximum(columns["groups/group_size"], group_size)
@@ -51,10 +57,10 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
     return {version: (sums[version] / counts[version], counts[version]) for version in sorted(sums)}
 
 
-def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[float | None, float | None]:
+def tenth_means(curve: dict[int, tuple[float, int]], num_versions: int) -> tuple[float | None, float | None]:
     """Mean reward over the rollouts of the first and of the last tenth of versions; None if there are none."""
-    tenth = max(1, num_steps // 10)
-    return _mean(curve, 0, tenth), _mean(curve, num_steps - tenth, num_steps)
+    tenth = max(1, num_versions // 10)
+    return _mean(curve, 0, tenth), _mean(curve, num_versions - tenth, num_versions)
 
 
 def summarise(
@@ -62,7 +68,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Write summary.json and return its content.  Raises OwnershipLost: only the owner may declare a run complete."""
     curve = reward_by_version(layout.rollouts, group_size)
-    first, last = tenth_means(curve, totals.steps)
+    # A skipped step makes no version.
+    first, last = tenth_means(curve, max(1, totals.steps - totals.skipped_steps))
     seconds = totals.training_s or 1.0
     summary = {
         "steps": totals.steps,
