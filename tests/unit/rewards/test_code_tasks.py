@@ -128,12 +128,29 @@ TRICKS = [
     "def f(x):\n    import os\n    os._exit(0)",
     "def f(x):\n    a = []\n    a.append(a)\n    return a",
     "import os\nos.write(4, b'garbage\\n' + b'[' * 100000 + b'\\n')\ndef f(x): return 1",
+    "import os\nos.write(4, b'{\"raised\": \"\"}\\n' * 2)\nos._exit(0)",  # in words, no fault at all
 ]
 
 
 @pytest.mark.parametrize("program", TRICKS[:2] + TRICKS[3:])
 def test_no_trick_makes_a_wrong_value_right(program):
     reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": 1}, {"args": [2], "output": 4}]})
+    assert code_functions.judge(fenced(program), reference).reward == 0.0
+
+
+LARGE = "1" + "0" * 400  # more than a float can be
+BEYOND_FLOATS = [
+    f"def f(x): return {LARGE}",
+    f"def f(x): return [{LARGE}]",
+    f"import os\nos.write(4, b'{{\"value\": {{\"$float\": {LARGE}}}}}\\n')\nos._exit(0)",
+    f"import os\nos.write(4, b'{{\"value\": {{\"$complex\": [{LARGE}, 0]}}}}\\n')\nos._exit(0)",
+]
+
+
+@pytest.mark.parametrize("program", BEYOND_FLOATS)
+@pytest.mark.parametrize("output", [0.5, [0.5]])
+def test_a_whole_number_beyond_all_floats_is_another_value_and_no_verifier_error(program, output):
+    reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": output}]})
     assert code_functions.judge(fenced(program), reference).reward == 0.0
 
 
