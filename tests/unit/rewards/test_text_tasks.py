@@ -102,6 +102,10 @@ def test_a_reference_that_is_no_pattern_is_an_error_of_the_data():
         (r"\boxed{\text{(C)}}", "C"),
         (r"\boxed{A} no, \boxed{C}", "C"),
         ("Because of that:\n**Answer:** D", "D"),
+        ("**Answer**: D", "D"),
+        (r"\boxed{\textbf{(D)}\ 12}", "D"),  # as in the solutions of AMC
+        (r"\boxed{\textbf{(D)}~12}", "D"),
+        (r"\boxed{\textbf{(D)}\ \textbf{(E)}}", ""),
         ("Answer: A\n#### B", "B"),
         ("#### B\nAnswer: A", "A"),
         ("A or B", ""),
