@@ -1,8 +1,12 @@
 import json
+import random
+import re
+import time
 from pathlib import Path
 
 import pytest
 
+from rlhpc.rewards.marked_answer import braced, last_mark
 from rlhpc.rewards.math_answer import judge, last_marked_answer, verify
 from rlhpc.types import Verdict
 
@@ -148,6 +152,23 @@ def test_every_gsm8k_solution_is_its_own_correct_answer_and_no_neighbours(split)
         assert judge(f"so \\boxed{{\\${answer}.00}}", reference).is_correct is ("." not in answer), reference
         assert not judge(f"so \\boxed{{{answer}1}}", reference).is_correct, reference
         assert not judge(answer, reference).is_correct, reference
+
+
+def test_the_last_mark_is_the_last_of_all_that_are_closed():
+    draw = random.Random(5)
+    pieces = (r"\boxed{", r"\fbox {", "{", "}", "}", r"\{", r"\}", "\\\\", "\\", "a", "#### b", "\n", "x" * 1990)
+    for _ in range(4_000):
+        text = "".join(draw.choices(pieces, k=draw.randrange(12)))
+        marked = [(match.start(), match[1]) for match in re.finditer(r"####([^\n]*)", text)]
+        boxes = [(match.start(), braced(text, match.end())) for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
+        expected = max([*marked, *(box for box in boxes if box[1] is not None)], default=None)
+        assert last_mark(text) == expected, repr(text)
+
+
+def test_boxes_that_are_never_closed_take_little_time():
+    began = time.thread_time()
+    assert judge(r"\boxed{" * 50_000, "18").reward == 0.0
+    assert time.thread_time() - began < 1.0
 
 
 def test_an_answer_cannot_break_out_of_the_braces_it_is_put_in():
