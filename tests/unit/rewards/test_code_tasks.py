@@ -128,7 +128,7 @@ TRICKS = [
     "def f(x):\n    import os\n    os._exit(0)",
     "def f(x):\n    a = []\n    a.append(a)\n    return a",
     "import os\nos.write(4, b'garbage\\n' + b'[' * 100000 + b'\\n')\ndef f(x): return 1",
-    "import os\nos.write(4, b'{\"raised\": \"\"}\\n' * 2)\nos._exit(0)",  # in words, no fault at all
+    'import os\nos.write(4, b\'{"raised": ""}\\n\' * 2)\nos._exit(0)',  # in words, no fault at all
 ]
 
 
@@ -142,8 +142,8 @@ LARGE = "1" + "0" * 400  # more than a float can be
 BEYOND_FLOATS = [
     f"def f(x): return {LARGE}",
     f"def f(x): return [{LARGE}]",
-    f"import os\nos.write(4, b'{{\"value\": {{\"$float\": {LARGE}}}}}\\n')\nos._exit(0)",
-    f"import os\nos.write(4, b'{{\"value\": {{\"$complex\": [{LARGE}, 0]}}}}\\n')\nos._exit(0)",
+    f'import os\nos.write(4, b\'{{"value": {{"$float": {LARGE}}}}}\\n\')\nos._exit(0)',
+    f'import os\nos.write(4, b\'{{"value": {{"$complex": [{LARGE}, 0]}}}}\\n\')\nos._exit(0)',
 ]
 
 
