@@ -35,7 +35,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     if program is None:
         return RewardOutcome(0.0, is_correct=False, detail=no_program(("python",)))
     request = {"program": program.text, "entry_point": entry_point, "calls": calls}
-    limits = limits_of(settings, settings.wall_s, own)
+    limits = limits_of(settings, settings.wall_s, own, wanted_bytes=len(reference))
     run = sandbox.run(_HARNESS, json.dumps(request).encode(), limits, wants_results=True)
     said = run.results.split(b"\n")[:-1]
     for number, output in enumerate(wanted):

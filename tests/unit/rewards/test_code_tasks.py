@@ -154,6 +154,17 @@ def test_a_whole_number_beyond_all_floats_is_another_value_and_no_verifier_error
     assert code_functions.judge(fenced(program), reference).reward == 0.0
 
 
+def test_an_output_may_be_as_long_as_the_one_that_is_wanted():
+    size = 3 << 19  # one and a half times the limit for short ones
+    printed = json.dumps({"inputs": [""], "outputs": ["a" * size + "\n"]})
+    returned = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": "a" * size}]})
+    for letter, is_right in (("a", True), ("b", False)):
+        assert code_stdin.judge(fenced(f"print({letter!r} * {size})"), printed).is_correct is is_right
+        program = fenced(f"def f(): return {letter!r} * {size}")
+        assert code_functions.judge(program, returned).is_correct is is_right
+    assert "too much output" in code_stdin.judge(fenced("while True: print('a' * 9999)"), printed).detail
+
+
 def test_values_beyond_json_are_compared_by_their_type():
     program = fenced("def f(x): return {(1, 2): {x}, 'n': float('nan'), 'b': b'\\x00', 'i': 10 ** 30}")
     wanted = {
