@@ -28,10 +28,11 @@ from rlhpc.sandbox.values import encode
 
 PREFIX = "reasoning_gym:"
 DISTRIBUTION = "reasoning-gym"
-# Kinds whose scorers, in release 0.1.25, give the whole reward to what is no answer.
+# Kinds whose scorers, in release 0.1.25, give the whole reward to what is no answer, or none to this problem.
 FLAWED = {
     "coin_flip": 'takes the beginning of a number for the whole ("0" for 0.3125)',
     "game_of_life_halting": 'takes any text for yes, "False" too',
+    "puzzle24": "takes any four numbers for those of the problem, so that 6*4*1*1 solves all of them",
 }
 _FAULT = "fault"  # key of a line that says why there are no records
 

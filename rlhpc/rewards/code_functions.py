@@ -35,7 +35,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     if program is None:
         return RewardOutcome(0.0, is_correct=False, detail=no_program(("python",)))
     request = {"program": program.text, "entry_point": entry_point, "calls": calls}
-    limits = limits_of(settings, settings.wall_s, own)
+    limits = limits_of(settings, settings.wall_s, own, wanted_bytes=len(reference))
     run = sandbox.run(_HARNESS, json.dumps(request).encode(), limits, wants_results=True)
     said = run.results.split(b"\n")[:-1]
     for number, output in enumerate(wanted):
@@ -89,9 +89,9 @@ def _difference(line: bytes, wanted: Any) -> str:
     try:
         said = json.loads(line)
         if "raised" in said:
-            return str(said["raised"])
+            return str(said["raised"]) or "an exception"  # a program may write it itself, with nothing in it
         return "" if _is_same(values.decode(said["value"]), wanted) else "another value"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return "no value"
 
 
@@ -104,9 +104,7 @@ def _is_same(value: Any, wanted: Any) -> bool:
             return False
         if isinstance(value, int) and isinstance(wanted, int):
             return value == wanted
-        return (
-            value == wanted or (value != value and wanted != wanted) or math.isclose(value, wanted, rel_tol=_RELATIVE)
-        )
+        return value == wanted or (value != value and wanted != wanted) or _is_close(value, wanted)
     if type(value) is not type(wanted):
         return False
     if isinstance(wanted, tuple):
@@ -114,6 +112,13 @@ def _is_same(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
         return value.keys() == wanted.keys() and all(_is_same(value[key], wanted[key]) for key in wanted)
     return bool(value == wanted)
+
+
+def _is_close(value: float, wanted: float) -> bool:
+    try:
+        return math.isclose(value, wanted, rel_tol=_RELATIVE)
+    except OverflowError:  # a whole number that is larger than every float
+        return False
 
 
 def _are_same(value: Any, wanted: Any) -> bool:

@@ -81,11 +81,18 @@ def place() -> tuple[Sandbox, SandboxConfig]:
     return Sandbox(_settings(settings)), settings
 
 
-def limits_of(settings: SandboxConfig, wall_s: float, own: OwnLimits | None = None) -> Limits:
-    """Limits of one program.  wall_s: what is left of the completion's time; own: the record's limits."""
+def limits_of(settings: SandboxConfig, wall_s: float, own: OwnLimits | None = None, *, wanted_bytes: int = 0) -> Limits:
+    """Limits of one program.
+
+    wall_s: what is left of the completion's time; own: the record's limits; wanted_bytes: length of the right output,
+    about, of which a program may write twice as much.
+    """
     own = own or OwnLimits()
     return Limits(
-        cpu_s=own.cpu_s or settings.cpu_s, wall_s=wall_s, memory_bytes=own.memory_bytes or settings.memory_bytes
+        cpu_s=own.cpu_s or settings.cpu_s,
+        wall_s=wall_s,
+        memory_bytes=own.memory_bytes or settings.memory_bytes,
+        output_bytes=max(Limits.output_bytes, 2 * wanted_bytes),
     )
 
 

@@ -35,7 +35,8 @@ def judge(completion: str, reference: str) -> RewardOutcome:
         return RewardOutcome(0.0, is_correct=False, detail=f"it does not compile: {why_not}")
     deadline = time.monotonic() + settings.wall_s
     for number, (text, wanted) in enumerate(tests, 1):
-        limits = limits_of(settings, max(0.05, deadline - time.monotonic()), own)
+        left_s = max(0.05, deadline - time.monotonic())
+        limits = limits_of(settings, left_s, own, wanted_bytes=len(wanted.encode()))
         run = sandbox.run(given, text.encode(), limits, kind=kind)
         why = failure(run) or ("" if _lines(run.stdout) == _lines(wanted.encode()) else "another output")
         if why:

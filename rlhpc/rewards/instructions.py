@@ -28,7 +28,7 @@ _ABBREVIATIONS = frozenset(
     {"mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "etc", "no", "inc", "ltd", "co", "dept", "fig", "e.g",
      "i.e", "a.m", "p.m", "u.s"}
 )  # fmt: skip
-_SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]*_]*(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]+[\"'”’)\]*_]*(?=\s|$)")
 _LONGEST_ABBREVIATION = 8  # characters, and one more
 _LAST_WORD = re.compile(r"[\w.]*$")
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -159,7 +159,14 @@ def _is_json(text: str, _to: Arguments) -> bool:
 
 
 def _has_title(text: str, _to: Arguments) -> bool:
-    return any(title.strip(" <>") for title in re.findall(r"<<([^\n]+?)>>", text))
+    """<<like this>>, on one line; by hand, since a pattern would try each of many << that no >> follows."""
+    for line in text.split("\n"):
+        begin = line.find("<<")
+        while begin >= 0 and (end := line.find(">>", begin + 3)) >= 0:
+            if line[begin + 2 : end].strip(" <>"):
+                return True
+            begin = line.find("<<", end + 2)
+    return False
 
 
 def _has_two_responses(text: str, _to: Arguments) -> bool:

@@ -26,19 +26,21 @@ def last_marked_answer(text: str) -> str | None:
 
 def last_mark(text: str) -> tuple[int, str] | None:
     """Return where the last mark begins and what it holds; None where there is none."""
-    marked = [(match.start(), match[1]) for match in _HASH_MARK.finditer(text)]
-    for match in _BOXED_MARK.finditer(text):
-        content = braced(text, match.end())
-        if content is not None:
+    marked = [(match.start(), match[1]) for match in _HASH_MARK.finditer(text)][-1:]
+    end = len(text)
+    for match in reversed(list(_BOXED_MARK.finditer(text))):
+        if (content := braced(text, match.end(), end)) is not None:
             marked.append((match.start(), content))
+            break
+        end = match.start()  # a box around one that is never closed is not closed either: each brace is looked at once
     # The one that begins last: in "#### \\boxed{18}" and in nested boxes that is the innermost.
     return max(marked, default=None)
 
 
-def braced(text: str, start: int) -> str | None:
-    """Return the text from `start`, just behind an opening brace, to the brace that closes it."""
-    depth = 1
-    for brace in re.finditer(r"\\.|[{}]", text[start : start + 2 * LONGEST_ANSWER], re.DOTALL):
+def braced(text: str, start: int, end: int | None = None) -> str | None:
+    """Return the text from `start`, just behind an opening brace, to the brace that closes it before `end`."""
+    depth, last = 1, start + 2 * LONGEST_ANSWER
+    for brace in re.finditer(r"\\.|[{}]", text[start : last if end is None else min(last, end)], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             return text[start : start + brace.start()]

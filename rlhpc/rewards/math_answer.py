@@ -4,7 +4,8 @@ Input: a completion and a reference.  Output: a RewardOutcome of 1.0 or 0.0.
 
 Which text is the answer is decided strictly: the last marked answer of the completion (marked_answer.py).  Earlier ones
 do not count, and a completion without a mark is wrong however right its prose is.  What the text means is decided by
-plain_numbers.py for plain numbers (which is what GSM8K has) and by math-verify for everything else.
+plain_numbers.py for plain numbers (which is what GSM8K has) and by math-verify for everything else; small_numbers.py
+corrects its comparison.
 
 math-verify's own time limits are off: they are alarms, which work in a main thread only and do not interrupt C code.
 A comparison may therefore never end; the pool kills it.
@@ -22,6 +23,7 @@ from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.marked_answer import LONGEST_ANSWER, braced, last_marked_answer
 from rlhpc.rewards.math_reference import answer_in
 from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number
+from rlhpc.rewards.small_numbers import have_other_numbers
 from rlhpc.types import Verdict
 
 # math-verify adds juxtaposed numbers: it reads "18 19" as 37 and "1 234" as 235.
@@ -102,4 +104,6 @@ def _is_equal(wanted: PlainNumber | list[Any], answer_text: str) -> bool:
             return wanted.equals(answer)
         wanted = _parse_latex(wanted.as_latex())
     parsed = _parse_latex(answer_text if answer is None else answer.as_latex())
-    return bool(parsed) and bool(math_verify.verify(wanted, parsed, timeout_seconds=None, raise_on_error=True))
+    if not parsed or not math_verify.verify(wanted, parsed, timeout_seconds=None, raise_on_error=True):
+        return False
+    return not have_other_numbers(wanted[0], parsed[0])

@@ -14,8 +14,9 @@ import re
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.marked_answer import last_mark, outcome
 
-_ANSWER_LINE = re.compile(r"^[ \t*]*answer[ \t]*:[ \t*]*([^\n]*)", re.IGNORECASE | re.MULTILINE)
+_ANSWER_LINE = re.compile(r"^[ \t*]*answer[ \t*]*:[ \t*]*([^\n]*)", re.IGNORECASE | re.MULTILINE)
 _IN_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+_BLANK = re.compile(r"\\[ ,;:!]|~")
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])(?:[)\].:]+(?:\s.*)?|\**)", re.DOTALL)
 _SECOND = re.compile(r"[(\[][A-Za-z][)\]]|\b[A-Z]\)|\b(?:or|and)\s+[A-Z]\b")
 
@@ -45,7 +46,7 @@ def _wanted(reference: str) -> str:
 
 def _letter(text: str) -> str | None:
     """The one letter that a text chooses, in upper case; None: none, or more than one."""
-    text = _IN_TEXT.sub(r"\1", text.strip()).strip().strip("$*").strip()
+    text = _BLANK.sub(" ", _IN_TEXT.sub(r"\1", text)).strip().strip("$*").strip()
     match = _CHOICE.fullmatch(text)
     if match is None or _SECOND.search(text[match.end(1) :].lstrip(").]:")):
         return None

@@ -15,6 +15,7 @@ from typing import Any
 from reasoning_gym import create_dataset
 
 from rlhpc.contracts import RewardOutcome
+from rlhpc.rewards.harmless_answer import EVALUATING, is_harmless
 from rlhpc.rewards.marked_answer import answer_of
 from rlhpc.rewards.reasoning_gym_reference import read_reference
 from rlhpc.sandbox.values import decode, encode
@@ -26,12 +27,16 @@ _CANNOT_READ = (ArithmeticError, AttributeError, LookupError, RecursionError, Sy
 
 
 def judge(completion: str, reference: str) -> RewardOutcome:
-    """The library's score; 0 where its scorer cannot read the answer and can read that of the problem.
+    """The library's score; 0 where its scorer cannot read the answer and can read that of the problem, or would run it.
 
     Raises ValueError for a reference that is no such entry, and what a scorer raises that can read neither.
     """
     name, entry, settings = read_reference(reference)
-    answer, dataset = final_answer(completion), _dataset(name, json.dumps(encode(settings), sort_keys=True))
+    answer = final_answer(completion)
+    if name in EVALUATING and not is_harmless(answer, str(entry["answer"])):
+        why = f"{name}: a program, or no expression: {answer[:_SHOWN_CHARACTERS]}"
+        return RewardOutcome(0.0, is_correct=False, detail=why, answer=answer)
+    dataset = _dataset(name, json.dumps(encode(settings), sort_keys=True))
     try:
         score = float(dataset.score_answer(answer, entry))
     except _CANNOT_READ:

@@ -2,7 +2,8 @@
 
 Input: a completion and a reference, which is a text or a JSON list of texts of which the best counts.  Output: a
 RewardOutcome.  Texts are compared as SQuAD compares them (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1): in
-lower case, without punctuation, without the articles a, an, the, and with single blanks.
+lower case, without punctuation, without the articles a, an, the, and with single blanks.  Differs from it: a text that
+is nothing but articles or punctuation keeps them, or else saying nothing would be right where the reference is "A".
 
 The answer is the last marked one of the completion, or all of it where nothing is marked (marked_answer.py).
 """
@@ -62,8 +63,11 @@ def references(reference: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """As SQuAD compares: lower case, no punctuation, no articles, single blanks."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """As SQuAD compares: lower case, no punctuation, no articles, single blanks; what nothing is left of keeps them."""
+    lower = text.lower()
+    bare = lower.translate(_PUNCTUATION)
+    forms = (" ".join(form.split()) for form in (_ARTICLES.sub(" ", bare), bare, lower))
+    return next(filter(None, forms), "")
 
 
 def _f1(words: list[str], wanted: list[str]) -> float:

@@ -163,7 +163,7 @@ def _reply(returned: object, completion: str) -> Reply:
 
 def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
     turn = host.answer(dialogue)
-    for name, value in {"reward": turn.reward, **turn.parts}.items():
+    for name, value in (("reward", turn.reward), *turn.parts.items()):  # a part may be called reward, too
         if why := fault_of(name, value):
             return replace(_failed_turn(why, INVALID), costs=turn.costs)
     parts = {str(name): float(value) for name, value in turn.parts.items()}
@@ -176,8 +176,8 @@ def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
     rewards_at: object = outcome.rewards_at
     if not isinstance(rewards_at, dict):
         return _error(f"rewards_at must be a dict, not {type(rewards_at).__name__}")
-    at_places = {f"rewards_at[{place!r}]": value for place, value in rewards_at.items()}
-    for name, value in {"reward": outcome.reward, **outcome.parts, **at_places}.items():
+    at_places = [(f"rewards_at[{place!r}]", value) for place, value in rewards_at.items()]
+    for name, value in (("reward", outcome.reward), *outcome.parts.items(), *at_places):
         if why := fault_of(name, value):
             return _error(why)
     for place in rewards_at:

@@ -112,6 +112,9 @@ def _built_in(name: str, arguments: str) -> Call | CallError:
         word = _KEYWORD.match(rest)
         if word is None:
             return CallError(f'{name}.call(…) takes arguments such as query="…"')
-        values[word[1]] = _DECODER.decode(word[2])
+        try:
+            values[word[1]] = _DECODER.decode(word[2])
+        except ValueError:  # 007, or a number of more digits than Python reads
+            return CallError(f"{name}.call({word[1]}=…): {word[2][:40]} is no number")
         rest = rest[word.end() :].lstrip().removeprefix(",").lstrip()
     return Call(name, values)

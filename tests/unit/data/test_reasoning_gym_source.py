@@ -101,6 +101,12 @@ def test_a_kind_whose_scorer_rewards_nonsense_is_refused_but_for_other_tasks(nam
     assert made(f"reasoning_gym:{name}", size=1, task="exact_match", reference_field="answer")
 
 
+def test_a_kind_for_which_one_answer_solves_all_problems_is_refused() -> None:
+    records = made("reasoning_gym:puzzle24", size=3, task="exact_match", reference_field="answer")
+    assert all(judge("6*4*1*1", json.dumps(record.fields["entry"])).is_correct for record in records)
+    assert "puzzle24" in FLAWED
+
+
 @pytest.mark.long
 def test_a_problem_of_any_dataset_is_solved_by_its_own_answer() -> None:
     slow = {"composite", "knight_swap"}

@@ -34,7 +34,7 @@ class Failing(Counting):
         if completion == "raise":
             raise RuntimeError("the board fell off the table")
         if completion == "nan":
-            return Step([], reward=float("nan"))
+            return Step([], reward=float("nan"), parts={"reward": 1.0})
         if completion == "huge":
             return Step([], reward=1e39)
         if completion == "endless":

@@ -88,6 +88,10 @@ def return_text(completion: str, reference: str):
     return RewardOutcome(completion, is_correct=True)
 
 
+def return_nan_and_a_part_called_reward(completion: str, reference: str) -> RewardOutcome:
+    return RewardOutcome(float("nan"), is_correct=True, parts={"reward": 1.0})
+
+
 def return_nan(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float("nan"), is_correct=True)
 

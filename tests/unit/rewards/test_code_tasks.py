@@ -128,6 +128,7 @@ TRICKS = [
     "def f(x):\n    import os\n    os._exit(0)",
     "def f(x):\n    a = []\n    a.append(a)\n    return a",
     "import os\nos.write(4, b'garbage\\n' + b'[' * 100000 + b'\\n')\ndef f(x): return 1",
+    'import os\nos.write(4, b\'{"raised": ""}\\n\' * 2)\nos._exit(0)',  # in words, no fault at all
 ]
 
 
@@ -135,6 +136,33 @@ TRICKS = [
 def test_no_trick_makes_a_wrong_value_right(program):
     reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": 1}, {"args": [2], "output": 4}]})
     assert code_functions.judge(fenced(program), reference).reward == 0.0
+
+
+LARGE = "1" + "0" * 400  # more than a float can be
+BEYOND_FLOATS = [
+    f"def f(x): return {LARGE}",
+    f"def f(x): return [{LARGE}]",
+    f'import os\nos.write(4, b\'{{"value": {{"$float": {LARGE}}}}}\\n\')\nos._exit(0)',
+    f'import os\nos.write(4, b\'{{"value": {{"$complex": [{LARGE}, 0]}}}}\\n\')\nos._exit(0)',
+]
+
+
+@pytest.mark.parametrize("program", BEYOND_FLOATS)
+@pytest.mark.parametrize("output", [0.5, [0.5]])
+def test_a_whole_number_beyond_all_floats_is_another_value_and_no_verifier_error(program, output):
+    reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": output}]})
+    assert code_functions.judge(fenced(program), reference).reward == 0.0
+
+
+def test_an_output_may_be_as_long_as_the_one_that_is_wanted():
+    size = 3 << 19  # one and a half times the limit for short ones
+    printed = json.dumps({"inputs": [""], "outputs": ["a" * size + "\n"]})
+    returned = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": "a" * size}]})
+    for letter, is_right in (("a", True), ("b", False)):
+        assert code_stdin.judge(fenced(f"print({letter!r} * {size})"), printed).is_correct is is_right
+        program = fenced(f"def f(): return {letter!r} * {size}")
+        assert code_functions.judge(program, returned).is_correct is is_right
+    assert "too much output" in code_stdin.judge(fenced("while True: print('a' * 9999)"), printed).detail
 
 
 def test_values_beyond_json_are_compared_by_their_type():

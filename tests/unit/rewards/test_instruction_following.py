@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections import Counter
 from typing import Any
@@ -134,6 +135,31 @@ def test_sentences_end_where_people_end_them(text, count):
 def judge(completion: str, *wanted: tuple[str, dict[str, Any]]):
     reference = [{"id": name, "kwargs": arguments} for name, arguments in wanted]
     return instruction_following.judge(completion, json.dumps(reference))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("detectable_format:title", {}, "<<" * 100_000),
+        ("detectable_format:title", {}, "<<a" * 70_000),
+        ("detectable_format:title", {}, "<<>>>" * 40_000),
+        ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"}, "." * 200_000 + "x"),
+        ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"}, ".'" * 100_000 + "x"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_completion_that_repeats_itself_takes_no_time(name, arguments, text):
+    began = time.thread_time()
+    assert not judge(text, (name, arguments)).is_correct
+    assert time.thread_time() - began < 1.0
+
+
+def test_titles_are_those_of_the_regular_expression():
+    draw = random.Random(3)
+    for _ in range(20_000):
+        text = "".join(draw.choices("<<<>>>a \n", k=draw.randrange(14)))
+        expected = any(title.strip(" <>") for title in re.findall(r"<<([^\n]+?)>>", text))
+        assert INSTRUCTIONS["detectable_format:title"].follows(text, {}) is expected, repr(text)
 
 
 def test_a_fence_and_blanks_without_an_end_take_no_time():

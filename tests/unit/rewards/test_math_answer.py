@@ -1,8 +1,12 @@
 import json
+import random
+import re
+import time
 from pathlib import Path
 
 import pytest
 
+from rlhpc.rewards.marked_answer import braced, last_mark
 from rlhpc.rewards.math_answer import judge, last_marked_answer, verify
 from rlhpc.types import Verdict
 
@@ -38,6 +42,12 @@ EQUAL = [
     ("$18$", "18"),
     (r"\dfrac{\pi}{2}", r"\boxed{\pi/2}"),
     (r"\left\{1\right\}", r"\{1\}"),
+    (r"2^{-60}", r"\frac{1}{2^{60}}"),
+    (r"663 \times 10^{-36}", r"6.63 \times 10^{-34}"),
+    (r"\frac{100}{100!}", r"\frac{1}{99!}"),
+    (r"\sqrt{3+2\sqrt{2}} - 1 - \sqrt{2}", "0"),
+    ("(-\\infty, 10^{-20}]", "(-\\infty, 10^{-20}]"),
+    (r"\{1, 10^{-20}\}", r"\{10^{-20}, 1\}"),
 ]
 UNEQUAL = [
     ("19", SOLUTION),
@@ -61,6 +71,16 @@ UNEQUAL = [
     (r"\frac{", "18"),
     ("18$ $18", "18"),
     ("9" * 2000, "18"),
+    # Numbers that are small differ, too, though their difference is smaller still.
+    (r"1.6 \times 10^{-19}", r"6.63 \times 10^{-34}"),
+    ("10^{-20}", r"\frac{1}{2^{60}}"),
+    ("10^{-20}", "e^{-50}"),
+    (r"\frac{1}{99!}", r"\frac{1}{100!}"),
+    (r"x = 0.0000002", "x = 0.0000001"),
+    (r"(2 \cdot 10^{-20}, 1)", "(10^{-20}, 1)"),
+    (r"\{10^{-20}, 1\}", r"\{10^{-21}, 1\}"),
+    ("[0, 10^{-20}]", "[0, 10^{-21}]"),
+    ("x < 10^{-20}", "x < 10^{-21}"),
 ]
 
 
@@ -132,6 +152,23 @@ def test_every_gsm8k_solution_is_its_own_correct_answer_and_no_neighbours(split)
         assert judge(f"so \\boxed{{\\${answer}.00}}", reference).is_correct is ("." not in answer), reference
         assert not judge(f"so \\boxed{{{answer}1}}", reference).is_correct, reference
         assert not judge(answer, reference).is_correct, reference
+
+
+def test_the_last_mark_is_the_last_of_all_that_are_closed():
+    draw = random.Random(5)
+    pieces = (r"\boxed{", r"\fbox {", "{", "}", "}", r"\{", r"\}", "\\\\", "\\", "a", "#### b", "\n", "x" * 1990)
+    for _ in range(4_000):
+        text = "".join(draw.choices(pieces, k=draw.randrange(12)))
+        marked = [(match.start(), match[1]) for match in re.finditer(r"####([^\n]*)", text)]
+        boxes = [(match.start(), braced(text, match.end())) for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
+        expected = max([*marked, *(box for box in boxes if box[1] is not None)], default=None)
+        assert last_mark(text) == expected, repr(text)
+
+
+def test_boxes_that_are_never_closed_take_little_time():
+    began = time.thread_time()
+    assert judge(r"\boxed{" * 50_000, "18").reward == 0.0
+    assert time.thread_time() - began < 1.0
 
 
 def test_an_answer_cannot_break_out_of_the_braces_it_is_put_in():

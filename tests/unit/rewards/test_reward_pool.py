@@ -66,6 +66,7 @@ async def test_wrong_is_wrong_and_not_an_error(pool):
         ("fail", "ValueError: cannot judge abc"),
         ("return_text", "must be a finite number, not str"),
         ("return_nan", "must be a finite number, not float nan"),
+        ("return_nan_and_a_part_called_reward", "reward must be a finite number, not float nan"),
         ("return_more_than_float32_has", "reward must lie within ±1e+30, not 1e+300"),
         ("return_infinite_part", "bonus must be a finite number"),
         ("reward_before_the_first_character", "rewards_at[0]: the completion has characters 1 to 3"),

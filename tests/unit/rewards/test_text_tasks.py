@@ -21,7 +21,13 @@ from rlhpc.rewards.text_match import exact_match, normalised, token_f1
         ("Paris, France", "Paris", False),
         ("theory", "ory", False),  # an article is a word
         ("[1]", "[1", True),  # a reference that begins like JSON and is none
-        ("", "the", True),
+        ("", "the", False),  # nothing is left of either by SQuAD's rules
+        (r"\boxed{}", "A", False),  # a letter of a multiple choice, and an article
+        ("The", "A", False),
+        ("(A)", "A", True),
+        ("!", "?", False),
+        ("?", "?", True),
+        ("", '["B", "a"]', False),
     ],
 )
 def test_exact_match_compares_as_squad_does(completion, reference, is_right):
@@ -50,6 +56,12 @@ def test_token_f1_is_the_harmonic_mean_of_precision_and_recall():
         outcome = token_f1(" ".join(answer), " ".join(wanted))
         assert outcome.reward == pytest.approx(f1, abs=1e-12)
         assert outcome.is_correct is (sorted(answer) == sorted(wanted))
+
+
+@pytest.mark.parametrize(("completion", "reference"), [("", "A"), ("the", "A"), (r"\boxed{.}", "an"), ("!", "?")])
+def test_saying_nothing_shares_nothing_with_a_reference_that_is_an_article(completion, reference):
+    assert token_f1(completion, reference).reward == 0.0
+    assert token_f1(reference, reference).is_correct
 
 
 def test_the_best_reference_counts():
@@ -90,6 +102,10 @@ def test_a_reference_that_is_no_pattern_is_an_error_of_the_data():
         (r"\boxed{\text{(C)}}", "C"),
         (r"\boxed{A} no, \boxed{C}", "C"),
         ("Because of that:\n**Answer:** D", "D"),
+        ("**Answer**: D", "D"),
+        (r"\boxed{\textbf{(D)}\ 12}", "D"),  # as in the solutions of AMC
+        (r"\boxed{\textbf{(D)}~12}", "D"),
+        (r"\boxed{\textbf{(D)}\ \textbf{(E)}}", ""),
         ("Answer: A\n#### B", "B"),
         ("#### B\nAnswer: A", "A"),
         ("A or B", ""),

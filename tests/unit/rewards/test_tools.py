@@ -86,6 +86,8 @@ def test_calls_as_llama_writes_them(turn, calls):
     "turn",
     [
         "<|python_tag|>search.call(open('x'))",
+        "<|python_tag|>search.call(query=007)",
+        f"<|python_tag|>search.call(query={'9' * 5000})",
         "<|python_tag|>{",
         '{"name": 3}',
         f"{CALL} and",
