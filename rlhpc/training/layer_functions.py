@@ -50,10 +50,19 @@ def _norm_by_torch(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _norm_gradient_by_torch(hidden: Tensor, weight: Tensor, eps: float, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        factors = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        of_hidden, of_weight = torch.autograd.grad(_norm_by_torch(*factors, eps), factors, gradient)
-    return of_hidden, of_weight
+    """In float32, with x̂ = x / rms(x) and g = gradient · weight: (g − x̂ · mean(g · x̂)) / rms(x), Σ gradient · x̂.
+
+    Autograd of _norm_by_torch takes three times as long on a CPU: it computes forward again, an operation a pass.
+    """
+    wide = hidden.float()
+    mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(hidden.shape[-1])
+    over_rms = mean_square.add_(eps).rsqrt_()
+    normed = wide * over_rms
+    of_weight = (gradient * normed.to(hidden.dtype)).flatten(0, -2).sum(0)
+    of_normed = (gradient * weight).float()
+    mean = torch.linalg.vecdot(of_normed, normed)[..., None].div_(hidden.shape[-1])
+    of_hidden = of_normed.addcmul_(normed, mean, value=-1).mul_(over_rms)
+    return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype)
 
 
 def gated_silu(gate_and_up: Tensor) -> Tensor:
@@ -80,7 +89,11 @@ class _GatedSilu(torch.autograd.Function):
             of_both: Tensor = kernels.gated_silu_gradient(gate_and_up, gradient)
             return of_both
         gate, up = gate_and_up.chunk(2, -1)
-        return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), gradient * functional.silu(gate)], -1)
+        of_both = torch.empty_like(gate_and_up)
+        of_gate, of_up = of_both.chunk(2, -1)
+        torch.mul(gradient, functional.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)
+        return of_both
 
 
 def weighted_gated_silu(gate_and_up: Tensor, factors: Tensor) -> Tensor:
