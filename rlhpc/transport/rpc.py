@@ -63,7 +63,7 @@ class RpcClient:
         self._max_attempts = max_attempts
         self._replicas = [_Replica(channel, index) for index, channel in enumerate(channels)]
         self._waiting: dict[int, _Attempt] = {}
-        # Not from 1: a replica replies to names, and a later life of ours would take a reply to an earlier one for its own.
+        # Not from 1: a replica replies to names, and our next life would take replies to this one for its own.
         self._next_id = itertools.count(secrets.randbits(ID_BITS))
 
     async def __aenter__(self) -> Self:
