@@ -164,7 +164,7 @@ class CheckpointWriter:
             await self._completing
 
     def _check_ownership(self) -> None:
-        """Raises OwnershipLost: only the owner makes and deletes checkpoints here; CheckpointError: it cannot be told."""
+        """Raises OwnershipLost: only the owner makes and deletes checkpoints here; CheckpointError: it is unknown."""
         if self._fence is None:
             return
         try:
