@@ -87,9 +87,9 @@ class DiskPublisher(WeightPublisher):
             directory = _version_directory(self._opened, manifest.policy_version)
             try:
                 num_bytes = self._write(directory, manifest, weights)
+                self._wait_for_verdicts(directory)
             except OSError as error:
                 raise GroupFailed(f"version {manifest.policy_version} could not be written: {error}") from error
-            self._wait_for_verdicts(directory)
             self.sent_share = num_bytes / max(1, manifest_bytes(manifest))
         finally:
             exhaust(weights)
