@@ -68,15 +68,18 @@ async def test_heartbeats_go_on_though_nothing_is_told(tmp_path: Path) -> None:
 
 async def test_a_trainer_that_nobody_would_miss_does_not_train(tmp_path: Path) -> None:
     """Its connection for heartbeats met an error of the file server, and the one for batches did not."""
-    async with heartbeat_and_controller(tmp_path, heartbeat_s=0.01) as (heartbeat, server):
+    async with heartbeat_and_controller(tmp_path, heartbeat_s=0.01) as (heartbeat, _):
         (address,) = (tmp_path / "run" / "rendezvous").glob("control-0.json")
         content = address.read_bytes()
         address.unlink()
         address.mkdir()
-        with pytest.raises(RoleFailed, match=r"heartbeats have ended: .*control-0\.json"), heartbeat:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    heartbeat.now("running", "batch", 0)
-                    await asyncio.sleep(0.01)
+        with heartbeat, pytest.raises(RoleFailed, match=r"heartbeats have ended: .*control-0\.json"):
+            await asyncio.wait_for(train(heartbeat), PATIENCE_S)
         address.rmdir()
         address.write_bytes(content)
+
+
+async def train(heartbeat: TrainerHeartbeat) -> None:
+    while True:
+        heartbeat.now("training", "", 0)
+        await asyncio.sleep(0.01)
