@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from rlhpc.errors import DataError
-from rlhpc.files import numbered_files
+from rlhpc.files import naming, numbered_files
 
 _NAME = re.compile(r"samples-(\d+)\.jsonl")
 
@@ -44,14 +44,15 @@ class SamplesFile:
 
     def __init__(self, directory: Path, index: int) -> None:
         """Continue the file, or begin it.  Raises OSError."""
-        path = directory / f"samples-{index}.jsonl"
-        self._file = path.open("ab")
-        os.ftruncate(self._file.fileno(), _length_of_whole_lines(path))
+        self._path = directory / f"samples-{index}.jsonl"
+        self._file = self._path.open("ab")
+        os.ftruncate(self._file.fileno(), _length_of_whole_lines(self._path))
 
     def append(self, sample: EvaluatedSample) -> None:
-        """Hand a sample to the kernel: it survives the end of this process.  Raises OSError."""
-        self._file.write(json.dumps(asdict(sample)).encode() + b"\n")
-        self._file.flush()
+        """Hand a sample to the kernel: it survives the end of this process.  Raises OSError that names the file."""
+        with naming(self._path):
+            self._file.write(json.dumps(asdict(sample)).encode() + b"\n")
+            self._file.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -59,8 +60,8 @@ class SamplesFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._path), self._file:
+            os.fsync(self._file.fileno())
 
 
 def read_samples(directory: Path) -> Iterator[EvaluatedSample]:

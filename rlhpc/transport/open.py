@@ -8,6 +8,7 @@ of a dead server, the file is read again until the server is back or the time is
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import BlockingClientChannel, ServerChannel
 from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelTimeout, ConfigError, RunDirectoryError
+from rlhpc.errors import ChannelTimeout, ConfigError, ProtocolError, RunDirectoryError
 from rlhpc.open_files import allow_many_connections
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import ChannelSpec
@@ -32,6 +33,7 @@ from rlhpc.transport.sessions import peer_name
 from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
 
+log = logging.getLogger("rlhpc.transport")
 ATTEMPT_S = 2.0  # wait for a handshake before checking whether the address has changed
 PAUSE_S = 0.1  # between attempts; a new key is admitted within zap.REREAD_AFTER_S
 
@@ -40,15 +42,22 @@ class PublishedServer(ZmqServer):
     """A ZmqServer whose address is in the rendezvous directory while it is open."""
 
     def __init__(self, spec: ChannelSpec, layout: RunLayout, endpoint: dict[str, Any], **options: Any) -> None:
-        """Bind, then publish.  options: those of ZmqServer."""
+        """Bind, then publish.  options: those of ZmqServer.  Raises OSError, which leaves nothing open."""
         super().__init__(spec, **options)
         self._directory = layout.rendezvous
         self.endpoint = Endpoint(address=self.address, **endpoint)
-        publish(self._directory, self.endpoint)
+        try:
+            publish(self._directory, self.endpoint)
+        except OSError:
+            self.close_now()
+            raise
 
     async def close(self) -> None:
-        """Withdraw the address, then close."""
-        withdraw(self._directory, self.endpoint)
+        """Withdraw the address, if the filesystem lets us, then close."""
+        try:
+            withdraw(self._directory, self.endpoint)
+        except (OSError, ProtocolError) as error:  # it is a hint, and may outlive us
+            log.warning("%s: the address stays: %s", self.endpoint.name, error)
         await super().close()
 
 

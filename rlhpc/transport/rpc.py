@@ -1,9 +1,9 @@
 """Send a request to one of several replicas and get a reply, even if some of them are slow or dead.
 
 Input: requests.  Output: replies.  Both are frozen dataclasses with a `request_id`, over any ClientChannel.  A request
-that is not answered in time goes to another replica, so it must be idempotent.  Every attempt has its own number; a
-reply to an abandoned attempt is counted and dropped.  A replica that is busy with other requests sends StillWaiting: it
-times out only after being silent for as long as an attempt may take.
+that is not answered in time goes to another replica, so it must be idempotent.  Every attempt has its own number, which
+no earlier client of the same name has used; a reply to an abandoned attempt is counted and dropped.  A replica that is
+busy with other requests sends StillWaiting: it times out only after being silent for as long as an attempt may take.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import asyncio
 import dataclasses
 import itertools
 import math
+import secrets
 from collections.abc import Sequence
 from typing import Any, Self
 
 from rlhpc.contracts import ClientChannel
 from rlhpc.errors import ChannelClosed, ChannelError, ChannelTimeout, ProtocolError
 from rlhpc.messages import StillWaiting
+
+ID_BITS = 62  # of the first number: there is room behind it, in 63
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,7 +63,8 @@ class RpcClient:
         self._max_attempts = max_attempts
         self._replicas = [_Replica(channel, index) for index, channel in enumerate(channels)]
         self._waiting: dict[int, _Attempt] = {}
-        self._next_id = itertools.count(1)
+        # Not from 1: a replica replies to names, and our next life would take replies to this one for its own.
+        self._next_id = itertools.count(secrets.randbits(ID_BITS))
 
     async def __aenter__(self) -> Self:
         """Begin to receive."""

@@ -115,11 +115,20 @@ class ZmqServer(ServerChannel):
         """Flush what was queued for at most a second; then remove the address."""
         if self._inbox.is_closed:
             return
+        self._end()
+        await asyncio.to_thread(terminate, self._context)  # waits for the flush, and ends the ZAP handler
+        self._binding.remove()
+
+    def close_now(self) -> None:
+        """Like close, where nobody can have connected and nothing was sent, so that there is nothing to wait for."""
+        self._end()
+        terminate(self._context)
+        self._binding.remove()
+
+    def _end(self) -> None:
         self._inbox.close()
         self._pump.stop()
         self._socket.close()
-        await asyncio.to_thread(terminate, self._context)  # waits for the flush, and ends the ZAP handler
-        self._binding.remove()
 
     def _try_send(self, name: str, message: object) -> bool:
         """Encode again at every attempt: another task may have used the number meanwhile."""

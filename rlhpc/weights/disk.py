@@ -34,7 +34,7 @@ from rlhpc.weights.buckets import buckets_of, manifest_bytes
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
 from rlhpc.weights.host_image import MAX_SHARE, NOTHING, HostImage
-from rlhpc.weights.rendezvous_file import file_of
+from rlhpc.weights.rendezvous_file import file_of, remove_left_over
 
 NUM_KEPT_VERSIONS = 2
 LOOK_EVERY_S = 0.05  # each look is a directory listing, which takes 0.01 s on a parallel filesystem
@@ -87,9 +87,9 @@ class DiskPublisher(WeightPublisher):
             directory = _version_directory(self._opened, manifest.policy_version)
             try:
                 num_bytes = self._write(directory, manifest, weights)
+                self._wait_for_verdicts(directory)
             except OSError as error:
                 raise GroupFailed(f"version {manifest.policy_version} could not be written: {error}") from error
-            self._wait_for_verdicts(directory)
             self.sent_share = num_bytes / max(1, manifest_bytes(manifest))
         finally:
             exhaust(weights)
@@ -218,7 +218,7 @@ class DiskReceiver(WeightReceiver):
     def leave(self) -> None:
         """Remove this rank's file; see WeightReceiver."""
         if self._group is not None:
-            (_path_of(self._group) / f"joined_{self._rank:04d}").unlink(missing_ok=True)
+            remove_left_over(_path_of(self._group) / f"joined_{self._rank:04d}")
         self._group = None
 
 

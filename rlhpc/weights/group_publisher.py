@@ -30,6 +30,7 @@ from rlhpc.weights.group_votes import Votes
 from rlhpc.weights.host_image import NOTHING, HostImage
 from rlhpc.weights.out_of_memory import give_back_unused, room_for
 from rlhpc.weights.process_group import SideGroup, open_store
+from rlhpc.weights.rendezvous_file import file_of, remove_left_over
 
 
 class GroupPublisher(WeightPublisher):
@@ -99,7 +100,7 @@ class GroupPublisher(WeightPublisher):
         """Leave the group, remove its file; see WeightPublisher."""
         self._cut()
         if self._opened is not None and self._opened.address.startswith("file://"):
-            Path(self._opened.address.removeprefix("file://")).unlink(missing_ok=True)
+            remove_left_over(file_of(self._opened.address))
         self._store = self._opened = None
 
     def _publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -37,7 +37,7 @@ from rlhpc.weights.checksum import RunningChecksum
 from rlhpc.weights.flat_tensors import exhaust, filled_spans, num_spans
 from rlhpc.weights.lines import Line, Lost, short_path
 from rlhpc.weights.out_of_memory import give_back_unused, room_for
-from rlhpc.weights.rendezvous_file import file_of
+from rlhpc.weights.rendezvous_file import file_of, remove_left_over
 from rlhpc.weights.shared_block import discard_block, make_block, open_block
 
 SPAN_BYTES = 4 << 20  # on CPU; a multiple of a checksum's rows
@@ -105,7 +105,7 @@ class IpcPublisher(WeightPublisher):
         if self._listener is not None:
             self._listener.close()
         if self._opened is not None:
-            file_of(self._opened.address).unlink(missing_ok=True)
+            remove_left_over(file_of(self._opened.address))
         self._listener = self._opened = None
 
     def _publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:

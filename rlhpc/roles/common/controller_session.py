@@ -19,6 +19,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
 from rlhpc.config_file import read_resolved
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelError, RoleFailed, RunDirectoryError
 from rlhpc.messages import StopRole
 from rlhpc.roles.common.lifecycle import RoleContext, first_leaf, run_until
@@ -61,7 +62,11 @@ class ControllerSession:
         )
         if is_controllers:
             self._controller.append(channel.endpoint)
-            await self._refuse_other_settings(channel)
+            try:
+                await self._refuse_other_settings()
+            except BaseException:  # a cancelled connect, too, must not leave a socket behind
+                await channel.close()
+                raise
         return channel
 
     async def until_over(self, *loops: Coroutine[None, None, None]) -> None:
@@ -100,12 +105,25 @@ class ControllerSession:
         self.gone = endpoint.incarnation
         self._over.set()
 
-    async def _refuse_other_settings(self, channel: FoundClient) -> None:
+    async def _refuse_other_settings(self) -> None:
         """A resume may change settings; this process has those of its start."""
-        _, digest = await asyncio.to_thread(read_resolved, self.context.layout)
+        digest = await self._settings_of_the_run()
         if digest != self.context.config_hash:
-            await channel.close()
             raise RoleFailed(f"the run's settings have changed ({digest}) since {self.context.name} was started")
+
+    async def _settings_of_the_run(self) -> str:
+        """Their hash.  Raises OSError if they cannot be read for as long as roles wait for each other."""
+        deadline = Deadline(self.context.meet_timeout_s)
+        while True:
+            try:
+                _, digest = await asyncio.to_thread(read_resolved, self.context.layout)
+            except OSError as error:  # a resume has just replaced the file, or the file server has a bad moment
+                if deadline.is_over:
+                    raise
+                log.warning("%s: cannot be read, tried again: %s", self.context.layout.config, error)
+                await asyncio.sleep(LOOK_S)
+            else:
+                return digest
 
 
 async def serve_controllers(

@@ -73,7 +73,11 @@ def _attempt_of(context: RoleContext) -> RoleContext | None:
         stands_by_for=None,
     )
     if found.fence is not None:
-        found.fence.check()
+        try:
+            found.fence.check()
+        except OSError as error:  # whose the run is has been rewritten just now: as above
+            log.warning("%s: cannot be read, tried again: %s", context.layout.owner, error)
+            return None
         Guard(found.fence).start()
     log.info("attempt %d has begun", found.attempt)
     return found

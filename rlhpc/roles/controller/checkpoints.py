@@ -87,10 +87,9 @@ class CheckpointWriter:
         """Begin one; called between two steps, when nothing is being trained.
 
         Waits for the end of the one before.  If this one cannot be started it is skipped; older ones stay usable.
-        Raises CheckpointError if saving has failed for too long.
+        Raises CheckpointError if saving has failed for too long, OwnershipLost.
         """
         await self._ended()
-        self._check_ownership()
         self._failure = None
         requested, final = time.monotonic(), self._layout.checkpoint(step)
         write_own_part = self._freeze(step, policy_version)
@@ -138,7 +137,7 @@ class CheckpointWriter:
         """Snapshot the controller's part, before anything can be delivered; return what writes it to disk.
 
         That may run in a thread.  It takes the path of the checkpoint, returns the directory to complete it in, and
-        raises CheckpointError, leaving nothing behind.
+        raises CheckpointError, leaving nothing behind, or OwnershipLost.
         """
         state, fence = self._state, self._fence
         frozen = state.buffer.freeze(step)
@@ -146,6 +145,7 @@ class CheckpointWriter:
         guard, progress = state.guard.state(), state.progress.state()
 
         def write_own_part(final: Path) -> Path:
+            self._check_ownership()
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
                 own = frozen.write(temporary)
@@ -164,9 +164,13 @@ class CheckpointWriter:
             await self._completing
 
     def _check_ownership(self) -> None:
-        """Raises OwnershipLost: only the owner makes and deletes checkpoints here."""
-        if self._fence is not None:
+        """Raises OwnershipLost: only the owner makes and deletes checkpoints here; CheckpointError: it is unknown."""
+        if self._fence is None:
+            return
+        try:
             self._fence.check()
+        except OSError as error:
+            raise CheckpointError(f"{self._layout.owner}: whose the run is cannot be read: {error}") from error
 
     async def _complete(
         self,
@@ -179,16 +183,15 @@ class CheckpointWriter:
         began = time.monotonic()
         report = await reported
         await self._durable()
-        self._check_ownership()
-        if problem := await asyncio.to_thread(_put_together, report, temporary, final, manifest):
+        if problem := await asyncio.to_thread(self._put_together, report, temporary, final, manifest):
             await asyncio.to_thread(discard, temporary)
             self._leave_out(problem)
             return
         await asyncio.to_thread(self._known.note_sound, final)
         self._patience.succeeded()
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
-        self._check_ownership()
         try:
+            await asyncio.to_thread(self._check_ownership)
             if not self._state.guard.may_lead_back:  # to before all that would be kept
                 await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
                 kept = [step for step, _ in self._known.steps()]
@@ -198,22 +201,22 @@ class CheckpointWriter:
         self.write_s = time.monotonic() - began
         log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)
 
+    def _put_together(
+        self, report: SaveReport, temporary: Path, final: Path, manifest: Mapping[str, int]
+    ) -> CheckpointError | None:
+        """Complete the checkpoint, which reads every byte again; return why it could not be, if so."""
+        if report.error:
+            return CheckpointError(f"{final}: the trainer could not save: {report.error}")
+        try:
+            self._check_ownership()
+            complete(temporary, final, manifest)
+        except CheckpointError as error:
+            return error
+        return None
+
     def _leave_out(self, error: CheckpointError) -> None:
         """Skip this checkpoint; what older ones need is kept."""
         self._failure = error
         self._patience.failed(error)
         self._state.totals.checkpoints_failed += 1
         log.error("left out: %s", self._patience.trouble)
-
-
-def _put_together(
-    report: SaveReport, temporary: Path, final: Path, manifest: Mapping[str, int]
-) -> CheckpointError | None:
-    """Complete the checkpoint, which reads every byte again; return why it could not be, if so."""
-    if report.error:
-        return CheckpointError(f"{final}: the trainer could not save: {report.error}")
-    try:
-        complete(temporary, final, manifest)
-    except CheckpointError as error:
-        return error
-    return None

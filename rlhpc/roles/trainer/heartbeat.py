@@ -12,7 +12,7 @@ from typing import Self
 
 from rlhpc.contracts import BlockingClientChannel
 from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelError
+from rlhpc.errors import ChannelError, RlhpcError, RoleFailed
 from rlhpc.messages import Heartbeat, SaveReport
 from rlhpc.roles.common.heartbeat import hello
 from rlhpc.roles.common.lifecycle import RoleContext
@@ -21,13 +21,16 @@ from rlhpc.transport.open import connect_blocking
 
 
 class TrainerHeartbeat:
-    """Sends Hello, then heartbeats until closed.  Any thread may call `now` and `tell`; a separate thread does the
-    rest."""
+    """Sends Hello, then heartbeats until closed.
+
+    Any thread may call `tell`, the main thread `now`; a separate thread does the rest.
+    """
 
     def __init__(self, context: RoleContext, interval_s: float) -> None:
         self._context, self._interval_s = context, interval_s
         self._current = Heartbeat("starting", "", -1)
         self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: stop
+        self._failure: RlhpcError | OSError | None = None  # of that thread: nobody else can say that it is silent
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -43,7 +46,9 @@ class TrainerHeartbeat:
         self._thread.join(timeout=5.0)
 
     def now(self, state: str, waits_for: str, policy_version: int) -> None:
-        """Replace the content of the next heartbeats."""
+        """Replace the content of the next heartbeats.  Raises RoleFailed if none will ever come."""
+        if self._failure is not None:
+            raise RoleFailed(f"heartbeats have ended: {self._failure}") from self._failure
         self._current = Heartbeat(state, waits_for, policy_version)
 
     def tell(self, message: SaveReport) -> None:
@@ -51,20 +56,21 @@ class TrainerHeartbeat:
         self._told.put(message)
 
     def _beat(self) -> None:
-        context = self._context
         try:
             control = connect_blocking(
                 CONTROL,
-                **context.caller,
-                timeout_s=context.meet_timeout_s,
+                **self._context.caller,
+                timeout_s=self._context.meet_timeout_s,
             )
-            control.send(hello(context))
+            control.send(hello(self._context))
             control.send(self._current)
             while self._speak_until_next_beat(control):
                 control.send(self._current)
             control.close()
         except ChannelError:
             return  # the controller is gone; the main thread finds out at its next message
+        except (RlhpcError, OSError) as error:  # of keys, the rendezvous or its filesystem
+            self._failure = error
 
     def _speak_until_next_beat(self, control: BlockingClientChannel) -> bool:
         """Send queued messages until the next heartbeat is due.  False when asked to stop."""

@@ -102,12 +102,12 @@ def begin(final: Path, staging: Path | None = None) -> Path:
     """Return an empty directory to write the checkpoint `final` into, on the same filesystem.
 
     staging: directory in which it is made; default: beside `final`, with parents.
-    Raises CheckpointError if `final` is complete already, of this timeline and sound, or on a write error.
+    Raises CheckpointError if `final` is complete already, of this timeline and sound, or if the disk refuses.
     """
-    if final.exists() and _fate(final) is Fate.SOUND:
-        raise CheckpointError(f"{final}: a complete checkpoint of this step exists already")
     temporary = (staging or final.parent) / f".{final.name}.tmp"
     try:
+        if final.exists() and _fate(final) is Fate.SOUND:
+            raise CheckpointError(f"{final}: a complete checkpoint of this step exists already")
         if temporary.exists():
             shutil.rmtree(temporary)
         temporary.mkdir(parents=staging is None)

@@ -218,7 +218,11 @@ def _checksum(manifest: Any) -> int:
 
 
 def _refuse_other_format(directory: Path) -> None:
-    if (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists():
+    try:
+        is_other = (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists()
+    except OSError as error:  # of one rank alone, which the others would wait for: see on_all_ranks
+        raise CheckpointError(f"{directory}: cannot be read: {error}") from error
+    if is_other:
         raise CheckpointError(
             f"{directory}: was written with checkpoint.trainer_format='megatron', which only "
             "trainer.backend='megatron' reads; for one that every backend and rlhpc export read, continue the run with "

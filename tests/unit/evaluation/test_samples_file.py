@@ -10,6 +10,7 @@ import pytest
 
 from rlhpc.errors import DataError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
+from tests.full_disk import fill, small_disk
 
 
 def sample(prompt: int, number: int) -> EvaluatedSample:
@@ -46,6 +47,18 @@ def test_half_a_line_counts_for_nothing_and_is_cut_off(tmp_path: Path) -> None:
         assert list(read_samples(tmp_path)) == [sample(0, 0)]
     write(tmp_path, 0, sample(0, 1))
     assert path.read_bytes() == whole
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, 1 << 20):
+        write(disk, 0, sample(0, 0))
+        fill(disk / "filler", 0)
+        many = [sample(0, number) for number in range(1, 200)]  # the rest of a block is there already
+        with pytest.raises(OSError, match=r"No space left on device: .*samples-0\.jsonl"):
+            write(disk, 0, *many)
+        assert sample(0, 0) in read_samples(disk)
 
 
 @pytest.mark.parametrize("damage", [b"\0" * 20, b"{}", b'{"prompt": 1'])

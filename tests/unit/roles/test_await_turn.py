@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,24 @@ def test_a_trainer_takes_number_step_and_owner_of_the_attempt_that_begins(tmp_pa
     turn = await_turn_blocking(context, loaded.set)
     assert loaded.is_set()
     assert (turn.attempt, turn.resume_step, turn.owner) == (2, 40, owner)
+
+
+def test_a_trainer_waits_on_while_nobody_can_tell_whose_the_run_is(tmp_path: Path) -> None:
+    context, loaded = standing_by(tmp_path, "trainer"), threading.Event()
+    owner = take_over(context.layout, 2, job_id=JOB).owner
+    right = context.layout.owner.rename(tmp_path / "right")
+    context.layout.owner.symlink_to(context.layout.owner)  # an error for who opens it
+    begin(context.layout, JOB, 2, owner)
+
+    def answer_again() -> None:
+        loaded.wait()
+        time.sleep(3 * LOOK_S)
+        right.rename(context.layout.owner)
+
+    server = threading.Thread(target=answer_again)
+    server.start()
+    assert await_turn_blocking(context, loaded.set).owner == owner
+    server.join()
 
 
 def test_a_trainer_whose_attempt_is_over_already_writes_nothing(tmp_path: Path) -> None:

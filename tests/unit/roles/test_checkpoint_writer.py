@@ -6,8 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
-from rlhpc.errors import CheckpointError
+from rlhpc.errors import CheckpointError, OwnershipLost
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
+from rlhpc.ownership import Fence, take_over
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import DISK_PATIENCE_S, LONGEST_CHECKPOINT_PAUSE_S
 from rlhpc.roles.controller.saved_state import Totals, read_saved_state, set_aside_later_segments
@@ -91,9 +92,9 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
+async def desk(root: Path, keep: int = 2, fence: Fence | None = None) -> AsyncIterator[Desk]:
     layout, batches = RunLayout(root), MemoryServer(BATCHES)
-    layout.rollouts.mkdir()
+    layout.rollouts.mkdir(exist_ok=fence is not None)
     buffer = make_buffer(small_config(), layout.rollouts)
     totals, clock = Totals(), ManualClock()
     state: Any = ControllerState(NoPrompts(), None, buffer.segments, buffer.journal, buffer, Membership(), totals, 0, 0)
@@ -108,7 +109,7 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
 
     trainer = asyncio.create_task(take_snapshots())
     try:
-        writer = CheckpointWriter(layout, keep, TrainerLink(batches), state, clock=clock)
+        writer = CheckpointWriter(layout, keep, TrainerLink(batches), state, clock=clock, fence=fence)
         yield Desk(layout, buffer, writer, asked, totals, clock, state)
     finally:
         trainer.cancel()
@@ -275,6 +276,47 @@ async def test_the_event_loop_goes_on_while_a_slow_disk_takes_the_controllers_pa
         assert state.buffer["next_segment_index"] == 1
         assert [r.group.group_id for r in read_segment(it.layout.segment(0))] == [0, 1]
         assert [r.group.group_id for r in read_segment(it.layout.segment(1))] == [2]
+
+
+@contextmanager
+def owner_unknown(layout: RunLayout) -> Iterator[None]:
+    """A file server that has nothing but an error for who reads whose the run is."""
+    layout.owner.rename(layout.root / "owner-out-of-reach")
+    layout.owner.mkdir()
+    try:
+        yield
+    finally:
+        layout.owner.rmdir()
+        (layout.root / "owner-out-of-reach").rename(layout.owner)
+
+
+async def test_while_nobody_can_tell_whose_the_run_is_checkpoints_are_left_out_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with desk(tmp_path, fence=take_over(RunLayout(tmp_path), 0)) as it:
+        for step in (1, 2):
+            await it.complete_one(step)
+        with owner_unknown(it.layout):  # at its beginning
+            await asyncio.wait_for(it.writer.write(3, 3), PATIENCE_S)
+            assert "owner.json" in it.writer.disk_trouble
+        await asyncio.wait_for(it.writer.write(4, 4), PATIENCE_S)
+        with owner_unknown(it.layout):  # at its end
+            it.trainer_has_written(4)
+            await until(lambda: it.writer.has_failed)
+            assert "owner.json" in it.writer.disk_trouble
+        assert it.totals.checkpoints_failed == 2
+        await it.complete_one(5)
+        assert it.steps_on_disk == ["step_000002", "step_000005"]
+
+
+async def test_a_run_that_another_has_taken_over_completes_no_checkpoint(tmp_path: Path) -> None:
+    async with desk(tmp_path, fence=take_over(RunLayout(tmp_path), 0)) as it:
+        await asyncio.wait_for(it.writer.write(1, 1), PATIENCE_S)
+        it.layout.owner.write_text('{"owner": "1-another"}')
+        it.trainer_has_written(1)
+        with pytest.raises(OwnershipLost):
+            await asyncio.wait_for(it.writer.finish(), PATIENCE_S)
+        assert it.steps_on_disk == []
 
 
 async def test_a_checkpoint_that_cannot_be_completed_is_an_error(tmp_path: Path) -> None:

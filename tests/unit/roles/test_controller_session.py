@@ -155,3 +155,44 @@ async def test_settings_that_changed_end_a_role_that_was_started_with_others(gen
     with pytest.raises(RoleFailed, match="settings have changed"):
         await asyncio.wait_for(role, PATIENCE_S)
     await second.close()
+
+
+async def test_settings_that_cannot_be_read_for_a_moment_end_nothing(
+    generator: RoleContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume has just put another file in their place, and the file server does not know the old one any more."""
+    settings = generator.layout.config.read_bytes()
+    generator.layout.config.unlink()
+    generator.layout.config.mkdir()
+    server = controller(generator, "7.0.0-a")
+    stop, role = serving(generator)
+    async with asyncio.timeout(PATIENCE_S):
+        while "config.json" not in caplog.text and not role.done():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+    generator.layout.config.rmdir()
+    generator.layout.config.write_bytes(settings)
+    assert await greeted(server) == generator.incarnation
+    stop.set()
+    await asyncio.wait_for(role, PATIENCE_S)
+    await server.close()
+
+
+async def test_a_role_that_is_cancelled_while_it_reads_the_settings_leaves_no_socket_behind(
+    generator: RoleContext,
+) -> None:
+    server = controller(generator, "7.0.0-a")
+    generator.layout.config.unlink()
+    generator.layout.config.mkdir()
+    before = num_open()
+    connecting = asyncio.create_task(ControllerSession(generator, asyncio.Event()).connect(CONTROL))
+    await asyncio.sleep(0.5)
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    async with asyncio.timeout(PATIENCE_S):
+        while num_open() > before:  # noqa: ASYNC110 - the server closes its own ends when it is told
+            await asyncio.sleep(0.01)
+    await server.close()
+
+
+def num_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

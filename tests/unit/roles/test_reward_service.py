@@ -32,6 +32,9 @@ def slow(completion, reference):
     time.sleep({VERDICT_S})
     return 1.0
 
+def zero(completion, reference):
+    return 0.0
+
 def hang(completion, reference):
     time.sleep(3600)
 """
@@ -100,3 +103,18 @@ async def test_a_service_says_hello_again_as_often_as_it_is_asked_to(tmp_path: P
         assert (name, message.incarnation) == ("reward-0", "0.0.0-first")
     hearing.cancel()
     await asyncio.gather(hearing, return_exceptions=True)
+
+
+@pytest.mark.starts
+async def test_a_verdict_on_what_a_dead_generator_asked_is_none_for_its_next_life(task: str) -> None:
+    """Its first question is still being judged; a reply goes to whoever has the name now."""
+    server = MemoryServer(REWARDS)
+    dead = RpcClient([server.connect("generator-0", "0.0.0-a")], max_attempts=1)
+    async with serving(server, PATIENCE_S):
+        async with dead:
+            lost = asyncio.create_task(dead.call(RewardRequest(0, f"{task}slow", "x", ""), PATIENCE_S))
+            await until_waiting(server, 1)
+        await asyncio.gather(lost, return_exceptions=True)
+        alive = RpcClient([server.connect("generator-0", "0.0.1-b")], max_attempts=1)
+        async with alive:
+            assert (await alive.call(RewardRequest(0, f"{task}zero", "x", ""), PATIENCE_S)).reward == 0.0

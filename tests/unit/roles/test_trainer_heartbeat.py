@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rlhpc.errors import RoleFailed
 from rlhpc.messages import Heartbeat, Hello, SaveReport
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
@@ -60,3 +64,22 @@ async def test_heartbeats_go_on_though_nothing_is_told(tmp_path: Path) -> None:
             heartbeat.now("training", "", 3)
             seen = [(await server.receive(PATIENCE_S))[1] for _ in range(5)]
             assert seen[-1] == Heartbeat("training", "", 3)
+
+
+async def test_a_trainer_that_nobody_would_miss_does_not_train(tmp_path: Path) -> None:
+    """Its connection for heartbeats met an error of the file server, and the one for batches did not."""
+    async with heartbeat_and_controller(tmp_path, heartbeat_s=0.01) as (heartbeat, _):
+        (address,) = (tmp_path / "run" / "rendezvous").glob("control-0.json")
+        content = address.read_bytes()
+        address.unlink()
+        address.mkdir()
+        with heartbeat, pytest.raises(RoleFailed, match=r"heartbeats have ended: .*control-0\.json"):
+            await asyncio.wait_for(train(heartbeat), PATIENCE_S)
+        address.rmdir()
+        address.write_bytes(content)
+
+
+async def train(heartbeat: TrainerHeartbeat) -> None:
+    while True:
+        heartbeat.now("training", "", 0)
+        await asyncio.sleep(0.01)

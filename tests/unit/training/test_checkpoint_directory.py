@@ -101,6 +101,18 @@ def test_a_save_that_comes_too_late_leaves_a_sound_checkpoint_of_its_step_alone(
     assert latest_complete(layout.checkpoints) == (1, layout.checkpoint(1))
 
 
+@pytest.mark.parametrize("trouble", ["a name that no disk takes", "a list of attempts that cannot be read"])
+def test_a_checkpoint_that_the_disk_does_not_let_begin_is_one_that_failed(layout, trouble):
+    """The train loop leaves it out, and tries another soon."""
+    final = save(layout, 1)
+    if trouble == "a name that no disk takes":
+        final = layout.checkpoints / ("x" * 300) / final.name
+    else:
+        layout.attempts.mkdir()
+    with pytest.raises(CheckpointError, match=r"\.step_000001\.tmp: cannot be created"):
+        begin(final)
+
+
 def test_where_none_is_sound_all_are_named(layout):
     for step in (1, 2):
         (save(layout, step) / "controller.json").write_text("broken")

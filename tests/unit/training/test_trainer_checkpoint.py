@@ -157,6 +157,12 @@ def test_a_manifest_of_something_else_is_refused(tmp_path, content):
         read_checkpoint(tmp_path, SPECS)
 
 
+def test_a_disk_that_errs_where_the_format_is_looked_for_is_a_checkpoint_error(tmp_path):
+    """Or the rank that it errs on would leave alone, and the others wait for it."""
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_checkpoint(tmp_path / ("x" * 300))
+
+
 def test_another_model_is_refused_by_the_tensor_that_differs(tmp_path):
     write(tmp_path)
     with pytest.raises(CheckpointError, match=r"t1 is \(7,\) there and \(8,\) in the model"):

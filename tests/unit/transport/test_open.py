@@ -276,3 +276,29 @@ async def test_a_killed_process_becomes_unreachable_and_its_successor_is_heard(l
 def test_an_endpoint_is_named_like_its_role():
     endpoint = Endpoint("control", "controller", 0, "tcp://x:1", "one", 1, "host")
     assert dataclasses.replace(endpoint, replica=2).name == "controller-2"
+
+
+async def test_a_server_whose_address_cannot_be_withdrawn_is_closed_all_the_same(layout: RunLayout):
+    """An address may outlive its server; an error instead of a normal end would end a role that serves again."""
+    before = num_open()
+    server = serve(layout)
+    (address,) = layout.rendezvous.glob("control-0.json")
+    address.unlink()
+    address.mkdir()
+    await server.close()
+    assert num_open() == before
+    address.rmdir()
+
+
+async def test_a_server_whose_address_cannot_be_published_leaves_nothing_open(layout: RunLayout):
+    layout.rendezvous.parent.mkdir(parents=True, exist_ok=True)
+    layout.rendezvous.write_text("a file in the way")
+    before = num_open()
+    for _ in range(2):
+        with pytest.raises(OSError, match="rendezvous"):
+            serve(layout)
+    assert num_open() == before
+
+
+def num_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from rlhpc.errors import GroupFailed
 from rlhpc.types import WeightGroup
 from rlhpc.weights.group_publisher import GroupPublisher
 from rlhpc.weights.group_receiver import GroupReceiver
+from rlhpc.weights.ipc import IpcPublisher
+from rlhpc.weights.rendezvous_file import file_of
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -42,3 +45,15 @@ def test_a_member_that_waits_in_an_epoch_of_a_dead_trainer_is_no_member_of_the_n
     for receiver in receivers:
         receiver.leave()
     alive.dissolve()
+
+
+def test_a_rendezvous_that_the_filesystem_does_not_let_go_is_no_obstacle_to_the_next_epoch(tmp_path: Path) -> None:
+    """The trainer would end where an epoch was to be dissolved because a member has failed."""
+    publisher = IpcPublisher(tmp_path, CPU, LATE_S)
+    first = file_of(publisher.open(EPOCH).address)
+    first.unlink()
+    first.mkdir()
+    second = file_of(publisher.open(replace(EPOCH, epoch=2)).address)
+    assert second != first
+    publisher.dissolve()
+    assert not second.exists()

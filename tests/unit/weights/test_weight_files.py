@@ -47,6 +47,15 @@ def publish(publisher: DiskPublisher, receiver: DiskReceiver, version: int) -> l
     return received
 
 
+def test_a_verdict_that_cannot_be_read_fails_the_version_and_not_the_trainer(
+    pair: tuple[DiskPublisher, DiskReceiver, Path],
+) -> None:
+    publisher, _, epoch = pair
+    (epoch / "version_000001" / "verified_0001").mkdir(parents=True)
+    with pytest.raises(GroupFailed, match="verified_0001"):
+        publisher.publish(manifest(1), iter(weights(1)))
+
+
 def test_only_the_two_newest_versions_are_kept(pair: tuple[DiskPublisher, DiskReceiver, Path]) -> None:
     publisher, receiver, directory = pair
     for version in range(4):
