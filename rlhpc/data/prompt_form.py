@@ -12,7 +12,15 @@ from difflib import get_close_matches
 from string import Formatter
 
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
-from rlhpc.data.conversation import Message, as_conversation, is_conversation, prompt_messages, system, user
+from rlhpc.data.conversation import (
+    Message,
+    as_conversation,
+    is_conversation,
+    prompt_messages,
+    refuse_pythons,
+    system,
+    user,
+)
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -102,13 +110,15 @@ class PromptForm:
         if data.prompt_field:
             value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
             if is_conversation(value):
-                return self._chat(prompt_messages(value, record.source, data.prompt_field, data.system_prompt)), True
+                messages = prompt_messages(value, record.source, data.prompt_field, data.system_prompt)
+                return self._chat(messages, record), True
+            refuse_pythons(value, record.source, data.prompt_field)
             text = record.text(data.prompt_field, "data.prompt_field")
         else:
             text = self._filled(record)
         if not data.use_chat_template:
             return self._without_chat(text, record), False
-        return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)]), True
+        return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)], record), True
 
     @property
     def reference_field(self) -> str:
@@ -145,8 +155,12 @@ class PromptForm:
             )
         return text
 
-    def _chat(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.render_chat(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
+    def _chat(self, messages: Sequence[Message], record: Record) -> str:
+        template = self._tokenizer.chat_template  # where there is none, that is no fault of the record
+        try:
+            return template.render(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
+        except ConfigError as error:
+            raise DataError(f"{record.source}: {error}") from error
 
     def _length_fault(self, length: int, record: Record) -> str:
         return (
@@ -192,4 +206,4 @@ def _is_name(name: str) -> bool:
     first, *inner = name.split(".")
     words = first.replace("-", " ").split()
     is_column = bool(words) and words[0].isidentifier() and all(("_" + word).isidentifier() for word in words)
-    return is_column and all(part.lstrip("-").isdecimal() or part.isidentifier() for part in inner)
+    return is_column and all(part.removeprefix("-").isdecimal() or part.isidentifier() for part in inner)

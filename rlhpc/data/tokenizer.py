@@ -256,10 +256,14 @@ class PromptTokenizer:
         """chat_template.jinja before tokenizer_config.json, of several named templates "default"."""
         file = self._model_dir / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"model.path: {file} is not UTF-8: {error}") from error
         template = self._config.get("chat_template")
         if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[-1].get("template") if named else None
         if not isinstance(template, str):
             raise ConfigError(
                 f"model.path={self._model_dir} has no chat template (neither chat_template.jinja nor chat_template in "
