@@ -92,6 +92,15 @@ def test_it_is_looked_at_again_once_anything_has_changed(make, looked: list[int]
     assert looked == [3] * 6
 
 
+@pytest.mark.parametrize("left", ["", '{"num_rec', "[1]", "{}", '{"of_another": 1}', "\\ud800"])
+def test_what_was_kept_and_is_damaged_is_made_again(make, looked: list[int], tmp_path: Path, left: str) -> None:
+    found = validate_datasets(make(sums(3)))
+    (file,) = (tmp_path / "cache" / "datasets").iterdir()
+    file.write_text(left)
+    assert validate_datasets(make()) == validate_datasets(make()) == found
+    assert looked == [3, 3]
+
+
 def test_a_fault_is_looked_for_again(make, looked: list[int]) -> None:
     config = make([{"question": "x" * 90, "answer": "1"}])
     for _ in range(2):
