@@ -76,6 +76,6 @@ def columns_as_parquet(columns: Mapping[str, Sequence[Any]]) -> bytes:
     sink = pyarrow.BufferOutputStream()
     try:
         pyarrow.parquet.write_table(pyarrow.table(dict(columns)), sink)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:  # a column of numbers has 64 bits
         raise ValueError(str(error)) from error
     return bytes(sink.getvalue())

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhpc.data.conversation import as_conversation
+from rlhpc.data.record_writer import write_records
 from rlhpc.data.records import Record, read_records
 from rlhpc.errors import DataError
 
@@ -91,3 +92,15 @@ def test_messages_as_json_may_be_laid_out(text: str) -> None:
 def test_text_that_is_no_list_of_messages_stays_text() -> None:
     for text in ("[{", "[{]", '[{"roll": 1}]', "[1]", "[{" + "[" * 100_000, '[{"role": ' + "1" * 5000 + "}]"):
         assert as_conversation(text) == text
+
+
+def test_what_is_written_is_read_back_though_utf8_has_no_half_characters(tmp_path: Path) -> None:
+    rows = [{"question": "\ud800", "note": "é"}, {"question": "é"}]
+    write_records(tmp_path / "a.jsonl", rows)
+    assert [record.fields for record in read_records(tmp_path / "a.jsonl")] == rows
+
+
+@pytest.mark.parametrize("number", [2**63, 2**70])
+def test_a_number_too_large_for_a_column_is_refused_with_the_file(tmp_path: Path, number: int) -> None:
+    with pytest.raises(DataError, match=r"a\.parquet: a column of Parquet .* too (large|big).*legal: \.jsonl"):
+        write_records(tmp_path / "a.parquet", [{"answer": number}])
