@@ -34,6 +34,7 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
         "data": data.model_dump(mode="json"),
         "references": with_references,
         "task_tables": [table.model_dump(mode="json") for table in (config.judge, config.instructions, config.sandbox)],
+        "template": _states([Path(config.judge.template_file)] if config.judge.template_file else []),
         "composites": {name: table.model_dump(mode="json") for name, table in config.composite.items()},
         "tools": config.environment.tools if data.environment else (),  # prompts describe them
         "curriculum": config.curriculum.model_dump(mode="json"),
