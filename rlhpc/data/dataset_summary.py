@@ -31,6 +31,8 @@ class DatasetSummary:
     num_references_counted: int  # those of the first records that are text
     num_references_longer: int  # of them, than a completion may be
     num_references_checked: int = 0  # by their tasks; all, where tasks check them and there is time
+    num_spelling_control: int = 0  # records whose own text spells special tokens
+    spelling_control: str = ""  # file and line of the first of them, and the token
 
 
 def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | None = None) -> DatasetSummary:
@@ -46,6 +48,7 @@ def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | N
     checked = 0 if check_of is None else refuse_bad_references(records, form.reference_field, form.task, check_of)
     references = form.reference_lengths(records[:_CHECKED_AT_ONCE])
     longest = int(np.argmax(lengths))
+    spelling = [f"{record.source} {token!r}" for record in records if (token := form.spelt_control(record))]
     return DatasetSummary(
         num_records=len(lengths),
         longest_prompt_tokens=lengths[longest],
@@ -57,4 +60,6 @@ def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | N
         num_references_counted=len(references),
         num_references_longer=sum(length > form.max_completion_tokens for length in references),
         num_references_checked=checked,
+        num_spelling_control=len(spelling),
+        spelling_control=spelling[0] if spelling else "",
     )

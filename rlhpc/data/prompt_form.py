@@ -120,6 +120,20 @@ class PromptForm:
             return self._without_chat(text, record), False
         return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)], record), True
 
+    def spelt_control(self, record: Record) -> str:
+        """A special token that the text of the record spells, and no template of ours; "": none.  Raises DataError.
+
+        Not of a prompt_field that is the whole prompt: it may have been rendered before.
+        """
+        data = self._data
+        if not data.prompt_field:
+            texts = [record.text(name) for _, name in self._pieces if name and data.environment != AGENT]
+        elif is_conversation(value := as_conversation(record.value(data.prompt_field, "data.prompt_field"))):
+            texts = [message["content"] for message in prompt_messages(value, record.source, data.prompt_field, "")]
+        else:
+            texts = [record.text(data.prompt_field, "data.prompt_field")] if data.use_chat_template else []
+        return next(filter(None, map(self._tokenizer.spelt_control, texts)), "")
+
     @property
     def reference_field(self) -> str:
         """The field that holds references."""

@@ -7,6 +7,7 @@ torch nor transformers, so that a login node can check a dataset.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -117,6 +118,18 @@ class PromptTokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether it is cut out of any text before the rest is tokenised."""
         return token_id in self._tokenizer.get_added_tokens_decoder()
+
+    def spelt_control(self, text: str) -> str:
+        """The first special token that a text spells, which would be read as such; "": there is none."""
+        found = self._control_tokens.search(text)
+        return found[0] if found else ""
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str]:
+        """Those that the tokenizer itself calls special: ends of turns, but not <think>."""
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in tokens if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def decode(self, token_ids: Sequence[int] | Int32, *, keep_special_tokens: bool = False) -> str:
         """Text of the tokens; special tokens, the end of sequence among them, are left out unless asked for."""

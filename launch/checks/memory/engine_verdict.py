@@ -30,12 +30,12 @@ def refuse_engine(config: Config, shape: ModelShape, memory_gib: float, gpu: str
 
 def refuse_unfit_ranks(config: Config, model: Mapping[str, Any], shape: ModelShape | None) -> None:
     """Raises ConfigError: vLLM cannot share the model, whose config.json this is, out over the GPUs of a replica."""
-    ranks, heads = config.generation.tensor_parallel, model.get("num_attention_heads")
+    ranks, heads = config.generation.tensor_parallel, int(model.get("num_attention_heads") or 0)
     if shape is not None:
         size, legal = indivisible(shape, ranks), legal_ranks(shape)
     else:  # of other families the heads alone are known
-        size = f"num_attention_heads={heads}" if heads and heads % ranks else ""
-        legal = tuple(number for number in range(1, (heads or 0) + 1) if heads % number == 0)
+        size = f"num_attention_heads={heads}" if heads % ranks else ""
+        legal = tuple(number for number in range(1, heads + 1) if heads % number == 0)
     if size:
         raise ConfigError(
             f"generation.tensor_parallel={ranks} does not divide {size} of {config.model.path / 'config.json'}; "

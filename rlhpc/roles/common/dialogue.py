@@ -138,12 +138,7 @@ class Dialogue:
         reply = await self._ask(is_last=False)
         if reply is None:
             return self._finished(FinishReason.ABORT, None)
-        try:
-            spoken = self._template.opening([] if _failed(reply) else reply.messages)
-        except ConfigError as error:
-            spoken, reply = self._template.opening([]), _refused(reply, error)
-        if len(spoken) >= self._num_left:
-            reply = _no_room(reply, len(spoken), self._num_left)
+        spoken, reply = self._opened(reply)
         self._read(spoken[: self._num_left])
         while not _failed(reply) and not reply.is_over:
             reason = await self._take_turn()
@@ -180,6 +175,16 @@ class Dialogue:
         return self._request.sampling.max_tokens - len(self._tokens.ids)
 
     # ----------------------------------------------------------------------------------------------------------- turns
+
+    def _opened(self, reply: TurnReply) -> tuple[Int32, TurnReply]:
+        """Tokens [L] before the first turn; the reply is an error if the policy cannot take one."""
+        try:
+            spoken = self._template.opening([] if _failed(reply) else reply.messages)
+        except ConfigError as error:
+            spoken, reply = self._template.opening([]), _refused(reply, error)
+        if len(spoken) >= self._num_left:
+            reply = _no_room(reply, len(spoken), self._num_left)
+        return spoken, reply
 
     async def _take_turn(self) -> FinishReason:
         """The policy's next turn: what the prefix has of it, and the rest by the engine."""

@@ -102,16 +102,20 @@ def test_an_environment_whose_dialogue_fails_is_closed(turn):
     if turn != "reset":
         host.answer(dialogue(environment="Holding"))
     failing = () if turn == "reset" else (turn,)
-    with pytest.raises((RuntimeError, TypeError, ValueError), match="door|a message is|no judgement|lock"):
-        record = json.dumps({"name": turn})
-        asked = dialogue(*failing, environment="Holding", task="exact_match", is_last=turn == "judge")
-        host.answer(msgspec.structs.replace(asked, record=record) if turn == "reset" else asked)
+    asked = dialogue(*failing, environment="Holding", task="exact_match", is_last=turn == "judge")
+    if turn == "reset":
+        asked = msgspec.structs.replace(asked, record=json.dumps({"name": turn}))
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"door|a message is|no judgement|lock"):
+        host.answer(asked)
     assert closed == [turn if turn == "reset" else "you"]
     host.close()
 
 
 def test_dialogues_that_are_under_way_when_their_host_ends_are_closed():
-    host, closed = EnvironmentHost(EnvironmentConfig(), lambda *_: RewardOutcome(0.0)), sample_environments.Holding.closed
+    host, closed = (
+        EnvironmentHost(EnvironmentConfig(), lambda *_: RewardOutcome(0.0)),
+        sample_environments.Holding.closed,
+    )
     closed.clear()
     for key in "ab":
         host.answer(dialogue("x", environment="Holding", key=key))

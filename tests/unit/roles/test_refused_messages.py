@@ -14,7 +14,9 @@ from rlhpc.roles.common.dialogue import Taken
 from tests.unit.data.chat_models import QWEN25, make_chat_model
 from tests.unit.roles.test_dialogue import dialogue_of, engine_of
 
-STRICT = "{%- for m in messages if m.role == 'referee' %}{{- raise_exception('no referees here') }}{%- endfor %}" + QWEN25
+STRICT = (
+    "{%- for m in messages if m.role == 'referee' %}{{- raise_exception('no referees here') }}{%- endfor %}" + QWEN25
+)
 
 
 @pytest.mark.parametrize("refused_turn", [0, 1, 2])
