@@ -64,7 +64,7 @@ def open_collection(path: Path) -> Collection:
 def _document(line: str, source: str) -> str:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"environment.corpus: {source}: malformed JSON: {error}") from error
     text, title = (fields.get("text"), fields.get("title", "")) if isinstance(fields, dict) else (None, None)
     if not isinstance(text, str) or not isinstance(title, str):
