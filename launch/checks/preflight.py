@@ -14,7 +14,13 @@ from typing import Any
 
 from launch.checks.memory.engine_verdict import refuse_small_cache, refuse_unfit_ranks
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
-from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
+from launch.checks.model_files import (
+    read_model,
+    refuse_for_megatron,
+    refuse_other_vocabulary,
+    refuse_unknown_tokens,
+    refuse_untrainable,
+)
 from rlhpc.config import Config
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD
 from rlhpc.config_environment import LIBRARIES
@@ -199,6 +205,8 @@ def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> Mod
             f"trainer.backend='megatron' has no sliding windows, and {place} says use_sliding_window=true; legal: "
             "trainer.backend='deepspeed'"
         )
+    if config.trainer.backend == "megatron":
+        refuse_for_megatron(model, place)
     try:
         if config.trainer.backend == "megatron":
             ParallelLayout.of(config.trainer).refuse_unfit(model)
