@@ -77,12 +77,12 @@ def refuse_other_vocabulary(model: Mapping[str, Any], place: Path, vocabulary: i
             )
 
 
-def refuse_unknown_tokens(model: Mapping[str, Any], directory: Path, prompt: Iterable[int], source: str) -> None:
-    """prompt: tokens of one, of the record at `source`; a template has its own in every prompt.
+def refuse_unknown_tokens(model: Mapping[str, Any], directory: Path, highest: int, source: str) -> None:
+    """highest: of all tokens of prompts, in that of the record at `source`.
 
     Raises ConfigError for tokens that were added to a tokenizer, and not to its model.
     """
-    size, highest = model.get("vocab_size"), max(prompt, default=0)
+    size = model.get("vocab_size")
     if isinstance(size, int) and highest >= size:
         raise ConfigError(
             f"{directory / 'config.json'}: vocab_size={size}, and the prompt of {source} has token {highest}, which "

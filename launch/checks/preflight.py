@@ -125,8 +125,7 @@ def _look_at_prompts(
         config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox)
     )
     for dataset, summary in zip(config.data, found, strict=True):
-        tokens = tokenizer.encode_rendered(summary.example)
-        refuse_unknown_tokens(model, config.model.path, tokens, summary.example_source)
+        refuse_unknown_tokens(model, config.model.path, summary.highest_token, summary.highest_source)
         _refuse_thinking_that_never_ends(dataset.thinking_end, tokenizer, summary)
     return Findings(model, tokenizer, shape, positions, found, sandbox)
 

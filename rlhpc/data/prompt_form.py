@@ -62,7 +62,11 @@ class PromptForm:
         return token_ids
 
     def lengths(self, records: Sequence[Record]) -> list[int]:
-        """Numbers of tokens of the prompts, counted by all processors; references and tasks are tried too.
+        """Numbers of tokens of the prompts.  Raises as `measured`."""
+        return self.measured(records)[0]
+
+    def measured(self, records: Sequence[Record]) -> tuple[list[int], list[int]]:
+        """Numbers of tokens of the prompts, and the highest of each, by all processors; references and tasks are tried.
 
         Raises DataError for a record that makes no prompt, however long it might be.
         """
@@ -71,7 +75,7 @@ class PromptForm:
             self.reference(record)
             self.task(record)
             texts.append(self.text(record))
-        return self._tokenizer.lengths(texts)
+        return self._tokenizer.measured(texts)
 
     def refuse_unknown_task_field(self, records: Sequence[Record]) -> None:
         """Raises DataError if no record has data.task_field: it would have no effect."""

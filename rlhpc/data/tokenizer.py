@@ -96,15 +96,19 @@ class PromptTokenizer:
 
     def lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
         """Numbers of tokens of many texts, by all processors; with each, whether render_chat returned it."""
-        lengths = [0] * len(texts)
+        return self.measured(texts)[0]
+
+    def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+        """The same, and the highest token of each text, -1 of one without."""
+        lengths, highest = [0] * len(texts), [-1] * len(texts)
         is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
         for is_rendered in set(is_whole):
             places = [place for place, whole in enumerate(is_whole) if whole is is_rendered]
             batch = [texts[place][0] for place in places]
             encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=not is_rendered)
             for place, encoding in zip(places, encoded, strict=True):
-                lengths[place] = len(encoding)
-        return lengths
+                lengths[place], highest[place] = len(encoding), max(encoding.ids, default=-1)
+        return lengths, highest
 
     @property
     def chat_template(self) -> ChatTemplate:
