@@ -38,6 +38,9 @@ def _absolute(value: str) -> str:
 
 
 NamedPath = Annotated[str, AfterValidator(_absolute)]  # "": none
+NamedPaths = Annotated[
+    tuple[str, ...], Field(strict=False), AfterValidator(lambda values: tuple(map(_absolute, values)))
+]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
