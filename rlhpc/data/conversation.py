@@ -70,8 +70,7 @@ def refuse_pythons(value: Any, source: str, name: str) -> None:
 
 
 def _message(value: Mapping[str, Any], where: str) -> Message:
-    # Parquet has a column for each key that some message has.
-    message = {str(key): each for key, each in value.items() if each is not None}
+    message: Message = _without_nulls(value)
     role = message.get("role")
     if role not in _ROLES:
         keys = ", ".join(map(repr, message)) or "none"
@@ -81,6 +80,13 @@ def _message(value: Mapping[str, Any], where: str) -> Message:
         if not is_unicode(each if isinstance(each, str) else json.dumps(each, default=str, ensure_ascii=False)):
             raise DataError(f"{where}: {key} holds half of a surrogate pair, which is no character")
     return message
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet has a column for each key that some message has, and for each argument of some call."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _text(content: Any, where: str) -> str:

@@ -82,7 +82,7 @@ class EnvironmentHost:
         kept = self._kept.pop(dialogue.key, None)
         if kept is None or not _continues(dialogue, kept):
             if kept is not None:
-                await kept.environment.close()
+                await _close(kept.environment)
             kept = await self._begun(dialogue)
         try:
             await self._play(dialogue, kept)
@@ -117,7 +117,7 @@ class EnvironmentHost:
         self._kept[key] = kept
         if len(self._kept) > MOST_KEPT:
             _, oldest = self._kept.popitem(last=False)
-            await oldest.environment.close()
+            await _close(oldest.environment)
 
     def _turn(self, dialogue: Dialogue, kept: _Kept) -> Turn:
         if not kept.steps:

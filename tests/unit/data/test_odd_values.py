@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlhpc.data.conversation import as_conversation
+from rlhpc.data.conversation import as_conversation, prompt_messages
 from rlhpc.data.record_writer import write_records
 from rlhpc.data.records import Record, read_records
 from rlhpc.errors import DataError
@@ -82,6 +82,20 @@ def test_decimals_of_a_table_are_numbers(tmp_path: Path) -> None:
     (fields,) = table_of(tmp_path, {"answer": pyarrow.array([Decimal("3.50")], pyarrow.decimal128(10, 2))})
     record = Record(fields, "train.parquet:1")
     assert (record.reference("answer"), record.number("answer", "curriculum.difficulty_field")) == ("3.50", 3.5)
+
+
+def test_a_call_has_no_arguments_that_calls_of_other_tools_have_though_a_table_has_a_column_for_each(
+    tmp_path: Path,
+) -> None:
+    def conversation(name: str, **arguments: str) -> list[dict[str, Any]]:
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        asked, answered = {"role": "user", "content": "2?"}, {"role": "tool", "content": "2"}
+        return [asked, {"role": "assistant", "content": "", "tool_calls": calls}, answered]
+
+    said = [conversation("search", query="two"), conversation("python", code="2")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"m": each} for each in said]), tmp_path / "train.parquet")
+    read = [record.fields["m"] for record in read_records(tmp_path)]
+    assert [prompt_messages(each, "a:1", "m", "") for each in read] == said
 
 
 @pytest.mark.parametrize("text", ['[\n  {"role": "user", "content": "2?"}\n]', ' [ {"role": "user", "content": "2?"}]'])

@@ -73,6 +73,8 @@ class Holding(Counting):
 
     async def close(self):
         self.closed.append(self.name)
+        if self.name == "stuck":
+            raise RuntimeError("the bolt is bent")
 
 
 class Bare(Environment):

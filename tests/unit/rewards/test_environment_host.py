@@ -111,6 +111,16 @@ def test_an_environment_whose_dialogue_fails_is_closed(turn):
     host.close()
 
 
+def test_an_environment_that_cannot_be_closed_spoils_no_other_dialogue(host, monkeypatch, caplog):
+    monkeypatch.setattr(host_module, "MOST_KEPT", 1)
+    stuck = msgspec.structs.replace(dialogue(environment="Holding"), record=json.dumps({"name": "stuck"}))
+    host.answer(stuck)
+    assert said(host.answer(dialogue(environment="Holding", key="b"))) == "go, you"
+    assert "an environment cannot be closed: RuntimeError('the bolt is bent')" in caplog.text
+    host.answer(stuck)
+    assert said(host.answer(dialogue("x"))).startswith("1 ")  # of the same key, another one
+
+
 def test_dialogues_that_are_under_way_when_their_host_ends_are_closed():
     host, closed = (
         EnvironmentHost(EnvironmentConfig(), lambda *_: RewardOutcome(0.0)),
