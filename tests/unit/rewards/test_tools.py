@@ -150,6 +150,11 @@ def test_a_corpus_that_cannot_be_read_is_refused_with_its_line(tmp_path, content
         open_collection(tmp_path / "corpus.jsonl")
 
 
+def test_documents_may_begin_with_a_byte_order_mark_as_datasets_may(tmp_path):
+    (tmp_path / "corpus.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "first"}\r\n{"text": "second"}\r\n')
+    assert open_collection(tmp_path / "corpus.jsonl").found("first", 3) == "first"
+
+
 def test_a_document_may_hold_what_ends_a_line_elsewhere(tmp_path):
     texts = ["a\u2028cat", "a\u2029dog", "a\x85bird"]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
