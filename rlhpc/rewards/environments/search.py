@@ -52,7 +52,9 @@ class Collection:
 def open_collection(path: Path) -> Collection:
     """Read and index a file, once in a process.  Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines also splits at U+2028, legal inside of JSON
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # splitlines also splits at U+2028, legal inside of JSON
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"environment.corpus={path} cannot be read: {error}") from error
     documents = [_document(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
