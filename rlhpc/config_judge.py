@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
-from rlhpc.config_sections import Positive, PositiveFloat, Section
+from rlhpc.config_sections import NamedPath, Positive, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -33,7 +33,7 @@ class JudgeConfig(Section):
     template: str = TEMPLATE
     """User message, filled with completion and reference, or with the fields of the record if data.reference_field =
     "*"; a literal brace is doubled."""
-    template_file: str = ""
+    template_file: NamedPath = ""
     """A file with the template instead."""
     grade_pattern: str = r"(?i)\bgrade:[\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression whose last match in the reply, group 1, is the grade."""
@@ -60,7 +60,7 @@ class JudgeConfig(Section):
     """Maximum rate of all workers of all services together; 0: no limit. Each worker has two turns in timeout_s."""
     key_variable: str = ""
     """Environment variable of the reward service that holds the endpoint's API key; default: no key is sent."""
-    key_file: str = ""
+    key_file: NamedPath = ""
     """Instead: a file that holds it, readable only by its owner. Never put keys in run files."""
     cache: bool = True
     """Cache replies in the run directory, by model, messages and sampling settings, so that the same completion is

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlhpc.config_sections import Positive, PositiveFloat, Section
+from rlhpc.config_sections import NamedPaths, Positive, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -42,7 +42,7 @@ class SandboxConfig(Section):
     """Wall time of all tests of a completion together; more is a wrong answer. Less than rewards.timeout_s."""
     memory_bytes: Positive = 1 << 30
     """Address space of a program."""
-    readable_paths: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    readable_paths: NamedPaths = ()
     """Further directories that programs may read, besides the system's and the interpreter's."""
 
     @property

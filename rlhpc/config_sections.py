@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -30,6 +30,17 @@ def _written_out(value: object) -> object:
 
 _OF_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
 LoosePath = Annotated[Path, Field(strict=False), BeforeValidator(_written_out)]  # a run file has strings
+
+
+def _absolute(value: str) -> str:
+    """Roles may run in another directory than the command."""
+    return str(Path(str(_written_out(value))).absolute()) if value else value
+
+
+NamedPath = Annotated[str, AfterValidator(_absolute)]  # "": none
+NamedPaths = Annotated[
+    tuple[str, ...], Field(strict=False), AfterValidator(lambda values: tuple(map(_absolute, values)))
+]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

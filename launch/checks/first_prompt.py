@@ -32,6 +32,7 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
         share = found.num_references_longer / found.num_references_counted
         limit = config.max_completion_tokens(place)
         said.append(f"warning     {share:.1%} of the references have more tokens than completions may have ({limit:,})")
+    said += control_tokens(found)
     tasks = {part for task in config.data[place].all_tasks for part in config.parts_of(task)}
     if "math_answer" in tasks and not any(mark in found.example for mark in MARKS):
         said.append(
@@ -39,6 +40,16 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
             "prompt_template or system_prompt can ask for it"
         )
     return said
+
+
+def control_tokens(found: DatasetSummary) -> list[str]:
+    """A warning where records speak in the model's control tokens, as a text from the web may."""
+    if not found.num_spelling_control:
+        return []
+    return [
+        f"warning     {found.num_spelling_control:,} of {found.num_records:,} records spell control tokens in their "
+        f"own text, the first {found.spelling_control}; the model reads them as the ends of messages"
+    ]
 
 
 def date_in_prompts(config: Config, tokenizer: PromptTokenizer) -> list[str]:

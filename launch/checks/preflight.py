@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.checks.memory.engine_verdict import refuse_small_cache
+from launch.checks.memory.engine_verdict import refuse_small_cache, refuse_unfit_ranks
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
-from launch.checks.model_files import read_model, refuse_other_vocabulary, refuse_unknown_tokens, refuse_untrainable
+from launch.checks.model_files import (
+    read_model,
+    refuse_for_megatron,
+    refuse_other_vocabulary,
+    refuse_unknown_tokens,
+    refuse_untrainable,
+)
 from rlhpc.config import Config
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD
 from rlhpc.config_environment import LIBRARIES
@@ -108,7 +114,7 @@ def _look_at_prompts(
         _judge_has_its_key(config)
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_tokens
-    positions = int(model.get("max_position_embeddings", longest))
+    positions = int(model.get("max_position_embeddings") or longest)
     if longest > positions:
         raise ConfigError(
             f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest} is more than the model's "
@@ -119,8 +125,7 @@ def _look_at_prompts(
         config, lambda task: reference_check(task, config.composite, config.judge, config.sandbox)
     )
     for dataset, summary in zip(config.data, found, strict=True):
-        tokens = tokenizer.encode_rendered(summary.example)
-        refuse_unknown_tokens(model, config.model.path, tokens, summary.example_source)
+        refuse_unknown_tokens(model, config.model.path, summary.highest_token, summary.highest_source)
         _refuse_thinking_that_never_ends(dataset.thinking_end, tokenizer, summary)
     return Findings(model, tokenizer, shape, positions, found, sandbox)
 
@@ -199,6 +204,8 @@ def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> Mod
             f"trainer.backend='megatron' has no sliding windows, and {place} says use_sliding_window=true; legal: "
             "trainer.backend='deepspeed'"
         )
+    if config.trainer.backend == "megatron":
+        refuse_for_megatron(model, place)
     try:
         if config.trainer.backend == "megatron":
             ParallelLayout.of(config.trainer).refuse_unfit(model)
@@ -209,16 +216,9 @@ def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> Mod
 
 def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelShape | None) -> None:
     """What vLLM refuses after it has been loaded."""
-    generation = config.generation
-    if generation.engine != "vllm":
+    if config.generation.engine != "vllm":
         return
-    ranks, heads = generation.tensor_parallel, model.get("num_attention_heads")
-    if heads and heads % ranks:
-        legal = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        raise ConfigError(
-            f"generation.tensor_parallel={ranks} does not divide num_attention_heads={heads} of "
-            f"{config.model.path / 'config.json'}; legal: {legal}"
-        )
+    refuse_unfit_ranks(config, model, shape)
     if shape is not None:
         refuse_small_cache(config, shape)
 

@@ -46,9 +46,23 @@ def _source(file: Path, content: bytes | None) -> Any:
 def _rows(file: Path, what: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[str, Any]]:
     try:
         for batch in batches():
-            yield from batch.to_pylist()
+            names = batch.schema.names
+            if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+                raise DataError(f"{file}: two columns are called {twice[0]!r}; legal: a name of its own for each")
+            columns = [_values(file, name, column) for name, column in zip(names, batch.columns, strict=True)]
+            yield from (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} is not a readable {what} file: {error}") from error
+
+
+def _values(file: Path, name: str, column: Any) -> Sequence[Any]:
+    """Python's, of a column; times that Python has none for, between two microseconds, as text.  Raises DataError."""
+    try:
+        return cast(Sequence[Any], column.to_pylist())
+    except (ValueError, OverflowError) as error:
+        if pyarrow.types.is_timestamp(column.type) or pyarrow.types.is_duration(column.type):
+            return cast(Sequence[Any], column.cast(pyarrow.string()).to_pylist())
+        raise DataError(f"{file}: column {name!r}, of type {column.type}, cannot be read: {error}") from error
 
 
 def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
@@ -62,6 +76,6 @@ def columns_as_parquet(columns: Mapping[str, Sequence[Any]]) -> bytes:
     sink = pyarrow.BufferOutputStream()
     try:
         pyarrow.parquet.write_table(pyarrow.table(dict(columns)), sink)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:  # a column of numbers has 64 bits
         raise ValueError(str(error)) from error
     return bytes(sink.getvalue())

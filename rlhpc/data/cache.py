@@ -15,11 +15,17 @@ from pathlib import Path
 from rlhpc.files import write_atomically
 
 
-def cached(kind: str, made_of: str, make: Callable[[], bytes]) -> bytes:
-    """What `make` returns, from the cache if it was made before; kind: the directory, for people who look."""
+def cached(
+    kind: str, made_of: str, make: Callable[[], bytes], *, is_whole: Callable[[bytes], bool] = lambda _: True
+) -> bytes:
+    """What `make` returns, from the cache if it was made before; kind: the directory, for people who look.
+
+    is_whole: False for what a disk has damaged, which is made again.
+    """
     file = _home() / kind / hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
     with contextlib.suppress(OSError):
-        return file.read_bytes()
+        if is_whole(kept := file.read_bytes()):
+            return kept
     content = make()
     with contextlib.suppress(OSError):  # a home that is full, read-only or not there
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,8 @@ from rlhpc.errors import ConfigError
 
 # Given by us, for every dialogue.
 _OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+# What the expressions of a template may raise.
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
 class ChatTemplate:
@@ -76,8 +78,9 @@ class ChatTemplate:
                 documents=None,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ConfigError(f"model.path: the chat template fails on {_described(messages)}: {error}") from error
+        except _FAILURES as error:
+            why = repr(error) if isinstance(error, LookupError) else error  # else the key alone
+            raise ConfigError(f"model.path: the chat template fails on {_described(messages)}: {why}") from error
 
 
 def _described(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -34,6 +34,7 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
         "data": data.model_dump(mode="json"),
         "references": with_references,
         "task_tables": [table.model_dump(mode="json") for table in (config.judge, config.instructions, config.sandbox)],
+        "template": _states([Path(config.judge.template_file)] if config.judge.template_file else []),
         "composites": {name: table.model_dump(mode="json") for name, table in config.composite.items()},
         "tools": config.environment.tools if data.environment else (),  # prompts describe them
         "curriculum": config.curriculum.model_dump(mode="json"),
@@ -44,8 +45,16 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
         "tokenizer": _states(config.model.path / name for name in _TOKENIZER),
         "code": _states(file for part in _CODE for file in sorted(package.glob(part))),
     }
-    found = cached("datasets", json.dumps(made_of), lambda: json.dumps(asdict(look())).encode())
+    found = cached("datasets", json.dumps(made_of), lambda: json.dumps(asdict(look())).encode(), is_whole=_is_summary)
     return DatasetSummary(**json.loads(found))
+
+
+def _is_summary(content: bytes) -> bool:
+    try:
+        DatasetSummary(**json.loads(content))
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _states(files: Iterable[Path]) -> list[tuple[str, int, int, int, int]]:

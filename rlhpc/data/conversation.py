@@ -7,6 +7,7 @@ objects (verl, TRL, OpenAI), with content in parts where models see pictures, or
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from rlhpc.data.row_formats import kind
 from rlhpc.errors import DataError
 
 Message = dict[str, Any]
+_MAY_BE_MESSAGES = re.compile(r"\s*\[\s*\{")
+_PYTHONS = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -51,26 +54,39 @@ def prompt_messages(value: Any, source: str, name: str, system_prompt: str) -> l
 
 def as_conversation(value: Any) -> Any:
     """Parse a list of messages that is written as JSON, as in CSV; return anything else as it is."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+    if isinstance(value, str) and _MAY_BE_MESSAGES.match(value):
         try:
             read = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value
         return read if is_conversation(read) and all("role" in each for each in read) else value
     return value
 
 
+def refuse_pythons(value: Any, source: str, name: str) -> None:
+    """Raises DataError for str() of a list of messages, which pandas writes into CSV, and which is no prompt."""
+    if isinstance(value, str) and _PYTHONS.match(value):
+        raise DataError(f"{source}: field {name!r} holds messages as Python writes them; legal: JSON (json.dumps)")
+
+
 def _message(value: Mapping[str, Any], where: str) -> Message:
-    # Parquet has a column for each key that some message has.
-    message = {str(key): each for key, each in value.items() if each is not None}
+    message: Message = _without_nulls(value)
     role = message.get("role")
     if role not in _ROLES:
         keys = ", ".join(map(repr, message)) or "none"
         raise DataError(f"{where}: role is {role!r}, its keys are {keys}; legal: {', '.join(map(repr, _ROLES))}")
     message["content"] = _text(message.get("content", ""), where)
-    if not is_unicode(message["content"]):
-        raise DataError(f"{where}: content holds half of a surrogate pair, which is no character")
+    for key, each in message.items():
+        if not is_unicode(each if isinstance(each, str) else json.dumps(each, default=str, ensure_ascii=False)):
+            raise DataError(f"{where}: {key} holds half of a surrogate pair, which is no character")
     return message
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet has a column for each key that some message has, and for each argument of some call."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _text(content: Any, where: str) -> str:

@@ -31,6 +31,10 @@ class DatasetSummary:
     num_references_counted: int  # those of the first records that are text
     num_references_longer: int  # of them, than a completion may be
     num_references_checked: int = 0  # by their tasks; all, where tasks check them and there is time
+    num_spelling_control: int = 0  # records whose own text spells special tokens
+    spelling_control: str = ""  # file and line of the first of them, and the token
+    highest_token: int = -1  # of all prompts
+    highest_source: str = ""  # file and line of its prompt
 
 
 def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | None = None) -> DatasetSummary:
@@ -39,13 +43,16 @@ def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | N
     Raises DataError for one that fails, with the number of those that are too long, or naming the first bad references.
     """
     form.refuse_unknown_task_field(records)
-    lengths: list[int] = []
+    lengths, tokens = list[int](), list[int]()
     for first in range(0, len(records), _CHECKED_AT_ONCE):
-        lengths += form.lengths(records[first : first + _CHECKED_AT_ONCE])
+        some, highest = form.measured(records[first : first + _CHECKED_AT_ONCE])
+        lengths += some
+        tokens += highest
     form.refuse_lengths(lengths, records)
     checked = 0 if check_of is None else refuse_bad_references(records, form.reference_field, form.task, check_of)
     references = form.reference_lengths(records[:_CHECKED_AT_ONCE])
-    longest = int(np.argmax(lengths))
+    longest, highest_place = int(np.argmax(lengths)), int(np.argmax(tokens))
+    spelling = [f"{record.source} {token!r}" for record in records if (token := form.spelt_control(record))]
     return DatasetSummary(
         num_records=len(lengths),
         longest_prompt_tokens=lengths[longest],
@@ -57,4 +64,8 @@ def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | N
         num_references_counted=len(references),
         num_references_longer=sum(length > form.max_completion_tokens for length in references),
         num_references_checked=checked,
+        num_spelling_control=len(spelling),
+        spelling_control=spelling[0] if spelling else "",
+        highest_token=tokens[highest_place],
+        highest_source=records[highest_place].source,
     )

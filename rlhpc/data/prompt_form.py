@@ -12,7 +12,15 @@ from difflib import get_close_matches
 from string import Formatter
 
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
-from rlhpc.data.conversation import Message, as_conversation, is_conversation, prompt_messages, system, user
+from rlhpc.data.conversation import (
+    Message,
+    as_conversation,
+    is_conversation,
+    prompt_messages,
+    refuse_pythons,
+    system,
+    user,
+)
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -54,7 +62,11 @@ class PromptForm:
         return token_ids
 
     def lengths(self, records: Sequence[Record]) -> list[int]:
-        """Numbers of tokens of the prompts, counted by all processors; references and tasks are tried too.
+        """Numbers of tokens of the prompts.  Raises as `measured`."""
+        return self.measured(records)[0]
+
+    def measured(self, records: Sequence[Record]) -> tuple[list[int], list[int]]:
+        """Numbers of tokens of the prompts, and the highest of each, by all processors; references and tasks are tried.
 
         Raises DataError for a record that makes no prompt, however long it might be.
         """
@@ -63,7 +75,7 @@ class PromptForm:
             self.reference(record)
             self.task(record)
             texts.append(self.text(record))
-        return self._tokenizer.lengths(texts)
+        return self._tokenizer.measured(texts)
 
     def refuse_unknown_task_field(self, records: Sequence[Record]) -> None:
         """Raises DataError if no record has data.task_field: it would have no effect."""
@@ -102,13 +114,29 @@ class PromptForm:
         if data.prompt_field:
             value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
             if is_conversation(value):
-                return self._chat(prompt_messages(value, record.source, data.prompt_field, data.system_prompt)), True
+                messages = prompt_messages(value, record.source, data.prompt_field, data.system_prompt)
+                return self._chat(messages, record), True
+            refuse_pythons(value, record.source, data.prompt_field)
             text = record.text(data.prompt_field, "data.prompt_field")
         else:
             text = self._filled(record)
         if not data.use_chat_template:
             return self._without_chat(text, record), False
-        return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)]), True
+        return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)], record), True
+
+    def spelt_control(self, record: Record) -> str:
+        """A special token that the text of the record spells, and no template of ours; "": none.  Raises DataError.
+
+        Not of a prompt_field that is the whole prompt: it may have been rendered before.
+        """
+        data = self._data
+        if not data.prompt_field:
+            texts = [record.text(name) for _, name in self._pieces if name and data.environment != AGENT]
+        elif is_conversation(value := as_conversation(record.value(data.prompt_field, "data.prompt_field"))):
+            texts = [message["content"] for message in prompt_messages(value, record.source, data.prompt_field, "")]
+        else:
+            texts = [record.text(data.prompt_field, "data.prompt_field")] if data.use_chat_template else []
+        return next(filter(None, map(self._tokenizer.spelt_control, texts)), "")
 
     @property
     def reference_field(self) -> str:
@@ -145,8 +173,12 @@ class PromptForm:
             )
         return text
 
-    def _chat(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.render_chat(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
+    def _chat(self, messages: Sequence[Message], record: Record) -> str:
+        template = self._tokenizer.chat_template  # where there is none, that is no fault of the record
+        try:
+            return template.render(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
+        except ConfigError as error:
+            raise DataError(f"{record.source}: {error}") from error
 
     def _length_fault(self, length: int, record: Record) -> str:
         return (
@@ -192,4 +224,4 @@ def _is_name(name: str) -> bool:
     first, *inner = name.split(".")
     words = first.replace("-", " ").split()
     is_column = bool(words) and words[0].isidentifier() and all(("_" + word).isidentifier() for word in words)
-    return is_column and all(part.lstrip("-").isdecimal() or part.isidentifier() for part in inner)
+    return is_column and all(part.removeprefix("-").isdecimal() or part.isidentifier() for part in inner)

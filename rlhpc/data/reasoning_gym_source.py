@@ -74,8 +74,13 @@ def made_records(data: DataConfig) -> list[Record]:
         "size": data.size,
     }
     question = json.dumps(wanted, sort_keys=True)
-    lines = cached("reasoning_gym", f"{library_version()} {question}", lambda: _made_in_a_child(question)).splitlines()
-    return [Record(json.loads(line), f"{data.source}:{number}") for number, line in enumerate(lines)]
+    kept = cached(
+        "reasoning_gym",
+        f"{library_version()} {question}",
+        lambda: _made_in_a_child(question),
+        is_whole=lambda content: content.endswith(b"\n") and content.count(b"\n") == data.size,
+    )
+    return [Record(json.loads(line), f"{data.source}:{number}") for number, line in enumerate(kept.splitlines())]
 
 
 def _made_in_a_child(question: str) -> bytes:

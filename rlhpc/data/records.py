@@ -45,7 +45,7 @@ class Record:
     def number(self, name: str, key: str) -> float:
         """A field as a number; `key` of the run file names the field.  Raises DataError otherwise."""
         value = self.value(name, key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
         raise DataError(f"{self.source}: field {name!r}, which {key} names, is {value!r}; legal: a number")
 
@@ -93,8 +93,8 @@ class Record:
             if not is_unicode(value):
                 raise DataError(f"{self.source}: field {name!r} holds half of a surrogate pair, which is no character")
             return value
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return format(Decimal(repr(value)), "f")  # without an exponent, which mathematics reads as e
+        if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+            return format(Decimal(str(value)), "f")  # without an exponent, which mathematics reads as e
         shown = "" if value is None else f" {str(value)[:_LONGEST_SHOWN]}"
         raise DataError(
             f"{self.source}: field {name!r} is {kind(value)}{shown}, and {key} names it; legal: a string or a number"
@@ -135,11 +135,11 @@ def _inner(value: Any, part: str) -> tuple[Any, bool]:
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):  # CSV has no other way
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value, False
     if isinstance(value, dict) and part in value:
         return value[part], True
-    if isinstance(value, list) and part.lstrip("-").isdecimal() and -len(value) <= int(part) < len(value):
+    if isinstance(value, list) and part.removeprefix("-").isdecimal() and -len(value) <= int(part) < len(value):
         return value[int(part)], True
     return value, False
 

@@ -82,6 +82,8 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
                 raise DataError(f"{name}: lines end in a carriage return alone; {legal}") from error
             damage = "; the line has NUL bytes, as after a crash or a sparse copy" if b"\0" in line else ""
             raise DataError(f"{source}: malformed JSON: {error.msg} at column {error.colno}{damage}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
+            raise DataError(f"{source}: JSON that cannot be read: {error}") from error
         if text.strip():
             yield _object(fields, source, "the line"), number
 
@@ -100,6 +102,8 @@ def _json_document(file: Path) -> Rows:
             yield from _json_lines(file)
             return
         raise DataError(f"{file}:{error.lineno}: malformed JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # as above
+        raise DataError(f"{file}: JSON that cannot be read: {error}") from error
     if isinstance(document, dict) and len(lists := [each for each in document.values() if isinstance(each, list)]) == 1:
         document = lists[0]
     if isinstance(document, dict):

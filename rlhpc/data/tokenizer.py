@@ -7,6 +7,7 @@ torch nor transformers, so that a login node can check a dataset.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -95,15 +96,19 @@ class PromptTokenizer:
 
     def lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
         """Numbers of tokens of many texts, by all processors; with each, whether render_chat returned it."""
-        lengths = [0] * len(texts)
+        return self.measured(texts)[0]
+
+    def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+        """The same, and the highest token of each text, -1 of one without."""
+        lengths, highest = [0] * len(texts), [-1] * len(texts)
         is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
         for is_rendered in set(is_whole):
             places = [place for place, whole in enumerate(is_whole) if whole is is_rendered]
             batch = [texts[place][0] for place in places]
             encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=not is_rendered)
             for place, encoding in zip(places, encoded, strict=True):
-                lengths[place] = len(encoding)
-        return lengths
+                lengths[place], highest[place] = len(encoding), max(encoding.ids, default=-1)
+        return lengths, highest
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -117,6 +122,18 @@ class PromptTokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether it is cut out of any text before the rest is tokenised."""
         return token_id in self._tokenizer.get_added_tokens_decoder()
+
+    def spelt_control(self, text: str) -> str:
+        """The first special token that a text spells, which would be read as such; "": there is none."""
+        found = self._control_tokens.search(text)
+        return found[0] if found else ""
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str]:
+        """Those that the tokenizer itself calls special: ends of turns, but not <think>."""
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in tokens if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def decode(self, token_ids: Sequence[int] | Int32, *, keep_special_tokens: bool = False) -> str:
         """Text of the tokens; special tokens, the end of sequence among them, are left out unless asked for."""
@@ -256,10 +273,14 @@ class PromptTokenizer:
         """chat_template.jinja before tokenizer_config.json, of several named templates "default"."""
         file = self._model_dir / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"model.path: {file} is not UTF-8: {error}") from error
         template = self._config.get("chat_template")
         if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[-1].get("template") if named else None
         if not isinstance(template, str):
             raise ConfigError(
                 f"model.path={self._model_dir} has no chat template (neither chat_template.jinja nor chat_template in "

@@ -8,7 +8,9 @@ leaves the whole without a verdict.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -70,6 +72,8 @@ def _field(record: Mapping[str, Any], name: str | None, whole: str) -> str:
     if record.get(name) is None:
         raise ValueError(f"the record has no field {name!r}, which composite.fields names; it has {', '.join(record)}")
     value = record[name]
+    if isinstance(value, float) and math.isfinite(value):
+        return format(Decimal(repr(value)), "f")  # as data/records.py has it, without an exponent
     return value if isinstance(value, str) else json.dumps(value)
 
 

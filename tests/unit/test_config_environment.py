@@ -9,7 +9,8 @@ import pytest
 
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
-from rlhpc.config_sandbox import runs_programs
+from rlhpc.config_judge import JudgeConfig
+from rlhpc.config_sandbox import SandboxConfig, runs_programs
 from tests.unit.roles.small_ring import small_config
 
 TOOLS = {"environment": "tools", "use_chat_template": True, "task": "exact_match"}
@@ -77,3 +78,14 @@ def test_the_corpus_is_found_from_any_directory() -> None:
     config = load_config(Path(__file__).parents[2] / "configs" / "demo_tool.toml")
     assert config.environment.corpus is not None
     assert config.environment.corpus.is_absolute()
+
+
+def test_files_of_judges_and_sandboxes_are_found_from_other_directories(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    judge = JudgeConfig(template_file="rubric.txt", key_file="keys/judge")
+    sandbox = SandboxConfig(readable_paths=("data", "/usr/share"))
+    assert (judge.template_file, judge.key_file) == (f"{tmp_path}/rubric.txt", f"{tmp_path}/keys/judge")
+    assert sandbox.readable_paths == (f"{tmp_path}/data", "/usr/share")
+    assert (JudgeConfig(template_file="").template_file, JudgeConfig().key_file) == ("", "")
+    with pytest.raises(ValueError, match=r"~ and \$NAME are not expanded; legal: the path written out"):
+        JudgeConfig(key_file="~/judge.key")

@@ -86,3 +86,25 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
 
 def _fullest_run(buckets: Sequence[int], length: int) -> int:
     return max((sum(buckets[start : start + length]) for start in range(len(buckets))), default=0)
+
+
+def indivisible(shape: ModelShape, ranks: int) -> str:
+    """The size of config.json that vLLM cannot share out over so many ranks; "": there is none.
+
+    Heads and the width of MLPs are divided; of more ranks than key heads each has a copy of one, alike many.
+    """
+    keys = shape.num_key_heads
+    if shape.num_heads % ranks:
+        return f"num_attention_heads={shape.num_heads}"
+    if keys % ranks and ranks % keys:
+        return f"num_key_value_heads={keys}"
+    if shape.num_layers > len(shape.expert_layers) and shape.mlp_width % ranks:
+        return f"intermediate_size={shape.mlp_width}"
+    if shape.expert_layers and shape.expert_width % ranks:
+        return f"moe_intermediate_size={shape.expert_width}"
+    return ""
+
+
+def legal_ranks(shape: ModelShape) -> tuple[int, ...]:
+    """Every generation.tensor_parallel with which vLLM takes the model."""
+    return tuple(ranks for ranks in range(1, shape.num_heads + 1) if not indivisible(shape, ranks))

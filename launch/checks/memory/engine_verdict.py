@@ -6,9 +6,10 @@ Input: a Config, a ModelShape and the memory of a GPU.  Output: nothing, or a Co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from launch.checks.memory.engine import least_cache_bytes, plan_engine
+from launch.checks.memory.engine import indivisible, least_cache_bytes, legal_ranks, plan_engine
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB
 from launch.checks.memory.trainer_verdict import Change
@@ -25,6 +26,21 @@ def refuse_engine(config: Config, shape: ModelShape, memory_gib: float, gpu: str
     complaint = _complaint(config, shape, memory_gib)
     if complaint:
         raise ConfigError(f"{complaint} of {gpu}; {_advice(config, shape, memory_gib)}")
+
+
+def refuse_unfit_ranks(config: Config, model: Mapping[str, Any], shape: ModelShape | None) -> None:
+    """Raises ConfigError: vLLM cannot share the model, whose config.json this is, out over the GPUs of a replica."""
+    ranks, heads = config.generation.tensor_parallel, int(model.get("num_attention_heads") or 0)
+    if shape is not None:
+        size, legal = indivisible(shape, ranks), legal_ranks(shape)
+    else:  # of other families the heads alone are known
+        size = f"num_attention_heads={heads}" if heads % ranks else ""
+        legal = tuple(number for number in range(1, heads + 1) if heads % number == 0)
+    if size:
+        raise ConfigError(
+            f"generation.tensor_parallel={ranks} does not divide {size} of {config.model.path / 'config.json'}; "
+            f"legal: {', '.join(map(str, legal))}"
+        )
 
 
 def refuse_small_cache(config: Config, shape: ModelShape) -> None:
@@ -73,7 +89,7 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
         smaller = [share for share in SHARES if share < generation.gpu_memory_utilization]
         shares += [{"generation.gpu_memory_utilization": share} for share in smaller]
     ranks: list[Change] = [{}]
-    wider = [n for n in range(generation.tensor_parallel + 1, shape.num_heads + 1) if shape.num_heads % n == 0]
-    ranks += [{"generation.tensor_parallel": n} for n in wider if n <= 8 or n % 8 == 0]
+    wider = [n for n in legal_ranks(shape) if n > generation.tensor_parallel and (n <= 8 or n % 8 == 0)]
+    ranks += [{"generation.tensor_parallel": n} for n in wider]
     for wide, share, bucket in itertools.product(ranks, shares, buckets):
         yield {**wide, **share, **bucket}

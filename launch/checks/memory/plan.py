@@ -59,6 +59,7 @@ class RankMemory:
     host_snapshot: int  # weights, moments and average, while a checkpoint is written
     host_reference: int  # the reference's copy, where it lies there
     host_average: int  # the same of the average
+    host_image: int  # the weights as they were sent, where only changes travel
 
     @property
     def resident(self) -> int:
@@ -88,7 +89,8 @@ class RankMemory:
     @property
     def host_training(self) -> int:
         """While it trains and saves."""
-        return self.host_optimizer + self.host_snapshot + self.host_reference + self.host_average
+        copies = self.host_reference + self.host_average + self.host_image
+        return self.host_optimizer + self.host_snapshot + copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
         host_snapshot=num_models * 12 * state.num_owned + average,
         host_reference=reference if is_far else 0,
         host_average=average if is_average_far else 0,
+        host_image=_image_bytes(config, shape) if stage == 0 else 0,
     )
 
 
@@ -166,6 +169,13 @@ def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameter
         return 0
     is_cut = config.trainer.backend == "deepspeed" and config.trainer.zero_stage == 3
     return ELEMENT_BYTES[config.model.dtype] * (-(-held.total // layout.data) if is_cut else held.total)
+
+
+def _image_bytes(config: Config, shape: ModelShape) -> int:
+    """What the rank that sends compares new weights with (rlhpc/weights/host_image.py); "auto" is NCCL on GPUs."""
+    weights, b = config.weights, ELEMENT_BYTES[config.model.dtype]
+    has_deltas = weights.delta == "auto" and weights.transport in ("gloo", "disk") and weights.staging != "paused"
+    return b * shape.num_parameters if has_deltas and b == 2 else 0
 
 
 def _export_bytes(config: Config, shape: ModelShape) -> int:

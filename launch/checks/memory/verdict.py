@@ -43,6 +43,7 @@ _ROWS = (
     ("host_snapshot", "host: checkpoint"),
     ("host_reference", "host: reference"),
     ("host_average", "host: average of weights"),
+    ("host_image", "host: weights as sent"),
 )
 
 

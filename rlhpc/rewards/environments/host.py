@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ from rlhpc.environment import Environment, Message, Step
 from rlhpc.rewards.environments.registry import resolve_environment
 from rlhpc.rewards.frames import Dialogue, Turn
 from rlhpc.rewards.returned import JudgedOutcome
+
+log = logging.getLogger("rlhpc.environments")
 
 MOST_KEPT = 1024  # dialogues; the one that was longest without a turn is forgotten first
 CORRECT_FROM = 1.0
@@ -49,9 +52,16 @@ class EnvironmentHost:
         self._classes: dict[str, type[Environment]] = {}
 
     def answer(self, dialogue: Dialogue) -> Turn:
-        """Take the last turn of a dialogue, or begin it.  Raises what an environment raises; then it is forgotten."""
+        """Take the last turn of a dialogue, or begin it.
+
+        Raises what an environment raises; then it is closed and forgotten.
+        """
         kept = self._runner.run(self._played(dialogue))
-        turn = self._turn(dialogue, kept)  # outside of the loop: a reward function that is async has one of its own
+        try:
+            turn = self._turn(dialogue, kept)  # outside of the loop: a reward function that is async has one of its own
+        except BaseException:
+            self._runner.run(_close(kept.environment))
+            raise
         self._runner.run(kept.environment.close() if turn.is_over else self._keep(dialogue.key, kept))
         return turn
 
@@ -61,7 +71,9 @@ class EnvironmentHost:
         self._runner.run(self._classes[name].open(self._settings).close())
 
     def close(self) -> None:
-        """Forget all dialogues."""
+        """Close all dialogues and forget them."""
+        for kept in self._kept.values():
+            self._runner.run(_close(kept.environment))
         self._kept.clear()
         self._runner.close()
 
@@ -70,8 +82,17 @@ class EnvironmentHost:
         kept = self._kept.pop(dialogue.key, None)
         if kept is None or not _continues(dialogue, kept):
             if kept is not None:
-                await kept.environment.close()
+                await _close(kept.environment)
             kept = await self._begun(dialogue)
+        try:
+            await self._play(dialogue, kept)
+        except BaseException:
+            await _close(kept.environment)
+            raise
+        return kept
+
+    async def _play(self, dialogue: Dialogue, kept: _Kept) -> None:
+        """Take the turns that it has not taken."""
         for completion in dialogue.turns[len(kept.turns) :]:
             if kept.steps and kept.steps[-1].is_done:
                 raise ValueError(f"the dialogue was over after {len(kept.turns)} turns, and has {len(dialogue.turns)}")
@@ -80,20 +101,23 @@ class EnvironmentHost:
         if dialogue.is_last and kept.steps and not kept.steps[-1].is_done:
             last, more = kept.steps[-1], await kept.environment.finish()
             kept.steps.append(replace(more, detail=more.detail or last.detail, is_done=False))
-        return kept
 
     async def _begun(self, dialogue: Dialogue) -> _Kept:
         if dialogue.environment not in self._classes:
             self._classes[dialogue.environment] = resolve_environment(dialogue.environment)
         environment = self._classes[dialogue.environment].open(self._settings)
-        opening = await environment.reset(json.loads(dialogue.record))
+        try:
+            opening = await environment.reset(json.loads(dialogue.record))
+        except BaseException:
+            await _close(environment)
+            raise
         return _Kept((dialogue.environment, dialogue.record), environment, opening)
 
     async def _keep(self, key: str, kept: _Kept) -> None:
         self._kept[key] = kept
         if len(self._kept) > MOST_KEPT:
             _, oldest = self._kept.popitem(last=False)
-            await oldest.environment.close()
+            await _close(oldest.environment)
 
     def _turn(self, dialogue: Dialogue, kept: _Kept) -> Turn:
         if not kept.steps:
@@ -121,6 +145,14 @@ class EnvironmentHost:
             is_over=is_over,
             costs=costs,
         )
+
+
+async def _close(environment: Environment) -> None:
+    """Of a dialogue that nobody goes on with; what it raises would hide why."""
+    try:
+        await environment.close()
+    except Exception as error:  # noqa: BLE001  of the user's own: what comes after it counts
+        log.warning("an environment cannot be closed: %r", error)
 
 
 def _continues(dialogue: Dialogue, kept: _Kept) -> bool:

@@ -52,7 +52,9 @@ class Collection:
 def open_collection(path: Path) -> Collection:
     """Read and index a file, once in a process.  Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028, legal inside of JSON
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # splitlines also splits at U+2028, legal inside of JSON
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"environment.corpus={path} cannot be read: {error}") from error
     documents = [_document(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
@@ -64,7 +66,7 @@ def open_collection(path: Path) -> Collection:
 def _document(line: str, source: str) -> str:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"environment.corpus: {source}: malformed JSON: {error}") from error
     text, title = (fields.get("text"), fields.get("title", "")) if isinstance(fields, dict) else (None, None)
     if not isinstance(text, str) or not isinstance(title, str):

@@ -21,6 +21,7 @@ _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DO
 _PYTHON_TAG = "<|python_tag|>"
 _BUILT_IN = re.compile(r"(\w+)\.call\((.*)\)", re.DOTALL)
 _KEYWORD = re.compile(r'(\w+)\s*=\s*("(?:[^"\\]|\\["\\/bfnrt])*"|-?[0-9]+(?:\.[0-9]+)?)')
+_SHOWN_CHARACTERS = 40  # of what is wrong
 _DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
 
 
@@ -87,7 +88,7 @@ def _call(text: str) -> Call | CallError:
     except (ValueError, RecursionError) as error:
         return CallError(f"not JSON: {error}")
     if rest := text.strip()[end:].strip():
-        return CallError(f"after the JSON comes {rest[:40]!r}")
+        return CallError(f"after the JSON comes {rest[:_SHOWN_CHARACTERS]!r}")
     return _of_value(value)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from rlhpc.config_environment import EnvironmentConfig
 from rlhpc.contracts import GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import ConfigError
 from rlhpc.messages import TurnReply
 from rlhpc.types import Bool, FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest, Verdict
 
@@ -137,10 +138,7 @@ class Dialogue:
         reply = await self._ask(is_last=False)
         if reply is None:
             return self._finished(FinishReason.ABORT, None)
-        opening = [] if _failed(reply) else reply.messages
-        spoken = self._template.opening(opening)
-        if len(spoken) >= self._num_left:
-            reply = _no_room(reply, len(spoken), self._num_left)
+        spoken, reply = self._opened(reply)
         self._read(spoken[: self._num_left])
         while not _failed(reply) and not reply.is_over:
             reason = await self._take_turn()
@@ -153,8 +151,11 @@ class Dialogue:
             reply = answered
             if _failed(reply) or reply.is_over:
                 return self._finished(reason if reply.is_done else FinishReason.LENGTH, reply)
+            try:
+                observation = self._template.observation(reply.messages, last_token=self._tokens.ids[-1])
+            except ConfigError as error:
+                return self._finished(FinishReason.LENGTH, _refused(reply, error))
             self._earn(reply)
-            observation = self._template.observation(reply.messages, last_token=self._tokens.ids[-1])
             if len(observation) < self._num_left:
                 self._read(observation)
             elif (last := await self._ask(is_last=True)) is not None:
@@ -174,6 +175,16 @@ class Dialogue:
         return self._request.sampling.max_tokens - len(self._tokens.ids)
 
     # ----------------------------------------------------------------------------------------------------------- turns
+
+    def _opened(self, reply: TurnReply) -> tuple[Int32, TurnReply]:
+        """Tokens [L] before the first turn; the reply is an error if the policy cannot take one."""
+        try:
+            spoken = self._template.opening([] if _failed(reply) else reply.messages)
+        except ConfigError as error:
+            spoken, reply = self._template.opening([]), _refused(reply, error)
+        if len(spoken) >= self._num_left:
+            reply = _no_room(reply, len(spoken), self._num_left)
+        return spoken, reply
 
     async def _take_turn(self) -> FinishReason:
         """The policy's next turn: what the prefix has of it, and the rest by the engine."""
@@ -297,6 +308,11 @@ def _no_room(reply: TurnReply, num_tokens: int, num_left: int) -> TurnReply:
         "generation.max_completion_tokens"
     )
     return replace(reply, verdict=Verdict.VERIFIER_ERROR.value, detail=why)
+
+
+def _refused(reply: TurnReply, error: ConfigError) -> TurnReply:
+    """The model's chat template has no place for what the environment says."""
+    return replace(reply, verdict=Verdict.VERIFIER_ERROR.value, detail=str(error), is_over=True)
 
 
 def _failed(reply: TurnReply) -> bool:

@@ -34,3 +34,10 @@ def test_it_lies_where_the_system_keeps_caches(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cached("kind", "one", lambda: b"result")
     assert list((tmp_path / "rlhpc" / "kind").iterdir())
+
+
+def test_what_is_of_no_use_any_more_is_made_again_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHPC_CACHE", str(tmp_path))
+    assert cached("kind", "one", lambda: b"") == b""
+    assert cached("kind", "one", lambda: b"whole", is_whole=bool) == b"whole"
+    assert cached("kind", "one", lambda: b"other", is_whole=bool) == b"whole"

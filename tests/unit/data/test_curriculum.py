@@ -96,6 +96,15 @@ def test_who_is_solved_or_hopeless_is_a_matter_of_bounds(make) -> None:
     assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {0, 2})
 
 
+def test_a_rate_that_is_just_at_a_bound_is_solved_or_hopeless_and_counted_as_such(make) -> None:
+    rules = {"solved_rest_epochs": 9, "solved_at": 0.9, "hopeless_rest_epochs": 9, "hopeless_at": 0.1}
+    student = Student(make(**rules), {0: 0.9, 1: 0.1})  # 9 of 10 and 1 of 10, which float32 has not exactly
+    student.ask(NUM)
+    assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {0, 1})
+    figures = student.curriculum.figures()
+    assert (figures["prompt/solved_share"], figures["prompt/hopeless_share"]) == pytest.approx((0.1, 0.1))
+
+
 def test_where_all_rest_epochs_pass_until_one_comes_back(make) -> None:
     student = Student(make(solved_rest_epochs=1000), dict.fromkeys(range(NUM), 1.0))
     first = student.ask(NUM)

@@ -10,6 +10,7 @@ import pytest
 from checkpoints import CHATML, make_tokenizer_files, sums, write_jsonl
 
 from rlhpc.config import Config
+from rlhpc.config_judge import JudgeConfig
 from rlhpc.data import dataset_summary
 from rlhpc.data.mixture import validate_datasets
 from rlhpc.errors import DataError
@@ -90,6 +91,27 @@ def test_it_is_looked_at_again_once_anything_has_changed(make, looked: list[int]
     model = {"chat_template_kwargs": {"style": "short"}}
     validate_datasets(make().model_copy(update={"model": make().model.model_copy(update=model)}))
     assert looked == [3] * 6
+
+
+def test_references_are_checked_again_when_the_file_of_the_judges_template_has_changed(
+    make, looked: list[int], tmp_path: Path
+) -> None:
+    file = tmp_path / "template.txt"
+    config = make(sums(3)).model_copy(update={"judge": JudgeConfig(template_file=str(file))})
+    for text in ("{completion}", "{completion}", "{reference} {completion}"):
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        validate_datasets(config)
+    assert looked == [3, 3]
+
+
+@pytest.mark.parametrize("left", ["", '{"num_rec', "[1]", "{}", '{"of_another": 1}', "\\ud800"])
+def test_what_was_kept_and_is_damaged_is_made_again(make, looked: list[int], tmp_path: Path, left: str) -> None:
+    found = validate_datasets(make(sums(3)))
+    (file,) = (tmp_path / "cache" / "datasets").iterdir()
+    file.write_text(left)
+    assert validate_datasets(make()) == validate_datasets(make()) == found
+    assert looked == [3, 3]
 
 
 def test_a_fault_is_looked_for_again(make, looked: list[int]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from launch.checks.memory.engine import plan_engine, staging_bytes
+from launch.checks.memory.engine import legal_ranks, plan_engine, staging_bytes
+from launch.checks.memory.engine_verdict import refuse_unfit_ranks
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB
 from launch.checks.memory.verdict import judge_memory
@@ -108,3 +110,26 @@ def test_the_tensors_of_a_model_are_all_its_parameters(name: str) -> None:
     assert max(shape.tensors) == shape.largest_tensor
     if name in NUM_PARAMETERS:
         assert sum(shape.tensors) == NUM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("model", "legal", "illegal"),
+    [
+        ("Qwen2.5-0.5B", (1, 2), (7, 14)),  # an MLP of 4864
+        ("Qwen2.5-7B", (1, 2, 4), (7, 14, 28)),  # 4 key heads, an MLP of 18944
+        ("Qwen2.5-32B", (1, 2, 4, 8), (5, 10, 20, 40)),
+        ("Qwen3-30B-A3B", (1, 2, 4, 8, 16, 32), ()),  # key heads are copied
+    ],
+)
+def test_an_engine_is_shared_out_only_as_vllm_can(model: str, legal: tuple[int, ...], illegal: tuple[int, ...]) -> None:
+    assert legal_ranks(shape_of(model)) == legal
+    for ranks in illegal:
+        config = run_of("large/qwen2.5-7b-tp2", f"generation.tensor_parallel={ranks}")
+        with pytest.raises(ConfigError, match=rf"tensor_parallel={ranks} .*; legal: {', '.join(map(str, legal))}$"):
+            refuse_unfit_ranks(config, CONFIGS[model], shape_of(model))
+
+
+def test_no_advice_is_an_engine_that_vllm_refuses() -> None:
+    config = run_of("large/qwen2.5-7b-tp2", "generation.tensor_parallel=1")
+    said = [refusal(config, "Qwen2.5-7B", card).partition("would fit: ")[2] for card in (8, 9, 12)]
+    assert [re.findall(r"tensor_parallel=(\d+)", advice) for advice in said] == [[], ["4"], ["2"]]

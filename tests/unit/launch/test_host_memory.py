@@ -15,6 +15,7 @@ from launch.checks.memory.plan import GIB, RankMemory, plan_memory
 from launch.checks.memory.verdict import describe_memory
 from launch.cli import main
 from launch.plan.site_file import Site
+from rlhpc.config import with_values
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
 from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS
@@ -73,6 +74,22 @@ def test_parts_of_the_largest_tensor_lie_beside_the_whole_while_they_are_joined_
 
 
 # ------------------------------------------------------------------------------------------------------------- verdict
+
+
+def test_the_sending_rank_keeps_what_it_sent_where_only_changes_travel() -> None:
+    base = config_of(num_ranks=8, pipeline_parallel=2)
+
+    def images(**weights: Any) -> list[int]:
+        changed = with_values(base, {f"weights.{key}": value for key, value in weights.items()})
+        return [rank.host_image for rank in plan_memory(changed, shape_of(CONFIGS["Qwen2.5-7B"]))]
+
+    whole = 2 * NUM_PARAMETERS["Qwen2.5-7B"]
+    assert images(transport="disk") == images(transport="gloo") == [whole, 0]
+    assert images() == images(transport="nccl") == images(transport="disk", delta="off") == [0, 0]
+    assert images(transport="disk", staging="paused") == [0, 0]  # engines have nothing to apply a change to
+    wider = plan_memory(with_values(base, {"weights.transport": "disk"}), shape_of(CONFIGS["Qwen2.5-7B"]))[0]
+    assert wider.host_training == whole + plan_memory(base, shape_of(CONFIGS["Qwen2.5-7B"]))[0].host_training
+    assert "host: weights as sent" in describe_memory((wider,))
 
 
 def said(given: int | None, model: str = "Qwen2.5-32B", backend: str = "deepspeed", **trainer: Any) -> list[str]:

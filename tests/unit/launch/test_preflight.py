@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from launch.plan.gpu_map import GpuMap
 from launch.plan.processes import describe_plan
 from rlhpc.config import with_values
 from rlhpc.config_file import load_config
+from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT, command_environment
 from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS, make_model_directory
@@ -28,6 +30,18 @@ def test_preflight_knows_the_shape_of_the_model(tmp_path: Path) -> None:
     assert findings.shape is not None
     assert findings.shape.num_parameters == NUM_PARAMETERS["Qwen2.5-7B"]
     assert (findings.model_type, findings.max_positions, findings.datasets[0].num_records) == ("qwen2", 32768, 1)
+
+
+def test_a_token_beyond_the_model_is_found_in_any_record(tmp_path: Path) -> None:
+    model = make_model_directory(tmp_path / "model", CONFIGS["Qwen2.5-7B"])
+    document = json.loads((model / "tokenizer.json").read_text())
+    document["model"]["vocab"]["new"] = 200_000
+    (model / "tokenizer.json").write_text(json.dumps(document))
+    rows = [{"question": text, "answer": "2"} for text in ("add", "add new", "new")]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [f"model.path={str(model)!r}", f"data.path={str(tmp_path / 'train.jsonl')!r}"]
+    with pytest.raises(ConfigError, match=r"the prompt of .*train\.jsonl:2 has token 200000, which was added"):
+        preflight(load_config(ROOT / "configs" / "large" / "qwen2.5-7b-tp2.toml", paths), roles_run_here=False)
 
 
 @pytest.mark.starts

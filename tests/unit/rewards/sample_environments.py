@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from typing import ClassVar
 
 from rlhpc.environment import Environment, Step
 from tests.ring.ring_rewards import GATE
@@ -52,6 +53,28 @@ class Talking(Counting):
         self.heard = [*getattr(self, "heard", []), completion]
         text = f"{self.turns}: {', '.join(self.heard)}"
         return Step([{"role": "tool", "content": text}, {"role": "user", "content": "and?"}], 0.5, parts=step.parts)
+
+
+class Holding(Counting):
+    """Holds something that has to be given back, and fails where its turn says so."""
+
+    closed: ClassVar[list[str]] = []
+
+    async def reset(self, record):
+        self.name = record["name"]
+        if self.name == "reset":
+            raise RuntimeError("the lock is rusty")
+        return await super().reset(record)
+
+    async def step(self, completion):
+        if completion == "step":
+            raise RuntimeError("the door is stuck")
+        return Step(["no message"]) if completion == "odd" else await super().step(completion)
+
+    async def close(self):
+        self.closed.append(self.name)
+        if self.name == "stuck":
+            raise RuntimeError("the bolt is bent")
 
 
 class Bare(Environment):

@@ -10,6 +10,7 @@ from rlhpc.config import Config
 from rlhpc.config_judge import JudgeConfig
 from rlhpc.config_tasks import CompositeConfig
 from rlhpc.contracts import RewardOutcome
+from rlhpc.data.records import Record
 from rlhpc.rewards import composite
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.task_settings import VARIABLE, TaskSettings
@@ -50,6 +51,13 @@ def test_without_fields_every_part_has_the_same_reference():
     outcome = judge(both, "a red house", "red house")
     assert (outcome.reward, outcome.is_correct) == (2.0, True)
     assert judge(both, "red hut", "red house").reward == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("number", [1e16, 1e-5, -2.5, 7])
+def test_a_number_in_a_field_is_the_reference_that_it_is_without_a_composite(number):
+    record = RECORD | {"solution": number}
+    whole = json.dumps(record)
+    assert composite.references(GRADED, whole)["answer"] == Record(record, "a:1").reference("solution")
 
 
 def test_places_of_rewards_are_weighted_like_the_rewards():

@@ -8,7 +8,9 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import sample_environments
 
 from rlhpc.config_environment import EnvironmentConfig
 from rlhpc.contracts import RewardOutcome
@@ -88,6 +90,47 @@ def test_a_dialogue_that_was_forgotten_is_played_again(host, monkeypatch):
     for key in "abc":
         host.answer(dialogue("x", key=key))
     assert said(host.answer(dialogue("x", "y", key="a"))).startswith("2 ")
+
+
+@pytest.mark.parametrize("turn", ["step", "odd", "judge", "reset"])
+def test_an_environment_whose_dialogue_fails_is_closed(turn):
+    def judge(*_: str) -> RewardOutcome:
+        raise ValueError("no judgement")
+
+    host, closed = EnvironmentHost(EnvironmentConfig(), judge), sample_environments.Holding.closed
+    closed.clear()
+    if turn != "reset":
+        host.answer(dialogue(environment="Holding"))
+    failing = () if turn == "reset" else (turn,)
+    asked = dialogue(*failing, environment="Holding", task="exact_match", is_last=turn == "judge")
+    if turn == "reset":
+        asked = msgspec.structs.replace(asked, record=json.dumps({"name": turn}))
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"door|a message is|no judgement|lock"):
+        host.answer(asked)
+    assert closed == [turn if turn == "reset" else "you"]
+    host.close()
+
+
+def test_an_environment_that_cannot_be_closed_spoils_no_other_dialogue(host, monkeypatch, caplog):
+    monkeypatch.setattr(host_module, "MOST_KEPT", 1)
+    stuck = msgspec.structs.replace(dialogue(environment="Holding"), record=json.dumps({"name": "stuck"}))
+    host.answer(stuck)
+    assert said(host.answer(dialogue(environment="Holding", key="b"))) == "go, you"
+    assert "an environment cannot be closed: RuntimeError('the bolt is bent')" in caplog.text
+    host.answer(stuck)
+    assert said(host.answer(dialogue("x"))).startswith("1 ")  # of the same key, another one
+
+
+def test_dialogues_that_are_under_way_when_their_host_ends_are_closed():
+    host, closed = (
+        EnvironmentHost(EnvironmentConfig(), lambda *_: RewardOutcome(0.0)),
+        sample_environments.Holding.closed,
+    )
+    closed.clear()
+    for key in "ab":
+        host.answer(dialogue("x", environment="Holding", key=key))
+    host.close()
+    assert closed == ["you", "you"]
 
 
 def test_at_its_end_the_task_judges_the_last_turn_and_its_reward_is_added(host):

@@ -143,12 +143,18 @@ def test_search_finds_rare_words_first_and_the_same_each_time():
         ("", "holds no document"),
         ('{"text": 3}\n', "corpus.jsonl:1: legal"),
         ('\n{"text"\n', "corpus.jsonl:2: malformed"),
+        ('{"text": ' + "[" * 100_000, "corpus.jsonl:1: malformed"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_refused_with_its_line(tmp_path, content, why):
     (tmp_path / "corpus.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=why):
         open_collection(tmp_path / "corpus.jsonl")
+
+
+def test_documents_may_begin_with_a_byte_order_mark_as_datasets_may(tmp_path):
+    (tmp_path / "corpus.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "first"}\r\n{"text": "second"}\r\n')
+    assert open_collection(tmp_path / "corpus.jsonl").found("first", 3) == "first"
 
 
 def test_a_document_may_hold_what_ends_a_line_elsewhere(tmp_path):
@@ -214,3 +220,11 @@ def test_the_python_tool_runs_programs_in_the_sandbox(monkeypatch):
     assert run_python("print('a')\n1 / 0").startswith("a\nerror: exit status 1: ZeroDivisionError")
     place()[0].close()
     place.cache_clear()
+
+
+@pytest.mark.parametrize("number", ["007", "-01.5", "1" * 5000])
+def test_a_number_that_is_none_in_json_is_the_policys_to_hear_of(number: str) -> None:
+    (call,) = llama3_calls(f"<|python_tag|>search.call(query={number})")
+    assert isinstance(call, CallError)
+    assert call.why.startswith(f"query={number}"[:40])
+    assert " is no number of JSON: " in call.why[:80]
