@@ -16,6 +16,7 @@ from launch.run_files.events import EventLog, last_outcome
 from launch.run_files.exit_records import ExitRecord, read_records, write_record
 from launch.run_files.plan_file import PlanFileError, read_plan
 from launch.run_files.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
+from launch.slurm import this_job
 from launch.slurm.commands import SlurmError, clean_environment, is_away, slurm
 from launch.slurm.states import OVER
 from launch.slurm.this_job import ThisJob, TimeLimit
@@ -65,6 +66,16 @@ def test_the_end_of_a_life_is_taken_from_slurm_where_slurm_says_it() -> None:
     before, left_s, life_s, after = time.time(), limit.left_s(), limit.life_s, time.time()
     assert end - after <= left_s <= end - before
     assert left_s - 1 <= life_s <= 101
+
+
+def test_on_a_node_whose_clock_is_behind_a_life_does_not_seem_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's variables are of slurmctld's clock."""
+    now, behind_s = time.time(), 300.0
+    monkeypatch.setattr(this_job.time, "time", lambda: now - behind_s)
+    job = ThisJob.of({"SLURM_JOB_ID": "12"})
+    limit = TimeLimit(job, {"SLURM_JOB_START_TIME": str(int(now)), "SLURM_JOB_END_TIME": str(int(now) + 100)})
+    assert 95 <= limit.left_s() <= 100
+    assert limit.life_s == pytest.approx(100, abs=1)
 
 
 def test_stopping_needs_the_step_and_the_checkpoint_that_were_seen_and_a_margin() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,25 @@ def test_what_was_known_of_an_end_holds_where_slurm_is_silent(commands: Commands
     limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
     commands.put("squeue", AWAY)
     limit.ask()
+    assert 110 < limit.left_s() <= 120
+
+
+def test_the_end_in_the_environment_is_compared_with_slurms_own_answer(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of slurmctld's clock, and that of a node may be behind."""
+    monkeypatch.setattr(this_job, "ASK_AGAIN_S", 0.0)
+    commands.put("squeue", "echo 2:00")
+    limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {"SLURM_JOB_END_TIME": str(int(time.time()) + 600)})
+    assert 110 < limit.left_s() <= 120
+
+
+def test_a_clock_that_is_set_while_a_job_runs_changes_nothing(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.put("squeue", "echo 2:00")
+    limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
+    monkeypatch.setattr(this_job.time, "time", lambda: 0.0)
     assert 110 < limit.left_s() <= 120
 
 
