@@ -133,3 +133,31 @@ def test_a_trainers_job_waits_for_a_long_save_when_the_run_is_stopped(
     outcome = supervisor._look()
     assert outcome is not None
     assert (outcome.cause, waits) == (Cause.STOP, [NEEDED_S])
+
+
+class _Limit(NoTimeLimit):
+    """An hour of which so much is left."""
+
+    def __init__(self, left_s: float) -> None:
+        self._left_s = left_s
+
+    @property
+    def life_s(self) -> float:
+        return 3600.0
+
+    def left_s(self) -> float:
+        return self._left_s
+
+
+@pytest.mark.parametrize(("left_s", "waits_s"), [(600.0, 45.0), (59.0, 44.0), (45.0, 30.0), (3.0, 0.5)])
+def test_generators_that_are_slow_to_leave_do_not_keep_their_job_from_being_requeued(
+    layout: RunLayout, left_s: float, waits_s: float
+) -> None:
+    log = EventLog(layout.job_events("8"), 0)
+    limit, job = _Limit(left_s), ThisJob.without_slurm()
+    supervisor = WorkerJobSupervisor(plan_of(layout, "generator"), job, limit, log, Signals())  # type: ignore[arg-type]
+    process = supervisor._step = _Process()  # type: ignore[assignment]
+    waited_s: list[float] = []
+    process.wait = waited_s.append  # type: ignore[assignment]
+    supervisor._leave()
+    assert (waited_s, process.is_killed) == ([waits_s], True)
