@@ -114,9 +114,10 @@ class Progress:
     step: int
     step_s: float  # the longest recent step
     save_s: float  # the longest save so far; 0: none yet
-    age_s: float
+    age_s: float  # by the clock of this machine
     roles: tuple[dict[str, Any], ...]
     has_told_all: bool = False  # to leave, or is about to: also where the run has failed
+    written_unix_s: float = 0.0  # by the clock of the controller's machine
 
     def waits(self) -> str:
         """Which role waits for what, in words."""
@@ -156,6 +157,7 @@ def read_progress(layout: RunLayout) -> Progress | None:
             age_s=max(0.0, time.time() - document["unix_time_s"]),
             roles=tuple(document["roles"]),
             has_told_all=document.get("is_ending", False),
+            written_unix_s=document["unix_time_s"],
         )
     except KeyError:
         return None

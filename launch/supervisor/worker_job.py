@@ -108,8 +108,12 @@ class WorkerJobSupervisor:
         keeps_s = 0.0 if self._follows_attempts else min(STATUS_S, self._plan.limits.meet_s / 10)
         if known is not None and now - self._read_at < keeps_s:
             return replace(known, age_s=known.age_s + now - self._read_at)
-        self._progress, self._read_at = read_progress(self._layout), now
-        return self._progress
+        read = read_progress(self._layout)
+        if read is not None and known is not None:  # from here on no clocks of two nodes are compared
+            is_new = read.written_unix_s != known.written_unix_s
+            read = replace(read, age_s=0.0 if is_new else known.age_s + now - self._read_at)
+        self._progress, self._read_at = read, now
+        return read
 
     def _has_controller(self, attempt: Attempt, progress: Progress | None) -> bool:
         """True if the controller of this attempt has written its status recently, or has had no time to."""
