@@ -104,7 +104,7 @@ class _Task:
         self._replica = share.first_replica + tasks_before + index
         self._name = f"{options.role}-{self._replica}"
         self._log = plan.layout.log(options.role, self._replica, options.attempt)
-        self._bounded = BoundedLog(self._log, self._name, plan.limits.log_bytes)
+        self._bounded = BoundedLog(self._name, plan.limits.log_bytes)
         self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
         self._starts = 0
         self._is_expendable = options.role in ("generator", "reward")
@@ -159,7 +159,7 @@ class _Task:
                 environment.setdefault(variable, place)
             _name_host(environment, self._job.job_id, self._part.name)
         try:
-            with self._log.open("ab") as log:
+            with self._log.open("a+b") as log:
                 role = subprocess.Popen(
                     self._command(base),
                     stdin=subprocess.DEVNULL,
@@ -172,7 +172,7 @@ class _Task:
                 self._starts += 1
                 for number in [each for each in _SIGNALS if each in _ENDS]:
                     role.send_signal(number)  # it came before there was a role to hear it
-                with self._bounded:
+                with self._bounded.over(log.fileno()):
                     status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
                 role.returncode = status  # for Popen, which has not seen it end
             end_children()
