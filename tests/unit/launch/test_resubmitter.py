@@ -225,7 +225,8 @@ def test_nobody_is_asked_while_everybody_is_there(site: Site) -> None:
 
 def test_a_job_that_is_submitted_while_slurm_answers_is_not_submitted_twice(site: Site) -> None:
     """By a node whose clock is behind, so that its age says nothing; Slurm's answer is older than the record."""
-    gone = {**vars(read_records(site.layout)[-1]), "job_id": 5310227, "submitted_unix_s": time.time() - 600.0, "tasks": [1]}
+    at = {"job_id": 5310227, "submitted_unix_s": time.time() - 600.0, "tasks": [1]}
+    gone = {**vars(read_records(site.layout)[-1]), **at}
     late = site.layout.job_record(5310227)
     write_record(site.layout, JobRecord(**gone))
     hidden = late.rename(late.with_suffix(".later"))
