@@ -24,7 +24,7 @@ from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, n
 from launch.run_files.job_records import generator_numbers
 from launch.run_files.run_state import read_attempt
 from rlhpc.config_file import read_resolved
-from rlhpc.errors import RlhpcError, RunDirectoryError
+from rlhpc.errors import OwnershipLost, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.files import write_atomically
 from rlhpc.ownership import read_owner, take_over
@@ -52,7 +52,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     config, _ = read_resolved(layout)
     refuse_other_inputs(config, layout, may_lack_weights=True)
     index = num_attempts(layout)
-    owner = take_over(layout, index, job_id=job_id, restart=restart).owner
+    owner = _take_over(layout, index, job_id, restart)
     choice = choose(layout, NEWEST, _unheard)
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
@@ -83,6 +83,16 @@ def _refuse_stale(layout: RunLayout, life: tuple[int, int], follows: str) -> Non
         )
     if follows and (owner := read_owner(layout)) != follows:
         raise FencedError(f"{layout.root}: was taken over by {owner}; this run was {follows}")
+
+
+def _take_over(layout: RunLayout, index: int, job_id: int, restart: int) -> str:
+    """Returns the owner.  Raises FencedError: another has begun meanwhile, whose jobs are not to be ended for that."""
+    try:
+        return take_over(layout, index, job_id=job_id, restart=restart).owner
+    except RunDirectoryError as error:
+        if isinstance(error.__cause__, OwnershipLost):
+            raise FencedError(str(error)) from error
+        raise
 
 
 def _is_told() -> bool:

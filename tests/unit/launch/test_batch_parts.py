@@ -94,6 +94,19 @@ def test_a_budget_is_used_up_by_failures_without_a_new_checkpoint(tmp_path: Path
     assert pauses == [2.0, 8.0, 32.0, None]
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '"x"', "{}", '{"failures": null, "saved_step": 1}'])
+def test_a_damaged_count_of_failures_counts_as_none(tmp_path: Path, content: str) -> None:
+    layout = layout_in(tmp_path)
+    layout.failures.write_text(content)
+    assert RetryBudget(layout, 3).take(40) == 2.0
+
+
+def test_a_run_may_fail_as_often_as_its_site_file_allows(tmp_path: Path) -> None:
+    layout = layout_in(tmp_path)
+    layout.failures.write_text('{"failures": 2000, "saved_step": 40}')
+    assert RetryBudget(layout, 3000).take(40) == 300.0
+
+
 def test_a_new_checkpoint_refills_the_budget(tmp_path: Path) -> None:
     budget = RetryBudget(layout_in(tmp_path), 2)
     assert [budget.take(10), budget.take(10), budget.take(20), budget.take(20), budget.take(20)] == [

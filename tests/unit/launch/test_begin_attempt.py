@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from launch.run_directory.begin_attempt import FencedError, begin_attempt, main
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.ownership import take_over
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
+from rlhpc.files import write_atomically
+from rlhpc.ownership import read_owner, take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.ring.run_kit import ROOT, command_environment
@@ -140,3 +142,26 @@ def test_a_ghost_of_an_earlier_life_begins_nothing(layout: RunLayout, capsys: py
     assert json.loads(layout.attempt.read_bytes())["restart"] == 1
     assert main([*words, "--restart", "1"]) == 0  # the same life, another attempt
     assert main([*words, "--restart", "2"]) == 0
+
+
+def test_of_two_that_begin_at_one_moment_the_earlier_counts_as_overtaken(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as misconfigured: with that verdict it would end the other one's jobs."""
+    begin_attempt(layout, job_id=7, restart=0)
+    stale = layout.rollouts / ".owner_stale"
+    stale.mkdir()
+    for number in range(5000):  # which takes a while to delete
+        (stale / str(number)).touch()
+    before = layout.owner.read_text()
+
+    def overtake() -> None:
+        while layout.owner.read_text() == before:
+            pass
+        write_atomically(layout.owner, json.dumps({"owner": "1-other"}).encode())
+
+    other = threading.Thread(target=overtake)
+    other.start()
+    status = main(["--run-dir", str(layout.root), "--job-id", "8"])
+    other.join()
+    assert (status, read_owner(layout)) == (EXIT_FENCED, "1-other"), capsys.readouterr().err
