@@ -24,7 +24,6 @@ from launch.run_files.run_state import (
     Progress,
     is_complete,
     needed_to_stop_s,
-    read_attempt,
     read_progress,
     save_requests,
     saved_step,
@@ -169,7 +168,13 @@ class ControllerJobSupervisor:
         self._cause, self._why, self._patience_s, self._log.attempt = None, "", SAVE_GRACE_S, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
-        self._processes.start(attempt)
+        self._has_trained = False
+        try:
+            self._processes.start(attempt)
+        except OSError as error:  # no process more for this user, at the moment
+            self._kill_attempt(Cause.FAILED, f"a process could not be started: {error}")
+            self._processes.end_trainer(0.0)
+            return Outcome(Cause.FAILED, self._why)
         stall = StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, time.monotonic())
         while self._processes.has_controller:
             self._signals.sleep(POLL_S)
@@ -215,13 +220,7 @@ class ControllerJobSupervisor:
         """Whether another supervisor has taken the run over, or replaced its keys."""
         if lost_to := self._signals.lost_to():
             return Outcome(Cause.FENCED, lost_to)
-        latest = read_attempt(self._layout)
-        if latest is None or (latest.owner <= attempt.owner and latest.index <= attempt.index):
-            return None
-        if latest.owner > attempt.owner:
-            return Outcome(Cause.FENCED, f"attempt {latest.index} has begun in job {latest.job_id}")
-        # A stale supervisor has replaced the run's keys.
-        return Outcome(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
+        return self._classifier.taken_over(attempt)
 
     def _stop_if_asked(self, progress: Progress | None, *, may_hand_over: bool) -> None:
         """Let the controller finish its step and save, for the first reason that applies."""

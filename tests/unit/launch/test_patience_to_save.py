@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,3 +162,18 @@ def test_generators_that_are_slow_to_leave_do_not_keep_their_job_from_being_requ
     process.wait = waited_s.append  # type: ignore[assignment]
     supervisor._leave()
     assert (waited_s, process.is_killed) == ([waits_s], True)
+
+
+@pytest.mark.starts
+def test_a_process_that_cannot_be_started_is_a_failed_attempt_and_not_the_end_of_the_run(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(layout.root))  # without srun, as where no process more can be made
+    plan = plan_of(layout, "trainer")
+    here = Part("controller", (Share("controller", 1),), True, (), 0, ("python",), {}, {})
+    plan = replace(plan, parts=(here, *plan.parts))
+    log, job = EventLog(layout.job_events("7"), 0), ThisJob.of({"SLURM_JOB_ID": "7"})
+    supervisor = ControllerJobSupervisor(plan, job, NoTimeLimit(), log, Signals(), first=Attempt(0, None, 7, 0))
+    outcome = supervisor._attempt()
+    assert (outcome.cause, "srun" in outcome.text) == (Cause.FAILED, True)
+    assert not supervisor._processes.has_controller
