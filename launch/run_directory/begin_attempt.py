@@ -22,7 +22,7 @@ from launch.run_directory.checkpoint_choice import NEWEST, UnreadableCheckpoint,
 from launch.run_directory.inputs import refuse_other_inputs
 from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, note_attempt, num_attempts
 from launch.run_files.job_records import generator_numbers
-from launch.run_files.run_state import read_attempt
+from launch.run_files.run_state import longest_save_before_s, read_attempt, read_progress
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import OwnershipLost, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
@@ -56,6 +56,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     choice = choose(layout, NEWEST, _unheard)
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
+    progress, before_s = read_progress(layout), longest_save_before_s(layout)
     clear_rendezvous(layout)
     mint_keys(config, layout, [f"generator-{replica}" for replica in generator_numbers(layout)])
     note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
@@ -68,6 +69,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
         "host": socket.gethostname(),
         "unix_time_s": time.time(),
         "set_aside": aside,
+        "save_s": before_s if progress is None else max(before_s, progress.save_s),
     }
     write_atomically(layout.attempt, json.dumps(document).encode())
     return document

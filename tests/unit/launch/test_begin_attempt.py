@@ -15,6 +15,7 @@ from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.report import plan_document
 from launch.run_directory.begin_attempt import FencedError, begin_attempt, main
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
+from launch.run_files.run_state import FIRST_SAVE_S, needed_to_stop_s, read_progress
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
@@ -72,6 +73,22 @@ def test_attempts_are_counted_and_go_on_where_the_last_checkpoint_ends(layout: R
         (0, None, 7, 0),
         (1, 8, 7, 1),
     ]
+
+
+def test_how_long_saving_took_is_known_to_later_attempts_which_have_not_saved_yet(layout: RunLayout) -> None:
+    """A job asks its controller early enough to save, before its time limit."""
+    said = {"phase": "training", "step": 3, "roles": [], "unix_time_s": 0.0}
+
+    def needed_s(restart: int, **more: float) -> float:
+        begin_attempt(layout, job_id=7, restart=restart)
+        layout.status.write_text(json.dumps({**said, **more}))
+        return needed_to_stop_s(read_progress(layout), 36_000.0)
+
+    assert needed_s(0) == 30 + FIRST_SAVE_S
+    assert needed_s(1, save_s=1300.0) == 30 + 2 * 1300
+    assert needed_s(2) == 30 + 2 * 1300
+    assert needed_s(3) == 30 + 2 * 1300
+    assert needed_s(4, save_s=100.0) == 30 + 2 * 100, "as it is now"
 
 
 def test_what_an_earlier_attempt_has_left_behind_is_gone(layout: RunLayout) -> None:

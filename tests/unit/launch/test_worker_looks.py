@@ -36,7 +36,8 @@ def layout(tmp_path: Path) -> RunLayout:
 
 
 def write_status(layout: RunLayout, ago_s: float = 0.0) -> None:
-    status: dict[str, Any] = {"phase": "training", "step": 7, "roles": [], "unix_time_s": time.time() - ago_s}
+    status: dict[str, Any] = {"phase": "training", "step": 7, "save_s": 9.0, "roles": []}
+    status["unix_time_s"] = time.time() - ago_s
     layout.status.write_text(json.dumps(status))
 
 
