@@ -96,14 +96,8 @@ class ControllerJobSupervisor:
             while True:
                 saved_before = saved_step(self._layout)
                 outcome = self._attempt()
-                pause_s = pause_before_another(
-                    outcome,
-                    self._plan,
-                    self._limit,
-                    self._budget,
-                    has_saved=saved_step(self._layout) > saved_before,
-                    has_trained=self._has_trained,
-                )
+                has = {"has_saved": saved_step(self._layout) > saved_before, "has_trained": self._has_trained}
+                pause_s = pause_before_another(outcome, self._plan, self._limit, self._budget, **has)
                 if pause_s is None:
                     if outcome.cause.follows == "requeue" or outcome.cause is Cause.SIGNAL:
                         release(self._plan, self._job)  # before the generators, now unused, have exited
@@ -137,6 +131,8 @@ class ControllerJobSupervisor:
             return Outcome(Cause.SIGNAL, f"ended by {self._signals.sender} before an attempt could begin")
         if lost_to := self._signals.lost_to():
             return Outcome(Cause.FENCED, lost_to)
+        if self._limit.left_s() < self._last_moment_s:  # reading a checkpoint may take longer than a short life
+            return Outcome(Cause.TIME, "the time limit of this job comes before an attempt could begin")
         return asked_to_end(self._layout)
 
     def _begin(self) -> Attempt | Outcome:
@@ -185,6 +181,10 @@ class ControllerJobSupervisor:
     @property
     def _controller(self) -> Step | None:
         return self._processes.controller
+
+    @property
+    def _last_moment_s(self) -> float:
+        return min(LAST_MOMENT_S, self._limit.life_s / 8)
 
     @property
     def _is_urgent(self) -> bool:
@@ -268,8 +268,7 @@ class ControllerJobSupervisor:
     def _end_if_late(self) -> None:
         """The controller was asked to exit: kill it if it takes too long, or if there is no time left to wait."""
         waited_s = time.monotonic() - self._asked_at
-        last_moment_s = min(LAST_MOMENT_S, self._limit.life_s / 8)
-        if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > last_moment_s):
+        if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > self._last_moment_s):
             return
         self._log.say("kill", f"the controller is killed: it did not exit within {waited_s:.0f} s of being asked to")
         self._controller.kill()

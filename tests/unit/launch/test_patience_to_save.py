@@ -177,3 +177,20 @@ def test_a_process_that_cannot_be_started_is_a_failed_attempt_and_not_the_end_of
     outcome = supervisor._attempt()
     assert (outcome.cause, "srun" in outcome.text) == (Cause.FAILED, True)
     assert not supervisor._processes.has_controller
+
+
+@pytest.mark.starts
+@pytest.mark.waits
+def test_an_attempt_that_takes_longer_to_begin_than_its_job_may_last_is_a_failure_that_is_counted(
+    layout: RunLayout,
+) -> None:
+    """As where a large checkpoint is read in a short job: it was requeued for ever."""
+    layout.failures.parent.mkdir(exist_ok=True)
+    program = layout.root / "python"
+    program.write_text("#!/bin/sh\nexec sleep 3\n")
+    program.chmod(0o755)
+    part = Part("controller", (Share("controller", 1),), True, (), 0, (str(program),), {}, {})
+    plan = replace(plan_of(layout, "controller"), parts=(part,))
+    log, job = EventLog(layout.job_events("7"), 0), ThisJob.of({"SLURM_JOB_ID": "7"})
+    causes = [ControllerJobSupervisor(plan, job, _Limit(9.0), log, Signals()).run().cause for _ in range(3)]
+    assert causes == [Cause.TIME, Cause.TIME, Cause.GIVEN_UP], "max_retries is 2"
