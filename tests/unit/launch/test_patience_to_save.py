@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -187,10 +188,22 @@ def test_an_attempt_that_takes_longer_to_begin_than_its_job_may_last_is_a_failur
     """As where a large checkpoint is read in a short job: it was requeued for ever."""
     layout.failures.parent.mkdir(exist_ok=True)
     program = layout.root / "python"
-    program.write_text("#!/bin/sh\nexec sleep 3\n")
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     part = Part("controller", (Share("controller", 1),), True, (), 0, (str(program),), {}, {})
     plan = replace(plan_of(layout, "controller"), parts=(part,))
-    log, job = EventLog(layout.job_events("7"), 0), ThisJob.of({"SLURM_JOB_ID": "7"})
-    causes = [ControllerJobSupervisor(plan, job, _Limit(9.0), log, Signals()).run().cause for _ in range(3)]
-    assert causes == [Cause.TIME, Cause.TIME, Cause.GIVEN_UP], "max_retries is 2"
+
+    def life() -> Cause:
+        """Of which 16 s are left; Slurm's SIGTERM comes a little early."""
+        signals, limit = Signals(), _Limit(0.0)
+        began = time.monotonic()
+        limit.left_s = lambda: 16.0 - (time.monotonic() - began)  # type: ignore[method-assign]
+        timer = threading.Timer(2.5, setattr, (signals, "end_requested", True))
+        timer.start()
+        log, job = EventLog(layout.job_events("7"), 0), ThisJob.of({"SLURM_JOB_ID": "7"})
+        try:
+            return ControllerJobSupervisor(plan, job, limit, log, signals).run().cause
+        finally:
+            timer.cancel()
+
+    assert [life() for _ in range(3)] == [Cause.TIME, Cause.TIME, Cause.GIVEN_UP], "max_retries is 2"
