@@ -301,6 +301,7 @@ def _before_the_role(parent: int) -> None:
 
 def _outlive_signals() -> None:
     """Ignore signals meant for the role, die with the supervisor, and outlive everything that the role starts."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who has started us, it would hide how the role ends
     for number in _DEAF_TO:
         signal.signal(number, lambda number, _: _SIGNALS.append(number))  # not SIG_IGN: the role would inherit that
     end_with_parent()

@@ -155,6 +155,24 @@ def test_a_signal_that_comes_before_the_role_is_started_is_not_lost(tmp_path: Pa
 
 
 @pytest.mark.starts
+def test_how_a_role_ended_is_known_also_where_a_parent_ignores_the_ends_of_children(tmp_path: Path) -> None:
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    role.write_text("#!/bin/sh\nexit 5\n")
+    role.chmod(0o700)
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
+    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        command,
+        env={**os.environ, **job},
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )
+    assert done.returncode == 5
+    assert read_records(layout, "trainer", 3)[0].status == 5
+
+
+@pytest.mark.starts
 def test_who_asks_a_generator_to_leave_between_two_starts_is_heard(tmp_path: Path) -> None:
     """By SIGUSR2, as srun passes it on; a role ignores that until it listens, so one that starts now would stay."""
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
