@@ -54,11 +54,12 @@ class LocalSignals(Signals):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle SIGINT, SIGTERM and SIGHUP while the block runs."""
-        # SIGCHLD: where a parent has had it ignored, every process seems to end with status 0.
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._end, signal.SIGCHLD: signal.SIG_DFL}
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._end}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run outlives its terminal
             handlers[signal.SIGHUP] = self._end
-        before = [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
+        # Where a parent has had it ignored, every process seems to end with status 0.
+        before = [(signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))]
+        before += [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
         try:
             yield
         finally:
