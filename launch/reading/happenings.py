@@ -49,6 +49,7 @@ _FAULTS = {
     "left_away",
     "killed",
     "not_submitted",
+    "not_loaded",
     "guard",
     "part_missed",
 }

@@ -22,9 +22,9 @@ from launch.run_directory.checkpoint_choice import NEWEST, UnreadableCheckpoint,
 from launch.run_directory.inputs import refuse_other_inputs
 from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, note_attempt, num_attempts
 from launch.run_files.job_records import generator_numbers
-from launch.run_files.run_state import read_attempt
+from launch.run_files.run_state import longest_save_before_s, read_attempt, read_progress
 from rlhpc.config_file import read_resolved
-from rlhpc.errors import RlhpcError, RunDirectoryError
+from rlhpc.errors import OwnershipLost, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.files import write_atomically
 from rlhpc.ownership import read_owner, take_over
@@ -52,10 +52,11 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     config, _ = read_resolved(layout)
     refuse_other_inputs(config, layout, may_lack_weights=True)
     index = num_attempts(layout)
-    owner = take_over(layout, index, job_id=job_id, restart=restart).owner
+    owner = _take_over(layout, index, job_id, restart)
     choice = choose(layout, NEWEST, _unheard)
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
+    progress, before_s = read_progress(layout), longest_save_before_s(layout)
     clear_rendezvous(layout)
     mint_keys(config, layout, [f"generator-{replica}" for replica in generator_numbers(layout)])
     note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
@@ -68,6 +69,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
         "host": socket.gethostname(),
         "unix_time_s": time.time(),
         "set_aside": aside,
+        "save_s": before_s if progress is None else max(before_s, progress.save_s),
     }
     write_atomically(layout.attempt, json.dumps(document).encode())
     return document
@@ -83,6 +85,16 @@ def _refuse_stale(layout: RunLayout, life: tuple[int, int], follows: str) -> Non
         )
     if follows and (owner := read_owner(layout)) != follows:
         raise FencedError(f"{layout.root}: was taken over by {owner}; this run was {follows}")
+
+
+def _take_over(layout: RunLayout, index: int, job_id: int, restart: int) -> str:
+    """Returns the owner.  Raises FencedError: another has begun meanwhile, whose jobs are not to be ended for that."""
+    try:
+        return take_over(layout, index, job_id=job_id, restart=restart).owner
+    except RunDirectoryError as error:
+        if isinstance(error.__cause__, OwnershipLost):
+            raise FencedError(str(error)) from error
+        raise
 
 
 def _is_told() -> bool:

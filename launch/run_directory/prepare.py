@@ -298,8 +298,9 @@ def _clear(layout: RunLayout) -> None:
     clear_rendezvous(layout)
     for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
         stale.unlink(missing_ok=True)
-    for request in layout.jobs.glob("*.yield"):
-        request.unlink(missing_ok=True)
+    for pattern in ("*.yield", "*.hand_over", "*.released", "left_away.json"):  # Slurm may use their ids again
+        for said in layout.jobs.glob(pattern):
+            said.unlink(missing_ok=True)
     layout.failures.unlink(missing_ok=True)  # the user has decided to try again
 
 

@@ -44,12 +44,11 @@ class Holder:
         """For a file."""
         return json.dumps({**self.process.to_json(), "unix_time_s": self.unix_time_s})
 
-    @property
-    def is_gone(self) -> bool:
-        """True if it has ended, or may be assumed to have ended."""
+    def is_gone(self, age_s: float) -> bool:
+        """True if it has ended, or may be assumed to have ended.  age_s: of its lock."""
         if self.process.is_here:
             return not self.process.is_alive
-        return self.process.host == socket.gethostname() or time.time() - self.unix_time_s > ABANDONED_S
+        return self.process.host == socket.gethostname() or age_s > ABANDONED_S
 
 
 @contextmanager
@@ -89,7 +88,8 @@ def _take_over(lock: Path, tell: Callable[[str], None]) -> None:
     if found is None:
         return
     text, holder = found
-    if not (holder.is_gone if holder else time.time() - _changed_at(lock) > ABANDONED_S):
+    age_s = _age_s(lock)
+    if not (holder.is_gone(age_s) if holder else age_s > ABANDONED_S):
         raise RunDirectoryError(_refusal(lock))
     aside = lock.with_name(f"{lock.name}.{socket.gethostname()}.{os.getpid()}")
     try:
@@ -118,11 +118,16 @@ def _read(lock: Path) -> tuple[bytes, Holder | None] | None:
         return text, None
 
 
-def _changed_at(lock: Path) -> float:
+def _age_s(lock: Path) -> float:
+    """By the clock of the file server alone: those of two hosts may differ by minutes."""
+    now = lock.with_name(f"{lock.name}.{socket.gethostname()}.{os.getpid()}.now")
     try:
-        return lock.stat().st_mtime
-    except FileNotFoundError:
-        return time.time()
+        now.touch()
+        return now.stat().st_mtime - lock.stat().st_mtime
+    except FileNotFoundError:  # given up meanwhile
+        return 0.0
+    finally:
+        now.unlink(missing_ok=True)
 
 
 def _refusal(lock: Path) -> str:

@@ -55,6 +55,11 @@ def read_attempt(layout: RunLayout) -> Attempt | None:
         return None
 
 
+def longest_save_before_s(layout: RunLayout) -> float:
+    """The longest save of attempts before the current one, as far as its jobs know them; 0: none."""
+    return float(read_document(layout.attempt).get("save_s", 0.0))
+
+
 def run_name(settings: Mapping[str, Any], root: Path) -> str:
     """The run's, as its settings say; that of its directory where these are damaged.
 
@@ -113,10 +118,11 @@ class Progress:
     phase: str
     step: int
     step_s: float  # the longest recent step
-    save_s: float  # the longest save so far; 0: none yet
-    age_s: float
+    save_s: float  # the longest save of this attempt, or else of those before; 0: none yet
+    age_s: float  # by the clock of this machine
     roles: tuple[dict[str, Any], ...]
     has_told_all: bool = False  # to leave, or is about to: also where the run has failed
+    written_unix_s: float = 0.0  # by the clock of the controller's machine
 
     def waits(self) -> str:
         """Which role waits for what, in words."""
@@ -152,10 +158,11 @@ def read_progress(layout: RunLayout) -> Progress | None:
             phase=document["phase"],
             step=document["step"],
             step_s=document.get("step_s", 0.0),
-            save_s=document.get("save_s", 0.0),
+            save_s=document.get("save_s", 0.0) or longest_save_before_s(layout),
             age_s=max(0.0, time.time() - document["unix_time_s"]),
             roles=tuple(document["roles"]),
             has_told_all=document.get("is_ending", False),
+            written_unix_s=document["unix_time_s"],
         )
     except KeyError:
         return None

@@ -23,6 +23,7 @@ _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection r
          # A configless client, which gets slurm.conf from slurmctld; a name server and a munged that are away.
          "Could not establish a configuration source", "Unable to establish control machine address",
          "Protocol authentication error")  # fmt: skip
+_NO_LIST = "slurm_load_jobs error"
 PAUSE_S = 5.0  # at most, before another try
 
 # Options of Slurm's commands that are taken from the environment.  All of these names are Slurm's own.
@@ -150,7 +151,10 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str],
     if done.returncode != 0:
         said = _in_one_line(done.stderr or done.stdout)
         raise SlurmError(f"{words[0]}: {said or f'exit status {done.returncode}'}")
-    return done.stdout, _in_one_line(done.stderr)
+    remarks = _in_one_line(done.stderr)
+    if not done.stdout.strip() and _NO_LIST in remarks and "Invalid job id" not in remarks:
+        raise SlurmError(f"{words[0]}: {remarks}")  # whatever its status: an empty list would say that all have ended
+    return done.stdout, remarks
 
 
 def _in_one_line(text: str) -> str:

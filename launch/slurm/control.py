@@ -16,6 +16,8 @@ PATIENCE_S = 60.0  # for a slurmctld that is away, where somebody waits for the 
 MIN_JOB_AGE_S = 300.0  # Slurm's own default
 _MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
 _SHOWN = re.compile(r"(\d+)(?:_(?:(\d+)|\[([^\]]*)\]))?")  # 12, 12_3, 12_[4-5]; 12+1 is a component of 12
+_OF_A_COMPONENT = re.compile(r"\s*\d+(?:\+(\d+))? ([A-Z_]+)\s*")
+_IS_PENDING = "Job is pending execution"
 _IS_OVER = ("Invalid job id specified", "already completing or completed")
 
 TaskStates = dict["int | None", str]  # of one job; by task where it is an array
@@ -39,14 +41,18 @@ def requeue(job: str, patience_s: float) -> None:
     Call it only when no srun of the job is alive: Slurm 25.11 and later cancels instead of requeueing a job whose first
     component has a live step.
     """
-    slurm("scontrol", "requeue", job, patience_s=patience_s)
+    try:
+        slurm("scontrol", "requeue", job, patience_s=patience_s)
+    except SlurmError as error:
+        if _IS_PENDING not in str(error):  # it is there: the answer to an earlier try was lost
+            raise
 
 
 def component_states(job_id: int | str, patience_s: float) -> dict[int, str]:
     """Slurm's state of every component of a heterogeneous job; other jobs have only component 0."""
     words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i %T")
-    rows = [line.split() for line in slurm(*words, patience_s=patience_s).splitlines() if line.strip()]
-    return {int(job.partition("+")[2] or 0): state for job, state in rows if job.partition("+")[0].isdigit()}
+    rows = map(_OF_A_COMPONENT.fullmatch, slurm(*words, patience_s=patience_s).splitlines())
+    return {int(row[1] or 0): row[2] for row in rows if row}  # else a word of the site to its users
 
 
 def own_jobs(patience_s: float) -> dict[int, TaskStates]:

@@ -24,7 +24,7 @@ BLINK_S = 2.0  # squeue is repeated after an immediate failure, not after a slow
 # it may contain the separator.
 _FIELDS = {
     "JobArrayID": 80, "State": 20, "RestartCnt": 9, "Reason": 200, "Partition": 100, "TimeUsed": 20,
-    "TimeLeft": 20, "TimeLimit": 20, "StartTime": 24, "NodeList": 400, "Name": 100,
+    "TimeLeft": 20, "TimeLimit": 20, "StartTime": 24, "NodeList": 400, "Name": 300,  # longer than any directory's
 }  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS.items())
 _LOG_FIELD = "StdOut:1024|"

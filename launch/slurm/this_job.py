@@ -28,7 +28,7 @@ class ThisJob:
     array_task: int | None
     restart: int  # how often Slurm has requeued it
     is_heterogeneous: bool
-    began: float  # unix time at which this life began, s
+    began: float  # when this life began, s on this machine's monotonic clock
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ThisJob:
@@ -42,13 +42,13 @@ class ThisJob:
             array_task=int(task) if task is not None else None,
             restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
             is_heterogeneous="SLURM_HET_SIZE" in environment,
-            began=time.time(),
+            began=time.monotonic(),
         )
 
     @classmethod
     def without_slurm(cls) -> ThisJob:
         """Takes the place of a job where processes are started on this machine alone."""
-        return cls(job_id=0, array_id=None, array_task=None, restart=0, is_heterogeneous=False, began=time.time())
+        return cls(job_id=0, array_id=None, array_task=None, restart=0, is_heterogeneous=False, began=time.monotonic())
 
     @property
     def submitted_id(self) -> int:
@@ -93,11 +93,11 @@ class ThisJob:
 class NoTimeLimit:
     """For a life without a time limit."""
 
-    began = 0.0  # unix time, s
+    began = 0.0  # s, monotonic
 
     @property
     def end(self) -> float | None:
-        """Unix time of the end, s; None: no limit, or not known yet."""
+        """The end in s on this machine's monotonic clock; None: no limit, or not known yet."""
         return None
 
     @property
@@ -109,7 +109,7 @@ class NoTimeLimit:
     def left_s(self) -> float:
         """Seconds from now; infinite in the same cases."""
         end = self.end
-        return float("inf") if end is None else end - time.time()
+        return float("inf") if end is None else end - time.monotonic()
 
     def ask(self) -> None:
         """Learn whether the limit has changed."""
@@ -118,28 +118,27 @@ class NoTimeLimit:
 class TimeLimit(NoTimeLimit):
     """When the time limit ends this life.
 
-    Slurm is asked at the beginning, every minute until it has answered, and again before anyone acts on it, because
-    limits can be changed.
+    Slurm is asked every minute until it has answered, and again before anyone acts on it, because limits can be
+    changed.  Until then the end in the environment is believed, which is of slurmctld's clock: this node's may differ.
     """
 
     def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
         self._job, self.began = job, job.began
-        said = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
-        self._end: float | None = float(said) if said.isdigit() else None
-        self.is_known = self._end is not None
+        self._end = _end_as_said(job, environment)
+        self.is_known, self._has_answered = self._end is not None, False
         self._asked_at = time.monotonic()
         if not self.is_known:
             self.ask()
 
     @property
     def end(self) -> float | None:
-        """Unix time of the end, s; None: no limit, or not known yet."""
-        if not self.is_known and time.monotonic() - self._asked_at >= ASK_AGAIN_S:
+        """The end in s on this machine's monotonic clock; None: no limit, or not known yet."""
+        if not self._has_answered and time.monotonic() - self._asked_at >= ASK_AGAIN_S:
             self.ask()
         return self._end
 
     def ask(self) -> None:
-        """Ask Slurm for the current end time.  If it does not answer, the last known time stays."""
+        """Ask Slurm how much time is left.  If it does not answer, the last known end stays."""
         try:
             out = slurm("squeue", "--all", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=30.0)
         except SlurmError:
@@ -148,12 +147,22 @@ class TimeLimit(NoTimeLimit):
         said = [line.strip() for line in out.splitlines() if line.strip()]
         left = [seconds for seconds in map(duration_s, said) if seconds is not None]
         if left:
-            self._end, self.is_known = time.time() + min(left), True
+            self._end, self.is_known, self._has_answered = time.monotonic() + min(left), True, True
         elif any(map(is_unlimited, said)):
-            self._end, self.is_known = None, True
+            self._end, self.is_known, self._has_answered = None, True, True
 
     def in_words(self) -> str:
         """How long this job may run."""
         if not self.is_known:
             return "until a time limit that is not known yet"
         return "without a time limit" if self._end is None else f"for {self.left_s():.0f} s"
+
+
+def _end_as_said(job: ThisJob, environment: Mapping[str, str]) -> float | None:
+    """The end as Slurm's variables say it, since 23.02; None: they do not."""
+    start, end = (environment.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
+    if not end.isdigit():
+        return None
+    said = time.monotonic() + float(end) - time.time()
+    # By a clock that is behind, it would come minutes too late.
+    return min(said, job.began + float(end) - float(start)) if start.isdigit() else said

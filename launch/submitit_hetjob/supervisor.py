@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -96,7 +97,8 @@ class CallablesSupervisor:
     def _finish(self, step: Step) -> None:
         """It has succeeded: it is not restarted after a requeue."""
         step.is_finished = True
-        write_atomically(self._finished_file, json.dumps([*self._read_finished(), step.name]).encode())
+        with suppress(OSError):  # a full disk: after a requeue it is run again
+            write_atomically(self._finished_file, json.dumps([*self._read_finished(), step.name]).encode())
 
     def _read_finished(self) -> list[str]:
         """Names of components that are not started again after a requeue."""
@@ -186,7 +188,8 @@ class CallablesSupervisor:
 
 
 def _say(what: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}", flush=True)
+    with suppress(OSError):  # a full disk must not end the job because its log cannot be written
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}", flush=True)
 
 
 def read_plan(folder: Path, patience_s: float = PUBLISH_S) -> dict[str, Any]:

@@ -7,6 +7,7 @@ standard library; the parts are the other files of this room.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from contextlib import suppress
@@ -41,6 +42,8 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--job", required=True)
     options = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the last words of a role may be in letters that a locale lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         plan, job = read_plan(options.plan, options.job), ThisJob.of(os.environ)
     except RlhpcError as error:

@@ -72,7 +72,10 @@ class AttemptStarter:
             silent = f"ended by signal {-status}" if status < 0 else f"exit status {status}"
             said = (errors or out).strip() or f"{program}: {silent}, without output"
             raise BeginError(f"no attempt could begin: {said}", status)
-        document = json.loads(out.strip().splitlines()[-1])
+        try:
+            document = json.loads(next(line for line in reversed(out.splitlines()) if line.startswith("{")))
+        except (StopIteration, ValueError) as error:
+            raise BeginError(f"{program}: exit status 0, and says no attempt: {out.strip()[-200:]!r}") from error
         for line in document.get("set_aside", ()):
             self._say("checkpoint", line)
         return Attempt.parse(document)

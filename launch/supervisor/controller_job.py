@@ -24,7 +24,6 @@ from launch.run_files.run_state import (
     Progress,
     is_complete,
     needed_to_stop_s,
-    read_attempt,
     read_progress,
     save_requests,
     saved_step,
@@ -97,14 +96,8 @@ class ControllerJobSupervisor:
             while True:
                 saved_before = saved_step(self._layout)
                 outcome = self._attempt()
-                pause_s = pause_before_another(
-                    outcome,
-                    self._plan,
-                    self._limit,
-                    self._budget,
-                    has_saved=saved_step(self._layout) > saved_before,
-                    has_trained=self._has_trained,
-                )
+                has = {"has_saved": saved_step(self._layout) > saved_before, "has_trained": self._has_trained}
+                pause_s = pause_before_another(outcome, self._plan, self._limit, self._budget, **has)
                 if pause_s is None:
                     if outcome.cause.follows == "requeue" or outcome.cause is Cause.SIGNAL:
                         release(self._plan, self._job)  # before the generators, now unused, have exited
@@ -138,6 +131,8 @@ class ControllerJobSupervisor:
             return Outcome(Cause.SIGNAL, f"ended by {self._signals.sender} before an attempt could begin")
         if lost_to := self._signals.lost_to():
             return Outcome(Cause.FENCED, lost_to)
+        if self._limit.left_s() < self._last_moment_s:  # reading a checkpoint may take longer than a short life
+            return Outcome(Cause.TIME, "the time limit of this job comes before an attempt could begin")
         return asked_to_end(self._layout)
 
     def _begin(self) -> Attempt | Outcome:
@@ -169,7 +164,13 @@ class ControllerJobSupervisor:
         self._cause, self._why, self._patience_s, self._log.attempt = None, "", SAVE_GRACE_S, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
-        self._processes.start(attempt)
+        self._has_trained = False
+        try:
+            self._processes.start(attempt)
+        except OSError as error:  # no process more for this user, at the moment
+            self._kill_attempt(Cause.FAILED, f"a process could not be started: {error}")
+            self._processes.end_trainer(0.0)
+            return Outcome(Cause.FAILED, self._why)
         stall = StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, time.monotonic())
         while self._processes.has_controller:
             self._signals.sleep(POLL_S)
@@ -180,6 +181,10 @@ class ControllerJobSupervisor:
     @property
     def _controller(self) -> Step | None:
         return self._processes.controller
+
+    @property
+    def _last_moment_s(self) -> float:
+        return min(LAST_MOMENT_S, self._limit.life_s / 8)
 
     @property
     def _is_urgent(self) -> bool:
@@ -215,13 +220,7 @@ class ControllerJobSupervisor:
         """Whether another supervisor has taken the run over, or replaced its keys."""
         if lost_to := self._signals.lost_to():
             return Outcome(Cause.FENCED, lost_to)
-        latest = read_attempt(self._layout)
-        if latest is None or (latest.owner <= attempt.owner and latest.index <= attempt.index):
-            return None
-        if latest.owner > attempt.owner:
-            return Outcome(Cause.FENCED, f"attempt {latest.index} has begun in job {latest.job_id}")
-        # A stale supervisor has replaced the run's keys.
-        return Outcome(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
+        return self._classifier.taken_over(attempt)
 
     def _stop_if_asked(self, progress: Progress | None, *, may_hand_over: bool) -> None:
         """Let the controller finish its step and save, for the first reason that applies."""
@@ -269,8 +268,7 @@ class ControllerJobSupervisor:
     def _end_if_late(self) -> None:
         """The controller was asked to exit: kill it if it takes too long, or if there is no time left to wait."""
         waited_s = time.monotonic() - self._asked_at
-        last_moment_s = min(LAST_MOMENT_S, self._limit.life_s / 8)
-        if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > last_moment_s):
+        if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > self._last_moment_s):
             return
         self._log.say("kill", f"the controller is killed: it did not exit within {waited_s:.0f} s of being asked to")
         self._controller.kill()

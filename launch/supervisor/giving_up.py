@@ -19,7 +19,7 @@ MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a n
 
 def pause_after(failures: int) -> float:
     """Seconds before another try, by the number of those that failed."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (failures - 1))
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** min(failures - 1, 10))  # more would overflow
 
 
 class RetryBudget:
@@ -33,7 +33,7 @@ class RetryBudget:
         try:
             document = json.loads(self._path.read_bytes())
             self.failures, self._step = int(document["failures"]), int(document["saved_step"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             self.failures, self._step = 0, -1
 
     def take(self, saved_step: int) -> float | None:

@@ -57,7 +57,9 @@ class LocalSignals(Signals):
         handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._end}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run outlives its terminal
             handlers[signal.SIGHUP] = self._end
-        before = [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
+        # Where a parent has had it ignored, every process seems to end with status 0.
+        before = [(signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))]
+        before += [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
         try:
             yield
         finally:

@@ -89,12 +89,14 @@ def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog, *, is_told: b
 
 def may_have_controller(layout: RunLayout, job: ThisJob, patience_s: float) -> bool:
     """False if Slurm shows that no job with the controller is queued or running.  Does not raise: no answer is True."""
+    hosts = [record for record in read_records(layout) if record.hosts_controller]
     try:
         states = _ask_queue(job, patience_s)
     except SlurmError:
         return True
+    if hosts != [record for record in read_records(layout) if record.hosts_controller]:  # as in gone_jobs
+        return True
     forgotten_before = time.time() - MIN_JOB_AGE_S - SKEW_S
-    hosts = [record for record in read_records(layout) if record.hosts_controller]
     return any(_gone([record], None, states, forgotten_before) is None for record in hosts)
 
 
@@ -103,9 +105,12 @@ def gone_jobs(plan: JobPart, job: ThisJob, min_job_age_s: float = MIN_JOB_AGE_S)
 
     COMPLETING counts as alive: it may be a requeue.  min_job_age_s: how long Slurm remembers every job.
     """
+    planned = planned_tasks(plan)
     states = _ask_queue(job, 0.0)
+    if planned_tasks(plan) != planned:  # submitted while Slurm answered: its answer may lack it
+        return []
     forgotten_before = time.time() - min_job_age_s - SKEW_S
-    found = [_gone(records, task, states, forgotten_before) for records, task in planned_tasks(plan)]
+    found = [_gone(records, task, states, forgotten_before) for records, task in planned]
     return [gone for gone in found if gone is not None]
 
 

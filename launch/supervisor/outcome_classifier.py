@@ -8,7 +8,7 @@ from __future__ import annotations
 from launch.run_files.exit_records import ExitRecord, read_record, read_records
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
-from launch.run_files.run_state import Attempt, is_complete, wants_abort, wants_stop
+from launch.run_files.run_state import Attempt, is_complete, read_attempt, wants_abort, wants_stop
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import component_states
 from launch.slurm.this_job import ThisJob
@@ -66,6 +66,16 @@ class OutcomeClassifier:
         if asked is Cause.TIME or (status == 0 and asked is not None and asked is not Cause.FAILED):
             return Outcome(asked, why)
         return self._failure(status, records, attempt, asked, why, end_requested)
+
+    def taken_over(self, attempt: Attempt) -> Outcome | None:
+        """Whether another supervisor has begun an attempt since."""
+        latest = read_attempt(self._layout)
+        if latest is None or (latest.owner <= attempt.owner and latest.index <= attempt.index):
+            return None
+        if latest.owner > attempt.owner:
+            return Outcome(Cause.FENCED, f"attempt {latest.index} has begun in job {latest.job_id}")
+        # A stale supervisor has replaced the run's keys.
+        return Outcome(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
 
     def exit_summary(self, step: Step) -> str:
         """How a component ended: the error of the first of its processes that failed."""

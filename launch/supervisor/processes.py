@@ -41,8 +41,8 @@ class Processes:
     def stand_by(self, attempt: Attempt) -> None:
         """Start everything for an attempt that has not begun yet: processes load, then wait for its beginning."""
         self._end_awaited()
+        self._awaited = attempt  # first: what has been started is ended later, also if the rest cannot be
         self._start_all(attempt)
-        self._awaited = attempt
 
     @property
     def are_loaded(self) -> bool:

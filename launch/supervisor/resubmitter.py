@@ -156,10 +156,10 @@ class Resubmitter:
     def _read_left_away(self) -> list[str]:
         """Names of jobs and tasks, as squeue writes them."""
         try:
-            labels: list[str] = json.loads(self._left_away.read_bytes())
+            labels = json.loads(self._left_away.read_bytes())
         except (OSError, ValueError):
             return []
-        return labels
+        return labels if isinstance(labels, list) else []
 
 
 class _Tries:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +30,8 @@ from launch.run_files.plan_file import JobPart, Part, read_plan
 from launch.run_files.run_state import is_complete, read_attempt, read_progress
 from launch.slurm.this_job import ThisJob
 from launch.supervisor.bounded_log import BoundedLog
+from launch.supervisor.surroundings import TaskError, caches_below, choose_gpus, name_host, node_name
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.parent_death import adopt_orphans, die_with, end_children, end_with_parent, wait_for_child
@@ -38,24 +40,15 @@ NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
 MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
+POLL_S = 0.2
+_NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)  # settings: another try would not help
 _SIGNALS: list[int] = []  # that this process has received
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.  Numba
-# writes only a few files, beside our source; without them every controller would compile for ten seconds on one core.
-_CACHES = {
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "VLLM_CACHE_ROOT": "vllm",
-    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-    "CUDA_CACHE_PATH": "cuda",
-}
-# Of other vendors: on some sites Slurm sets them along with CUDA_VISIBLE_DEVICES, and libraries obey them.
-_FOREIGN = ("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
-class TaskError(RlhpcError):
-    """This task cannot start its role."""
+class NotNow(RlhpcError):
+    """This node cannot start it at the moment: another may, or a later try."""
 
 
 def main() -> int:
@@ -104,7 +97,7 @@ class _Task:
         self._replica = share.first_replica + tasks_before + index
         self._name = f"{options.role}-{self._replica}"
         self._log = plan.layout.log(options.role, self._replica, options.attempt)
-        self._bounded = BoundedLog(self._log, self._name, plan.limits.log_bytes)
+        self._bounded = BoundedLog(self._name, plan.limits.log_bytes)
         self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
         self._starts = 0
         self._is_expendable = options.role in ("generator", "reward")
@@ -120,8 +113,8 @@ class _Task:
             except TaskError as error:
                 self._write_down(EXIT_CONFIG, str(error))
                 raise
-            except OSError as error:  # this node has no room for temporary files: another may have
-                self._write_down(1, f"no temporary directory: {error}")
+            except NotNow as error:
+                self._write_down(1, str(error))
                 return 1
             fruitless = 1 if self._step() > step else fruitless + 1
             step = self._step()
@@ -129,7 +122,9 @@ class _Task:
             self._write_down(status, is_final=is_over)
             if is_over:
                 return status
-            time.sleep(PAUSE_S * fruitless)
+            if Deadline(PAUSE_S * fruitless).wait_for(lambda: bool(_SIGNALS), POLL_S):
+                self._write_down(0, "asked to leave")  # a role that starts only now would not hear of it
+                return 0
 
     def _make_place(self) -> None:
         """The directory of the log.  Raises TaskError: no run is there any more, and none is begun by a log."""
@@ -148,7 +143,7 @@ class _Task:
 
     def _once(self) -> int:
         environment = {**self._part.defaults, **os.environ}
-        _choose_gpus(environment, self._part, self._is_step)
+        choose_gpus(environment, self._part, self._is_step)
         environment.update(self._part.environment)
         if self._name in self._part.visible_devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._part.visible_devices[self._name]
@@ -157,9 +152,9 @@ class _Task:
         if not self._plan.is_local:  # on a machine of one's own, caches in the home directory are worth keeping
             for variable, place in caches_below(base / "cache").items():
                 environment.setdefault(variable, place)
-            _name_host(environment, self._job.job_id, self._part.name)
+            name_host(environment, self._job.job_id, self._part.name)
         try:
-            with self._log.open("ab") as log:
+            with self._log.open("a+b") as log:
                 role = subprocess.Popen(
                     self._command(base),
                     stdin=subprocess.DEVNULL,
@@ -172,12 +167,13 @@ class _Task:
                 self._starts += 1
                 for number in [each for each in _SIGNALS if each in _ENDS]:
                     role.send_signal(number)  # it came before there was a role to hear it
-                with self._bounded:
+                with self._bounded.over(log.fileno()):
                     status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
                 role.returncode = status  # for Popen, which has not seen it end
             end_children()
         except OSError as error:
-            raise TaskError(f"{self._part.python[0]}: {error}") from error
+            text = f"{self._part.python[0]}: {error}"
+            raise (TaskError(text) if error.errno in _NO_PROGRAM else NotNow(text)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             self._leave(base)
@@ -185,7 +181,10 @@ class _Task:
 
     def _say_it_stands_still(self) -> None:
         limit_s = self._plan.limits.dead_after_s
-        with self._log.open("a", encoding="utf-8") as log:
+        with (
+            contextlib.suppress(OSError),
+            self._log.open("a", encoding="utf-8") as log,
+        ):  # a full disk: killed all the same
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             log.write(f"{when} {self._name} rlhpc.task ERROR stopped by a signal for {limit_s:g} s: killed\n")
 
@@ -199,9 +198,12 @@ class _Task:
     def _temporary_directory(self) -> tuple[Path, Path]:
         """The job's temporary directory on this node, and this process's within it."""
         try:
-            return self._make_temporary_directory()
-        except FileNotFoundError:  # the last task of an earlier step has removed the job's between the two lines
-            return self._make_temporary_directory()
+            try:
+                return self._make_temporary_directory()
+            except FileNotFoundError:  # the last task of an earlier step has removed the job's between the two lines
+                return self._make_temporary_directory()
+        except OSError as error:
+            raise NotNow(f"no temporary directory: {error}") from error
 
     def _make_temporary_directory(self) -> tuple[Path, Path]:
         # Without Slurm the supervisor has made one for the whole run.
@@ -253,7 +255,7 @@ class _Task:
             status=status,
             last_words=words,
             starts=self._starts,
-            host=_node(os.environ),
+            host=node_name(os.environ),
             job=self._job.name,
             is_final=is_final,
         )
@@ -264,49 +266,11 @@ class _Task:
                 sys.stderr.write(f"rlhpc task: {self._record} not written: {error.strerror or error}\n")
 
 
-def caches_below(directory: Path) -> dict[str, str]:
-    """Variable → place, for what compilers write and read again."""
-    return {variable: str(directory / name) for variable, name in _CACHES.items()}
-
-
-def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:
-    """Restrict a task to its share of its component's GPUs on the node.  Raises TaskError if there are too few."""
-    for variable in _FOREIGN:
-        environment.pop(variable, None)
-    if not is_step or part.gpus_per_task == 0:
-        return
-    shown = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    first = int(environment["SLURM_LOCALID"]) * part.gpus_per_task
-    mine = shown[first : first + part.gpus_per_task]
-    if len(mine) < part.gpus_per_task:
-        raise TaskError(
-            f"task {environment['SLURM_LOCALID']} of {part.name} on {socket.gethostname()} needs GPUs {first} to "
-            f"{first + part.gpus_per_task - 1} of those that Slurm shows, "
-            f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES')!r}"
-        )
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-
-
 def _bound(python: Sequence[str], base: Path) -> list[str]:
     """The interpreter; in an image, with the job's directory on this node mounted, for TMPDIR and caches."""
     if python[0] != "apptainer" or Path("/tmp") in base.parents:  # which is visible in every image
         return [*python]
     return [*python[:2], "--bind", str(base), *python[2:]]
-
-
-def _name_host(environment: dict[str, str], job_id: int, component: str) -> None:
-    """Make NCCL treat this component's processes on this node as a separate host, unless NCCL_HOSTID is set.
-
-    Where Slurm confines jobs to their GPUs (ConstrainDevices), NCCL would try direct access to a GPU of another job or
-    component on the node, and fail; over the network it reaches all.  Empty: NCCL's own way to tell hosts apart.
-    """
-    # The component too: all of a heterogeneous job have the SLURM_JOB_ID of its leader.
-    if not environment.setdefault("NCCL_HOSTID", f"{_node(environment)}.{job_id}.{component}"):
-        del environment["NCCL_HOSTID"]  # as a name, it would make one host of all nodes
-
-
-def _node(environment: Mapping[str, str]) -> str:
-    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:
@@ -337,6 +301,7 @@ def _before_the_role(parent: int) -> None:
 
 def _outlive_signals() -> None:
     """Ignore signals meant for the role, die with the supervisor, and outlive everything that the role starts."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who has started us, it would hide how the role ends
     for number in _DEAF_TO:
         signal.signal(number, lambda number, _: _SIGNALS.append(number))  # not SIG_IGN: the role would inherit that
     end_with_parent()

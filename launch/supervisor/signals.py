@@ -58,6 +58,7 @@ class SlurmSignals(Signals):
     def __init__(self) -> None:
         """Install the handlers.  One instance per process."""
         super().__init__()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, every process seems to end with status 0
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._warn)
         for number in (signal.SIGTERM, signal.SIGINT):

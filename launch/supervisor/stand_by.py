@@ -12,6 +12,7 @@ Guarantees: nothing is written to the run before an attempt of this job begins, 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from launch.run_files.events import Log
 from launch.run_files.outcome import Cause, Outcome
@@ -25,6 +26,7 @@ from launch.supervisor.begin import AttemptStarter
 from launch.supervisor.outcome_classifier import asked_to_end
 from launch.supervisor.processes import Processes
 from launch.supervisor.signals import Signals
+from rlhpc.errors import RlhpcError
 
 POLL_S = 0.2
 ASK_SLURM_S = 10.0  # between questions whether the other job lives
@@ -52,6 +54,7 @@ class StandBy:
         self._ending_since: float | None = None
         self._awaited = -1  # number of the attempt that everything is loaded for
         self._has_asked = False
+        self._said = ""  # why it could not load or ask, as last reported
 
     def until_turn(self) -> Outcome | None:
         """Return None when this job is to begin an attempt; an outcome if there is nothing to do for it."""
@@ -67,13 +70,11 @@ class StandBy:
                 why = self._why_now()
                 if why is not None:
                     break
-                self._load()
-                for step in self._processes.ended():
-                    self._log.say("part_end", f"{step.name} ended while standing by: it is restarted later")
-                self._ask_if_loaded()
+                self._load_as_far_as_possible()
                 self._signals.sleep(POLL_S)
         finally:
-            self._request.unlink(missing_ok=True)
+            with suppress(OSError):  # a request of a job that is not running is ignored
+                self._request.unlink(missing_ok=True)
         if self._awaited >= 0:
             loaded = "everything is loaded" if self._processes.are_loaded else "not everything is loaded"
             self._log.say("take_over", f"{why}; stood by for {time.monotonic() - began:.1f} s, {loaded}")
@@ -119,22 +120,35 @@ class StandBy:
             return Outcome(Cause.TIME, "its time limit is near, and the job before it still owns the run")
         return None
 
+    def _load_as_far_as_possible(self) -> None:
+        """Nothing that fails here is a reason to end: the owner's job, which trains, would be ended too."""
+        try:
+            self._load()
+            for step in self._processes.ended():
+                self._log.say("part_end", f"{step.name} ended while standing by: it is restarted later")
+            self._ask_if_loaded()
+        except (RlhpcError, OSError) as error:  # a full disk, a program that this node lacks
+            if str(error) != self._said:
+                self._log.say("not_loaded", f"cannot load or ask for the run yet, and waits all the same: {error}")
+            self._said = str(error)
+
     def _load(self) -> None:
         """Start everything, again if the other job has begun another attempt: processes are bound to a number."""
         attempt = read_attempt(self._layout)
         if attempt is None or attempt.index + 1 == self._awaited:
             return
-        if self._awaited < 0:
-            self._starter.load()
+        is_first = self._awaited < 0
         self._awaited = attempt.index + 1
         self._log.say("stand_by", f"job {attempt.job_id} runs attempt {attempt.index}; loading for the next meanwhile")
         self._processes.stand_by(Attempt(self._awaited, None, self._job.job_id, self._job.restart, has_begun=False))
+        if is_first:
+            self._starter.load()
 
     def _ask_if_loaded(self) -> None:
         if not self._has_asked and self._processes.are_loaded:
+            self._request.touch()
             self._has_asked = True
             self._log.say("loaded", "everything is loaded: asking for the run")
-            self._request.touch()
 
 
 class Heirs:

@@ -34,9 +34,10 @@ from rlhpc.files import names_in
 
 POLL_S = 0.5
 STATUS_S = 5.0  # between two reads of the status by one of hundreds of generators' jobs, which hardly need it
-LEAVE_S = 45.0  # for generators to hand back their leases, and for engines to close
+LEAVE_S = 45.0  # at most, for generators to hand back their leases, and for engines to close
 STOP_S = 900.0  # at least, for the controller to finish its step and save
 SILENT_S = 60.0  # a controller that has written no status for so long may have ended for good
+LAST_MOMENT_S = 15.0  # before the time limit: to end the srun and requeue
 ASK_S = 3.0  # for Slurm to answer: the time limit is near
 MAX_STARTS = 6  # of a component in one life, without a step in between
 
@@ -68,7 +69,8 @@ class WorkerJobSupervisor:
                 self._signals.sleep(POLL_S)
         finally:
             self._leave()
-            self._save_request.unlink(missing_ok=True)
+            with suppress(OSError):  # the outcome counts
+                self._save_request.unlink(missing_ok=True)
 
     # --------------------------------------------------------------------------------------------------------- looking
 
@@ -106,8 +108,12 @@ class WorkerJobSupervisor:
         keeps_s = 0.0 if self._follows_attempts else min(STATUS_S, self._plan.limits.meet_s / 10)
         if known is not None and now - self._read_at < keeps_s:
             return replace(known, age_s=known.age_s + now - self._read_at)
-        self._progress, self._read_at = read_progress(self._layout), now
-        return self._progress
+        read = read_progress(self._layout)
+        if read is not None and known is not None:  # from here on no clocks of two nodes are compared
+            is_new = read.written_unix_s != known.written_unix_s
+            read = replace(read, age_s=0.0 if is_new else known.age_s + now - self._read_at)
+        self._progress, self._read_at = read, now
+        return read
 
     def _has_controller(self, attempt: Attempt, progress: Progress | None) -> bool:
         """True if the controller of this attempt has written its status recently, or has had no time to."""
@@ -125,7 +131,7 @@ class WorkerJobSupervisor:
     def _is_time_over(self, progress: Progress | None) -> bool:
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if not self._follows_attempts:
-            needed_s = min(LEAVE_S, self._limit.life_s / 5)
+            needed_s = min(LEAVE_S + LAST_MOMENT_S, self._limit.life_s / 5)
         if self._limit.left_s() >= needed_s:
             return self._signals.warned and self._limit.end is None
         self._limit.ask()  # the limit may have been extended
@@ -182,7 +188,7 @@ class WorkerJobSupervisor:
             return Outcome(Cause.ALONE, "the controller's job has ended, and none is queued")
         if self._follows_attempts and self._step is not None and self._step.status() is None:
             self._ask_to_save(f"{self._limit.left_s():.0f} s are left")
-            self._wait_for_end(max(0.0, self._limit.left_s() - 2.0))
+            self._wait_for_end(self._before_the_last_moment_s())
         return Outcome(Cause.TIME, Cause.TIME.words)
 
     def _make_use_of_grace(self) -> Outcome:
@@ -235,5 +241,9 @@ class WorkerJobSupervisor:
         if self._step is None or self._step.status() is not None:
             return
         self._step.ask_to_leave()
-        if not self._step.wait(POLL_S if self._follows_attempts else LEAVE_S):
+        if not self._step.wait(POLL_S if self._follows_attempts else min(LEAVE_S, self._before_the_last_moment_s())):
             self._step.kill()
+
+    def _before_the_last_moment_s(self) -> float:
+        """Seconds that may be waited so that this job can still be requeued."""
+        return max(POLL_S, self._limit.left_s() - min(LAST_MOMENT_S, self._limit.life_s / 10))

@@ -21,7 +21,7 @@ from launch.common.text_table import span
 from launch.plan.gpu_map import VARIABLE, GpuMap
 from launch.run_files.exit_records import last_error_in
 from launch.supervisor.local_run import private_temporary_directory
-from launch.supervisor.role_task import caches_below
+from launch.supervisor.surroundings import caches_below
 from rlhpc.errors import RoleFailed
 from rlhpc.evaluation.settings import EvaluationSettings
 from rlhpc.parent_death import die_with

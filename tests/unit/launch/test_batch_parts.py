@@ -16,6 +16,7 @@ from launch.run_files.events import EventLog, last_outcome
 from launch.run_files.exit_records import ExitRecord, read_records, write_record
 from launch.run_files.plan_file import PlanFileError, read_plan
 from launch.run_files.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
+from launch.slurm import this_job
 from launch.slurm.commands import SlurmError, clean_environment, is_away, slurm
 from launch.slurm.states import OVER
 from launch.slurm.this_job import ThisJob, TimeLimit
@@ -67,6 +68,16 @@ def test_the_end_of_a_life_is_taken_from_slurm_where_slurm_says_it() -> None:
     assert left_s - 1 <= life_s <= 101
 
 
+def test_on_a_node_whose_clock_is_behind_a_life_does_not_seem_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's variables are of slurmctld's clock."""
+    now, behind_s = time.time(), 300.0
+    monkeypatch.setattr(this_job.time, "time", lambda: now - behind_s)
+    job = ThisJob.of({"SLURM_JOB_ID": "12"})
+    limit = TimeLimit(job, {"SLURM_JOB_START_TIME": str(int(now)), "SLURM_JOB_END_TIME": str(int(now) + 100)})
+    assert 95 <= limit.left_s() <= 100
+    assert limit.life_s == pytest.approx(100, abs=1)
+
+
 def test_stopping_needs_the_step_and_the_checkpoint_that_were_seen_and_a_margin() -> None:
     assert needed_to_stop_s(progress(10.0, 30.0), 36_000.0) == pytest.approx(30.0 + 15.0 + 60.0)
 
@@ -81,6 +92,19 @@ def test_a_budget_is_used_up_by_failures_without_a_new_checkpoint(tmp_path: Path
     layout = layout_in(tmp_path)
     pauses = [RetryBudget(layout, 3).take(40) for _ in range(4)]  # each time read anew, as after a requeue
     assert pauses == [2.0, 8.0, 32.0, None]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '"x"', "{}", '{"failures": null, "saved_step": 1}'])
+def test_a_damaged_count_of_failures_counts_as_none(tmp_path: Path, content: str) -> None:
+    layout = layout_in(tmp_path)
+    layout.failures.write_text(content)
+    assert RetryBudget(layout, 3).take(40) == 2.0
+
+
+def test_a_run_may_fail_as_often_as_its_site_file_allows(tmp_path: Path) -> None:
+    layout = layout_in(tmp_path)
+    layout.failures.write_text('{"failures": 2000, "saved_step": 40}')
+    assert RetryBudget(layout, 3000).take(40) == 300.0
 
 
 def test_a_new_checkpoint_refills_the_budget(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.report import plan_document
 from launch.run_directory.begin_attempt import FencedError, begin_attempt, main
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
+from launch.run_files.run_state import FIRST_SAVE_S, needed_to_stop_s, read_progress
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.ownership import take_over
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
+from rlhpc.files import write_atomically
+from rlhpc.ownership import read_owner, take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.ring.run_kit import ROOT, command_environment
@@ -70,6 +73,22 @@ def test_attempts_are_counted_and_go_on_where_the_last_checkpoint_ends(layout: R
         (0, None, 7, 0),
         (1, 8, 7, 1),
     ]
+
+
+def test_how_long_saving_took_is_known_to_later_attempts_which_have_not_saved_yet(layout: RunLayout) -> None:
+    """A job asks its controller early enough to save, before its time limit."""
+    said = {"phase": "training", "step": 3, "roles": [], "unix_time_s": 0.0}
+
+    def needed_s(restart: int, **more: float) -> float:
+        begin_attempt(layout, job_id=7, restart=restart)
+        layout.status.write_text(json.dumps({**said, **more}))
+        return needed_to_stop_s(read_progress(layout), 36_000.0)
+
+    assert needed_s(0) == 30 + FIRST_SAVE_S
+    assert needed_s(1, save_s=1300.0) == 30 + 2 * 1300
+    assert needed_s(2) == 30 + 2 * 1300
+    assert needed_s(3) == 30 + 2 * 1300
+    assert needed_s(4, save_s=100.0) == 30 + 2 * 100, "as it is now"
 
 
 def test_what_an_earlier_attempt_has_left_behind_is_gone(layout: RunLayout) -> None:
@@ -140,3 +159,26 @@ def test_a_ghost_of_an_earlier_life_begins_nothing(layout: RunLayout, capsys: py
     assert json.loads(layout.attempt.read_bytes())["restart"] == 1
     assert main([*words, "--restart", "1"]) == 0  # the same life, another attempt
     assert main([*words, "--restart", "2"]) == 0
+
+
+def test_of_two_that_begin_at_one_moment_the_earlier_counts_as_overtaken(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as misconfigured: with that verdict it would end the other one's jobs."""
+    begin_attempt(layout, job_id=7, restart=0)
+    stale = layout.rollouts / ".owner_stale"
+    stale.mkdir()
+    for number in range(5000):  # which takes a while to delete
+        (stale / str(number)).touch()
+    before = layout.owner.read_text()
+
+    def overtake() -> None:
+        while layout.owner.read_text() == before:
+            pass
+        write_atomically(layout.owner, json.dumps({"owner": "1-other"}).encode())
+
+    other = threading.Thread(target=overtake)
+    other.start()
+    status = main(["--run-dir", str(layout.root), "--job-id", "8"])
+    other.join()
+    assert (status, read_owner(layout)) == (EXIT_FENCED, "1-other"), capsys.readouterr().err

@@ -146,3 +146,18 @@ def test_a_plan_that_does_not_turn_up_or_is_of_another_schema_is_refused(tmp_pat
     (tmp_path / "plan.json").write_text('{"schema": 2}')
     with pytest.raises(SystemExit, match="schema=2: legal: 1"):
         read_plan(tmp_path)
+
+
+@pytest.mark.starts
+def test_a_log_that_takes_no_more_ends_no_job(tmp_path: Path) -> None:
+    job = tmp_path / "7"
+    (job / "task").mkdir(parents=True)
+    command = ["sh", "-c", 'touch "$1/7_0_result.pkl"', "task"]
+    part = {"name": "task", "is_essential": True, "stores_checkpoint": False, "restarts": 0, "group": None}
+    part |= {"in_batch_step": True, "num_tasks": 1, "command": command, "stderr_to_stdout": True}
+    plan = {"schema": 1, "warning": "USR2", "warn_s": 60, "components": [part]}
+    (job / "plan.json").write_text(json.dumps(plan))
+    words = [sys.executable, "-u", "-m", "launch.submitit_hetjob.supervisor", "--folder", str(tmp_path)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, env={**os.environ, "SLURM_JOB_ID": "7"}, stdout=full, check=False)
+    assert done.returncode == 0

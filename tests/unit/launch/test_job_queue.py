@@ -150,3 +150,28 @@ def test_moments_are_local_time() -> None:
     assert moment_unix_s(time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now))) == now
     assert moment_unix_s("N/A") is None
     assert moment_unix_s("Unknown") is None
+
+
+def test_a_job_of_a_long_name_is_known_as_its_runs(commands: Path) -> None:
+    """squeue cuts what is wider than it was asked for."""
+    name = "-".join(["sweep", *(f"trainer.learning_rate_{k}e-6" for k in range(8))]).replace(".", "_")
+    row = f"12|RUNNING|0|None|cpu|1:13|58:47|1:00:00|N/A|c0|{name}"
+    put(
+        commands,
+        "squeue",
+        f"width=$(echo \"$*\" | sed 's/.*,Name:\\([0-9]*\\).*/\\1/'); echo '{row}' | cut -c1-$((38 + width))",
+    )
+    look = look_at_jobs([12], run_name=name)
+    assert (len(look.rows), len(look.others), len(name) > 100) == (1, 0, True)
+
+
+def test_an_empty_list_with_an_error_says_of_no_job_that_it_has_ended(commands: Path) -> None:
+    """Whatever the status of squeue is: `rlhpc stop` would leave what runs."""
+    put(commands, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2")
+    look = look_at_jobs([12], timeout_s=1.0, patience_s=0.1)
+    assert "Unable to contact slurm controller" in look.trouble
+    put(commands, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2")
+    put(commands, "sacct", "exit 1")
+    assert look_at_jobs([12]).unknown == (12,)
+    put(commands, "squeue", "echo 'squeue: error: an old option in slurm.conf' >&2")
+    assert look_at_jobs([12]).unknown == (12,), "that is said at every call"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,3 +135,75 @@ def test_a_trainers_job_waits_for_a_long_save_when_the_run_is_stopped(
     outcome = supervisor._look()
     assert outcome is not None
     assert (outcome.cause, waits) == (Cause.STOP, [NEEDED_S])
+
+
+class _Limit(NoTimeLimit):
+    """An hour of which so much is left."""
+
+    def __init__(self, left_s: float) -> None:
+        self._left_s = left_s
+
+    @property
+    def life_s(self) -> float:
+        return 3600.0
+
+    def left_s(self) -> float:
+        return self._left_s
+
+
+@pytest.mark.parametrize(("left_s", "waits_s"), [(600.0, 45.0), (59.0, 44.0), (45.0, 30.0), (3.0, 0.5)])
+def test_generators_that_are_slow_to_leave_do_not_keep_their_job_from_being_requeued(
+    layout: RunLayout, left_s: float, waits_s: float
+) -> None:
+    log = EventLog(layout.job_events("8"), 0)
+    limit, job = _Limit(left_s), ThisJob.without_slurm()
+    supervisor = WorkerJobSupervisor(plan_of(layout, "generator"), job, limit, log, Signals())  # type: ignore[arg-type]
+    process = supervisor._step = _Process()  # type: ignore[assignment]
+    waited_s: list[float] = []
+    process.wait = waited_s.append  # type: ignore[assignment]
+    supervisor._leave()
+    assert (waited_s, process.is_killed) == ([waits_s], True)
+
+
+@pytest.mark.starts
+def test_a_process_that_cannot_be_started_is_a_failed_attempt_and_not_the_end_of_the_run(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(layout.root))  # without srun, as where no process more can be made
+    plan = plan_of(layout, "trainer")
+    here = Part("controller", (Share("controller", 1),), True, (), 0, ("python",), {}, {})
+    plan = replace(plan, parts=(here, *plan.parts))
+    log, job = EventLog(layout.job_events("7"), 0), ThisJob.of({"SLURM_JOB_ID": "7"})
+    supervisor = ControllerJobSupervisor(plan, job, NoTimeLimit(), log, Signals(), first=Attempt(0, None, 7, 0))
+    outcome = supervisor._attempt()
+    assert (outcome.cause, "srun" in outcome.text) == (Cause.FAILED, True)
+    assert not supervisor._processes.has_controller
+
+
+@pytest.mark.starts
+@pytest.mark.waits
+def test_an_attempt_that_takes_longer_to_begin_than_its_job_may_last_is_a_failure_that_is_counted(
+    layout: RunLayout,
+) -> None:
+    """As where a large checkpoint is read in a short job: it was requeued for ever."""
+    layout.failures.parent.mkdir(exist_ok=True)
+    program = layout.root / "python"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    part = Part("controller", (Share("controller", 1),), True, (), 0, (str(program),), {}, {})
+    plan = replace(plan_of(layout, "controller"), parts=(part,))
+
+    def life() -> Cause:
+        """Of which 16 s are left; Slurm's SIGTERM comes a little early."""
+        signals, limit = Signals(), _Limit(0.0)
+        began = time.monotonic()
+        limit.left_s = lambda: 16.0 - (time.monotonic() - began)  # type: ignore[method-assign]
+        timer = threading.Timer(2.5, setattr, (signals, "end_requested", True))
+        timer.start()
+        log, job = EventLog(layout.job_events("7"), 0), ThisJob.of({"SLURM_JOB_ID": "7"})
+        try:
+            return ControllerJobSupervisor(plan, job, limit, log, signals).run().cause
+        finally:
+            timer.cancel()
+
+    assert [life() for _ in range(3)] == [Cause.TIME, Cause.TIME, Cause.GIVEN_UP], "max_retries is 2"

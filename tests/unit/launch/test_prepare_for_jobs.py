@@ -65,6 +65,25 @@ def test_a_claim_makes_settings_and_directories_and_no_attempt(config: Config, l
     assert layout.checkpoints.is_dir()
 
 
+def test_a_resume_heeds_nothing_that_was_said_of_earlier_jobs(config: Config, layout: RunLayout) -> None:
+    """Slurm counts its ids anew after it has lost its state, and so does another cluster."""
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
+    begin_attempt(layout, job_id=5000, restart=0)
+    layout.jobs.mkdir(exist_ok=True)
+    said = [
+        layout.released(12),
+        layout.hand_over_request(13),
+        layout.save_request("12"),
+        layout.jobs / "left_away.json",
+    ]
+    for path in said:
+        path.write_text("[]")
+    layout.job_events("12").write_text("")
+    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
+    assert [path.name for path in layout.jobs.iterdir()] == [layout.job_events("12").name]
+    begin_attempt(layout, job_id=12, restart=0)
+
+
 def test_a_run_that_never_began_may_be_submitted_again_with_other_settings(config: Config, layout: RunLayout) -> None:
     prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     layout.stop_request.touch()

@@ -15,6 +15,7 @@ from launch.run_files.events import EventLog
 from launch.run_files.job_records import JobRecord, read_records, write_record
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, Limits
+from launch.slurm import commands, this_job
 from launch.slurm.this_job import ThisJob
 from launch.supervisor.__main__ import _follow_up
 from rlhpc.run_layout import RunLayout
@@ -39,13 +40,13 @@ def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLayout:
     return layout
 
 
-def at_its_time_limit(layout: RunLayout, sbatch: str, successor: int | None) -> int:
+def at_its_time_limit(layout: RunLayout, sbatch: str, successor: int | None, continuation: str = "successor") -> int:
     """The exit status of the batch step."""
     program = layout.root.parent / "bin" / "sbatch"
     program.write_text(f"#!/bin/sh\n{sbatch}\n")
     program.chmod(0o755)
     limits = Limits(meet_s=60, stall_s=60, max_retries=2)
-    plan = JobPart(layout, layout.job_plan, "hetjob", "hetjob", False, (), limits, "successor", ())
+    plan = JobPart(layout, layout.job_plan, "hetjob", "hetjob", False, (), limits, continuation, ())
     log = EventLog(layout.job_events("7"), 0)
     return _follow_up(plan, ThisJob.of({"SLURM_JOB_ID": "7"}), log, Outcome(Cause.TIME, ""), successor)
 
@@ -68,4 +69,20 @@ def test_without_a_successor_the_job_does_not_say_that_there_is_one(layout: RunL
 
 def test_a_successor_that_is_queued_is_not_submitted_a_second_time(layout: RunLayout) -> None:
     assert at_its_time_limit(layout, "echo 9", 8) == 0
+    assert [record.job_id for record in read_records(layout)] == [7]
+
+
+def test_a_job_whose_requeue_was_heard_and_not_answered_submits_no_successor_beside_itself(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "PAUSE_S", 0.05)
+    monkeypatch.setattr(this_job, "REQUEUED_S", 0.0)
+    seen = layout.root.parent / "seen"
+    scontrol = layout.root.parent / "bin" / "scontrol"
+    scontrol.write_text(
+        f"#!/bin/sh\n[ -e {seen} ] && {{ echo 'Job is pending execution for job 7' >&2; exit 1; }}\n"
+        f"touch {seen}; echo 'slurm_requeue error: Socket timed out on send/recv operation' >&2; exit 1\n"
+    )
+    scontrol.chmod(0o755)
+    assert at_its_time_limit(layout, "echo 8", None, "requeue") == 0
     assert [record.job_id for record in read_records(layout)] == [7]

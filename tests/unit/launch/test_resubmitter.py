@@ -221,3 +221,21 @@ def test_a_slurm_that_is_away_is_asked_again_and_less_often_in_a_deep_queue(site
 def test_nobody_is_asked_while_everybody_is_there(site: Site) -> None:
     site.look(*ALL_ROLES)
     assert site.calls("squeue") == 0
+
+
+def test_a_job_that_is_submitted_while_slurm_answers_is_not_submitted_twice(site: Site) -> None:
+    """By a node whose clock is behind, so that its age says nothing; Slurm's answer is older than the record."""
+    at = {"job_id": 5310227, "submitted_unix_s": time.time() - 600.0, "tasks": [1]}
+    gone = {**vars(read_records(site.layout)[-1]), **at}
+    late = site.layout.job_record(5310227)
+    write_record(site.layout, JobRecord(**gone))
+    hidden = late.rename(late.with_suffix(".later"))
+    site._program("squeue", f"cat {site.bin}/queue; mv {hidden} {late} 2>&-; true")
+    site.queue(PREEMPTED)
+    there = ("trainer-0", "generator-0", "generator-2", "generator-3")
+    site.look(*there)
+    assert site.submitted == []
+    site._program("squeue", f"cat {site.bin}/queue")
+    site.queue([*PREEMPTED, "5310227_1|PENDING"])
+    site.look(*there)
+    assert site.submitted == []

@@ -17,6 +17,7 @@ import pytest
 from launch.run_files.events import append_event
 from launch.run_files.exit_records import read_records
 from launch.run_files.plan_file import LOCAL, SCHEMA
+from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
@@ -151,6 +152,79 @@ def test_a_signal_that_comes_before_the_role_is_started_is_not_lost(tmp_path: Pa
     finally:
         task.kill()
         task.wait()
+
+
+@pytest.mark.starts
+def test_how_a_role_ended_is_known_also_where_a_parent_ignores_the_ends_of_children(tmp_path: Path) -> None:
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    role.write_text("#!/bin/sh\nexit 5\n")
+    role.chmod(0o700)
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
+    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        command,
+        env={**os.environ, **job},
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )
+    assert done.returncode == 5
+    assert read_records(layout, "trainer", 3)[0].status == 5
+
+
+@pytest.mark.starts
+def test_who_asks_a_generator_to_leave_between_two_starts_is_heard(tmp_path: Path) -> None:
+    """By SIGUSR2, as srun passes it on; a role ignores that until it listens, so one that starts now would stay."""
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    role.write_text("#!/bin/sh\necho started\nexit 3\n")
+    role.chmod(0o700)
+    plan = plan_with(role, layout)
+    plan.write_text(plan.read_text().replace('"role": "trainer"', '"role": "generator"'))
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), "--job", "trainer"]
+    command += ["--part", "trainer", "--role", "generator", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    task = subprocess.Popen(command, env={**os.environ, **job})
+    try:
+        assert Deadline(PATIENCE_S).wait_for(lambda: 0 in read_records(layout, "generator", 3), 0.05)
+        task.send_signal(signal.SIGUSR2)
+        assert task.wait(PATIENCE_S) == 0
+    finally:
+        task.kill()
+        task.wait()
+    record = read_records(layout, "generator", 3)[0]
+    assert (record.status, record.starts, record.is_final, record.last_words) == (0, 1, True, "asked to leave")
+
+
+@pytest.mark.starts
+def test_a_role_that_stands_still_is_killed_also_where_nobody_can_write_that_into_its_log(tmp_path: Path) -> None:
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    log = layout.log("trainer", 0, 3)
+    role.write_text(f"#!/bin/sh\nrm {log}\nmkdir {log}\nkill -STOP $$\n")  # as on a full disk
+    role.chmod(0o700)
+    plan = plan_with(role, layout)
+    plan.write_text(plan.read_text().replace('"meet_s": 10', '"meet_s": 10, "dead_after_s": 0.5'))
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), "--job", "trainer"]
+    command += ["--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    assert subprocess.run(command, env={**os.environ, **job}, check=False).returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.starts
+def test_a_node_that_cannot_open_a_log_says_nothing_of_the_settings(tmp_path: Path) -> None:
+    """Which would end the run for good."""
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    role.write_text("#!/bin/sh\n")
+    role.chmod(0o700)
+    plan, log = plan_with(role, layout), layout.log("trainer", 0, 3)
+    log.parent.mkdir(parents=True)
+    log.symlink_to(log)  # in its way, as a full disk would be
+    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), "--job", "trainer"]
+    command += ["--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    assert subprocess.run(command, env={**os.environ, **job}, check=False).returncode == 1
+    record = read_records(layout, "trainer", 3)[0]
+    assert record.status == 1
+    assert str(log) in record.last_words
 
 
 def seen_by_role(directory: Path, job: dict[str, str], component: str = "trainer", **plan: Any) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from launch.slurm import cluster_facts, this_job
 from launch.slurm import commands as slurm_commands
 from launch.slurm.cluster_facts import ask_cluster
 from launch.slurm.commands import SlurmError
+from launch.slurm.control import component_states
 from launch.slurm.this_job import ThisJob, TimeLimit
 from launch.supervisor.begin import AttemptStarter, BeginError
 from launch.supervisor.signals import Signals
@@ -94,6 +96,25 @@ def test_what_was_known_of_an_end_holds_where_slurm_is_silent(commands: Commands
     limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
     commands.put("squeue", AWAY)
     limit.ask()
+    assert 110 < limit.left_s() <= 120
+
+
+def test_the_end_in_the_environment_is_compared_with_slurms_own_answer(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of slurmctld's clock, and that of a node may be behind."""
+    monkeypatch.setattr(this_job, "ASK_AGAIN_S", 0.0)
+    commands.put("squeue", "echo 2:00")
+    limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {"SLURM_JOB_END_TIME": str(int(time.time()) + 600)})
+    assert 110 < limit.left_s() <= 120
+
+
+def test_a_clock_that_is_set_while_a_job_runs_changes_nothing(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.put("squeue", "echo 2:00")
+    limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
+    monkeypatch.setattr(this_job.time, "time", lambda: 0.0)
     assert 110 < limit.left_s() <= 120
 
 
@@ -212,3 +233,26 @@ def test_an_attempt_that_is_no_longer_wanted_is_not_waited_for(tmp_path: Path) -
     looks = iter((False, False, True))
     with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}"):
         starter.begin(lambda: next(looks, True))
+
+
+@pytest.mark.parametrize("said", ["", "bye", "[1, 2", "{"])
+def test_a_program_that_succeeds_and_says_no_attempt_is_tried_again(tmp_path: Path, said: str) -> None:
+    """As an interpreter that a site has wrapped; any other error would end the supervisor, and its job."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho '{said}'\n")
+    program.chmod(0o755)
+    part = Part("controller", (Share("controller", 1, 0),), True, (), 0, (str(program),), {}, {})
+    layout = RunLayout(tmp_path)
+    plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
+    with pytest.raises(BeginError, match="exit status 0, and says no attempt") as failed:
+        AttemptStarter(plan, ThisJob.of({"SLURM_JOB_ID": "12"}), lambda *_: None, Signals(), None).begin(lambda: False)
+    assert failed.value.status == 1
+
+
+def test_a_word_of_the_site_among_the_components_of_a_job_is_no_component(commands: Commands) -> None:
+    commands.put(
+        "squeue", "echo 'Down on 3 May, see the wiki'; echo 'Sorry!'; echo '12+0 RUNNING'; echo '12+1 PENDING'"
+    )
+    assert component_states(12, 0.0) == {0: "RUNNING", 1: "PENDING"}
+    commands.put("squeue", "echo '  12 COMPLETING'")
+    assert component_states(12, 0.0) == {0: "COMPLETING"}

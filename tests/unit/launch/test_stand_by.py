@@ -237,3 +237,35 @@ def test_a_run_is_left_to_a_later_job_that_asks_and_runs(two: Two) -> None:
     two.queue("RUNNING", "FAILED")
     assert Heirs(two.plan, two.old).first() is None, "not to one that has died since"
     assert Attempt(0, None, OLD, 0).has_begun
+
+
+def test_a_successor_whose_node_lacks_a_program_waits_for_its_turn_and_leaves_the_owner_alone(two: Two) -> None:
+    """An error here would be this job's verdict, with which it ends the run's other jobs: the owner's, that trains."""
+    (two.bin / "python").unlink()
+    waits = iter([None] * 3)
+    assert two.stand_by(lambda: next(waits, release(two.plan, two.old))).until_turn() is None
+    assert [event for event in two.events if "cannot load" in event], two.events
+    assert "not everything is loaded" in two.events[-1]
+
+
+def test_a_successor_that_cannot_write_its_request_tries_again(two: Two) -> None:
+    two.layout.hand_over_request(NEW).symlink_to(two.layout.root / "gone" / "file")  # as on a full disk
+    mark = two.layout.loaded_mark("controller", 0, 1, NEW)
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    asked = []
+
+    def go_on() -> None:
+        asked.append(two.layout.hand_over_request(NEW).is_file())
+        if len(asked) == 2:
+            two.layout.hand_over_request(NEW).unlink()
+        if asked[-1]:
+            release(two.plan, two.old)
+
+    stands_by = two.stand_by(go_on)
+    try:
+        assert stands_by.until_turn() is None
+    finally:
+        stands_by._processes.kill_all()
+    assert asked == [False, False, True]
+    assert len([event for event in two.events if "cannot load" in event]) == 1, "said once"

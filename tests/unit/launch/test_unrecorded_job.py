@@ -33,12 +33,13 @@ def _submitted(directory: Path) -> RunLayout:
     return plan.layout
 
 
-def _start(layout: RunLayout, recorded_s: float) -> subprocess.Popen[str]:
+def _start(layout: RunLayout, recorded_s: float, **more: str) -> subprocess.Popen[str]:
     """Job 7 without Slurm's commands: whatever it would ask of Slurm fails."""
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600), "PATH": "/nowhere"}
     words = [sys.executable, "-c", SUPERVISOR, str(recorded_s), "--run-dir", str(layout.root)]
     words += ["--plan", str(layout.job_plan), "--job", "hetjob"]
-    return subprocess.Popen(words, env=environment | {"HOME": os.environ.get("HOME", "/")}, cwd=ROOT, text=True)
+    environment |= {"HOME": os.environ.get("HOME", "/"), **more}
+    return subprocess.Popen(words, env=environment, cwd=ROOT, text=True)
 
 
 def _events(layout: RunLayout) -> list[str]:
@@ -64,3 +65,10 @@ def test_a_job_may_begin_before_its_record_is_there(tmp_path: Path) -> None:
     write_record(layout, JobRecord(7, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0))
     assert process.wait(PATIENCE_S) == 0
     assert any(text.startswith("stop: ") for text in _events(layout))
+
+
+def test_a_locale_without_the_letters_of_a_message_ends_no_supervisor(tmp_path: Path) -> None:
+    """Such as those of a user's own exception, the last words of a role."""
+    layout = _submitted(tmp_path)
+    assert _start(layout, 0.5, PYTHONIOENCODING="latin-1", SLURM_JOB_NODELIST="n→1").wait(PATIENCE_S) == 1
+    assert _events(layout)[-1].startswith("unrecorded: ")

@@ -35,8 +35,9 @@ def layout(tmp_path: Path) -> RunLayout:
     return layout
 
 
-def write_status(layout: RunLayout) -> None:
-    status: dict[str, Any] = {"phase": "training", "step": 7, "roles": [], "unix_time_s": time.time()}
+def write_status(layout: RunLayout, ago_s: float = 0.0) -> None:
+    status: dict[str, Any] = {"phase": "training", "step": 7, "save_s": 9.0, "roles": []}
+    status["unix_time_s"] = time.time() - ago_s
     layout.status.write_text(json.dumps(status))
 
 
@@ -107,3 +108,22 @@ def test_a_request_is_seen_at_the_next_look(layout: RunLayout, name: str, cause:
     outcome = supervisor._look()
     assert outcome is not None
     assert outcome.cause is cause
+
+
+@pytest.mark.parametrize("behind_s", [0.0, 2 * MEET_S, -2 * MEET_S])
+def test_a_controller_is_alive_while_its_status_changes_whatever_the_clock_of_its_node_says(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, behind_s: float
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    supervisor = running(layout, "trainer")
+    for _ in range(3 * round(MEET_S)):
+        write_status(layout, behind_s)
+        assert supervisor._look() is None
+        clock[0] += 1
+    for _ in range(3 * round(MEET_S)):
+        if (outcome := supervisor._look()) is not None:
+            break
+        clock[0] += 1
+    assert outcome is not None
+    assert outcome.cause is Cause.ALONE
