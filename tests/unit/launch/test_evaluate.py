@@ -820,6 +820,22 @@ def test_prompts_and_samples_that_one_of_them_lacks_do_not_count(model: Path, tm
     assert "maj@2" not in comparison_of(first, more).figures  # of three votes it is another figure
 
 
+def test_records_of_two_splits_whose_files_have_the_same_name_are_two_prompts(model: Path, tmp_path: Path) -> None:
+    """As in a dataset that `datasets` has saved, with data.split=all: every split has data-00000-of-00001.arrow."""
+    paths = []
+    for name, at in (("a", "/data"), ("b", "/elsewhere/dataset")):
+        path = evaluated(tmp_path / name, settings_of(model), [[name == "b"], [False]])
+        lines = [json.loads(line) for line in (path / "samples-0.jsonl").read_text().splitlines()]
+        for line, split in zip(lines, ("train", "test"), strict=True):
+            line["source"] = f"{at}/{split}/data-00000-of-00001.arrow:1"
+        (path / "samples-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        paths.append(path)
+    found = comparison_of(*paths)
+    assert found.num_prompts == 2
+    assert found.figures["pass@1"][2].num_prompts == 2
+    assert "pass@2" not in found.figures
+
+
 def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: Path, tmp_path: Path) -> None:
     first = evaluated(tmp_path / "a", settings_of(model), [[True]])
     other = replace(settings_of(model), inputs={"model": "n", "data": ["e"]}, temperature=0.5)
