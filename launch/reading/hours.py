@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.reading.happenings import Story
+from launch.reading.happenings import Happening, Story
 from launch.run_files.events import read_document
 from rlhpc.metrics.curves import Curve
 from rlhpc.roles.controller.metrics.timeline import WORKS
@@ -97,16 +97,25 @@ def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None
 
 
 def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
-    """GPU-hours of what was allocated, from the first to the last event of each job."""
-    seen = defaultdict[str, list[float]](list)
+    """GPU-hours of what was allocated to each job in its lives, from the first to the last event of each.
+
+    One that has not said how it ended is at work, until the last sign of the run.
+    """
+    lives = defaultdict[str, list[list[Happening]]](list)
     for each in story.happenings:
         if each.who.startswith("job ") and each.kind != "submitted":
-            seen[each.who.removeprefix("job ")].append(each.unix_time_s)
+            of_job = lives[each.who.removeprefix("job ")]
+            if each.kind == "life" or not of_job:  # it was requeued: before, it had nothing
+                of_job.append([])
+            of_job[-1].append(each)
     found = {}
-    for label, times in sorted(seen.items()):
+    for label, of_job in sorted(lives.items()):
         planned = _planned_job(layout, label.partition("_")[0])
         if planned is not None:
-            hours = (max(times) - min(times)) / 3600
+            seconds = sum(life[-1].unix_time_s - life[0].unix_time_s for life in of_job)
+            if all(each.kind != "verdict" for each in of_job[-1]):
+                seconds += story.end_s - of_job[-1][-1].unix_time_s
+            hours = seconds / 3600
             found[f"{label} ({planned.name}, {planned.gpus} GPUs)"] = planned.gpus * hours
     return found
 

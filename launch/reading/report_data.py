@@ -42,6 +42,11 @@ class RunReport:
         return [*enumerate(told, 1)]
 
     @property
+    def num_faults_left_out(self) -> int:
+        """Earlier ones than the marks, for which there is no room."""
+        return len(self.story.faults) - sum(each.is_fault for _, each in self.marks)
+
+    @property
     def headline(self) -> list[tuple[str, str]]:
         """(name, value) of the key figures, the most important first."""
         return _headline(self.figures, self.story)
@@ -60,7 +65,10 @@ def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
     lines = [f"{name:<{width}}  {value}" for name, value in report.headline]
     marks = report.marks
     lines += ["", "What happened"] if marks else []
-    if len(marks) > num_shown:
+    if report.num_faults_left_out:
+        earlier = report.num_faults_left_out + max(0, len(marks) - num_shown)
+        lines.append(f"  ({earlier} earlier faults; --html FILE shows the last {len(marks)})")
+    elif len(marks) > num_shown:
         lines.append(f"  ({len(marks) - num_shown} earlier ones: --html FILE shows them)")
     lines += [f"  {clock(each.unix_time_s, with_day=True)}  {each.who}: {each.brief}" for _, each in marks[-num_shown:]]
     if report.hours.by_use:

@@ -20,7 +20,7 @@ from launch.reading.advice import advice_for
 from launch.reading.charts import histogram, line_chart, nice_ticks, stacked_chart
 from launch.reading.happenings import Happening, Story, read_story
 from launch.reading.hours import hours_of
-from launch.reading.report_data import read_report
+from launch.reading.report_data import as_text, read_report
 from launch.reading.report_page import write_report
 from launch.reading.run_figures import read_figures, read_sampled
 from launch.reading.spells import MOST_STRETCHES, Spell
@@ -257,6 +257,24 @@ def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path
     assert [*hours.by_job] == ["4711 (hetjob, 9 GPUs)"]
 
 
+def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and_those_of_a_living_job_go_on(
+    tmp_path: Path,
+) -> None:
+    run = ToldRun(tmp_path / "told")
+    run.layout.job_plan.write_text(plan_document(plan_of()))
+    for job_id in (4712, 4713):
+        record = {"job_id": job_id, "name": "hetjob", "plan": str(run.layout.job_plan), "submitted_unix_s": BEGAN_S}
+        run.layout.job_record(job_id).write_text(json.dumps(record))
+    run.tell_at(4712, {0: "life", 5: "start", 20: "verdict", 21: "requeue", 61: "life", 65: "start", 81: "verdict"})
+    run.tell_at(4713, {82: "life", 83: "start"})  # at work until now
+    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
+    of_jobs = {label.partition(" ")[0]: (label, each) for label, each in hours.by_job.items()}
+    gpus = int(of_jobs["4712"][0].rpartition(", ")[2].split()[0])
+    assert gpus > 0
+    assert of_jobs["4712"][1] * 3600 == pytest.approx(gpus * (21 + 20))
+    assert of_jobs["4713"][1] * 3600 == pytest.approx(gpus * (100 - 82))
+
+
 def test_the_time_in_which_a_successor_stood_by_is_a_use_of_its_own(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told")
     plan = plan_of(cluster={"continuation": "successor"})
@@ -338,6 +356,18 @@ def test_where_nobody_idles_nothing_is_recommended_and_of_few_steps_nothing_is_s
     assert advice_for(read_figures(told.layout)) == []
     young = TextRun(tmp_path / "young")
     assert "Too early" in advice_for(read_figures(young.layout))[0]
+
+
+def test_faults_for_which_there_is_no_room_are_counted_and_not_said_to_go_without_saying(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    run.tell_at(4711, dict.fromkeys(range(1, 100), "restart"))
+    report = read_report(run.layout, {})
+    num_faults = len(report.story.faults)
+    assert num_faults > len(report.marks) == 60
+    write_report(tmp_path / "page.html", report)
+    page = (tmp_path / "page.html").read_text()
+    assert f"{num_faults - 60} earlier faults" in page
+    assert f"({num_faults - 25} earlier faults" in "\n".join(as_text(report))
 
 
 def test_the_terminal_gets_the_short_form(told: ToldRun, capsys: pytest.CaptureFixture[str]) -> None:
