@@ -641,6 +641,27 @@ def test_curves_go_on_after_the_run_has_begun_afresh(tmp_path: Path) -> None:
     assert read_curves(directory)["reward"].values.tolist() == [0.25]
 
 
+@pytest.mark.starts
+def test_ctrl_c_ends_an_evaluation_also_where_its_samples_cannot_be_counted(model: Path) -> None:
+    """Another error in its place would cost one evaluation, and whoever follows a run would go on."""
+    layout = a_run(model, 4)
+    request = Request("d", model.parent / "test.jsonl", words=(LONGER,))
+    evaluation = plan_evaluation(find_target(layout.root, 4), request)
+    evaluation = replace(evaluation, target=replace(evaluation.target, checkpoint=None))  # nothing is exported
+    evaluated(evaluation.directory, evaluation.settings, [[True]] * evaluation.settings.num_prompts)
+
+    def interrupted(report: Report, model: Path) -> None:
+        (evaluation.directory / "samples-0.jsonl").write_text("damaged\n")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.report(_unheard, done=interrupted)
+
+
+def _unheard(line: str) -> None:
+    """Of no interest."""
+
+
 def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(model: Path) -> None:
     layout, said = a_run(model, 4), list[str]()
     request = Request("d", model.parent / "test.jsonl", words=("generation.max_prompt_tokens=12",))
@@ -762,7 +783,7 @@ def evaluated(
     directory: Path, settings: EvaluationSettings, correct: list[list[bool | None]], at: str = "/data"
 ) -> Path:
     """An evaluation whose samples of each prompt were right or wrong; None: no verifier could judge one."""
-    directory.mkdir()
+    directory.mkdir(parents=True)
     settings = replace(settings, num_prompts=len(correct), samples_per_prompt=max(map(len, correct)))
     settings.write(directory)
     with SamplesFile(directory, 0) as file:

@@ -66,6 +66,21 @@ def test_metrics_are_printed_as_csv(run: Path, capsys: pytest.CaptureFixture[str
     assert [float(row[1]) for row in rows[1:4]] == [1e9 + 1, 2e9, 2e9 + 3]
 
 
+def test_figures_of_a_model_that_a_resume_has_undone_are_left_out(tmp_path: Path) -> None:
+    layout = TextRun(tmp_path / "back").layout
+    layout.attempts.write_text("".join(json.dumps({"index": k, "resume_step": 50 * k}) + "\n" for k in range(2)))
+    curves = TensorBoardWriter(layout.evaluations / "tensorboard")
+    for step, attempt in ((50, 0), (60, 1), (100, 0)):
+        curves.scalars(step, {"evaluation/sums/reward": step / 100})
+        directory = layout.evaluations / f"back-step_{step:06d}-sums"
+        directory.mkdir()
+        figures = {"reward": {"value": step / 100, "low": 0.0, "high": 1.0}}
+        (directory / "summary.json").write_text(json.dumps({"figures": figures, "attempt": attempt}))
+    curves.close()
+    (curve,) = metric_table(layout).curves.values()
+    assert curve.steps.tolist() == [50, 60]
+
+
 def test_metrics_are_a_parquet_file_with_nulls_or_a_csv_file(run: Path, tmp_path: Path) -> None:
     for file in (tmp_path / "new" / "run.parquet", tmp_path / "run.csv"):
         assert main(["metrics", str(run), "--out", str(file)]) == 0
