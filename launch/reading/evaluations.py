@@ -37,7 +37,7 @@ def done_evaluations(layout: RunLayout) -> Iterator[DoneEvaluation]:
             try:
                 document, step = json.loads(path.read_bytes()), int(match[1])
                 figures = dict(document["figures"])
+                is_undone = timeline.undone_by(step, document.get("attempt")) is not None
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            is_undone = timeline.undone_by(step, document.get("attempt")) is not None
             yield DoneEvaluation(match[2], step, figures, is_undone)
