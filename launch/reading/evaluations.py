@@ -36,8 +36,12 @@ def done_evaluations(layout: RunLayout) -> Iterator[DoneEvaluation]:
         if match := _DIRECTORY.fullmatch(path.parent.name):
             try:
                 document, step = json.loads(path.read_bytes()), int(match[1])
-                figures = dict(document["figures"])
+                figures = {name: worth for name, worth in document["figures"].items() if _has_interval(worth)}
                 is_undone = timeline.undone_by(step, document.get("attempt")) is not None
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             yield DoneEvaluation(match[2], step, figures, is_undone)
+
+
+def _has_interval(worth: object) -> bool:
+    return isinstance(worth, dict) and all(isinstance(worth.get(key), int | float) for key in ("value", "low", "high"))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launch.reading.happenings import Happening, Story
 from launch.run_files.events import read_document
@@ -65,16 +67,21 @@ def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Ho
 
 
 def gpus_of(layout: RunLayout) -> dict[str, int]:
-    """GPUs of one process of each role, as the run's plan says."""
+    """GPUs of one process of each role, as the run's plan says; 0 where it is of another form, or none is there."""
     found = {"trainer": 0, "generator": 0}
     for plan in (layout.job_plan, layout.local_plan):
-        for job in read_document(plan).get("jobs", []):
-            for part in job["components"]:
-                shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
-                for share in part["roles"]:
-                    if share["role"] in found:
-                        found[share["role"]] = part["gpus_per_task"] or max(shown, default=0)
+        with suppress(KeyError, TypeError, AttributeError):
+            for job in read_document(plan).get("jobs", []):
+                for part in job["components"]:
+                    found |= {role: gpus for role, gpus in _gpus_in(part).items() if role in found}
     return found
+
+
+def _gpus_in(part: Mapping[str, Any]) -> dict[str, int]:
+    """Of one process of each of its roles."""
+    shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
+    gpus = int(part["gpus_per_task"]) or max(shown, default=0)
+    return {share["role"]: gpus for share in part["roles"]}
 
 
 def _stood_by(story: Story) -> Iterator[tuple[float, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import time
@@ -10,16 +11,18 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from launch.cli import main
+from launch.commands.evaluate.past import past_evaluations
 from launch.plan.report import plan_document
 from launch.reading.advice import advice_for
 from launch.reading.charts import histogram, line_chart, nice_ticks, stacked_chart
 from launch.reading.happenings import Happening, Story, read_story
-from launch.reading.hours import hours_of
+from launch.reading.hours import gpus_of, hours_of
 from launch.reading.report_data import as_text, read_report
 from launch.reading.report_page import write_report
 from launch.reading.run_figures import read_figures, read_sampled
@@ -376,6 +379,49 @@ def test_the_terminal_gets_the_short_form(told: ToldRun, capsys: pytest.CaptureF
     for words in ("run       told", "steps     20 of 120", "SIGKILL", "process-hours", "Recommendations"):
         assert words in out
     assert main(["report", str(told.layout.root.parent)]) == EXIT_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("timeline.jsonl", {"unix_time_s": None}),
+        ("timeline.jsonl", {"unix_time_s": 1e300}),
+        ("timeline.jsonl", {"seconds": 1e300}),
+        ("timeline.jsonl", {"attempt": "x"}),
+        ("timeline.jsonl", {"phase": 3}),
+        ("timeline.jsonl", {"work": []}),
+        ("timeline.jsonl", {"work": {"trainer-0": None}}),
+        ("timeline.jsonl", {"work": {"trainer-0": {"works": "x"}}}),
+        ("guard.jsonl", {"unix_time_s": [], "attempt": 0}),
+        ("guard.jsonl", {"unix_time_s": math.nan}),
+        ("guard.jsonl", {"attempt": {}}),
+        ("attempts.jsonl", {"unix_time_s": 1e300}),
+        ("jobs/4711.events.jsonl", {"unix_time_s": 1e300}),
+    ],
+)
+def test_a_line_of_another_form_costs_that_line_and_not_the_report(
+    file: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    run = ToldRun(tmp_path / "told")
+    write_report(tmp_path / "before.html", read_report(run.layout, {}))
+    path = run.layout.root / file
+    line = json.loads(path.read_text().splitlines()[0])
+    path.write_text(path.read_text() + json.dumps(line | changes) + "\n")
+    write_report(tmp_path / "after.html", read_report(run.layout, {}))
+    assert (tmp_path / "after.html").read_text() == (tmp_path / "before.html").read_text()
+
+
+def test_plans_and_evaluations_of_another_form_count_as_absent(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    run.layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": [{"roles": ["x"]}]}]}))
+    assert gpus_of(run.layout) == {"trainer": 0, "generator": 0}
+    place = run.layout.evaluations / "told-step_000004-held_out"
+    place.mkdir(parents=True)
+    figures = {"pass@1": {"value": "x", "low": 0.1, "high": 0.2}, "reward": {"value": 0.5, "low": 0.4, "high": 0.6}}
+    (place / "summary.json").write_text(json.dumps({"figures": figures, "attempt": "x"}))
+    assert past_evaluations(run.layout) == {}
+    (place / "summary.json").write_text(json.dumps({"figures": figures, "attempt": 0}))
+    assert [*past_evaluations(run.layout)["held_out"][4]] == ["reward"]
 
 
 def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
