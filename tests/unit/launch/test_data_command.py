@@ -70,6 +70,14 @@ def test_the_name_of_a_field_commands_no_terminal(action: str, said, tmp_path: P
     assert "\x1b" not in shown
 
 
+def test_columns_of_a_table_stand_below_each_other_also_beside_wide_and_combined_letters(tmp_path, capsys) -> None:
+    write_jsonl(tmp_path / "wide.jsonl", [{"\u554f\u984c": "a", "re\u0301ponse": "b", "x": "c"}])
+    assert main(["data", "stats", str(tmp_path / "wide.jsonl")]) == 0
+    _, _, _, wide, combined, narrow = capsys.readouterr().out.splitlines()
+    assert wide.index("string") == narrow.index("string") - 2  # two letters take two columns each
+    assert combined.index("string") == narrow.index("string") + 1
+
+
 def test_stats_count_records_fields_tokens_and_references(said) -> None:
     lines = said("stats", "train.jsonl", *KEYS, "generation.max_prompt_tokens=26").splitlines()
     assert lines[0] == "records     20; 12 the same as an earlier one"
