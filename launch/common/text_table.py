@@ -31,6 +31,13 @@ def columns_of(text: str) -> int:
     return sum(0 if category(each) in ("Mn", "Me", "Cf") else 1 + (east_asian_width(each) in "WF") for each in text)
 
 
+def cut_to(text: str, width: int) -> str:
+    """As much of its beginning as has room in so many columns."""
+    while columns_of(text) > width:
+        text = text[:-1]
+    return text
+
+
 def _filled(cell: str, width: int) -> str:
     return cell + " " * (width - columns_of(cell))
 

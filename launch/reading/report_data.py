@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from launch.reading.advice import advice_for
 from launch.reading.happenings import Happening, Story, read_story
 from launch.reading.hours import Hours, hours_of
@@ -89,14 +91,15 @@ def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
     settings = figures.settings.get("run", {})
     total = status.get("num_steps") or settings.get("num_steps", "?")
     reward = figures.curves.get("reward/mean")
-    tenth = max(1, len(reward.values) // 10) if reward is not None else 1
     rows = [
         ("run", run_name(figures.settings, figures.layout.root)),
         ("phase", "complete" if figures.summary else str(status.get("phase", "not begun"))),
         ("steps", f"{figures.num_steps} of {total}, policy version {status.get('version', '?')}"),
     ]
     if reward is not None:
-        rows.append(("reward", f"{reward.values[:tenth].mean():.3f} → {reward.values[-tenth:].mean():.3f}"))
+        values = reward.values[np.isfinite(reward.values)]
+        tenth = max(1, len(values) // 10)
+        rows += [("reward", f"{values[:tenth].mean():.3f} → {values[-tenth:].mean():.3f}")] * bool(len(values))
     rows += [
         (
             "rollouts",

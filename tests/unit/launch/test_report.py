@@ -373,6 +373,15 @@ def test_faults_for_which_there_is_no_room_are_counted_and_not_said_to_go_withou
     assert f"({num_faults - 25} earlier faults" in "\n".join(as_text(report))
 
 
+def test_one_step_without_a_reward_does_not_hide_those_of_all_others(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "gap")
+    recorder = Recorder(run.layout.tensorboard)
+    for step in range(30):
+        recorder.step(step, {"reward/mean": math.nan if step in (1, 29) else step / 20})
+    recorder.close()
+    assert "reward    0.050 → 1.375" in as_text(read_report(run.layout, {}))
+
+
 def test_the_terminal_gets_the_short_form(told: ToldRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(told.layout.root)]) == 0
     out = capsys.readouterr().out
