@@ -20,8 +20,7 @@ def write_records(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows in the format of the suffix.  Raises DataError for values that Parquet has no column for, OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".jsonl":
-        lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
-        write_atomically(file, "".join(lines).encode(errors="surrogatepass"))
+        write_atomically(file, b"".join(map(_line, rows)))
         return
     from rlhpc.data.arrow_tables import as_parquet  # loading pyarrow takes a while
 
@@ -29,3 +28,11 @@ def write_records(file: Path, rows: Sequence[dict[str, Any]]) -> None:
         write_atomically(file, as_parquet(rows))
     except ValueError as error:
         raise DataError(f"{file}: a column of Parquet has one type: {error}; legal: .jsonl") from error
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """As people read it; half of a surrogate pair, which UTF-8 has not, as JSON spells it."""
+    try:
+        return f"{json.dumps(row, default=str, ensure_ascii=False)}\n".encode()
+    except UnicodeEncodeError:
+        return f"{json.dumps(row, default=str)}\n".encode()
