@@ -323,6 +323,21 @@ def test_samples_of_another_evaluation_are_not_mixed_in(
     assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".lock", NAME]
 
 
+def test_settings_that_this_version_cannot_read_are_refused_and_deleted_with_fresh(model: Path, tmp_path: Path) -> None:
+    open_directory(tmp_path / "e", settings_of(model))
+    (tmp_path / "e" / "samples-0.jsonl").touch()
+    (tmp_path / "e" / NAME).write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match="damaged: 'config'$"):
+        open_directory(tmp_path / "e", settings_of(model), is_fresh=True)
+    (tmp_path / "e" / NAME).write_text('{"config": {}, "samples_per_prompt": 1}')
+    with pytest.raises(ConfigError, match=r"damaged(.|\n)*--fresh"):
+        open_directory(tmp_path / "e", settings_of(model))
+    assert (tmp_path / "e" / "samples-0.jsonl").exists()
+    assert "starts over" in open_directory(tmp_path / "e", settings_of(model), is_fresh=True)[0]
+    assert not (tmp_path / "e" / "samples-0.jsonl").exists()
+    assert read_settings(tmp_path / "e") == settings_of(model)
+
+
 def test_a_command_killed_while_it_wrote_its_settings_is_repeated(model: Path, tmp_path: Path) -> None:
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / f".{NAME}.0123456789ab.tmp").write_text("{")
