@@ -327,7 +327,7 @@ def test_settings_that_this_version_cannot_read_are_refused_and_deleted_with_fre
     open_directory(tmp_path / "e", settings_of(model))
     (tmp_path / "e" / "samples-0.jsonl").touch()
     (tmp_path / "e" / NAME).write_text('{"mine": 1}')
-    with pytest.raises(ConfigError, match="damaged: 'config'$"):
+    with pytest.raises(ConfigError, match=r"damaged: 'config'$"):
         open_directory(tmp_path / "e", settings_of(model), is_fresh=True)
     (tmp_path / "e" / NAME).write_text('{"config": {}, "samples_per_prompt": 1}')
     with pytest.raises(ConfigError, match=r"damaged(.|\n)*--fresh"):
