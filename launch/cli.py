@@ -22,6 +22,7 @@ from launch.commands.arguments import (
 )
 from launch.commands.parser import command_parser
 from launch.common.standard_output import print_or_lose, print_whatever_the_locale, refused_by_the_system
+from launch.common.text_table import escaped
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -44,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = act(options)
         sys.stdout.flush()
     except RlhpcError as error:
-        sys.stderr.write(f"rlhpc: {error}\n")
+        sys.stderr.write(f"rlhpc: {escaped(str(error))}\n")
         return EXIT_CONFIG
     except (OSError, UnicodeEncodeError) as error:  # no permission, a full disk, a name that cannot be said
         return refused_by_the_system(error)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:  # says what has been done so far
-            sys.stderr.write(f"rlhpc: {interrupt}\n")
+            sys.stderr.write(f"rlhpc: {escaped(str(interrupt))}\n")
         return EXIT_INTERRUPTED
     return status
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import TextIO
 from launch.checks.run_check import check_run, chosen_step
 from launch.checks.run_rows import Row, Verdict
 from launch.common.paths import without_dots
-from launch.common.text_table import aligned
+from launch.common.text_table import aligned, columns_of, cut_to, printable
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
@@ -44,10 +45,13 @@ class ProgressNote:
         if now - self._said_at < (0.1 if self._is_terminal else EVERY_S):
             return
         self._said_at = now
-        line = f"reading {text}"
-        self._stream.write(f"\r{line:<{self._width}}" if self._is_terminal else f"{line}\n")
+        line = printable(f"reading {text}")
+        if self._is_terminal:
+            line = cut_to(line, shutil.get_terminal_size().columns - 1)  # of two lines "\r" would leave the first
+        width = columns_of(line)
+        self._stream.write(f"\r{line}{' ' * (self._width - width)}" if self._is_terminal else f"{line}\n")
         self._stream.flush()
-        self._width = max(self._width, len(line))
+        self._width = max(self._width, width)
 
     def close(self) -> None:
         """Take the line away."""

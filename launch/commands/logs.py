@@ -27,6 +27,7 @@ ASK_SLURM_S = 30.0  # sites do not like more frequent queries
 SLURM = "slurm"  # logs of batch steps: slurm/hetjob-12
 _TAIL_BYTES = 1 << 20  # 200 lines of vLLM's are some 50 kB
 _CHUNK_BYTES = 1 << 20
+_NO_COLOUR = "\x1b[0m"
 _ATTEMPT = re.compile(r"attempt_(\d+)\.log")
 
 
@@ -183,7 +184,9 @@ class _Tail:
         for line in lines:
             # Of a progress bar, which overwrites its line, only the last state.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-            sys.stdout.write(f"{self.file.name:<{width}} | {escaped(text, keeps_colours=True)}\n")
+            text = escaped(text, keeps_colours=True)
+            end = _NO_COLOUR if "\x1b" in text and not text.endswith(_NO_COLOUR) else ""
+            sys.stdout.write(f"{self.file.name:<{width}} | {text}{end}\n")
         sys.stdout.flush()
 
 

@@ -13,6 +13,7 @@ from launch.common.text_table import aligned
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
+from rlhpc.files import write_atomically
 
 DIRECTORY = Path(__file__).parents[2] / "configs"
 
@@ -80,7 +81,7 @@ def recipe_table(directory: Path = DIRECTORY) -> str:
 
 
 def copy_recipe(name: str, into: Path, directory: Path = DIRECTORY) -> Path:
-    """Write the recipe's file into a directory that exists; return its path.  Raises ConfigError."""
+    """Write the recipe's file into a directory that exists; return its path.  Raises ConfigError, OSError."""
     recipes = known_recipes(directory)
     if name not in recipes:
         meant = difflib.get_close_matches(name, recipes, n=1)
@@ -89,9 +90,7 @@ def copy_recipe(name: str, into: Path, directory: Path = DIRECTORY) -> Path:
     if not into.is_dir():
         raise ConfigError(f"{into} is not a directory; legal: one that exists")
     copy = into / f"{name}.toml"
-    try:
-        with copy.open("x", encoding="utf-8") as file:
-            file.write(recipes[name].path.read_text(encoding="utf-8"))
-    except FileExistsError as error:
-        raise ConfigError(f"{copy} exists already; legal: another directory, or move it away") from error
+    if copy.exists():
+        raise ConfigError(f"{copy} exists already; legal: another directory, or move it away")
+    write_atomically(copy, recipes[name].path.read_bytes())
     return copy

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.commands.evaluate.settings import document_without_run
+from launch.common.json_text import json_text
 from launch.common.text_table import aligned, printable
 from rlhpc.config import Config
 from rlhpc.config_data import WHOLE_RECORD
@@ -58,7 +58,7 @@ def judge_records(options: argparse.Namespace) -> int:
 
     def show(place: int, judgement: Judgement) -> None:
         if options.json:
-            print(json.dumps(_document(records[place], judgement), ensure_ascii=False), flush=True)
+            print(json_text(_document(records[place], judgement)), flush=True)
 
     found = asyncio.run(_judge(config, options.task, asked, show))
     if not options.json:
@@ -163,7 +163,7 @@ def _table(records: Sequence[Record], found: Sequence[Judgement]) -> str:
 
 def _row(record: Record, judgement: Judgement) -> tuple[str, ...]:
     is_judged = judgement.verdict is not Verdict.VERIFIER_ERROR
-    parts = ", ".join(f"{name} {value:g}" for name, value in judgement.parts.items())
+    parts = ", ".join(f"{printable(name)} {value:g}" for name, value in judgement.parts.items())
     # What a verifier failed of is said in full.
     detail = printable(judgement.detail)[: _SHOWN_CHARACTERS if is_judged else None]
     reward = f"{judgement.reward:g}" if is_judged else "-"

@@ -15,6 +15,7 @@ from itertools import chain
 from launch.common.json_text import json_text
 from launch.common.pager import print_paged
 from launch.common.paths import without_dots
+from launch.common.text_table import escaped
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection, sample_of
 from launch.reading.transcript import as_document, transcripts
 from rlhpc.errors import ConfigError
@@ -84,4 +85,4 @@ def _write_page(rollouts: RunRollouts, selection: Selection, options: argparse.N
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"rlhpc: {line}\n")
+    sys.stderr.write(f"rlhpc: {escaped(line)}\n")

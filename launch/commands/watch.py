@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from launch.commands.disk_troubles import disk_troubles
 from launch.commands.status import read_status, waiting_for
+from launch.common.text_table import escaped
 from rlhpc.contracts import Clock
 from rlhpc.metrics.progress import Progress, ProgressLine, format_duration
 from rlhpc.run_layout import RunLayout
@@ -93,7 +94,7 @@ class Watch:
         """Print a line of its own, if anybody still reads: its terminal or pipe may be closed, its disk full."""
         self.close()
         with suppress(OSError):
-            self._stream.write(f"rlhpc: {text}\n")
+            self._stream.write(f"rlhpc: {escaped(text)}\n")  # the last words of a process may quote what was sampled
             self._stream.flush()
 
     def close(self) -> None:

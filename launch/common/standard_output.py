@@ -6,6 +6,7 @@ import io
 import os
 import sys
 
+from launch.common.text_table import escaped
 from rlhpc.exit_status import EXIT_CONFIG
 
 
@@ -43,7 +44,7 @@ def refused_by_the_system(error: OSError | UnicodeEncodeError) -> int:
             return 0
         where = f"{error.filename}: " if error.filename is not None else ""
         words = f"{where}{error.strerror or error}"
-    sys.stderr.write(f"rlhpc: {words}\n")
+    sys.stderr.write(f"rlhpc: {escaped(words)}\n")
     return EXIT_CONFIG
 
 

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
+from unicodedata import category, east_asian_width
 
 _CONTROL = r"\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _OBEYED = re.compile(rf"[{_CONTROL}\x1b]")
@@ -19,8 +20,26 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """One line per row, two spaces between columns, none at the end.  All rows have as many cells as the first."""
     if not rows:
         return []
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+    widths = [max(columns_of(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return ["  ".join(map(_filled, row, widths)).rstrip() for row in rows]
+
+
+def columns_of(text: str) -> int:
+    """Columns that a terminal gives it: two for a wide letter, none for what is set above or below another."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if category(each) in ("Mn", "Me", "Cf") else 1 + (east_asian_width(each) in "WF") for each in text)
+
+
+def cut_to(text: str, width: int) -> str:
+    """As much of its beginning as has room in so many columns."""
+    while columns_of(text) > width:
+        text = text[:-1]
+    return text
+
+
+def _filled(cell: str, width: int) -> str:
+    return cell + " " * (width - columns_of(cell))
 
 
 def wrapped(cells: Sequence[str], widths: Sequence[int]) -> list[tuple[str, ...]]:

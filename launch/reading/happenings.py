@@ -8,7 +8,6 @@ skipped: this is for viewing only.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from launch.common.paths import written_unix_s
-from launch.reading.spells import Spell, read_timeline
+from launch.reading.spells import Spell, is_time, read_timeline
 from launch.run_directory.owner import may_live
 from launch.run_files.outcome import Cause
 from rlhpc.buffer.line_file import LineFile
@@ -189,8 +188,9 @@ def _of_attempts(layout: RunLayout) -> Iterator[Happening]:
 
 
 def _of_guard(layout: RunLayout) -> Iterator[Happening]:
-    for entry in LineFile(layout.guard, GuardEntry).read():
-        yield Happening(entry.unix_time_s, "run", "guard", f"{entry.action}: {entry.text}", entry.attempt)
+    for entry in LineFile(layout.guard, GuardEntry).each():
+        if is_time(entry.unix_time_s) and isinstance(entry.attempt, int):
+            yield Happening(entry.unix_time_s, "run", "guard", f"{entry.action}: {entry.text}", entry.attempt)
 
 
 def _of_jobs(layout: RunLayout) -> Iterator[Happening]:
@@ -198,7 +198,7 @@ def _of_jobs(layout: RunLayout) -> Iterator[Happening]:
         try:
             record = json.loads(path.read_bytes())
             text = f"{record['name']} submitted"
-            if _is_time(record["submitted_unix_s"]):
+            if is_time(record["submitted_unix_s"]):
                 yield Happening(record["submitted_unix_s"], f"job {record['job_id']}", "submitted", text)
         except (OSError, ValueError, KeyError, TypeError):
             continue
@@ -215,12 +215,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             document = json.loads(line)
         except ValueError:
             continue
-        if isinstance(document, dict) and _is_time(document.get("unix_time_s")):
+        if isinstance(document, dict) and is_time(document.get("unix_time_s")):
             yield document
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _attempt(line: Mapping[str, Any], key: str = "attempt") -> int:

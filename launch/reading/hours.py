@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from launch.reading.happenings import Story
+from launch.reading.happenings import Happening, Story
 from launch.run_files.events import read_document
 from rlhpc.metrics.curves import Curve
 from rlhpc.roles.controller.metrics.timeline import WORKS
@@ -65,16 +67,21 @@ def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Ho
 
 
 def gpus_of(layout: RunLayout) -> dict[str, int]:
-    """GPUs of one process of each role, as the run's plan says."""
+    """GPUs of one process of each role, as the run's plan says; 0 where it is of another form, or none is there."""
     found = {"trainer": 0, "generator": 0}
     for plan in (layout.job_plan, layout.local_plan):
-        for job in read_document(plan).get("jobs", []):
-            for part in job["components"]:
-                shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
-                for share in part["roles"]:
-                    if share["role"] in found:
-                        found[share["role"]] = part["gpus_per_task"] or max(shown, default=0)
+        with suppress(KeyError, TypeError, AttributeError):
+            for job in read_document(plan).get("jobs", []):
+                for part in job["components"]:
+                    found |= {role: gpus for role, gpus in _gpus_in(part).items() if role in found}
     return found
+
+
+def _gpus_in(part: Mapping[str, Any]) -> dict[str, int]:
+    """Of one process of each of its roles."""
+    shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
+    gpus = int(part["gpus_per_task"]) or max(shown, default=0)
+    return {share["role"]: gpus for share in part["roles"]}
 
 
 def _stood_by(story: Story) -> Iterator[tuple[float, str]]:
@@ -97,16 +104,25 @@ def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None
 
 
 def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
-    """GPU-hours of what was allocated, from the first to the last event of each job."""
-    seen = defaultdict[str, list[float]](list)
+    """GPU-hours of what was allocated to each job in its lives, from the first to the last event of each.
+
+    One that has not said how it ended is at work, until the last sign of the run.
+    """
+    lives = defaultdict[str, list[list[Happening]]](list)
     for each in story.happenings:
         if each.who.startswith("job ") and each.kind != "submitted":
-            seen[each.who.removeprefix("job ")].append(each.unix_time_s)
+            of_job = lives[each.who.removeprefix("job ")]
+            if each.kind == "life" or not of_job:  # it was requeued: before, it had nothing
+                of_job.append([])
+            of_job[-1].append(each)
     found = {}
-    for label, times in sorted(seen.items()):
+    for label, of_job in sorted(lives.items()):
         planned = _planned_job(layout, label.partition("_")[0])
         if planned is not None:
-            hours = (max(times) - min(times)) / 3600
+            seconds = sum(life[-1].unix_time_s - life[0].unix_time_s for life in of_job)
+            if all(each.kind != "verdict" for each in of_job[-1]):
+                seconds += story.end_s - of_job[-1][-1].unix_time_s
+            hours = seconds / 3600
             found[f"{label} ({planned.name}, {planned.gpus} GPUs)"] = planned.gpus * hours
     return found
 

@@ -6,12 +6,16 @@ Input: a run directory, also of a running run, and patterns of names.  Output: C
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+import numpy as np
+
+from launch.reading.evaluations import done_evaluations
 from rlhpc.errors import ConfigError
 from rlhpc.metrics.curve_table import CurveTable, tabulated
-from rlhpc.metrics.curves import read_curves
+from rlhpc.metrics.curves import Curve, read_curves
 from rlhpc.run_layout import RunLayout
 
 
@@ -24,7 +28,7 @@ def metric_table(layout: RunLayout, patterns: Sequence[str] = ()) -> CurveTable:
     OSError.
     """
     layout.require_run()
-    curves = read_curves(layout.tensorboard) | read_curves(layout.evaluations / layout.tensorboard.name)
+    curves = read_curves(layout.tensorboard) | _of_evaluations(layout)
     if not curves:
         raise ConfigError(f"{layout.root}: no metrics yet: the first ones are written after the first step")
     for pattern in patterns:
@@ -32,6 +36,20 @@ def metric_table(layout: RunLayout, patterns: Sequence[str] = ()) -> CurveTable:
             raise ConfigError(f"--tag {pattern!r}: no metric of this run matches{_hint(pattern, [*curves])}")
     is_wanted = {name: not patterns or any(fnmatchcase(name, each) for each in patterns) for name in curves}
     return tabulated({name: curve for name, curve in curves.items() if is_wanted[name]})
+
+
+def _of_evaluations(layout: RunLayout) -> dict[str, Curve]:
+    """Without points of models that are not the run's any more: nothing in the event files says which these are."""
+    curves = read_curves(layout.evaluations / layout.tensorboard.name)
+    undone = defaultdict[str, list[int]](list)
+    for each in done_evaluations(layout) if curves else ():
+        if each.is_undone:
+            for figure in each.figures:
+                undone[f"evaluation/{each.name}/{figure}"].append(each.step)
+    for name in undone.keys() & curves.keys():
+        curve, is_kept = curves[name], ~np.isin(curves[name].steps, undone[name])
+        curves[name] = Curve(curve.steps[is_kept], curve.values[is_kept], curve.unix_times_s[is_kept])
+    return {name: curve for name, curve in curves.items() if len(curve.steps)}
 
 
 def _hint(pattern: str, names: list[str]) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from launch.reading.advice import advice_for
 from launch.reading.happenings import Happening, Story, read_story
 from launch.reading.hours import Hours, hours_of
@@ -42,6 +44,11 @@ class RunReport:
         return [*enumerate(told, 1)]
 
     @property
+    def num_faults_left_out(self) -> int:
+        """Earlier ones than the marks, for which there is no room."""
+        return len(self.story.faults) - sum(each.is_fault for _, each in self.marks)
+
+    @property
     def headline(self) -> list[tuple[str, str]]:
         """(name, value) of the key figures, the most important first."""
         return _headline(self.figures, self.story)
@@ -60,7 +67,10 @@ def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
     lines = [f"{name:<{width}}  {value}" for name, value in report.headline]
     marks = report.marks
     lines += ["", "What happened"] if marks else []
-    if len(marks) > num_shown:
+    if report.num_faults_left_out:
+        earlier = report.num_faults_left_out + max(0, len(marks) - num_shown)
+        lines.append(f"  ({earlier} earlier faults; --html FILE shows the last {len(marks)})")
+    elif len(marks) > num_shown:
         lines.append(f"  ({len(marks) - num_shown} earlier ones: --html FILE shows them)")
     lines += [f"  {clock(each.unix_time_s, with_day=True)}  {each.who}: {each.brief}" for _, each in marks[-num_shown:]]
     if report.hours.by_use:
@@ -81,14 +91,15 @@ def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
     settings = figures.settings.get("run", {})
     total = status.get("num_steps") or settings.get("num_steps", "?")
     reward = figures.curves.get("reward/mean")
-    tenth = max(1, len(reward.values) // 10) if reward is not None else 1
     rows = [
         ("run", run_name(figures.settings, figures.layout.root)),
         ("phase", "complete" if figures.summary else str(status.get("phase", "not begun"))),
         ("steps", f"{figures.num_steps} of {total}, policy version {status.get('version', '?')}"),
     ]
     if reward is not None:
-        rows.append(("reward", f"{reward.values[:tenth].mean():.3f} → {reward.values[-tenth:].mean():.3f}"))
+        values = reward.values[np.isfinite(reward.values)]
+        tenth = max(1, len(values) // 10)
+        rows += [("reward", f"{values[:tenth].mean():.3f} → {values[-tenth:].mean():.3f}")] * bool(len(values))
     rows += [
         (
             "rollouts",

@@ -95,8 +95,10 @@ def _happenings(report: RunReport) -> str:
         f'<td class="text">{escape(each.brief)}</td></tr>'
         for number, each in report.marks
     ]
-    left = len(report.story.happenings) - len(rows)
-    more = f'<p class="note">Left out: {left} that go without saying.</p>' if left else ""
+    num_faults = report.num_faults_left_out
+    left = len(report.story.happenings) - len(rows) - num_faults
+    parts = [f"{num_faults} earlier faults"] * bool(num_faults) + [f"{left} that go without saying"] * bool(left)
+    more = f'<p class="note">Left out: {", and ".join(parts)}.</p>' if parts else ""
     return _table(("", "time", "attempt", "who", "what", ""), rows) + more
 
 

@@ -6,13 +6,16 @@ intervals in 150 MB: lines are read one by one, and neighbours merged as a chart
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 from rlhpc.buffer.line_file import LineFile
 from rlhpc.roles.controller.metrics.timeline import TimelineEntry
 
 MOST_STRETCHES = 900  # of the file, or few more: twice what a chart has columns for
+_END_OF_TIME_S = 1e11  # in the year 5138
 _GAP_S = 1.0  # between two intervals: the process was not there
 
 
@@ -70,7 +73,7 @@ def read_timeline(path: Path) -> Recorded:
     """Read a timeline; lines that cannot be read are skipped.  Raises OSError."""
     recorded, begun, num_intervals = Recorded(), dict[str, _Stretch](), 0
     every = max(1, -(-_num_lines(path) // MOST_STRETCHES))
-    for entry in LineFile(path, TimelineEntry).each():
+    for entry in filter(_can_be_read, LineFile(path, TimelineEntry).each()):
         recorded.times = [min([entry.unix_time_s, *recorded.times]), max([entry.unix_time_s, *recorded.times])]
         recorded.events += [entry] if entry.event else []
         if entry.seconds <= 0:
@@ -86,6 +89,29 @@ def read_timeline(path: Path) -> Recorded:
             stretch.add(process, entry)
     recorded.spells += [stretch.spell(process) for process, stretch in begun.items()]
     return recorded
+
+
+def is_time(value: object) -> bool:
+    """Seconds of the Unix clock that a calendar knows."""
+    return is_number(value) and 0 <= value < _END_OF_TIME_S
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, too."""
+    return isinstance(value, int | float) and abs(value) < math.inf
+
+
+def _can_be_read(entry: TimelineEntry) -> bool:
+    """Whether what is in a line has the forms that it should have."""
+    works = [entry.work, *entry.work.values()] if isinstance(entry.work, dict) else [None]
+    return (
+        is_time(entry.unix_time_s)
+        and is_time(entry.seconds)
+        and isinstance(entry.attempt, int)
+        and all(isinstance(text, str) for text in (entry.phase, entry.event, entry.name, entry.text))
+        and all(isinstance(each, dict) for each in works)
+        and all(is_number(share) for shares in entry.work.values() for share in shares.values())
+    )
 
 
 def _num_lines(path: Path) -> int:

@@ -42,7 +42,7 @@ class FoundGroup:
 
 
 def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = None) -> Iterator[FoundGroup]:
-    """Every group on disk: those in segments, in order of resolution, then the others by number.
+    """Every group on disk: those in segments, in order of resolution, then those of batches by step, then the others.
 
     steps: (first, last); segments without a group of these steps are skipped after reading two of their columns.
     Arrays are views of one block per column: copy what outlives the rest.
@@ -61,9 +61,16 @@ def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = No
         for resolved in groups:
             sealed.add(resolved.group.group_id)
             yield FoundGroup(resolved, standing_of(resolved))
-    for group_id, found in sorted(pending.items()):
+    for group_id, found in sorted(pending.items(), key=_by_batch):
         if group_id not in sealed:
             yield found
+
+
+def _by_batch(each: tuple[int, FoundGroup]) -> tuple[bool, int, int]:
+    """A batch has whichever groups were finished first, so that numbers of one step lie between those of others."""
+    group_id, found = each
+    step = found.resolved.consumed_step
+    return step < 0, step, group_id
 
 
 def standing_of(resolved: ResolvedGroup) -> Standing:

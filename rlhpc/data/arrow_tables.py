@@ -68,7 +68,13 @@ def _values(file: Path, name: str, column: Any) -> Sequence[Any]:
 def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
     """A Parquet file.  Raises ValueError where values of a field are of several types."""
     names = dict.fromkeys(name for row in rows for name in row)  # pyarrow takes those of the first row only
-    return columns_as_parquet({name: [row.get(name) for row in rows] for name in names})
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    for name, cells in columns.items():
+        if {int, float} <= {type(cell) for cell in cells}:
+            raise ValueError(
+                f"field {name!r} has whole numbers, and others that are not: all would be written as these"
+            )
+    return columns_as_parquet(columns)
 
 
 def columns_as_parquet(columns: Mapping[str, Sequence[Any]]) -> bytes:

@@ -7,7 +7,6 @@ restarts from the beginning.  The metric is stored as float32, so that it is exa
 
 from __future__ import annotations
 
-import math
 import shutil
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from rlhpc.metrics.curves import EVENT_FILES, events_in
 
+_END = 1 << 62  # of what is taken for a place on an axis: more is damage, and no step of an event
 AXES: Mapping[str, str] = MappingProxyType({"tokens": "tokens/trained_total", "seconds": "wall_s"})  # name → metric
 
 
@@ -58,7 +58,7 @@ class OtherAxis:
             return
         for value in event.summary.value:
             is_later = not self._steps or event.step > self._steps[-1]
-            if value.tag == self._metric and is_later and math.isfinite(value.simple_value):
+            if value.tag == self._metric and is_later and 0 <= value.simple_value < _END:
                 self._steps.append(event.step)
                 self._places.append(int(value.simple_value))
         known = bisect_right(self._steps, event.step)

@@ -22,6 +22,7 @@ from launch.commands.evaluate.report import Report
 from launch.commands.evaluate.request import requests_of
 from launch.commands.evaluate.target import find_target, target_of_run
 from launch.common.paths import without_dots
+from launch.common.text_table import escaped
 from launch.plan.site_file import Site, load_site
 from rlhpc.errors import ConfigError
 from rlhpc.evaluation.settings import SUMMARY
@@ -89,5 +90,5 @@ def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> 
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"rlhpc: {line}\n")
+    sys.stderr.write(f"rlhpc: {escaped(line)}\n")
     sys.stderr.flush()

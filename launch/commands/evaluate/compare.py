@@ -19,7 +19,7 @@ import numpy as np
 from launch.commands.evaluate.report import wanted_samples
 from launch.common.text_table import aligned
 from rlhpc.errors import ConfigError
-from rlhpc.evaluation.samples_file import read_samples
+from rlhpc.evaluation.samples_file import EvaluatedSample, read_samples
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.evaluation.statistics import Estimate, JudgedSample, difference, of_prompts
 from rlhpc.types import Verdict
@@ -72,7 +72,9 @@ def comparison_of(first: Path, second: Path) -> Comparison:
     """Raises ConfigError: no evaluation, one of something else, or no prompt that both have; DataError."""
     settings = [_settings(path) for path in (first, second)]
     _refuse_unlike(settings)
-    judged = [_judged(path, each) for path, each in zip((first, second), settings, strict=True)]
+    wanted = [_wanted(path, each) for path, each in zip((first, second), settings, strict=True)]
+    num_parts = 1 + any(map(_has_namesakes, wanted))
+    judged = [_judged(samples, num_parts) for samples in wanted]
     common = sorted(judged[0].keys() & judged[1].keys())
     if not common:
         raise ConfigError(f"{first} and {second}: have no prompt in common")
@@ -106,25 +108,36 @@ def _refuse_unlike(settings: Sequence[EvaluationSettings]) -> None:
         )
 
 
-def _judged(directory: Path, settings: EvaluationSettings) -> dict[str, list[JudgedSample]]:
-    """Samples by the record of their prompt, wherever the dataset lay."""
-    found: defaultdict[str, list[JudgedSample]] = defaultdict(list)
+def _wanted(directory: Path, settings: EvaluationSettings) -> list[EvaluatedSample]:
+    """All of an evaluation.  Raises ConfigError: some are missing."""
     wanted = wanted_samples(settings, read_samples(directory))
     if len(wanted) < settings.num_samples:  # those that are there first are short ones
         raise ConfigError(
             f"{directory}: {len(wanted)} of {settings.num_samples} samples are there; repeat its `rlhpc evaluate` "
             "command to draw the others"
         )
-    for each in wanted:
+    return wanted
+
+
+def _has_namesakes(samples: Sequence[EvaluatedSample]) -> bool:
+    """Whether files of one name lie in several directories, as those of splits may."""
+    files = {_file_of(each.source) for each in samples}
+    return len({file.name for file in files}) < len(files)
+
+
+def _judged(samples: Sequence[EvaluatedSample], num_parts: int) -> dict[str, list[JudgedSample]]:
+    """Samples by the record of their prompt, wherever the dataset lay; num_parts: of a path that tell files apart."""
+    found: defaultdict[str, list[JudgedSample]] = defaultdict(list)
+    for each in samples:
         if each.verdict != Verdict.VERIFIER_ERROR.value:
             sample = JudgedSample(each.verdict == Verdict.CORRECT.value, each.answer, each.reward)
-            found[_record_in(each.source)].append(sample)
+            found["/".join(Path(each.source).parts[-num_parts:])].append(sample)
     return found
 
 
-def _record_in(source: str) -> str:
-    """File and line, without the directory."""
-    return Path(source).name
+def _file_of(source: str) -> Path:
+    """Without the line."""
+    return Path(source.rpartition(":")[0])
 
 
 def _verdict(change: Estimate) -> str:

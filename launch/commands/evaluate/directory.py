@@ -5,6 +5,7 @@ Input: settings, and what an earlier command has left.  Output: the directory, l
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.run_directory.directory_lock import DirectoryLock, LockHeld, lock_directory
-from rlhpc.errors import RunDirectoryError
+from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.privacy import PRIVATE
 from rlhpc.run_layout import RunLayout
 
 LOCK = RunLayout(Path()).lock.name
+_ADVICE = "--out DIRECTORY keeps both; --fresh deletes these samples"
 LONGEST_VALUE = 80  # characters of a value in a message
 
 
@@ -32,7 +34,7 @@ def evaluation_directory(
     """Own the directory while the block runs, with these settings written to it.
 
     is_fresh: delete what is there.  Raises DirectoryInUse; RunDirectoryError: it holds something else, or samples of
-    other settings.
+    other settings; ConfigError: settings that cannot be read.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     unfinished = f".{NAME}."  # a command was killed while it wrote its settings
@@ -44,16 +46,26 @@ def evaluation_directory(
     except LockHeld:
         raise DirectoryInUse(f"{directory}: another `rlhpc evaluate` is running there") from None
     try:
-        before = read_settings(directory)
-        if before is not None and not is_fresh:
-            _refuse_other_samples(directory, before, settings)
-        elif before is not None:
+        if not is_fresh or not _is_ours(directory):
+            _refuse_other_samples(directory, settings)
+        elif (directory / NAME).exists():
             tell(f"{directory} is deleted, and the evaluation starts over")
             _clear(directory)
         settings.write(directory)
         yield lock
     finally:
         lock.close()
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether its settings are those of an evaluation, perhaps of another version, if there are some."""
+    try:
+        document = json.loads((directory / NAME).read_bytes())
+    except FileNotFoundError:
+        return True
+    except ValueError:
+        return False
+    return isinstance(document, dict) and {"config", "samples_per_prompt"} <= document.keys()
 
 
 def unlike_samples(directory: Path, settings: EvaluationSettings) -> set[str]:
@@ -67,7 +79,13 @@ def _unlike(before: EvaluationSettings, now: EvaluationSettings) -> set[str]:
     return {key for key in {*old, *new} if old.get(key) != new.get(key)}
 
 
-def _refuse_other_samples(directory: Path, before: EvaluationSettings, now: EvaluationSettings) -> None:
+def _refuse_other_samples(directory: Path, now: EvaluationSettings) -> None:
+    try:
+        before = read_settings(directory)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{_ADVICE}" if _is_ours(directory) else str(error)) from error
+    if before is None:
+        return
     old, new = before.identity, now.identity
     lines = [
         f"  {key}: {_shown(new.get(key))}, of the samples {_shown(old.get(key))}"
@@ -75,8 +93,7 @@ def _refuse_other_samples(directory: Path, before: EvaluationSettings, now: Eval
     ]
     if lines:
         head = f"{directory}: holds samples of another evaluation:"
-        advice = "--out DIRECTORY keeps both; --fresh deletes these samples"
-        raise RunDirectoryError("\n".join([head, *lines, advice]))
+        raise RunDirectoryError("\n".join([head, *lines, _ADVICE]))
 
 
 def _shown(value: Any) -> str:

@@ -26,7 +26,7 @@ from launch.plan.gpu_map import map_gpus
 from launch.run_directory.directory_lock import LockHeld, lock_directory
 from launch.run_directory.inputs import look_at_data
 from rlhpc.config import Config, with_values
-from rlhpc.errors import RoleFailed
+from rlhpc.errors import DataError, RoleFailed
 from rlhpc.evaluation.samples_file import read_samples
 from rlhpc.evaluation.settings import NAME, SUMMARY, EvaluationSettings
 from rlhpc.files import write_atomically
@@ -66,15 +66,22 @@ class Evaluation:
                 try:
                     report = self._draw(tell, lock.descriptor, done, remind)
                 except KeyboardInterrupt:
-                    number = sum(1 for _ in read_samples(directory))
-                    where = f"{number} of {settings.num_samples} samples are in {directory}"
-                    raise KeyboardInterrupt(f"{where}; the same command draws the others") from None
+                    raise KeyboardInterrupt(self._how_far()) from None
                 finally:
                     shutil.rmtree(directory / MODEL, ignore_errors=True)
             document = report.as_json() | ({} if attempt is None else {"attempt": attempt})
             write_atomically(directory / SUMMARY, json.dumps(document, indent=1).encode())
             tell(f"all samples are in {directory}")
         return report
+
+    def _how_far(self) -> str:
+        """For whoever has interrupted it; nothing that is wrong with the samples may come between."""
+        try:
+            number = sum(1 for _ in read_samples(self.directory))
+        except (DataError, OSError):
+            return f"{self.directory}: its samples cannot be counted"
+        where = f"{number} of {self.settings.num_samples} samples are in {self.directory}"
+        return f"{where}; the same command draws the others"
 
     def _draw(
         self, tell: Tell, descriptor: int, done: Callable[[Report, Path], None], remind: Callable[[], None]

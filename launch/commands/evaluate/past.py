@@ -6,31 +6,19 @@ are left out: their models are not the run's any more.
 
 from __future__ import annotations
 
-import json
-import re
 from collections import defaultdict
 from typing import Any
 
-from rlhpc.evaluation.settings import SUMMARY
+from launch.reading.evaluations import done_evaluations
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.timeline import Timeline
-
-_DIRECTORY = re.compile(r".*-step_(\d+)-(.+)")
 
 
 def past_evaluations(layout: RunLayout) -> dict[str, dict[int, dict[str, Any]]]:
     """Figures by name of the dataset and step, ascending, of evaluations that are done."""
-    timeline = Timeline.read(layout.attempts)
     found: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for path in layout.evaluations.glob(f"*/{SUMMARY}"):
-        if match := _DIRECTORY.fullmatch(path.parent.name):
-            try:
-                document, step = json.loads(path.read_bytes()), int(match[1])
-                figures = dict(document["figures"])
-            except (OSError, ValueError, KeyError, TypeError):  # begun anew, or damaged
-                continue
-            if timeline.undone_by(step, document.get("attempt")) is None:
-                found[match[2]][step] = figures
+    for each in done_evaluations(layout):
+        if not each.is_undone:
+            found[each.name][each.step] = each.figures
     return {name: dict(sorted(steps.items())) for name, steps in sorted(found.items())}
 
 

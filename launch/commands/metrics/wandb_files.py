@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,14 +35,15 @@ def write_wandb(directory: Path, run: ExportedRun) -> str:
     wandb = optional_module("wandb", "wandb")
     directory.mkdir(parents=True, exist_ok=True)
     earlier = [*(directory / "wandb").glob(f"offline-run-*-{run.identity}")]
-    for path in earlier:  # names hold seconds: two exports in one are to have two
-        path.rename(_aside(path))
-    try:
-        written = _write(wandb, directory.resolve(), run)
-    except (wandb.errors.Error, OSError) as error:
-        for path in earlier:
-            _aside(path).rename(path)
-        raise ConfigError(f"--wandb {directory}: {error}") from error
+    with ExitStack() as undo:
+        for path in earlier:  # names hold seconds: two exports in one are to have two
+            path.rename(_aside(path))
+            undo.callback(_aside(path).rename, path)
+        try:
+            written = _write(wandb, directory.resolve(), run)
+        except (wandb.errors.Error, OSError) as error:
+            raise ConfigError(f"--wandb {directory}: {error}") from error
+        undo.pop_all()
     for path in earlier:
         shutil.rmtree(_aside(path))
     return f"{written}: {run.size}; `wandb sync {written}` uploads it"

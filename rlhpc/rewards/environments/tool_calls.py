@@ -116,6 +116,6 @@ def _built_in(name: str, arguments: str) -> Call | CallError:
         try:
             values[word[1]] = _DECODER.decode(word[2])
         except ValueError:  # 007, or a number of more digits than Python reads
-            return CallError(f"{name}.call({word[1]}=…): {word[2][:40]} is no number")
+            return CallError(f"{name}.call({word[1]}=…): {word[2][:_SHOWN_CHARACTERS]} is no number")
         rest = rest[word.end() :].lstrip().removeprefix(",").lstrip()
     return Call(name, values)

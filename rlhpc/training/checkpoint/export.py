@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -44,8 +45,8 @@ def export_hf(
     weights.  dtype: a key of DTYPES; None: what model_dir's config.json names.
     Reads and verifies only what it exports, once: moments are two thirds of a checkpoint.
     Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written or there
-    is no average, ConfigError if model_dir or out_dir cannot be used.  If it fails after creating out_dir, it deletes
-    it; a killed process leaves an out_dir without config.json, which nothing loads.
+    is no average, ConfigError if model_dir or out_dir cannot be used.  If it fails or is interrupted after creating
+    out_dir, it deletes it; a killed process leaves an out_dir without config.json, which nothing loads.
     """
     if (checkpoint_dir / "trainer").is_dir():
         checkpoint_dir = checkpoint_dir / "trainer"
@@ -60,18 +61,17 @@ def export_hf(
         out_dir.mkdir(parents=True)
     except FileExistsError as error:
         raise ConfigError(f"{out_dir}: exists already; nothing is overwritten") from error
-    try:
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, out_dir, ignore_errors=True)
         specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
         tensors = (tensor.to(DTYPES[dtype]) for tensor in checkpoint.verified_tensors(kind))
         specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
-        write_hf_weights(out_dir, specs, chain(tensors, untrained.values()), shard_bytes=shard_bytes)
-        _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
-    except CheckpointError:
-        shutil.rmtree(out_dir, ignore_errors=True)
-        raise
-    except OSError as error:
-        shutil.rmtree(out_dir, ignore_errors=True)
-        raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
+        try:
+            write_hf_weights(out_dir, specs, chain(tensors, untrained.values()), shard_bytes=shard_bytes)
+            _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
+        except OSError as error:
+            raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
+        undo.pop_all()
     return dtype
 
 

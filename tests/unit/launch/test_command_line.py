@@ -726,3 +726,10 @@ def test_a_run_that_lives_on_another_host_is_not_deleted(config: Config, layout:
     with controller_elsewhere(layout), pytest.raises(RunDirectoryError, match="a run is active here on another-host"):
         prepare_run_dir(config, layout, resume=False, fresh=True)
     assert prepare_run_dir(config, layout, resume=False, fresh=True).index == 0
+
+
+def test_a_terminal_obeys_nothing_of_what_an_error_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "nowhere\x1b[2J\x9b2J"]) == EXIT_CONFIG
+    said = capsys.readouterr().err
+    assert "nowhere\\x1b[2J\\x9b2J" in said
+    assert not {"\x1b", "\x9b"} & {*said}

@@ -70,6 +70,27 @@ def test_the_name_of_a_field_commands_no_terminal(action: str, said, tmp_path: P
     assert "\x1b" not in shown
 
 
+def test_columns_of_a_table_stand_below_each_other_also_beside_wide_and_combined_letters(tmp_path, capsys) -> None:
+    write_jsonl(tmp_path / "wide.jsonl", [{"\u554f\u984c": "a", "re\u0301ponse": "b", "x": "c"}])
+    assert main(["data", "stats", str(tmp_path / "wide.jsonl")]) == 0
+    _, _, _, wide, combined, narrow = capsys.readouterr().out.splitlines()
+    assert wide.index("string") == narrow.index("string") - 2  # two letters take two columns each
+    assert combined.index("string") == narrow.index("string") + 1
+
+
+def test_half_of_a_surrogate_pair_comes_out_of_a_conversion_as_it_went_in(said, tmp_path: Path) -> None:
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800 é"}\n{"prompt": "é"}\n')
+    said("convert", "half.jsonl", "out.jsonl")
+    assert [each.fields["prompt"] for each in read_records(tmp_path / "out.jsonl")] == ["\ud800 é", "é"]
+
+
+@pytest.mark.parametrize("answers", [[10**30], [1, 2.5]])  # 1 would become 1.0, which is another reference
+def test_numbers_that_parquet_has_no_one_type_for_are_refused(said, answers: list[float], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "large.jsonl", [{"answer": answer} for answer in answers])
+    assert "out.parquet: a column of Parquet has one type" in said("convert", "large.jsonl", "out.parquet", status=2)
+    assert not (tmp_path / "out.parquet").exists()
+
+
 def test_stats_count_records_fields_tokens_and_references(said) -> None:
     lines = said("stats", "train.jsonl", *KEYS, "generation.max_prompt_tokens=26").splitlines()
     assert lines[0] == "records     20; 12 the same as an earlier one"

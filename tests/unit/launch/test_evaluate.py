@@ -323,6 +323,21 @@ def test_samples_of_another_evaluation_are_not_mixed_in(
     assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".lock", NAME]
 
 
+def test_settings_that_this_version_cannot_read_are_refused_and_deleted_with_fresh(model: Path, tmp_path: Path) -> None:
+    open_directory(tmp_path / "e", settings_of(model))
+    (tmp_path / "e" / "samples-0.jsonl").touch()
+    (tmp_path / "e" / NAME).write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match=r"damaged: 'config'$"):
+        open_directory(tmp_path / "e", settings_of(model), is_fresh=True)
+    (tmp_path / "e" / NAME).write_text('{"config": {}, "samples_per_prompt": 1}')
+    with pytest.raises(ConfigError, match=r"damaged(.|\n)*--fresh"):
+        open_directory(tmp_path / "e", settings_of(model))
+    assert (tmp_path / "e" / "samples-0.jsonl").exists()
+    assert "starts over" in open_directory(tmp_path / "e", settings_of(model), is_fresh=True)[0]
+    assert not (tmp_path / "e" / "samples-0.jsonl").exists()
+    assert read_settings(tmp_path / "e") == settings_of(model)
+
+
 def test_a_command_killed_while_it_wrote_its_settings_is_repeated(model: Path, tmp_path: Path) -> None:
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / f".{NAME}.0123456789ab.tmp").write_text("{")
@@ -641,6 +656,27 @@ def test_curves_go_on_after_the_run_has_begun_afresh(tmp_path: Path) -> None:
     assert read_curves(directory)["reward"].values.tolist() == [0.25]
 
 
+@pytest.mark.starts
+def test_ctrl_c_ends_an_evaluation_also_where_its_samples_cannot_be_counted(model: Path) -> None:
+    """Another error in its place would cost one evaluation, and whoever follows a run would go on."""
+    layout = a_run(model, 4)
+    request = Request("d", model.parent / "test.jsonl", words=(LONGER,))
+    evaluation = plan_evaluation(find_target(layout.root, 4), request)
+    evaluation = replace(evaluation, target=replace(evaluation.target, checkpoint=None))  # nothing is exported
+    evaluated(evaluation.directory, evaluation.settings, [[True]] * evaluation.settings.num_prompts)
+
+    def interrupted(report: Report, model: Path) -> None:
+        (evaluation.directory / "samples-0.jsonl").write_text("damaged\n")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.report(_unheard, done=interrupted)
+
+
+def _unheard(line: str) -> None:
+    """Of no interest."""
+
+
 def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(model: Path) -> None:
     layout, said = a_run(model, 4), list[str]()
     request = Request("d", model.parent / "test.jsonl", words=("generation.max_prompt_tokens=12",))
@@ -762,7 +798,7 @@ def evaluated(
     directory: Path, settings: EvaluationSettings, correct: list[list[bool | None]], at: str = "/data"
 ) -> Path:
     """An evaluation whose samples of each prompt were right or wrong; None: no verifier could judge one."""
-    directory.mkdir()
+    directory.mkdir(parents=True)
     settings = replace(settings, num_prompts=len(correct), samples_per_prompt=max(map(len, correct)))
     settings.write(directory)
     with SamplesFile(directory, 0) as file:
@@ -818,6 +854,22 @@ def test_prompts_and_samples_that_one_of_them_lacks_do_not_count(model: Path, tm
         (path / "samples-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "maj@2" in comparison_of(first, first).figures
     assert "maj@2" not in comparison_of(first, more).figures  # of three votes it is another figure
+
+
+def test_records_of_two_splits_whose_files_have_the_same_name_are_two_prompts(model: Path, tmp_path: Path) -> None:
+    """As in a dataset that `datasets` has saved, with data.split=all: every split has data-00000-of-00001.arrow."""
+    paths = []
+    for name, at in (("a", "/data"), ("b", "/elsewhere/dataset")):
+        path = evaluated(tmp_path / name, settings_of(model), [[name == "b"], [False]])
+        lines = [json.loads(line) for line in (path / "samples-0.jsonl").read_text().splitlines()]
+        for line, split in zip(lines, ("train", "test"), strict=True):
+            line["source"] = f"{at}/{split}/data-00000-of-00001.arrow:1"
+        (path / "samples-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        paths.append(path)
+    found = comparison_of(*paths)
+    assert found.num_prompts == 2
+    assert found.figures["pass@1"][2].num_prompts == 2
+    assert "pass@2" not in found.figures
 
 
 def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: Path, tmp_path: Path) -> None:

@@ -99,6 +99,17 @@ def test_the_last_lines_are_shown_of_a_long_log_and_progress_bars_are_one_line(
     assert lines[-2:] == ["trainer-0 | line 49999", "trainer-0 | 100%"]
 
 
+def test_a_colour_ends_with_its_line_so_that_no_text_can_hide_what_follows(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, "trainer", 0, 2, "\x1b[8m hidden\n\x1b[31mred\x1b[0m\nplain\n")
+    assert shown(capsys, layout, "trainer-0") == [
+        "trainer-0 | \x1b[8m hidden\x1b[0m",
+        "trainer-0 | \x1b[31mred\x1b[0m",
+        "trainer-0 | plain",
+    ]
+
+
 def test_a_log_that_is_shortened_while_it_is_followed_is_not_printed_again(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,8 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 import pyarrow.parquet
 import pytest
@@ -20,7 +21,7 @@ from launch.commands.metrics.mlflow_files import legal_names, parameters_of
 from launch.commands.metrics.wandb_records import records_of
 from launch.reading.metric_table import metric_table
 from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from rlhpc.metrics.recorder import Recorder
 from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
 from rlhpc.run_layout import RunLayout
@@ -64,6 +65,21 @@ def test_metrics_are_printed_as_csv(run: Path, capsys: pytest.CaptureFixture[str
         ["", "-1.0", ""], ["", "-1.0", ""], ["0.25", "0.2", ""], ["", "0.3", "nan"], ["", "0.4", ""]
     ]  # fmt: skip
     assert [float(row[1]) for row in rows[1:4]] == [1e9 + 1, 2e9, 2e9 + 3]
+
+
+def test_figures_of_a_model_that_a_resume_has_undone_are_left_out(tmp_path: Path) -> None:
+    layout = TextRun(tmp_path / "back").layout
+    layout.attempts.write_text("".join(json.dumps({"index": k, "resume_step": 50 * k}) + "\n" for k in range(2)))
+    curves = TensorBoardWriter(layout.evaluations / "tensorboard")
+    for step, attempt in ((50, 0), (60, 1), (100, 0)):
+        curves.scalars(step, {"evaluation/sums/reward": step / 100})
+        directory = layout.evaluations / f"back-step_{step:06d}-sums"
+        directory.mkdir()
+        figures = {"reward": {"value": step / 100, "low": 0.0, "high": 1.0}}
+        (directory / "summary.json").write_text(json.dumps({"figures": figures, "attempt": attempt}))
+    curves.close()
+    (curve,) = metric_table(layout).curves.values()
+    assert curve.steps.tolist() == [50, 60]
 
 
 def test_metrics_are_a_parquet_file_with_nulls_or_a_csv_file(run: Path, tmp_path: Path) -> None:
@@ -183,6 +199,23 @@ def test_steps_that_wandb_loses_without_a_word_are_an_error_and_an_earlier_expor
         assert main(["metrics", str(run), "--wandb", str(tmp_path)]) == EXIT_CONFIG
         assert "steps could be written: is the disk full?" in capsys.readouterr().err
         assert [path.name for path in earlier.parent.glob("*offline-run-*")] == [earlier.name]
+
+
+def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(**_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    package: Any = ModuleType("wandb")  # in the place of wandb's own, which writes for minutes
+    package.init, package.Settings, package.errors = interrupted, dict, SimpleNamespace(Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    identity = ExportedRun(RunLayout(run), metric_table(RunLayout(run))).identity
+    earlier = tmp_path / "wandb" / f"offline-run-20200101_000000-{identity}"
+    earlier.mkdir(parents=True)
+    assert main(["metrics", str(run), "--wandb", str(tmp_path)]) == EXIT_INTERRUPTED
+    assert [path.name for path in earlier.parent.iterdir()] == [earlier.name]
 
 
 # ------------------------------------------------------------------------------------------------------------- MLflow

@@ -14,6 +14,7 @@ from launch.plan.site_file import load_site
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
+from tests.full_disk import fill, small_disk
 
 ROOT = Path(__file__).parents[3]
 SITE = ROOT / "slurm" / "sites" / "example.toml"
@@ -83,6 +84,15 @@ def test_a_copy_is_the_file_and_nothing_is_overwritten(
     assert main(["recipes", "copy", "drgrpo-1.5b", str(tmp_path)]) == EXIT_CONFIG
     assert "exists already" in capsys.readouterr().err
     assert copy.read_text() == "mine"
+
+
+def test_a_copy_that_did_not_fit_on_the_disk_stands_in_the_way_of_no_other(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64 << 10):
+        fill(tmp_path / "filler", 0)
+        with pytest.raises(OSError, match="No space left"):
+            copy_recipe("gsm8k", tmp_path)
+        (tmp_path / "filler").unlink()
+        assert copy_recipe("gsm8k", tmp_path).read_bytes() == RECIPES["gsm8k"].path.read_bytes()
 
 
 def test_a_name_that_does_not_exist_is_refused_with_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:

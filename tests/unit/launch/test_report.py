@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import time
@@ -10,17 +11,19 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from launch.cli import main
+from launch.commands.evaluate.past import past_evaluations
 from launch.plan.report import plan_document
 from launch.reading.advice import advice_for
 from launch.reading.charts import histogram, line_chart, nice_ticks, stacked_chart
 from launch.reading.happenings import Happening, Story, read_story
-from launch.reading.hours import hours_of
-from launch.reading.report_data import read_report
+from launch.reading.hours import gpus_of, hours_of
+from launch.reading.report_data import as_text, read_report
 from launch.reading.report_page import write_report
 from launch.reading.run_figures import read_figures, read_sampled
 from launch.reading.spells import MOST_STRETCHES, Spell
@@ -257,6 +260,24 @@ def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path
     assert [*hours.by_job] == ["4711 (hetjob, 9 GPUs)"]
 
 
+def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and_those_of_a_living_job_go_on(
+    tmp_path: Path,
+) -> None:
+    run = ToldRun(tmp_path / "told")
+    run.layout.job_plan.write_text(plan_document(plan_of()))
+    for job_id in (4712, 4713):
+        record = {"job_id": job_id, "name": "hetjob", "plan": str(run.layout.job_plan), "submitted_unix_s": BEGAN_S}
+        run.layout.job_record(job_id).write_text(json.dumps(record))
+    run.tell_at(4712, {0: "life", 5: "start", 20: "verdict", 21: "requeue", 61: "life", 65: "start", 81: "verdict"})
+    run.tell_at(4713, {82: "life", 83: "start"})  # at work until now
+    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
+    of_jobs = {label.partition(" ")[0]: (label, each) for label, each in hours.by_job.items()}
+    gpus = int(of_jobs["4712"][0].rpartition(", ")[2].split()[0])
+    assert gpus > 0
+    assert of_jobs["4712"][1] * 3600 == pytest.approx(gpus * (21 + 20))
+    assert of_jobs["4713"][1] * 3600 == pytest.approx(gpus * (100 - 82))
+
+
 def test_the_time_in_which_a_successor_stood_by_is_a_use_of_its_own(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told")
     plan = plan_of(cluster={"continuation": "successor"})
@@ -340,12 +361,76 @@ def test_where_nobody_idles_nothing_is_recommended_and_of_few_steps_nothing_is_s
     assert "Too early" in advice_for(read_figures(young.layout))[0]
 
 
+def test_faults_for_which_there_is_no_room_are_counted_and_not_said_to_go_without_saying(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    run.tell_at(4711, dict.fromkeys(range(1, 100), "restart"))
+    report = read_report(run.layout, {})
+    num_faults = len(report.story.faults)
+    assert num_faults > len(report.marks) == 60
+    write_report(tmp_path / "page.html", report)
+    page = (tmp_path / "page.html").read_text()
+    assert f"{num_faults - 60} earlier faults" in page
+    assert f"({num_faults - 25} earlier faults" in "\n".join(as_text(report))
+
+
+def test_one_step_without_a_reward_does_not_hide_those_of_all_others(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "gap")
+    recorder = Recorder(run.layout.tensorboard)
+    for step in range(30):
+        recorder.step(step, {"reward/mean": math.nan if step in (1, 29) else step / 20})
+    recorder.close()
+    assert "reward    0.050 → 1.375" in as_text(read_report(run.layout, {}))
+
+
 def test_the_terminal_gets_the_short_form(told: ToldRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(told.layout.root)]) == 0
     out = capsys.readouterr().out
     for words in ("run       told", "steps     20 of 120", "SIGKILL", "process-hours", "Recommendations"):
         assert words in out
     assert main(["report", str(told.layout.root.parent)]) == EXIT_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("timeline.jsonl", {"unix_time_s": None}),
+        ("timeline.jsonl", {"unix_time_s": 1e300}),
+        ("timeline.jsonl", {"seconds": 1e300}),
+        ("timeline.jsonl", {"attempt": "x"}),
+        ("timeline.jsonl", {"phase": 3}),
+        ("timeline.jsonl", {"work": []}),
+        ("timeline.jsonl", {"work": {"trainer-0": None}}),
+        ("timeline.jsonl", {"work": {"trainer-0": {"works": "x"}}}),
+        ("guard.jsonl", {"unix_time_s": [], "attempt": 0}),
+        ("guard.jsonl", {"unix_time_s": math.nan}),
+        ("guard.jsonl", {"attempt": {}}),
+        ("attempts.jsonl", {"unix_time_s": 1e300}),
+        ("jobs/4711.events.jsonl", {"unix_time_s": 1e300}),
+    ],
+)
+def test_a_line_of_another_form_costs_that_line_and_not_the_report(
+    file: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    run = ToldRun(tmp_path / "told")
+    write_report(tmp_path / "before.html", read_report(run.layout, {}))
+    path = run.layout.root / file
+    line = json.loads(path.read_text().splitlines()[0])
+    path.write_text(path.read_text() + json.dumps(line | changes) + "\n")
+    write_report(tmp_path / "after.html", read_report(run.layout, {}))
+    assert (tmp_path / "after.html").read_text() == (tmp_path / "before.html").read_text()
+
+
+def test_plans_and_evaluations_of_another_form_count_as_absent(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    run.layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": [{"roles": ["x"]}]}]}))
+    assert gpus_of(run.layout) == {"trainer": 0, "generator": 0}
+    place = run.layout.evaluations / "told-step_000004-held_out"
+    place.mkdir(parents=True)
+    figures = {"pass@1": {"value": "x", "low": 0.1, "high": 0.2}, "reward": {"value": 0.5, "low": 0.4, "high": 0.6}}
+    (place / "summary.json").write_text(json.dumps({"figures": figures, "attempt": "x"}))
+    assert past_evaluations(run.layout) == {}
+    (place / "summary.json").write_text(json.dumps({"figures": figures, "attempt": 0}))
+    assert [*past_evaluations(run.layout)["held_out"][4]] == ["reward"]
 
 
 def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:

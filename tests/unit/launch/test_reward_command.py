@@ -55,6 +55,20 @@ def test_a_table_has_a_row_for_each_record_and_a_failed_verifier_is_no_reward(fi
     assert total == "3 judged: 1 correct, 1 wrong, 1 verifier_error, mean reward 0.5"
 
 
+def test_a_terminal_obeys_nothing_of_what_is_judged(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_echo.py").write_text(
+        "def echo(completion, reference):\n"
+        "    return {'reward': 1.0, 'is_correct': True, 'answer': completion, completion: 1.0}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    file = write(tmp_path / "hostile.jsonl", [{"completion": "\x9b2J\x1b[2J\u202e", "reference": "x"}])
+    for words in ([], ["--json"]):
+        assert main(["reward", "own_echo:echo", str(file), *words]) == 0
+        said = capsys.readouterr().out
+        assert "1" in said
+        assert not {"\x9b", "\x1b", "\u202e"} & {*said}
+
+
 def test_status_0_says_that_all_were_judged_and_not_that_all_are_right(tmp_path, capsys):
     assert main(["reward", "integer_arithmetic", str(write(tmp_path / "wrong.jsonl", RECORDS[:2]))]) == 0
     assert "1 wrong, 0 verifier_error" in capsys.readouterr().out

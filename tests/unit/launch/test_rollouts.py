@@ -23,6 +23,8 @@ from launch.reading.transcript import as_document, transcripts
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.buffer.history import START, read_history
 from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.config import with_values
+from rlhpc.config_file import write_resolved
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
@@ -109,6 +111,28 @@ def test_advantages_are_those_of_the_batch_that_was_trained(tmp_path: Path, norm
     for mine, theirs in zip(seen, expected, strict=True):
         np.testing.assert_array_equal(mine.advantages, theirs[len(mine.prompt_token_ids) :])
     assert all(each.advantages is None for each in _seen(run) if each.standing == "dropped")
+
+
+def test_normalised_advantages_are_shown_before_a_segment_is_sealed_though_groups_of_steps_are_mixed(
+    tmp_path: Path,
+) -> None:
+    run = AuditedRun(tmp_path / "run", 1, segment_groups=1000, every_steps=1000)
+    run.start()
+    with pytest.raises(Killed):
+        run.run(kill_after=75)
+    normalised = with_values(run.config, {"algorithm.advantage_normalization": "batch"})
+    write_resolved(normalised, run.layout, "")
+    history = read_history(run.layout.rollouts, START)
+    steps = {group_id: step for step, batch in history.batches.items() for group_id in batch.groups}
+    in_order = [steps[group_id] for group_id in sorted(steps)]
+    assert in_order != sorted(in_order)
+    seen = _seen(run)
+    assert {each.group_id for each in seen if each.advantages is not None} == steps.keys()
+    for step, batch in history.batches.items():
+        of_step = [each for each in seen if each.step == step]
+        assert {each.group_id for each in of_step} == {*batch.groups}
+        values = np.concatenate([each.advantages for each in of_step if each.advantages is not None])
+        assert abs(values.sum()) < 1e-3  # over the tokens of the batch
 
 
 def test_of_a_batch_that_is_not_whole_no_normalised_advantage_is_made_up(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,6 +19,8 @@ import pytest
 from launch.checks.run_check import check_run, chosen_step
 from launch.checks.run_rows import Row, Verdict
 from launch.cli import main
+from launch.commands.check_run import ProgressNote
+from launch.common.text_table import columns_of
 from launch.demo.task import write_dataset
 from launch.run_directory.prepare import prepare_run_dir
 from rlhpc.buffer.event_log import Admitted, Began, Dropped, Event, GroupEventLog, Taken, Trained
@@ -393,3 +397,24 @@ def test_a_file_that_stands_alone_is_not_from_itself_to_itself(
     out = capsys.readouterr().out
     assert "events_000000  " in out
     assert "events_000000 to" not in out
+
+
+class Terminal(io.StringIO):
+    """Shows lines as a terminal does."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_being_read_stays_on_its_line_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    terminal = Terminal()
+    note = ProgressNote(terminal)
+    for text in ("model /scratch/group/models/qwen and data /scratch/group/data.jsonl", "\u6a21\u578b" * 20, "\x1b[2J"):
+        note._said_at = -math.inf
+        note(text)
+    note.close()
+    shown = terminal.getvalue().split("\r")
+    assert max(map(columns_of, shown)) < 30
+    assert "reading model /scratch" in shown[1]
+    assert "\x1b" not in terminal.getvalue()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.util import tensor_util
@@ -105,6 +106,22 @@ def test_what_happens_to_runs_meanwhile_is_seen_at_the_next_look(tmp_path: Path,
     shutil.rmtree(layout.root)
     view.update()
     assert "second" in shown(tmp_path / "view")
+
+
+@pytest.mark.parametrize("damaged", [3e30, -3e30, 1e19])
+def test_a_number_that_no_axis_can_have_costs_its_point_and_does_not_end_the_view(
+    tmp_path: Path, damaged: float
+) -> None:
+    layout = made(tmp_path / "a", "first")
+    (file,) = layout.tensorboard.iterdir()
+    whole = file.read_bytes()
+    written = np.float32(300.0).tobytes()
+    assert whole.count(written) == 1
+    file.write_bytes(whole.replace(written, np.float32(damaged).tobytes()))  # the axis of step 2
+    view = EventView(tmp_path / "view", [tmp_path], "tokens")
+    view.find()
+    view.update()
+    assert shown(tmp_path / "view")["first"] == [(100, 0.0), (200, 1.0), (200, 2.0), (400, 3.0)]
 
 
 def test_nothing_to_show_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

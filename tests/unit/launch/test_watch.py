@@ -191,3 +191,12 @@ def test_last_words_are_said_also_in_a_directory_that_is_gone(tmp_path: Path, mo
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert last_words(screen.layout, "`x`") == [f"{tmp_path}: stopped before the first step; `x` continues it"]
+
+
+def test_a_terminal_obeys_nothing_of_a_processs_last_words(tmp_path: Path) -> None:
+    """They may quote what a model has sampled."""
+    stream = io.StringIO()
+    Watch(RunLayout(tmp_path), stream).tell("generator-0 ended with status 1: no answer in \x1b[2J\x9b2J\u202e\rwell")
+    assert stream.getvalue() == (
+        "rlhpc: generator-0 ended with status 1: no answer in \\x1b[2J\\x9b2J\\x202e\\x0dwell\n"
+    )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,26 @@ def test_the_average_is_exported_where_there_is_one(trained, tmp_path):
 def test_nothing_is_overwritten(trained, tmp_path):
     with pytest.raises(ConfigError, match="exists already"):
         export_hf(trained[1], trained[0], tmp_path)
+
+
+def test_an_export_that_is_interrupted_leaves_nothing_and_can_be_repeated(trained, tmp_path):
+    out = tmp_path / "out"
+
+    def interrupt_once_it_writes(*_):
+        if any(out.glob("*")):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt_once_it_writes)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            export_hf(trained[1], trained[0], out)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not out.exists()
+    export_hf(trained[1], trained[0], out)
 
 
 def test_a_place_without_a_checkpoint_is_named_and_nothing_is_made(trained, tmp_path):
