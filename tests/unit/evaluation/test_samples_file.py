@@ -49,6 +49,7 @@ def test_half_a_line_counts_for_nothing_and_is_cut_off(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+@pytest.mark.starts
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

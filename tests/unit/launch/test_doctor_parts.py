@@ -28,7 +28,7 @@ from launch.commands.doctor.table import exit_status, render
 from launch.plan.jobs import JobPlan
 from launch.plan.site_file import PrologueConfig, load_site
 from launch.slurm.cluster_facts import parse_gpus
-from launch.supervisor import role_task
+from launch.supervisor.surroundings import caches_below
 from rlhpc.deadline import Deadline
 from tests.patience import PATIENCE_S
 from tests.unit.launch.site_kit import ROOT, component_of, config_of, plan_of, site_of
@@ -108,7 +108,7 @@ def test_caches_on_a_network_filesystem_or_below_an_unset_directory_are_warned_o
 
 
 def test_the_caches_that_are_looked_at_are_those_that_a_task_gets_by_itself() -> None:
-    assert set(login_checks.CACHES) == set(role_task._CACHES)
+    assert set(login_checks.CACHES) == set(caches_below(Path("/")))
 
 
 @pytest.mark.parametrize("name", ["example", "apptainer", "conda-lustre", "module-venv"])

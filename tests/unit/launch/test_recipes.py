@@ -86,6 +86,7 @@ def test_a_copy_is_the_file_and_nothing_is_overwritten(
     assert copy.read_text() == "mine"
 
 
+@pytest.mark.starts
 def test_a_copy_that_did_not_fit_on_the_disk_stands_in_the_way_of_no_other(tmp_path: Path) -> None:
     with small_disk(tmp_path, 64 << 10):
         fill(tmp_path / "filler", 0)
