@@ -32,12 +32,8 @@ from launch.supervisor.steps import Tether
 from rlhpc.errors import OwnershipLost
 from rlhpc.run_layout import RunLayout
 
-_QUIET = {
-    "attempt_end",
-    "part_missed",
-    "part_left",
-    "verdict",
-}  # events that are expected, or that the next one repeats
+# Events that are expected, or that the next one repeats.
+_QUIET = {"attempt_end", "part_missed", "part_left", "verdict"}
 
 
 class LocalSignals(Signals):

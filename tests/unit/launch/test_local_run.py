@@ -38,7 +38,11 @@ exec((root / (name + ".py")).read_text())
 """
 PATIENT = "import time; time.sleep(600)"  # longer than any test has patience
 STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(600)"
-COMPLETE = "(root / 'summary.json').write_text('{}')"
+COMPLETE = (
+    "import json, time; (root / 'new').write_text(json.dumps("
+    "dict(phase='complete', step=3, is_ending=True, roles=[], unix_time_s=time.time())));"
+    "(root / 'new').rename(root / 'status.json'); (root / 'summary.json').write_text('{}')"
+)
 LEAVES = "import time\nwhile not (root / 'summary.json').exists(): time.sleep(0.02)"  # when the run is complete
 TRAINS = (
     "import json, time; (root / 'new').write_text(json.dumps("

@@ -17,7 +17,7 @@ from launch.plan.report import describe_jobs, plan_document
 from launch.plan.site_file import load_site
 from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause
-from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.run_files.plan_file import JobPart, Limits, Part, Share, plan_text
 from launch.run_files.run_state import Attempt
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor.begin import AttemptStarter
@@ -114,6 +114,17 @@ class Two:
         self.signals = Signals()
         self.queue("RUNNING", "RUNNING")
         self.owned_by(OLD)
+
+    def write_plan(self) -> None:
+        """What the tasks of its processes read, which end at once without it."""
+        component = {"name": "controller", "runs_in_batch_step": True, "gpus_per_task": 0, "srun": []}
+        component |= {"roles": [{"role": "controller", "num_processes": 1}], "environment": {}, "defaults": {}}
+        component["python"] = [str(self.bin / "python")]
+        job = {"name": "hetjob", "array_size": None, "components": [component]}
+        limits = {"meet_s": 1800, "stall_s": 3600, "max_retries": 2}
+        self.layout.job_plan.write_text(
+            plan_text(self.layout.root, "hetjob", [job], "successor", Limits(**limits), overlap_s=600)
+        )
 
     def _program(self, name: str, body: str) -> Path:
         path = self.bin / name
@@ -249,6 +260,7 @@ def test_a_successor_whose_node_lacks_a_program_waits_for_its_turn_and_leaves_th
 
 
 def test_a_successor_that_cannot_write_its_request_tries_again(two: Two) -> None:
+    two.write_plan()
     two.layout.hand_over_request(NEW).symlink_to(two.layout.root / "gone" / "file")  # as on a full disk
     mark = two.layout.loaded_mark("controller", 0, 1, NEW)
     mark.parent.mkdir(parents=True)
