@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -44,9 +44,10 @@ def export_hf(
     checkpoint_dir: the trainer's part, or the step directory around it.  is_average: export the moving average of its
     weights.  dtype: a key of DTYPES; None: what model_dir's config.json names.
     Reads and verifies only what it exports, once: moments are two thirds of a checkpoint.
-    Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written or there
-    is no average, ConfigError if model_dir or out_dir cannot be used.  If it fails or is interrupted after creating
-    out_dir, it deletes it; a killed process leaves an out_dir without config.json, which nothing loads.
+    Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written, there is
+    no average or a weight is too large for the dtype, ConfigError if model_dir or out_dir cannot be used.  If it fails
+    or is interrupted after creating out_dir, it deletes it; a killed process leaves an out_dir without config.json,
+    which nothing loads.
     """
     if (checkpoint_dir / "trainer").is_dir():
         checkpoint_dir = checkpoint_dir / "trainer"
@@ -64,7 +65,7 @@ def export_hf(
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, out_dir, ignore_errors=True)
         specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
-        tensors = (tensor.to(DTYPES[dtype]) for tensor in checkpoint.verified_tensors(kind))
+        tensors = _rounded(checkpoint.verified_tensors(kind), tuple(specs))
         specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
         try:
             write_hf_weights(out_dir, specs, chain(tensors, untrained.values()), shard_bytes=shard_bytes)
@@ -75,11 +76,28 @@ def export_hf(
     return dtype
 
 
+def _rounded(tensors: Iterator[Tensor], specs: Iterable[TensorSpec]) -> Iterator[Tensor]:
+    """In the dtypes of specs.  Raises CheckpointError for a finite number that would be inf: beyond 65504 in float16."""
+    for tensor, spec in zip(tensors, specs, strict=True):
+        rounded = tensor.to(DTYPES[spec.dtype])
+        if tensor.numel() and rounded.dtype != tensor.dtype:
+            extremes = torch.stack(tensor.aminmax())
+            if (extremes.isfinite() & extremes.to(rounded.dtype).isinf()).any():
+                raise CheckpointError(
+                    f"{spec.name} holds {float(extremes.abs().max()):.6g}, and {spec.dtype} ends at "
+                    f"{torch.finfo(rounded.dtype).max:g}: it would be inf; "
+                    "export with --dtype bfloat16 or --dtype float32"
+                )
+        yield rounded
+
+
 def _dtype_of(config_file: Path) -> str:
     try:
         config = json.loads(config_file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{config_file}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{config_file}: holds no JSON object")
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"  # the second is the older spelling
     if dtype not in DTYPES:
         raise ConfigError(f"{config_file}: dtype={dtype!r}; legal: {', '.join(DTYPES)}")
