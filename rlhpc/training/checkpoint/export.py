@@ -27,6 +27,7 @@ from rlhpc.types import TensorSpec
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers keeps all but the default one there
 SHARD_BYTES = 4 << 30
+DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the second is the older spelling
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -98,7 +99,7 @@ def _dtype_of(config_file: Path) -> str:
         raise ConfigError(f"{config_file}: cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{config_file}: holds no JSON object")
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"  # the second is the older spelling
+    dtype = next((config[key] for key in DTYPE_KEYS if config.get(key)), "float32")
     if dtype not in DTYPES:
         raise ConfigError(f"{config_file}: dtype={dtype!r}; legal: {', '.join(DTYPES)}")
     return str(dtype)
@@ -154,7 +155,8 @@ def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
     for path in sorted(files, key=lambda path: path.name == "config.json"):
         if dtype is not None and path.name == "config.json":
             config = json.loads(path.read_bytes())
-            config.pop("torch_dtype", None)
-            (out_dir / path.name).write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
+            # Under the spelling that is there: what reads the old one need not know the other.
+            config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], dtype)
+            (out_dir / path.name).write_text(json.dumps(config, indent=2), encoding="utf-8")
         else:
             shutil.copyfile(path, out_dir / path.name)

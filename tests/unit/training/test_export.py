@@ -211,6 +211,18 @@ def test_what_float16_holds_or_what_was_not_finite_before_is_exported_as_it_is(t
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], weights[name].half())
 
 
+@pytest.mark.parametrize("keys", [("torch_dtype",), ("dtype",), ("dtype", "torch_dtype"), ()])
+def test_another_dtype_is_said_under_the_spelling_that_the_models_configuration_has(keys, trained, tmp_path):
+    model_dir = shutil.copytree(trained[0], tmp_path / "model")
+    config = json.loads((model_dir / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    (model_dir / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, "bfloat16")))
+    export_hf(trained[1], model_dir, tmp_path / "out", dtype="float16")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == config | dict.fromkeys(keys or ("dtype",), "float16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.float16
+
+
 def test_a_configuration_that_is_no_object_is_named(trained, tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"config\.json: holds no JSON object"):
