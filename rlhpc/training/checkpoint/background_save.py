@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,9 @@ class BackgroundSaver:
         its shards; flat or not; called at each save, only for items of which this rank has shards.  items: with float32
         specs.  device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.
         """
-        self._items, self._group, self._lead_rank = items, group, lead_rank
+        # A tensor that cannot be made is a failed write like any other, which every rank hears of.
+        self._items = [replace(item, join=partial(_joined, item)) for item in items]
+        self._group, self._lead_rank = group, lead_rank
         self._own: dict[str, Callable[[int], Sequence[Tensor]]] = {kind: partial(own, kind) for kind in STATE_KINDS}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._mine = [
@@ -179,17 +182,31 @@ class BackgroundSaver:
                 pass
 
     def _stream(self) -> Iterator[Tensor]:
-        """Yield every tensor of every kind on rank 0, in the order of kinds and items; nothing elsewhere."""
-        for copies in self._copies.values():
-            for _, tensor in gather_stream(
-                self._items,
-                copies.__getitem__,
-                to_rank=self._lead_rank,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                group=self._group,
-            ):
-                yield tensor
+        """Yield every tensor of every kind on rank 0, in the order of kinds and items; nothing elsewhere.
+
+        Raises CheckpointError for one that cannot be made, when all that the others send has been received.
+        """
+        kinds = iter(self._copies.values())
+        for copies in kinds:
+            try:
+                yield from self._gathered(copies)
+            except CheckpointError:
+                for others in kinds:
+                    with suppress(CheckpointError):  # of the same tensor, perhaps: nobody wants it any more
+                        for _ in self._gathered(others):
+                            pass
+                raise
+
+    def _gathered(self, copies: dict[int, list[Tensor]]) -> Iterator[Tensor]:
+        tensors = gather_stream(
+            self._items,
+            copies.__getitem__,
+            to_rank=self._lead_rank,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            group=self._group,
+        )
+        return (tensor for _, tensor in tensors)
 
     def _hear_lead(self, has_succeeded: bool) -> bool:
         """Return rank 0's answer on every rank."""
@@ -198,6 +215,13 @@ class BackgroundSaver:
         answer = torch.tensor(int(has_succeeded), dtype=torch.int32)
         dist.broadcast(answer, src=self._lead_rank, group=self._group)
         return bool(answer.item())
+
+
+def _joined(item: ShardedTensorSpec, pieces: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        return list(item.join(pieces))
+    except (RuntimeError, MemoryError) as error:  # torch's, where there is no memory for it
+        raise CheckpointError(f"{item.specs[0].name} cannot be put together: {error}") from error
 
 
 def _unless_given_up(tensors: Iterator[Tensor], write: _Write) -> Iterator[Tensor]:

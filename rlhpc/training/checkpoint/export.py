@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from rlhpc.types import TensorSpec
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers keeps all but the default one there
 SHARD_BYTES = 4 << 30
+DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the second is the older spelling
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,9 +45,10 @@ def export_hf(
     checkpoint_dir: the trainer's part, or the step directory around it.  is_average: export the moving average of its
     weights.  dtype: a key of DTYPES; None: what model_dir's config.json names.
     Reads and verifies only what it exports, once: moments are two thirds of a checkpoint.
-    Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written or there
-    is no average, ConfigError if model_dir or out_dir cannot be used.  If it fails or is interrupted after creating
-    out_dir, it deletes it; a killed process leaves an out_dir without config.json, which nothing loads.
+    Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written, there is
+    no average or a weight is too large for the dtype, ConfigError if model_dir or out_dir cannot be used.  If it fails
+    or is interrupted after creating out_dir, it deletes it; a killed process leaves an out_dir without config.json,
+    which nothing loads.
     """
     if (checkpoint_dir / "trainer").is_dir():
         checkpoint_dir = checkpoint_dir / "trainer"
@@ -64,7 +66,7 @@ def export_hf(
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, out_dir, ignore_errors=True)
         specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
-        tensors = (tensor.to(DTYPES[dtype]) for tensor in checkpoint.verified_tensors(kind))
+        tensors = _rounded(checkpoint.verified_tensors(kind), tuple(specs))
         specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
         try:
             write_hf_weights(out_dir, specs, chain(tensors, untrained.values()), shard_bytes=shard_bytes)
@@ -75,12 +77,29 @@ def export_hf(
     return dtype
 
 
+def _rounded(tensors: Iterator[Tensor], specs: Iterable[TensorSpec]) -> Iterator[Tensor]:
+    """In the dtypes of specs.  Raises CheckpointError for a finite number that becomes inf, beyond 65504 in float16."""
+    for tensor, spec in zip(tensors, specs, strict=True):
+        rounded = tensor.to(DTYPES[spec.dtype])
+        if tensor.numel() and rounded.dtype != tensor.dtype:
+            extremes = torch.stack(tensor.aminmax())
+            if (extremes.isfinite() & extremes.to(rounded.dtype).isinf()).any():
+                raise CheckpointError(
+                    f"{spec.name} holds {float(extremes.abs().max()):.6g}, and {spec.dtype} ends at "
+                    f"{torch.finfo(rounded.dtype).max:g}: it would be inf; "
+                    "export with --dtype bfloat16 or --dtype float32"
+                )
+        yield rounded
+
+
 def _dtype_of(config_file: Path) -> str:
     try:
         config = json.loads(config_file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{config_file}: cannot be read: {error}") from error
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"  # the second is the older spelling
+    if not isinstance(config, dict):
+        raise ConfigError(f"{config_file}: holds no JSON object")
+    dtype = next((config[key] for key in DTYPE_KEYS if config.get(key)), "float32")
     if dtype not in DTYPES:
         raise ConfigError(f"{config_file}: dtype={dtype!r}; legal: {', '.join(DTYPES)}")
     return str(dtype)
@@ -136,7 +155,8 @@ def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
     for path in sorted(files, key=lambda path: path.name == "config.json"):
         if dtype is not None and path.name == "config.json":
             config = json.loads(path.read_bytes())
-            config.pop("torch_dtype", None)
-            (out_dir / path.name).write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
+            # Under the spelling that is there: what reads the old one need not know the other.
+            config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], dtype)
+            (out_dir / path.name).write_text(json.dumps(config, indent=2), encoding="utf-8")
         else:
             shutil.copyfile(path, out_dir / path.name)

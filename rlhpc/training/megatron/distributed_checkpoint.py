@@ -141,9 +141,18 @@ class DistributedCheckpoint:
 
 
 def is_distributed_checkpoint(directory: Path, exchange: Exchange) -> bool:
-    """True if rank 0 finds a checkpoint of this format and none of our own.  A collective."""
-    is_there = (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists()
-    return bool(exchange.from_rank(LEAD_RANK, is_there))
+    """True if rank 0 finds a checkpoint of this format and none of our own.  A collective.
+
+    Raises CheckpointError on all ranks if one of them cannot look.
+    """
+
+    def is_there() -> bool:
+        try:
+            return (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists()
+        except OSError as error:
+            raise CheckpointError(f"{directory}: cannot be read: {error}") from error
+
+    return bool(exchange.from_rank(LEAD_RANK, _Agreement(exchange).after(is_there)))
 
 
 def verify_distributed(directory: Path, exchange: Exchange, *, fingerprint: str) -> DistributedCheckpoint:

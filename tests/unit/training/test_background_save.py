@@ -254,6 +254,39 @@ def test_a_write_that_fails_half_way_leaves_no_rank_waiting(tmp_path):
     assert "rank 0 could not write it" in other
 
 
+class Shortage(Gate):
+    """No memory for the tensor in the middle, so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def pass_through(self) -> None:
+        if self.times:
+            self.times -= 1
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def run_short_of_memory_then_succeed(rank: int, world_size: int, directory: Path) -> str:
+    model = Model(rank, world_size, Shortage(times=2))  # joined on the lead alone: in the first kind and the second
+    saver = model.saver()
+    future = saver.save(directory / "short", num_steps_applied=0, rng=RNG)
+    error = future.exception(PATIENCE_S)
+    assert isinstance(error, CheckpointError)
+    saver.save(directory / "sound", num_steps_applied=0, rng=RNG).result(PATIENCE_S)
+    saver.close()
+    return str(error)
+
+
+@pytest.mark.starts
+def test_a_lead_without_memory_for_a_tensor_leaves_no_rank_waiting_and_the_next_write_succeeds(tmp_path):
+    lead, other = run_ranks(2, run_short_of_memory_then_succeed, tmp_path, tmp_path)
+    assert "t3 cannot be put together: DefaultCPUAllocator" in lead
+    assert "rank 0 could not write it" in other
+    assert not (tmp_path / "short" / STATE_FILE).exists()
+    assert_holds(tmp_path / "sound", 0)
+
+
 def lose_the_lead(rank: int, world_size: int, directory: Path) -> str:
     saver = Model(rank, world_size).saver()
     if rank == 0:

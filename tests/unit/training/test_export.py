@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
 from launch.commands.evaluate.target import find_target
@@ -21,6 +22,7 @@ from rlhpc.training.factory import open_backend
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.hf_names import on_disk
 from rlhpc.training.process_group import RankContext
+from rlhpc.types import TensorSpec
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
 
@@ -177,6 +179,54 @@ def test_an_export_in_float32_rounds_nothing_and_another_says_that_it_rounds(tra
     said = export_run(layout, tmp_path / "third", 1)
     assert said.endswith("bfloat16, rounded from float32 (--dtype float32 rounds nothing)")
     assert export_run(layout, tmp_path / "fourth", 1, dtype="float32").endswith(", float32")
+
+
+def checkpoint_of(place: Path, weights: dict[str, torch.Tensor]) -> None:
+    specs = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()]
+    write_checkpoint(
+        place, specs, lambda _: iter(list(weights.values())), num_steps_applied=1, rng={}, kinds=("weights",)
+    )
+
+
+@pytest.mark.parametrize("outlier", [7e4, -7e4])
+def test_a_weight_that_float16_does_not_hold_is_refused_by_name_and_not_written_as_inf(outlier, trained, tmp_path):
+    model_dir, _, weights, _ = trained
+    name = "model.norm.weight"
+    weights = weights | {name: weights[name].clone()}
+    weights[name][3] = outlier
+    checkpoint_of(tmp_path / "trainer", weights)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds 70000, and float16 ends at 65504.*bfloat16"):
+        export_hf(tmp_path, model_dir, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+    assert export_hf(tmp_path, model_dir, tmp_path / "wide", dtype="bfloat16") == "bfloat16"
+
+
+def test_what_float16_holds_or_what_was_not_finite_before_is_exported_as_it_is(trained, tmp_path):
+    model_dir, _, weights, _ = trained
+    name = "model.norm.weight"
+    weights = weights | {name: weights[name].clone()}
+    weights[name][:4] = torch.tensor([65504.0, -65504.0, torch.inf, -torch.inf])
+    checkpoint_of(tmp_path / "trainer", weights)
+    export_hf(tmp_path, model_dir, tmp_path / "out", dtype="float16")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], weights[name].half())
+
+
+@pytest.mark.parametrize("keys", [("torch_dtype",), ("dtype",), ("dtype", "torch_dtype"), ()])
+def test_another_dtype_is_said_under_the_spelling_that_the_models_configuration_has(keys, trained, tmp_path):
+    model_dir = shutil.copytree(trained[0], tmp_path / "model")
+    config = json.loads((model_dir / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    (model_dir / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, "bfloat16")))
+    export_hf(trained[1], model_dir, tmp_path / "out", dtype="float16")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == config | dict.fromkeys(keys or ("dtype",), "float16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.float16
+
+
+def test_a_configuration_that_is_no_object_is_named(trained, tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json: holds no JSON object"):
+        export_hf(trained[1], tmp_path, tmp_path / "out")
 
 
 def run_of(trained, root: Path, *steps: int) -> RunLayout:

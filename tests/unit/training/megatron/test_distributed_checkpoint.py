@@ -214,6 +214,16 @@ def test_damaged_and_foreign_checkpoints_are_refused_on_all_ranks_before_anythin
         assert "another model" in messages[0]
 
 
+def test_a_place_that_cannot_be_looked_into_is_an_error_on_all_ranks(pool, saved, tmp_path):
+    run = saved("megatron-dp2", TIED)
+    cluster = pool.cluster("megatron-dp2", layout_keys("megatron-dp2"))
+    nowhere = tmp_path / ("x" * 300)  # as of a file server that does not answer: an error, not an absence
+    for messages, is_unchanged in cluster.run(refuse_to_load, tmp_path / "run", model=run.model, directories=[nowhere]):
+        assert is_unchanged
+        assert "cannot be read" in messages[0]
+        assert str(nowhere) in messages[0]
+
+
 @pytest.mark.parametrize("obstacle", ["ckpt", "ckpt/__1_0.distcp/in_its_place", "ckpt/common.pt/in_its_place"])
 def test_what_cannot_be_written_is_an_error_on_all_ranks(obstacle, pool, saved, tmp_path):
     run = saved("megatron-dp2", TIED)
