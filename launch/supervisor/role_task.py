@@ -35,6 +35,7 @@ from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.parent_death import adopt_orphans, die_with, end_children, end_with_parent, wait_for_child
+from rlhpc.privacy import keep_others_from_writing
 
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
@@ -54,6 +55,7 @@ class NotNow(RlhpcError):
 def main() -> int:
     """Read the arguments, run the role to its end."""
     options = _options()
+    keep_others_from_writing()
     _outlive_signals()
     try:
         plan = read_plan(options.plan, options.job)

@@ -55,7 +55,7 @@ def test_mathematics_and_lists_are_harmless(answer, right):
         "{'open(1)': 1}",
         r"'\x6fpen(1)'",
         "'open' '(1)'",
-        '"\'open(1)\'"',
+        "\"'open(1)'\"",
         "b'open(1)'",
     ],
     ids=lambda answer: answer[:20],

@@ -1,7 +1,7 @@
 """Run every hostile program and watch from outside.  Prints JSON: what each has achieved, "" for nothing.
 
-`python battery.py STRENGTH|cpp|container [NAME…]`: a process of its own, so that it can be started as another user, or where
-namespaces are forbidden.  The standard library only.
+`python battery.py STRENGTH|cpp|container [NAME…]`: a process of its own, so that it can be started as another user, or
+where namespaces are forbidden.  The standard library only.
 """
 
 import contextlib
