@@ -217,6 +217,12 @@ def test_a_reference_that_cannot_be_read_is_no_verdict(reference):
         code_functions.judge(fenced("print(1)"), reference)
 
 
+@pytest.mark.parametrize("pair", [r'["\ud800"], "outputs": ["1"]', r'["1"], "outputs": ["\udfff"]'])
+def test_half_a_surrogate_pair_in_a_test_is_told_before_a_run(pair):
+    with pytest.raises(ValueError, match=r"test 1 has .*half of a surrogate pair"):
+        code_stdin.check_reference(f'{{"inputs": {pair}}}')
+
+
 async def test_in_a_worker_a_sandbox_that_fails_is_a_verifier_error():
     settings = SandboxConfig(python="/no/such/python")
     async with RewardPool(1, PATIENCE_S, environment=environment_of(settings)) as pool:
