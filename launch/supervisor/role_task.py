@@ -16,6 +16,7 @@ import errno
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -285,9 +286,9 @@ def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) ->
     else:
         raise TaskError("no directory for temporary files: /tmp is not writable")
     base.mkdir(mode=0o700, exist_ok=True)
-    owner = base.stat()
-    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-        raise TaskError(f"{base}: belongs to another user or is accessible to others; remove it")
+    owner = base.lstat()  # of a link to a directory of ours, which anybody can put there, stat would say nothing wrong
+    if owner.st_uid != os.getuid() or owner.st_mode & 0o077 or not stat.S_ISDIR(owner.st_mode):
+        raise TaskError(f"{base}: is a link, belongs to another user or is accessible to others; remove it")
     return base
 
 

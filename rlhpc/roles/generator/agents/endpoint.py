@@ -82,7 +82,7 @@ class Endpoint:
             handle_signals=False,
             keepalive_timeout=IDLE_CONNECTION_S,
             shutdown_timeout=SHUTDOWN_S,
-            logger=_OnlyOurs(log, {}),  # type: ignore[arg-type]
+            logger=_OnlyOurs(log, {}),
         )
         await self._runner.setup()
         host = LOOPBACK if reach == "local" else host_address()
