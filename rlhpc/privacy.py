@@ -25,8 +25,11 @@ class Openness:
 
     @property
     def is_writable(self) -> bool:
-        """Whether others may change it, and so what the run starts."""
-        return bool(self.mode & 0o022) and not self.mode & stat.S_ISVTX
+        """Whether others may change it, and so what the run starts.
+
+        Also with the sticky bit, under which they may add what is not there yet: replies of a judge, a checkpoint.
+        """
+        return bool(self.mode & 0o022)
 
     @property
     def text(self) -> str:
@@ -50,6 +53,14 @@ def openness(directory: Path) -> Openness:
         return Openness(directory, stat.S_IMODE(directory.stat().st_mode))
     except FileNotFoundError:
         return Openness(directory, PRIVATE)
+
+
+def keep_others_from_writing() -> None:
+    """What this process and its children make from now on is writable for their user alone, whatever the umask was.
+
+    A run directory that others may read has directories in it that are made by many libraries.
+    """
+    os.umask(os.umask(0o077) | 0o022)
 
 
 def leave_no_core_file(environment: Mapping[str, str] = os.environ) -> None:

@@ -42,7 +42,7 @@ from rlhpc.config_file import SEVERAL, config_hash, read_resolved, write_resolve
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import append_lines
 from rlhpc.ownership import take_over
-from rlhpc.privacy import PRIVATE, openness
+from rlhpc.privacy import PRIVATE, keep_others_from_writing, openness
 from rlhpc.run_layout import RunLayout
 
 log = logging.getLogger("rlhpc.run_directory")
@@ -143,7 +143,8 @@ def refuse_run_dir_for_jobs(
 
 
 def refuse_open_directory(layout: RunLayout, tell: Tell) -> None:
-    """Report that other users may read an existing directory.  Raises RunDirectoryError if they may change it."""
+    """Report that others may read it, let them write nothing in it.  Raises RunDirectoryError if they may change it."""
+    keep_others_from_writing()
     rights = openness(layout.root)
     if rights.is_writable:
         raise RunDirectoryError(rights.text)

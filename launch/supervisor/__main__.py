@@ -29,6 +29,7 @@ from launch.supervisor.worker_job import WorkerJobSupervisor
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.files import is_listed
+from rlhpc.privacy import keep_others_from_writing
 
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
 TOLD = (Cause.COMPLETE, Cause.UNCLEAN, Cause.STOP, Cause.ABORT)  # by files of the run directory
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--job", required=True)
     options = parser.parse_args()
+    keep_others_from_writing()
     if isinstance(sys.stdout, io.TextIOWrapper):  # the last words of a role may be in letters that a locale lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

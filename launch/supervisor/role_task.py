@@ -16,6 +16,7 @@ import errno
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.parent_death import adopt_orphans, die_with, end_children, end_with_parent, wait_for_child
+from rlhpc.privacy import keep_others_from_writing
 
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
@@ -54,6 +56,7 @@ class NotNow(RlhpcError):
 def main() -> int:
     """Read the arguments, run the role to its end."""
     options = _options()
+    keep_others_from_writing()
     _outlive_signals()
     try:
         plan = read_plan(options.plan, options.job)
@@ -283,9 +286,9 @@ def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) ->
     else:
         raise TaskError("no directory for temporary files: /tmp is not writable")
     base.mkdir(mode=0o700, exist_ok=True)
-    owner = base.stat()
-    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-        raise TaskError(f"{base}: belongs to another user or is accessible to others; remove it")
+    owner = base.lstat()  # of a link to a directory of ours, which anybody can put there, stat would say nothing wrong
+    if owner.st_uid != os.getuid() or owner.st_mode & 0o077 or not stat.S_ISDIR(owner.st_mode):
+        raise TaskError(f"{base}: is a link, belongs to another user or is accessible to others; remove it")
     return base
 
 

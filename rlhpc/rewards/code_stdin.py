@@ -76,6 +76,14 @@ def _read(reference: str) -> tuple[list[tuple[str, str]], OwnLimits]:
         kinds = {what: type(text).__name__ for what, text in zip(("input", "output"), pair, strict=True)}
         if wrong := [f"{what} is of type {kind}" for what, kind in kinds.items() if kind != "str"]:
             raise ValueError(f"the reference of code_stdin: test {number}: {' and '.join(wrong)}; legal: texts")
+        try:
+            "".join(pair).encode()
+        except UnicodeEncodeError as error:  # JSON can spell it
+            half = error.object[error.start]
+            raise ValueError(
+                f"the reference of code_stdin: test {number} has {half!r}, half of a surrogate pair, which no "
+                "program can read or print; legal: texts"
+            ) from error
     return pairs, own_limits(read, _TASK) if isinstance(read, dict) else OwnLimits()
 
 

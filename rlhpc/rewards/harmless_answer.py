@@ -3,14 +3,17 @@
 Scorers of reasoning-gym read expressions and lists by eval and by SymPy's parse_expr, which is eval, too: an answer of
 the policy would run as a program of the reward worker, outside of the sandbox, with the rights of the run.
 
-Input: an answer, and the right one.  Output: bool.  Harmless are literals, and expressions of numbers, letters and
-mathematical functions: no text in quotes, no attribute, no other name.
+Input: an answer, and the right one.  Output: bool.  Harmless are expressions of numbers, letters and mathematical
+functions: no attribute, no other name; and literals whose texts are such expressions, too: SymPy's diff evaluates a
+text that parse_expr has returned, so that the program may stand in quotes.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from typing import Any
 
 # Kinds of reasoning-gym 0.1.25 whose scorers evaluate.
 EVALUATING = frozenset(
@@ -30,17 +33,30 @@ _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 def is_harmless(answer: str, right: str) -> bool:
     """right: the answer that the problem came with, whose names may be used."""
-    if answer == right or _is_literal(answer):
+    if answer == right:
         return True
-    if not _EXPRESSION.fullmatch(answer) or "__" in answer or _ATTRIBUTE.search(answer):
+    try:
+        literal = ast.literal_eval(answer.strip())
+    except _NO_LITERAL:
+        return _is_expression(answer, right)
+    return all(isinstance(text, str) and _is_expression(text, right) for text in _texts(literal))
+
+
+def _is_expression(text: str, right: str) -> bool:
+    if not _EXPRESSION.fullmatch(text) or "__" in text or _ATTRIBUTE.search(text):
         return False
     known = _FUNCTIONS | {*_NAME.findall(right)}
-    return all(name in known or _LETTERS.fullmatch(name) for name in _NAME.findall(answer))
+    return all(name in known or _LETTERS.fullmatch(name) for name in _NAME.findall(text))
 
 
-def _is_literal(answer: str) -> bool:
-    try:
-        ast.literal_eval(answer.strip())
-    except _NO_LITERAL:
-        return False
-    return True
+def _texts(literal: Any) -> Iterator[str | bytes]:
+    """Those in it, at any depth."""
+    match literal:
+        case str() | bytes():
+            yield literal
+        case dict():
+            for pair in literal.items():
+                yield from _texts(pair)
+        case list() | tuple() | set():
+            for part in literal:
+                yield from _texts(part)

@@ -47,6 +47,17 @@ def braced(text: str, start: int, end: int | None = None) -> str | None:
     return None
 
 
+def last_tagged(text: str, begin: str, end: str) -> str | None:
+    """What the last pair of tags holds; None where there is none.  Each character is looked at once.
+
+    A pattern with ".*?" would look for an end behind each of the beginnings: minutes, where a text is full of them.
+    """
+    found, place = None, 0
+    while (start := text.find(begin, place)) >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
+        found, place = text[start + len(begin) : stop], stop + len(end)
+    return found
+
+
 def answer_of(completion: str) -> str:
     """The last marked answer, or the whole completion where nothing is marked; stripped."""
     marked = last_marked_answer(completion)

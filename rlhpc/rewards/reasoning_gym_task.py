@@ -8,7 +8,6 @@ reward to an answer that is close; correct is 1.0.
 from __future__ import annotations
 
 import json
-import re
 from functools import lru_cache
 from typing import Any
 
@@ -16,11 +15,10 @@ from reasoning_gym import create_dataset
 
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.harmless_answer import EVALUATING, is_harmless
-from rlhpc.rewards.marked_answer import answer_of
+from rlhpc.rewards.marked_answer import answer_of, last_tagged
 from rlhpc.rewards.reasoning_gym_reference import read_reference
 from rlhpc.sandbox.values import decode, encode
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SHOWN_CHARACTERS = 80
 _DATASETS_HELD = 64
 _CANNOT_READ = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
@@ -47,8 +45,8 @@ def judge(completion: str, reference: str) -> RewardOutcome:
 
 def final_answer(completion: str) -> str:
     """The answer in a completion, stripped."""
-    tagged: list[str] = _TAGGED.findall(completion)
-    return tagged[-1].strip() if tagged else answer_of(completion)
+    tagged = last_tagged(completion, "<answer>", "</answer>")
+    return answer_of(completion) if tagged is None else tagged.strip()
 
 
 @lru_cache(_DATASETS_HELD)

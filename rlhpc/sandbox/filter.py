@@ -2,7 +2,8 @@
 
 What is not listed fails with EPERM.  Among what is missing on purpose: socket (no network, not even local ones),
 ptrace, process_vm_*, mount, unshare, setns, bpf, keyctl, perf_event_open, io_uring_*, userfaultfd, memfd_create, SysV
-memory, links, and every call that changes ids, priorities or limits.  Python 3.9 and the standard library.
+memory, links, sendmsg (descriptors on their way between sockets count for all processes of a user, who then can send
+none), and every call that changes ids, priorities or limits.  Python 3.9 and the standard library.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _PLAIN = {
     "futex_waitv": (449, 449), "set_robust_list": (273, 99), "rseq": (334, 293), "set_tid_address": (218, 96),
     "arch_prctl": (158, -1), "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260),
     "waitid": (247, 95), "restart_syscall": (219, 128), "membarrier": (324, 283), "sendto": (44, 206),
-    "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212), "shutdown": (48, 210), "getsockopt": (55, 209),
+    "recvfrom": (45, 207), "shutdown": (48, 210), "getsockopt": (55, 209),
     "getsockname": (51, 204), "getpeername": (52, 205), "fadvise64": (221, 223), "copy_file_range": (326, 285),
     "sendfile": (40, 71), "statfs": (137, 43), "fstatfs": (138, 44), "getcpu": (309, 168),
 }  # fmt: skip

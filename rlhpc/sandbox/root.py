@@ -2,7 +2,7 @@
 
     /usr /bin /lib …        as on the node, read-only
     the interpreter         read-only, wherever it lies
-    /dev                    null, zero, full, random, urandom
+    /dev                    null, zero, full, random, urandom, with times and modes that cannot be changed
     /box/own                empty; each program gets a new file system in memory there (`mount_box`)
     /tmp                    the same directory
 
@@ -101,8 +101,8 @@ def _bind(path: str, *, is_device: bool = False) -> None:
     mount(path, target, flags=MS_BIND | MS_REC)
     for point, options in _mounts_below(target).items():
         kept = sum(flag for name, flag in _KEPT.items() if name in options)
-        no_devices = 0 if is_device else MS_NODEV | MS_RDONLY
-        mount("none", point, flags=MS_REMOUNT | MS_BIND | MS_NOSUID | no_devices | kept)
+        no_devices = 0 if is_device else MS_NODEV  # read-only as well: it may be written, its times and its mode not
+        mount("none", point, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | no_devices | kept)
 
 
 def _mounts_below(target: str) -> Dict[str, List[str]]:

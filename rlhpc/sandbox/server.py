@@ -55,6 +55,7 @@ def main(descriptor: int) -> None:
     status = 1
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), socket.socket(fileno=descriptor) as channel:
         settings = json.loads(channel.recv(_LONGEST_MESSAGE))
+        _be_the_first_to_end()
         _preload()
         isolation = _isolate(settings["readable_paths"])
         os.environ.clear()
@@ -62,6 +63,12 @@ def main(descriptor: int) -> None:
         channel.send(json.dumps(isolation.layers).encode())
         status = _serve(channel, isolation.place)
     os._exit(status)
+
+
+def _be_the_first_to_end() -> None:
+    """Where memory is used up, the kernel ends a program, and neither the trainer nor the service on its node."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
 
 
 def _preload() -> None:
@@ -116,14 +123,21 @@ def _take_namespaces(readable: List[str]) -> Tuple[Dict[str, str], bool]:
 
     Tried in a child first: a process that has failed half-way could not be used for the weaker layers.
     """
-    failures = []
+    failures, user = [], first_user(os.getpid())
     for is_root in (True, False) if os.geteuid() == 0 else (False,):
-        why = _tried(lambda is_root=is_root: _enter(readable, is_root))
+        why = _tried(lambda is_root=is_root: _enter_and_become(readable, user if is_root else -1))
         if not why:
             _enter(readable, is_root)
             return {"namespaces": ""}, is_root
         failures.append(why)
-    return {"namespaces": "; ".join(dict.fromkeys(failures))}, not _tried(_change_user)
+    return {"namespaces": "; ".join(dict.fromkeys(failures))}, not _tried(lambda: _change_user(user))
+
+
+def _enter_and_become(readable: Sequence[str], user: int) -> None:
+    """Up to the user of a program.  Root of a container may enter, and yet lack the ids that programs have in turn."""
+    _enter(readable, user >= 0)
+    if user >= 0:
+        _change_user(user)
 
 
 def _enter(readable: Sequence[str], is_root: bool) -> None:
@@ -160,11 +174,11 @@ def _fork_in_new_pid_namespace() -> None:
         raise OSError(number, "PID namespace or tmpfs: %s" % os.strerror(abs(number)))
 
 
-def _change_user() -> None:
+def _change_user(user: int) -> None:
     """Raises OSError where this process may not: no root, or one of a user namespace."""
     os.setgroups([])
-    os.setresgid(FIRST_USER, FIRST_USER, FIRST_USER)
-    os.setresuid(FIRST_USER, FIRST_USER, FIRST_USER)
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def _install_a_filter() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ from tests.unit.launch.site_kit import config_of
         (0o711, "chmod 700"),
         (0o770, "chmod go-w"),
         (0o702, "chmod go-w"),
-        (0o1777, "chmod 700"),
+        (0o1777, "chmod go-w"),
     ],
 )
 def test_each_right_of_others_has_its_remedy(tmp_path: Path, mode: int, remedy: str) -> None:
@@ -60,6 +62,24 @@ def test_a_directory_that_others_may_change_is_refused_with_the_command_that_men
     with pytest.raises(RunDirectoryError, match=r"mode 0775: others may change .*`chmod go-w "):
         prepare_run_dir(config, layout, resume=False, fresh=False)
     assert list(layout.root.iterdir()) == []
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.starts
+@pytest.mark.usefixtures("open_umask")
+def test_in_a_directory_that_others_may_read_they_may_write_nothing_under_any_umask(tmp_path: Path) -> None:
+    config = config_of(f"run.directory={tmp_path / 'run'}")
+    layout = RunLayout(config.run_directory)
+    layout.root.mkdir(mode=0o755)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    (layout.rollouts / "segment.h5").touch()  # as a library makes it
+    assert [path for path in layout.root.rglob("*") if path.stat().st_mode & 0o022] == []
 
 
 @pytest.mark.starts

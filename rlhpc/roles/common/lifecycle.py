@@ -37,7 +37,7 @@ from rlhpc.errors import (
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
 from rlhpc.parent_death import end_with_parent
-from rlhpc.privacy import leave_no_core_file, openness
+from rlhpc.privacy import keep_others_from_writing, leave_no_core_file, openness
 from rlhpc.roles.common.guard import Guard
 from rlhpc.run_layout import RunLayout
 
@@ -159,6 +159,7 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     log = logging.getLogger("rlhpc.lifecycle")
     log.info("started: pid %d, incarnation %s, attempt %d", os.getpid(), context.incarnation, context.attempt)
     leave_no_core_file()
+    keep_others_from_writing()
     if text := openness(context.layout.root).text:
         log.warning("%s", text)
     Guard(context.fence).start()

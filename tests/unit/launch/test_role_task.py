@@ -17,6 +17,7 @@ import pytest
 from launch.run_files.events import append_event
 from launch.run_files.exit_records import read_records
 from launch.run_files.plan_file import LOCAL, SCHEMA
+from launch.supervisor import role_task
 from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
@@ -348,3 +349,18 @@ def test_events_of_a_run_that_is_gone_make_no_directory_for_it(tmp_path: Path) -
     with pytest.raises(FileNotFoundError):
         append_event(layout.job_events("local"), "end", "", attempt=0)
     assert not layout.root.exists()
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_temporary_directory_that_somebody_else_may_have_put_there_is_refused(is_link: bool) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:  # of a short name, which unix sockets need
+        base = role_task._base_directory(7, {"TMPDIR": parent})
+        assert base.stat().st_mode & 0o777 == 0o700
+        assert role_task._base_directory(7, {"TMPDIR": parent}) == base == Path(parent, f"rlhpc-{os.getuid()}-7")
+        if is_link:
+            base.rename(Path(parent, "ours"))
+            base.symlink_to(Path(parent, "ours"))
+        else:
+            base.chmod(0o770)
+        with pytest.raises(role_task.TaskError, match="is a link, belongs to another user or is accessible to others"):
+            role_task._base_directory(7, {"TMPDIR": parent})

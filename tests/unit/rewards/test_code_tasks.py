@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 
@@ -138,6 +139,36 @@ def test_no_trick_makes_a_wrong_value_right(program):
     assert code_functions.judge(fenced(program), reference).reward == 0.0
 
 
+ENDS_BADLY = [
+    ("import atexit, os\natexit.register(os._exit, 3)\n", "exit status 3"),
+    ("import atexit, os\natexit.register(os.kill, os.getpid(), 9)\n", "signal 9"),
+    ("import atexit\natexit.register(print, 'x' * (3 << 20))\n", "too much output"),
+    ("import time\nwhile time.process_time() < 0.7: pass\n", "too much time"),  # within the whole second of the kernel
+]
+
+
+@pytest.mark.parametrize(("program", "why"), ENDS_BADLY)
+def test_right_values_of_a_program_that_exceeds_a_limit_or_fails_afterwards_are_wrong(program, why):
+    reference = {"entry_point": "f", "tests": [{"args": [1], "output": 1}], "time_limit_s": 0.5}
+    outcome = code_functions.judge(fenced(program + "def f(x): return 1"), json.dumps(reference))
+    assert (outcome.reward, outcome.detail) == (0.0, f"after 1 tests: {why}")
+
+
+SAME_HASH = """import os
+members = [str(i * (2 ** 61 - 1)) for i in range(1, 40000)]
+line = b'{"value": [%s]}\\n' % (FORM % ', '.join(members)).encode()
+while line: line = line[os.write(4, line):]
+os._exit(0)"""
+
+
+@pytest.mark.parametrize("form", ['{"$set": [%s]}', '{"x": {"$frozenset": [%s]}}', '{"$tuple": [{"$set": [%s]}]}'])
+def test_a_set_whose_members_all_have_one_hash_does_not_keep_the_worker_busy(form):
+    reference = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": [{"$set": [1, 2, 3]}]}]})
+    began = time.thread_time()
+    assert code_functions.judge(fenced(f"FORM = {form!r}\n{SAME_HASH}"), reference).detail.endswith("another value")
+    assert time.thread_time() - began < 3.0
+
+
 LARGE = "1" + "0" * 400  # more than a float can be
 BEYOND_FLOATS = [
     f"def f(x): return {LARGE}",
@@ -184,6 +215,12 @@ def test_a_reference_that_cannot_be_read_is_no_verdict(reference):
         code_stdin.judge(fenced("print(1)"), reference)
     with pytest.raises(ValueError, match="reference"):
         code_functions.judge(fenced("print(1)"), reference)
+
+
+@pytest.mark.parametrize("pair", [r'["\ud800"], "outputs": ["1"]', r'["1"], "outputs": ["\udfff"]'])
+def test_half_a_surrogate_pair_in_a_test_is_told_before_a_run(pair):
+    with pytest.raises(ValueError, match=r"test 1 has .*half of a surrogate pair"):
+        code_stdin.check_reference(f'{{"inputs": {pair}}}')
 
 
 async def test_in_a_worker_a_sandbox_that_fails_is_a_verifier_error():

@@ -1,5 +1,6 @@
 """Answers that scorers of reasoning-gym have Python evaluate: mathematics and lists may be, programs may not."""
 
+import contextlib
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from rlhpc.rewards.harmless_answer import EVALUATING, is_harmless
         ("5! - 2.50", "1"),
         ("[[0, 1], [1, 0]]", "0 1"),
         ("['A', 'B', 'C']", "ABC"),
+        ("[['_', 'Q'], ('.', '12')]", "Q"),
         ("ABCDDCBA", "ABCD"),
         ("_ Q _ _\n_ _ _ Q", "Q"),
         ("the right one, whatever it is.", "the right one, whatever it is."),
@@ -47,6 +49,14 @@ def test_mathematics_and_lists_are_harmless(answer, right):
         "{1: open(1)}",
         "1 if x else 2",
         "globals()",
+        "'open(1)'",
+        "['open(1)']",
+        "{1: ('x', {'open(1)'})}",
+        "{'open(1)': 1}",
+        r"'\x6fpen(1)'",
+        "'open' '(1)'",
+        "\"'open(1)'\"",
+        "b'open(1)'",
     ],
     ids=lambda answer: answer[:20],
 )
@@ -54,8 +64,20 @@ def test_programs_are_not(answer):
     assert not is_harmless(answer, "12")
 
 
+@pytest.mark.parametrize("answer", ["{0!r}", "[{0!r}]", "({0!r},)", "{{{0!r}: 1}}"])
+def test_a_program_in_quotes_which_sympy_runs_is_refused_before(answer, tmp_path):
+    sympy = pytest.importorskip("sympy")
+    made = tmp_path / "mine"
+    answer = answer.format(f"open({str(made)!r}, 'w')")
+    with contextlib.suppress(AttributeError, TypeError, ValueError):  # as the scorers of integrals do
+        sympy.diff(sympy.parse_expr(answer), sympy.Symbol("x"))
+    assert made.exists()
+    assert not is_harmless(answer, "x**2")
+
+
+@pytest.mark.parametrize("program", ["[open({0!r}, 'w')]", "\"open({0!r}, 'w')\"", "[\"open({0!r}, 'w')\"]"])
 @pytest.mark.parametrize("name", sorted(EVALUATING))
-def test_no_scorer_runs_the_program_that_an_answer_is(name, tmp_path):
+def test_no_scorer_runs_the_program_that_an_answer_is(name, program, tmp_path):
     gym = pytest.importorskip("reasoning_gym")
     from rlhpc.rewards.reasoning_gym_task import judge  # it imports the library
     from rlhpc.sandbox.values import encode
@@ -64,6 +86,6 @@ def test_no_scorer_runs_the_program_that_an_answer_is(name, tmp_path):
     entry["metadata"] |= {"target": 12, "valid_answers": ["12"], "valid_solutions": []}
     reference = json.dumps({"dataset": name, "settings": {}, "entry": encode(entry)})
     assert name in gym.factory.DATASETS
-    outcome = judge(f"<answer>[open({str(tmp_path / 'mine')!r}, 'w')]</answer>", reference)
+    outcome = judge(f"<answer>{program.format(str(tmp_path / 'mine'))}</answer>", reference)
     assert outcome.reward == 0.0
     assert not (tmp_path / "mine").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.rewards.marked_answer import braced, last_mark
+from rlhpc.rewards.marked_answer import braced, last_mark, last_tagged
 from rlhpc.rewards.math_answer import judge, last_marked_answer, verify
 from rlhpc.types import Verdict
 
@@ -182,3 +182,24 @@ def test_verify_gives_the_verdict_alone() -> None:
     assert verify("#### 1,234.00", "#### 1234") is Verdict.CORRECT
     assert verify("so it is 18", "#### 18") is Verdict.WRONG
     assert verify(r"\boxed{18}", "") is Verdict.VERIFIER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("<a>1</a> <a>\n2 </a> #### 3", "\n2 "),
+        ("<a>1</a> <a>2", "1"),
+        ("<a> <a>1</a> </a>", " <a>1"),
+        ("</a>1<a>", None),
+        ("<a></a>", ""),
+        ("1", None),
+    ],
+)
+def test_the_last_pair_of_tags_holds_the_answer(text: str, held: str | None) -> None:
+    assert last_tagged(text, "<a>", "</a>") == held
+
+
+def test_a_text_full_of_beginnings_is_read_once() -> None:
+    began = time.thread_time()
+    assert last_tagged("<answer>" * 50_000, "<answer>", "</answer>") is None
+    assert time.thread_time() - began < 1.0

@@ -120,6 +120,40 @@ async def test_a_client_that_asks_before_it_sends_is_refused_before_it_has_sent(
         writer.close()
 
 
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        ("OPTIONS * HTTP/1.1", b"401"),
+        ("CONNECT one:80 HTTP/1.1", b"401"),
+        ("GET http://one HTTP/1.1", b"401"),
+        ("GET ?one HTTP/1.1", b"400"),
+        ("PRI * HTTP/2.0", b"400"),
+        ("GET /\xff HTTP/1.1", b"400"),
+    ],
+)
+async def test_strangers_that_speak_badly_get_no_server_error_and_no_room_in_the_log(
+    tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture, request_line: str, status: bytes
+) -> None:
+    async with stand_of(tokenizer) as stand:
+        caplog.clear()
+        host, _, port = stand.endpoint.address.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{request_line}\r\nHost: x\r\nConnection: close\r\n\r\n".encode("latin-1"))
+        assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).split()[1] == status
+        writer.close()
+    assert caplog.text == ""
+
+
+async def test_a_fault_of_our_own_is_in_the_log(
+    tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stand_of(tokenizer) as stand:
+        monkeypatch.setattr(stand.endpoint, "_sessions", None)
+        assert (await stand.ask(GO))[0] == 500
+        monkeypatch.undo()
+    assert "has no attribute 'get'" in caplog.text
+
+
 async def test_the_endpoint_listens_for_this_node_alone(tokenizer: PromptTokenizer) -> None:
     async with stand_of(tokenizer) as stand:
         assert stand.endpoint.address.startswith("http://127.0.0.1:")

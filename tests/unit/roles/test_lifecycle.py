@@ -143,6 +143,16 @@ def test_only_of_faults_a_traceback_is_written(end: End, error: BaseException, i
     assert any(line.startswith(("Traceback", "  + Exception Group Traceback")) for line in said) == is_fault
 
 
+def test_what_a_role_makes_is_writable_for_its_user_alone(end: End, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        end(None)
+        (tmp_path / "made").mkdir()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o755
+
+
 def fail_before_a_slow_exit(directory: str) -> None:
     """A trainer's process: torch ends NCCL's groups at exit too, and waits for ranks that wait for this one."""
 

@@ -1,7 +1,7 @@
 """Run every hostile program and watch from outside.  Prints JSON: what each has achieved, "" for nothing.
 
-`python battery.py STRENGTH|cpp [NAME…]`: a process of its own, so that it can be started as another user, or where
-namespaces are forbidden.  The standard library only.
+`python battery.py STRENGTH|cpp|container [NAME…]`: a process of its own, so that it can be started as another user, or
+where namespaces are forbidden.  The standard library only.
 """
 
 import contextlib
@@ -184,12 +184,17 @@ def _processes_of(server: int) -> list[int]:
     return found
 
 
-def forbid_namespaces() -> None:
-    """For this process and its children, as a node's administrator would."""
+def become_root_of_a_container() -> None:
+    """As `apptainer --fakeroot` and rootless engines make it: user 0, the owner of the node's files, and no other."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         Path("/proc/self", name).write_text(text)
+
+
+def forbid_namespaces() -> None:
+    """For this process and its children, as a node's administrator would."""
+    become_root_of_a_container()
     for kind in ("user", "mnt", "net", "ipc", "uts", "pid"):
         Path(f"/proc/sys/user/max_{kind}_namespaces").write_text("0")
 
@@ -197,6 +202,9 @@ def forbid_namespaces() -> None:
 def main(strength: str, names: list[str]) -> None:
     if strength in ("refused", "basic"):
         forbid_namespaces()
+    if strength == "container":
+        become_root_of_a_container()
+        strength = "strong"
     if strength == "refused":
         try:
             Sandbox().start()

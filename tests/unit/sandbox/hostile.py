@@ -121,6 +121,11 @@ PROGRAMS = {
     "sysv_memory": "call(29, 77, 4096, 0o1666)",
     "sysv_queues": "call(68, 77, 0o1666); call(64, 77, 1, 0o1666)",
     "posix_queue": "call(240, b'mine', 0o102, 0o666, 0)",
+    "times_of_a_device": "[attempt(lambda: os.utime('/dev/' + name)) for name in ('null', 'zero', 'random')]; "
+    "open('/dev/null', 'w').write('x')",
+    "mode_of_a_device": "[attempt(lambda: os.chmod('/dev/' + name, 0o666)) for name in ('null', 'zero', 'random')]",
+    "descriptors_in_flight": "import array\na, b = socket.socketpair()\n"
+    "attempt(lambda: a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [1] * 200))]))",
     "terminal_input": "import fcntl\n[attempt(lambda: fcntl.ioctl(fd, 0x5412, b'x')) for fd in range(3)]",
     "new_filter": "call(317, 1, 0, 0); call(157, 22, 2, 0, 0, 0)",
     "dumpable_again": "call(157, 4, 1, 0, 0, 0)",

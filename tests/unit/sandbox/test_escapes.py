@@ -92,6 +92,12 @@ def test_nor_where_namespaces_are_forbidden_and_basic_is_enough(name: str) -> No
     assert _basic()[name] == ""
 
 
+def test_nor_where_the_service_is_root_of_a_container_and_owns_the_devices() -> None:
+    found = _run(["container", *SEEN_WITHOUT, "mode_of_a_device", "times_of_a_device", "closed_outputs"])
+    assert found.pop("strength") == "strong"
+    assert {name: said for name, said in found.items() if said} == {}
+
+
 def test_where_namespaces_are_forbidden_landlock_keeps_from_files_and_from_others() -> None:
     if not kernel.landlock_version():
         pytest.skip("this kernel has no Landlock")

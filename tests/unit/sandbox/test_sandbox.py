@@ -80,6 +80,16 @@ def test_some_hundred_runs_leave_no_descriptor_and_no_process(sandbox):
     assert len(Path(f"/proc/{server}/task/{server}/children").read_text().split()) <= 1  # the last, on its way out
 
 
+def test_where_memory_is_used_up_the_kernel_ends_a_program_before_anything_of_the_run(sandbox):
+    with ThreadPoolExecutor(1) as one:
+        run = one.submit(sandbox.run, b"import sys; sys.stdin.read(); import time; time.sleep(0.5)", b"", LIMITS)
+        children = Path(f"/proc/{sandbox.server_pid}/task/{sandbox.server_pid}/children")
+        while not (pids := children.read_text().split()):
+            assert not run.done()
+        assert [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in (sandbox.server_pid, *pids)] == ["1000\n"] * 2
+        assert run.result().status == 0
+
+
 def test_a_server_that_was_killed_is_said_and_replaced():
     with Sandbox() as sandbox:
         os.kill(sandbox.server_pid, 9)

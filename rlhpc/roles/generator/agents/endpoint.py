@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rlhpc.errors import RoleFailed
 from rlhpc.host_address import host_address
@@ -48,6 +49,15 @@ class Access:
     key: str
 
 
+class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
+    """Leaves out what is no HTTP: whoever reaches the port could fill the log with tracebacks."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """As that of a logger."""
+        if not isinstance(kwargs.get("exc_info"), HttpProcessingError):
+            super().log(level, msg, *args, **kwargs)
+
+
 class Endpoint:
     """One HTTP server; sessions come and go."""
 
@@ -67,7 +77,12 @@ class Endpoint:
         app.router.add_get("/{session}/v1/models", self._models)
         app.on_response_prepare.append(_without_server)
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, keepalive_timeout=IDLE_CONNECTION_S, shutdown_timeout=SHUTDOWN_S
+            app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=IDLE_CONNECTION_S,
+            shutdown_timeout=SHUTDOWN_S,
+            logger=_OnlyOurs(log, {}),
         )
         await self._runner.setup()
         host = LOOPBACK if reach == "local" else host_address()
@@ -102,7 +117,7 @@ class Endpoint:
         return "sk-" + hmac.digest(self._secret, name.encode(), "sha256").hex()
 
     def _is_allowed(self, request: web.Request) -> bool:
-        name = request.path.split("/")[1]
+        name = request.path.removeprefix("/").partition("/")[0]  # of CONNECT and of "*" there is no path
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         wanted = self._key_of(name)
         is_right = hmac.compare_digest(key.strip().encode(errors="replace"), wanted.encode())
