@@ -407,7 +407,7 @@ def test_a_warning_of_the_limit_when_all_samples_are_there_leaves_the_judgement_
     layout.summary.unlink()
     before = layout.evaluations / "warned-step_000001-train"
     before.mkdir(parents=True)
-    figures = {figure: {"value": 2.0} for figure in ("reward", "pass@1")}
+    figures = {figure: {"value": 2.0, "low": 2.0, "high": 2.0} for figure in ("reward", "pass@1")}
     (before / "summary.json").write_text(json.dumps({"figures": figures}))
     for name, value in {**command_environment(), "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
