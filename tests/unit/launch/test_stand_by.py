@@ -259,8 +259,9 @@ def test_a_successor_whose_node_lacks_a_program_waits_for_its_turn_and_leaves_th
     assert "not everything is loaded" in two.events[-1]
 
 
-def test_a_successor_that_cannot_write_its_request_tries_again(two: Two) -> None:
+def test_a_successor_that_cannot_write_its_request_tries_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     two.write_plan()
+    monkeypatch.setenv("SLURM_JOB_ID", str(NEW))
     two.layout.hand_over_request(NEW).symlink_to(two.layout.root / "gone" / "file")  # as on a full disk
     mark = two.layout.loaded_mark("controller", 0, 1, NEW)
     mark.parent.mkdir(parents=True)
