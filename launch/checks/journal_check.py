@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launch.checks.audit.events import EventEvidence
 from launch.checks.run_rows import Progress, Row, Verdict, from_to, listed
-from launch.common.counted import counted, span
+from launch.common.counted import counted, numbered
 from rlhpc.buffer.event_log import Began, EventFile, Trained, event_paths, read_events
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_reader import JournalContent, read_first_sequence, read_journal
@@ -98,7 +98,7 @@ def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | N
         return  # it was pruned meanwhile, or is not of this version, or its row stands above
     if first > known + 1:
         since = f"the checkpoint of step {step} was taken" if step is not None else "the beginning"
-        text = f"{layout.rollouts}: missing: {span('rollout', known + 1, first - 1)}, the first since {since}"
+        text = f"{layout.rollouts}: missing: {numbered('rollout', known + 1, first - 1)}, the first since {since}"
         yield Row("journal", layout.rollouts.name, Verdict.DAMAGED, text)
 
 
@@ -117,7 +117,7 @@ def replay_cost(layout: RunLayout, step: int | None) -> Iterator[Row]:
     if again:
         since = f"the checkpoint of step {step}" if step else "the beginning"
         took_s = sum(seconds[done] for done in again)
-        text = f"since {since}, {span('step', again[0], again[-1])} would be trained again, from the journal"
+        text = f"since {since}, {numbered('step', again[0], again[-1])} would be trained again, from the journal"
         yield Row(
             "replay", layout.rollouts.name, Verdict.NOTE, f"{text}: {took_s:.1f} s of training; nothing is sampled"
         )
@@ -188,10 +188,10 @@ def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterat
         return
     first, expected = content.layout.first_sequence, before.last + 1
     if first > expected:
-        text = f"missing between {before.path} and {content.path.name}: {span('rollout', expected, first - 1)}"
+        text = f"missing between {before.path} and {content.path.name}: {numbered('rollout', expected, first - 1)}"
         yield Row("journal", before.path.name, Verdict.DAMAGED, text)
     elif first < expected and content.layout.attempt == before.attempt:
-        text = f"{content.path}: also in {before.path.name}: {span('rollout', first, before.last)}"
+        text = f"{content.path}: also in {before.path.name}: {numbered('rollout', first, before.last)}"
         yield Row("journal", content.path.name, Verdict.DAMAGED, text)
 
 

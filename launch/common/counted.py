@@ -8,6 +8,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def span(noun: str, first: int, last: int) -> str:
+def numbered(noun: str, first: int, last: int) -> str:
     """ "step 5", "steps 5 to 7"."""
     return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"

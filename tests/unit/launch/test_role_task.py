@@ -53,12 +53,22 @@ def plan_with(
     return layout.job_plan
 
 
+def task_command(plan: Path, *more: str, role: str = "trainer") -> list[str]:
+    """Of process 0 of this role in the third attempt, in the plan's only part."""
+    words = ["--job", "trainer", "--part", "trainer", "--role", role, "--attempt", "3", *more]
+    return [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), *words]
+
+
+def in_job(directory: Path) -> dict[str, str]:
+    """The environment of the first task of a job, with temporary files in `directory`."""
+    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(directory)}
+    return {**os.environ, **job}
+
+
 def run_task(role: Path, layout: RunLayout, directory: Path, **plan: object) -> subprocess.CompletedProcess[str]:
     """A rank of the trainer's third attempt, with temporary files in `directory`, until it has ended."""
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout, **plan))]  # type: ignore[arg-type]
-    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(directory)}
-    return subprocess.run(command, env={**os.environ, **job}, check=False, capture_output=True, text=True)
+    command = task_command(plan_with(role, layout, **plan))  # type: ignore[arg-type]
+    return subprocess.run(command, env=in_job(directory), check=False, capture_output=True, text=True)
 
 
 @pytest.mark.starts
@@ -101,8 +111,7 @@ def test_a_role_that_prints_in_a_loop_fills_no_disk_and_its_last_error_is_known(
 @pytest.mark.starts
 def test_a_task_without_room_for_temporary_files_writes_down_why_it_ends(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "run")
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(tmp_path / "role", layout))]
-    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    command = task_command(plan_with(tmp_path / "role", layout))
     job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TMPDIR": ""}
     with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a longer path would not be taken
         Path(short, f"rlhpc-{os.getuid()}-12").write_text("in its way, as a full disk would be")
@@ -121,11 +130,9 @@ def test_what_ends_while_it_stands_by_writes_nothing_into_an_attempt_that_may_be
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
     role.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
     role.chmod(0o700)
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
+    command = task_command(plan_with(role, layout), "--stand-by")
     layout.attempt.write_text(json.dumps({"attempt": 3, "resume_step": None, "job_id": owner, "restart": 0}))
-    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3", "--stand-by"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
-    assert subprocess.run(command, env={**os.environ, **job}, check=False).returncode == 3
+    assert subprocess.run(command, env=in_job(tmp_path), check=False).returncode == 3
     assert bool(read_records(layout, "trainer", 3)) == is_written
     assert "--stand-by 12 0" in layout.log("trainer", 0, 3).read_text()
 
@@ -141,10 +148,8 @@ def test_a_signal_that_comes_before_the_role_is_started_is_not_lost(tmp_path: Pa
     content = plan.read_text()
     plan.unlink()
     os.mkfifo(plan)  # the task waits for it
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan)]
-    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
-    task = subprocess.Popen(command, env={**os.environ, **job}, start_new_session=True)
+    command = task_command(plan)
+    task = subprocess.Popen(command, env=in_job(tmp_path), start_new_session=True)
     try:
         with plan.open("w") as pipe:  # from here on the task has its handlers, and reads
             os.killpg(task.pid, number)
@@ -160,12 +165,10 @@ def test_how_a_role_ended_is_known_also_where_a_parent_ignores_the_ends_of_child
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
     role.write_text("#!/bin/sh\nexit 5\n")
     role.chmod(0o700)
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan_with(role, layout))]
-    command += ["--job", "trainer", "--part", "trainer", "--role", "trainer", "--attempt", "3"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
+    command = task_command(plan_with(role, layout))
     done = subprocess.run(
         command,
-        env={**os.environ, **job},
+        env=in_job(tmp_path),
         check=False,
         preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
     )
@@ -181,10 +184,8 @@ def test_who_asks_a_generator_to_leave_between_two_starts_is_heard(tmp_path: Pat
     role.chmod(0o700)
     plan = plan_with(role, layout)
     plan.write_text(plan.read_text().replace('"role": "trainer"', '"role": "generator"'))
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), "--job", "trainer"]
-    command += ["--part", "trainer", "--role", "generator", "--attempt", "3"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
-    task = subprocess.Popen(command, env={**os.environ, **job})
+    command = task_command(plan, role="generator")
+    task = subprocess.Popen(command, env=in_job(tmp_path))
     try:
         assert Deadline(PATIENCE_S).wait_for(lambda: 0 in read_records(layout, "generator", 3), 0.05)
         task.send_signal(signal.SIGUSR2)
@@ -204,10 +205,8 @@ def test_a_role_that_stands_still_is_killed_also_where_nobody_can_write_that_int
     role.chmod(0o700)
     plan = plan_with(role, layout)
     plan.write_text(plan.read_text().replace('"meet_s": 10', '"meet_s": 10, "dead_after_s": 0.5'))
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), "--job", "trainer"]
-    command += ["--part", "trainer", "--role", "trainer", "--attempt", "3"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
-    assert subprocess.run(command, env={**os.environ, **job}, check=False).returncode == 128 + signal.SIGKILL
+    command = task_command(plan)
+    assert subprocess.run(command, env=in_job(tmp_path), check=False).returncode == 128 + signal.SIGKILL
 
 
 @pytest.mark.starts
@@ -219,10 +218,8 @@ def test_a_node_that_cannot_open_a_log_says_nothing_of_the_settings(tmp_path: Pa
     plan, log = plan_with(role, layout), layout.log("trainer", 0, 3)
     log.parent.mkdir(parents=True)
     log.symlink_to(log)  # in its way, as a full disk would be
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), "--job", "trainer"]
-    command += ["--part", "trainer", "--role", "trainer", "--attempt", "3"]
-    job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TMPDIR": str(tmp_path)}
-    assert subprocess.run(command, env={**os.environ, **job}, check=False).returncode == 1
+    command = task_command(plan)
+    assert subprocess.run(command, env=in_job(tmp_path), check=False).returncode == 1
     record = read_records(layout, "trainer", 3)[0]
     assert record.status == 1
     assert str(log) in record.last_words
@@ -325,8 +322,7 @@ def test_a_role_imports_nothing_that_lies_where_the_user_has_submitted(tmp_path:
     layout, seen = RunLayout(tmp_path / "run"), tmp_path / "seen"
     (tmp_path / "pydantic.py").write_text(f"open({str(seen)!r}, 'w').close(); raise SystemExit(9)\n")
     plan = plan_with(Path(sys.executable), layout)
-    command = [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), "--job", "trainer"]
-    command += ["--part", "trainer", "--role", "trainer", "--attempt", "3"]
+    command = task_command(plan)
     job = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n1"}
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **job}, check=False)
     assert done.returncode == EXIT_CONFIG  # there is no run
