@@ -283,6 +283,11 @@ class WeightsConfig(Section):
     """Mean absolute log-ratio of engine and trainer over that row, in nats, above which a generator is quarantined and
     gets the weights again. Unset: 0.01 in float32, 0.25 in bfloat16; "off": no checks."""
 
+    @property
+    def sends_changes(self) -> bool:
+        """Whether versions may be sent as deltas; nccl and ipc send a whole one in less time than coding it takes."""
+        return self.delta == "auto" and self.transport in ("gloo", "disk")
+
 
 class CheckpointConfig(Section):
     """[checkpoint]: what a resume starts from."""

@@ -25,8 +25,7 @@ def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host
     The manifest gives the size of buckets.  Raises ConfigError for an unknown transport.
     """
     transport = _known(weights.transport)
-    # nccl and ipc do not use sockets or files: sending a version takes less time than delta coding it.
-    image = HostImage(weights.full_every) if weights.delta == "auto" and transport in ("gloo", "disk") else None
+    image = HostImage(weights.full_every) if weights.sends_changes else None
     if transport == "ipc":
         return IpcPublisher(directory, indexed(device), weights.timeout_s)
     if transport == "disk":

@@ -174,8 +174,7 @@ def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameter
 def _image_bytes(config: Config, shape: ModelShape) -> int:
     """What the rank that sends compares new weights with (rlhpc/weights/host_image.py); "auto" is NCCL on GPUs."""
     weights, b = config.weights, ELEMENT_BYTES[config.model.dtype]
-    has_deltas = weights.delta == "auto" and weights.transport in ("gloo", "disk") and weights.staging != "paused"
-    return b * shape.num_parameters if has_deltas and b == 2 else 0
+    return b * shape.num_parameters if weights.sends_changes and weights.staging != "paused" and b == 2 else 0
 
 
 def _export_bytes(config: Config, shape: ModelShape) -> int:
