@@ -7,7 +7,8 @@ This process is the controller of roles/controller/role.py, with its channels (T
 and TensorBoard; a second one plays trainer and generators, whose rollouts are made already: each of these has its own
 connections, and a step takes at least sixteen rollouts from each.  What is counted is this process's CPU time between
 two steps, over the rollouts trained between them, by thread: "loop" is the main thread, "zmq" ZeroMQ's, "helpers" all
-others (journal, segments, samples, metrics).  CPU time holds on a busy machine, too.
+others (journal, segments, samples, metrics).  CPU time holds on a busy machine, too.  Beside it stands what the same
+bytes cost through bare sockets, into a plain file and segments, without any work on them (bench/controller_floor.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.controller_floor import Shape, floor_us
 from bench.figures import tell
 from bench.journal import records
 from launch.demo.task import write_dataset
@@ -261,12 +263,24 @@ def once(num_tokens: int, num_generators: int, options: argparse.Namespace) -> f
     total, limit = sum(each.values()), LIMITS_US.get(num_tokens)
     verdict = "" if limit is None else f"; limit {limit:g}, ratio {total / limit:.2f}"
     verdict += "  MISSED" if limit is not None and total > limit else ""
-    parts = ", ".join(f"{thread} {us:.0f}" for thread, us in each.items())
     print(
-        f"{num_tokens:6} tokens, {num_generators:3} generators: {total:6.0f} µs of CPU a rollout ({parts}){verdict}; "
+        f"{num_tokens:6} tokens, {num_generators:3} generators: {_in_parts(each)}{verdict}; "
         f"{num_rollouts / took_s:,.0f} rollouts/s"
     )
     return total
+
+
+def least(num_tokens: int, num_generators: int, options: argparse.Namespace) -> float:
+    """Print and return microseconds of CPU a rollout of the same bytes without a controller."""
+    shape = Shape(num_tokens, GROUP_SIZE, num_generators, groups_per_step(num_generators))
+    each = floor_us(shape, options.seconds / 4, options.place, cpu_by_thread)
+    print(f"{num_tokens:6} tokens, bare sockets, file and segments: {_in_parts(each)}")
+    return sum(each.values())
+
+
+def _in_parts(each: Mapping[str, float]) -> str:
+    parts = ", ".join(f"{thread} {us:.0f}" for thread, us in each.items())
+    return f"{sum(each.values()):6.0f} µs of CPU a rollout ({parts})"
 
 
 def main() -> None:
@@ -285,6 +299,8 @@ def main() -> None:
             once(num_tokens, num_generators, options) for num_generators in map(int, options.generators.split(","))
         ]
         tell(f"controller us, {num_tokens} tokens", found[0])
+        bare = least(num_tokens, int(options.generators.split(",")[0]), options)
+        tell(f"controller floor us, {num_tokens} tokens", bare)
         if len(found) > 1:
             print(f"{num_tokens:6} tokens: last over first {found[-1] / found[0]:.2f}")
             tell(f"controller growth, {num_tokens} tokens", found[-1] / found[0])
