@@ -1,6 +1,6 @@
 """`rlhpc recipes`: the run files that reproduce published runs, and copies of them.
 
-Input: configs/gsm8k.toml and configs/recipes/*.toml of a checkout.  Output: a table, or one file in a directory.
+Input: configs/gsm8k.toml and configs/recipes/*.toml.  Output: a table, or one file in a directory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 
-DIRECTORY = Path(__file__).parents[2] / "configs"
+DIRECTORY = Path(__file__).parents[1] / "configs"  # a link in a checkout, a folder in an installation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,9 @@ class Recipe:
 
 
 def known_recipes(directory: Path = DIRECTORY) -> dict[str, Recipe]:
-    """By name, the smallest first.  Raises ConfigError: rlhpc is installed without a checkout, where they lie."""
-    folder = directory / "recipes"
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} does not exist: recipes are files of a checkout, which the package does not hold; "
-            "legal: `rlhpc recipes` of an installation from a checkout (pip install -e .)"
-        )
-    recipes = [Recipe(path) for path in (directory / "gsm8k.toml", *sorted(folder.glob("*.toml")))]
+    """By name, the smallest first."""
+    paths = (directory / "gsm8k.toml", *sorted((directory / "recipes").glob("*.toml")))
+    recipes = [Recipe(path) for path in paths]
     return {recipe.name: recipe for recipe in sorted(recipes, key=lambda each: sum(num_gpus(each.config)))}
 
 

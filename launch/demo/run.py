@@ -23,7 +23,7 @@ from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
-RUN_FILE = Path(__file__).parents[2] / "configs" / "demo.toml"
+RUN_FILE = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_PROBLEMS = 8_000
 NUM_LOOKUPS = 4_000
 SHOW_EVERY_STEPS = 100

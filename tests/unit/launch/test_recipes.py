@@ -109,11 +109,6 @@ def test_a_directory_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_without_a_checkout_it_says_where_recipes_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"recipes does not exist: recipes are files of a checkout"):
-        known_recipes(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["pipelinerl-7b", "pipelinerl-32b"])
 def test_what_gradients_are_compared_with_is_divided_as_the_loss_is(name: str) -> None:
     """Their loss is a sum over tokens, aggregation = "constant" divides it, and bound and epsilon with it."""

@@ -1,0 +1,63 @@
+"""An installation has what a checkout has: code, pages, run files of the demo and of recipes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from rlhpc.exit_status import EXIT_CONFIG
+
+ROOT = Path(__file__).parents[3]
+IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
+pytestmark = pytest.mark.starts
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the working tree, unpacked."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for folder in ("launch", "rlhpc", "configs"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=IGNORED)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--wheel-dir", built, source], check=True, capture_output=True, text=True)
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(built / "installed")
+    return built / "installed"
+
+
+def rlhpc(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "launch.cli", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_no_file_of_the_packages_is_left_out(installed: Path) -> None:
+    files = {path.relative_to(ROOT) for folder in ("launch", "rlhpc") for path in (ROOT / folder).rglob("*.*")}
+    files |= {
+        Path("launch/configs") / path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.toml")
+    }
+    wanted = {path for path in files if path.suffix in (".py", ".pyi", ".html", ".typed", ".toml")}
+    assert {str(path) for path in wanted if not (installed / path).is_file()} == set()
+
+
+def test_recipes_are_listed_and_copied(installed: Path, tmp_path: Path) -> None:
+    assert "drgrpo-1.5b" in rlhpc(installed, tmp_path, "recipes").stdout
+    assert rlhpc(installed, tmp_path, "recipes", "copy", "gsm8k").returncode == 0
+    assert (tmp_path / "gsm8k.toml").read_bytes() == (ROOT / "configs" / "gsm8k.toml").read_bytes()
+
+
+def test_the_demo_finds_its_run_file(installed: Path, tmp_path: Path) -> None:
+    """A wrong key ends it before it begins: the message is of one who has read the file."""
+    ended = rlhpc(installed, tmp_path, "demo", "run.nme=x")
+    assert ended.returncode == EXIT_CONFIG
+    assert "run.nme" in ended.stderr
+    assert "no such run file" not in ended.stderr
