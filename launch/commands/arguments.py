@@ -98,7 +98,7 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     """A model, a dataset, and how much to sample."""
     model = "HF checkpoint, run directory, or one checkpoint in it"
     parser.add_argument("model", type=Path, metavar="MODEL|RUN_DIR", help=model)
-    text = "a .jsonl or .parquet file, or a directory of them; default: what [[evaluation]] of the run file says"
+    text = "a file or directory, as data.path; default: what [[evaluation]] of the run file says"
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help=text)
     text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
@@ -122,7 +122,7 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-after", type=number, metavar="N", help=text)
     text = "stop after S seconds without a sign of life of the run (--follow; default 3600)"
     parser.add_argument("--patience-s", type=decimal, default=3600.0, metavar="S", help=text)
-    text = "site file: submit it as a Slurm job, with the GPUs of [generation] on one node"
+    text = "site file: submit it as a Slurm job, with the GPUs of [evaluation], or else [generation], on one node"
     parser.add_argument("--site", type=Path, metavar="SITE.toml", help=text)
     parser.add_argument("--dry-run", action="store_true", help="print the job's script; submit nothing (with --site)")
 

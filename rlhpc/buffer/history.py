@@ -61,7 +61,7 @@ class History:
     num_tokens: int = 0  # of completions that a buffer has taken back (RolloutBuffer.restore)
     first_attempt: int = 0  # that counts: one that starts over is the first
     undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
-    lacks_beginning: bool = False  # whether the rollouts just after the position are missing
+    lost_beginning: str = ""  # that the rollouts just after the position are missing; also in `problems`
     problems: list[str] = field(default_factory=list)  # descriptions of damaged or missing items
     timeline: int = -1  # of the last attempt; -1: there was none, or it was rolled back
 
@@ -271,10 +271,11 @@ def _rollouts(directory: Path, position: Position, limits: dict[int, int], histo
         for record in content.records:
             if record.sequence > position.num_rollouts and (last is None or record.sequence <= last):
                 if record.sequence > expected:
-                    history.lacks_beginning |= expected == position.num_rollouts + 1
                     last_lost = record.sequence - 1
                     lost = f"rollout {expected}" if last_lost == expected else f"rollouts {expected} to {last_lost}"
                     history.problems.append(f"missing in the run: {lost}")
+                    if expected == position.num_rollouts + 1:
+                        history.lost_beginning = history.problems[-1]
                 expected = record.sequence + 1
                 history.num_rollouts = max(history.num_rollouts, record.sequence)
                 undone_above = history.undone.get(content.layout.attempt)

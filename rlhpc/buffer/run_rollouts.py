@@ -107,7 +107,7 @@ def _pending(directory: Path, tell: Tell) -> dict[int, FoundGroup]:
         return {}
     # The beginning of a long run's journal is deleted: rollouts missing there are no damage.
     for problem in history.problems:
-        if not problem.endswith("of the run are missing"):
+        if problem != history.lost_beginning:
             tell(problem)
     members = dict[int, dict[int, JournalRecord]]()
     for record in history.rollouts:

@@ -117,7 +117,7 @@ def _restore(
     for problem in history.problems:
         log.warning("%s: its rollouts are sampled again", problem)
     # Without a checkpoint, rollouts of late policies would be trained on by an early one if the early ones are gone.
-    goes_on = saved is not None or not history.lacks_beginning
+    goes_on = saved is not None or not history.lost_beginning
     first_group = buffer.counts()["admitted"]
     restored = buffer.restore(history, prompts.draw_again) if goes_on else []
     if restored:

@@ -47,6 +47,7 @@ from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
+from rlhpc.buffer.run_rollouts import found_groups
 from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.errors import LedgerError
 from rlhpc.run_layout import RunLayout
@@ -166,7 +167,7 @@ def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout
     journal_of(buffer).commit()
 
     history = read_history(layout.rollouts, START)
-    assert (history.num_rollouts, history.problems, history.lacks_beginning) == (7, [], False)
+    assert (history.num_rollouts, history.problems, history.lost_beginning) == (7, [], "")
     again = begin(layout, 1, history)
     assert again.open_groups() == [0, 1, 2, 4]
     assert [group.group_id for group in again.finished()] == [0, 1]
@@ -383,10 +384,27 @@ def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> No
     path = journal_paths(layout.rollouts)[0]
     path.write_bytes(b"x" + path.read_bytes()[1:])
     history = read_history(layout.rollouts, START)
-    assert history.lacks_beginning
+    assert history.lost_beginning
     assert [problem for problem in history.problems if path.name in problem]
     assert "missing in the run: rollouts 1 to 4" in history.problems
     assert [record.sequence for record in history.rollouts] == [5, 6]
+
+
+def test_who_reads_rollouts_is_told_of_damage_and_not_of_a_beginning_that_was_deleted(layout: RunLayout) -> None:
+    buffer = begin_with_groups(layout)
+    finish(buffer, 0, 1)
+    journal_of(buffer).commit()
+    again = begin(layout, 1, read_history(layout.rollouts, START))
+    finish(again, 2)
+    journal_of(again).commit()
+    first, second = journal_paths(layout.rollouts)
+    first.unlink()
+    said: list[str] = []
+    assert [found.resolved.group.group_id for found in found_groups(layout.rollouts, said.append)] == [2]
+    assert said == []
+    second.write_bytes(b"x" + second.read_bytes()[1:])
+    assert list(found_groups(layout.rollouts, said.append)) == []
+    assert [second.name in line for line in said] == [True]
 
 
 def test_files_are_deleted_once_no_checkpoint_needs_them(layout: RunLayout) -> None:
@@ -457,7 +475,7 @@ def test_what_a_checkpoint_knows_of_an_attempt_that_started_over_is_not_read_aga
     journal.commit()
     history = read_history(layout.rollouts, position)
     assert [record.sequence for record in history.rollouts] == [7]
-    assert not history.lacks_beginning
+    assert not history.lost_beginning
 
 
 def test_groups_that_come_back_without_their_rollouts_are_sampled_in_turn_and_never_too_stale(

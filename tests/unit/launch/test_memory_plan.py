@@ -529,6 +529,24 @@ def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
     assert rank.buckets == (2 + 2 + 4) * (int(bucket[0]) << int(bucket[1]))
 
 
+def test_the_page_on_memory_says_which_gpus_a_model_needs() -> None:
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (7B|32B) \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for model, said in rows:
+        name = {"7B": "large/qwen2.5-7b-tp2", "32B": "large/qwen2.5-32b-tp4-pp2"}[model]
+        shape, config = shape_of(CONFIGS[LARGE_RUNS[name]]), load_config(ROOT / "configs" / f"{name}.toml")
+        ranks, tensor, *_ = said.split(" | ")
+        layout = {"num_ranks": int(ranks), "tensor_parallel": int(tensor), "pipeline_parallel": 1}
+        more = {"sequence_parallel": True, "recompute_activations": "full"}
+        config = with_values(config, {f"trainer.{key}": value for key, value in (layout | more).items()})
+        (kept,) = plan_memory(config, shape)
+        (moved,) = plan_memory(with_values(config, {"trainer.optimizer_offload": True}), shape)
+        figures = f"{kept.peak / GIB:.1f} | {moved.peak / GIB:.1f}, {moved.host / GIB:.0f}"
+        engine = f"{config.generation.tensor_parallel} | {plan_engine(config, shape).total / GIB:.1f}"
+        assert said == f"{ranks} | {tensor} | {figures} | {engine}"
+
+
 @pytest.mark.parametrize("name", ["large/qwen2.5-72b-tp8-pp4", "large/qwen2.5-7b-tp2"])
 def test_the_page_on_memory_shows_what_is_printed(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
