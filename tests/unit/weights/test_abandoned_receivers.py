@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from rlhpc.generation.weight_link import BUSY, DONE, WeightLink
