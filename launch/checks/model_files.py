@@ -262,8 +262,8 @@ def _files_of(directory: Path) -> list[Path]:
             raise ConfigError(f"{file} does not exist, and {index.name} names it; legal: all files of the checkpoint")
     if (one := directory / _ONE_FILE).is_file() and one not in files:
         raise ConfigError(
-            f"{one}: beside {index.name}, which names other files: trainers take the one, engines the others; legal: the "
-            "files of one checkpoint"
+            f"{one}: beside {index.name}, which names other files: trainers take the one, engines the others; legal: "
+            "the files of one checkpoint"
         )
     return files
 

@@ -42,7 +42,7 @@ class TensorSource:
     def of_model(cls, directory: Path) -> TensorSource:
         """Take an HF checkpoint: one safetensors file, several with an index, or several without.
 
-        model.safetensors is all of it where it is there, as for transformers: what is beside it was left by another save.
+        model.safetensors is all of it where it is there, as for transformers: the rest is another save's.
         Raises ConfigError naming model.path and the file, also for a file that the index names and that is not there.
         """
         origin = f"model.path={directory}: "
