@@ -19,6 +19,7 @@ from rlhpc.files import is_lfs_pointer
 from rlhpc.parallel_layout import LAYER_TYPES
 
 _NEEDED = ("config.json", "tokenizer.json")
+_ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -102,7 +103,7 @@ def _refuse_incomplete(directory: Path, value: str) -> None:
         )
     missing = [name for name in _NEEDED if not (directory / name).exists()]
     names = {file.name for file in directory.iterdir()}
-    if "adapter_config.json" in names and "model.safetensors" not in names and _INDEX not in names:
+    if "adapter_config.json" in names and _ONE_FILE not in names and _INDEX not in names:
         raise ConfigError(
             f"{value}: an adapter (adapter_config.json) without its model; legal: merge it, and save that"
         )
@@ -259,6 +260,11 @@ def _files_of(directory: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise ConfigError(f"{file} does not exist, and {index.name} names it; legal: all files of the checkpoint")
+    if (one := directory / _ONE_FILE).is_file() and one not in files:
+        raise ConfigError(
+            f"{one}: beside {index.name}, which names other files: trainers take the one, engines the others; legal: "
+            "the files of one checkpoint"
+        )
     return files
 
 

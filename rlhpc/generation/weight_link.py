@@ -122,9 +122,9 @@ class WeightLink:
 
     def _unless_given_up(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for tensor in tensors:
-            yield tensor
-            if self._is_given_up:
+            if self._is_given_up:  # perhaps while this one was awaited, or while another link was loading
                 raise GroupFailed("given up")
+            yield tensor
 
     def _start(self, task: Callable[[], None]) -> tuple[str, str]:
         if self._thread is not None and self._thread.is_alive():

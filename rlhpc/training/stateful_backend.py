@@ -130,6 +130,7 @@ class StatefulBackend(TrainerBackend):
         read = partial(read_checkpoint, directory, self.tensor_specs(), share=share)
         checkpoint = on_all_ranks(read)
         on_all_ranks(partial(self._take, checkpoint))
+        self._accumulated = None  # gradients of other weights
         self._continue_from(checkpoint.num_steps_applied, checkpoint.rng)
 
     def _take(self, checkpoint: TrainerCheckpoint) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlhpc.errors import ConfigError, RlhpcError
 
+ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 4  # pages of a mapped file count as this process's memory until it is closed
 
@@ -41,16 +42,18 @@ class TensorSource:
     def of_model(cls, directory: Path) -> TensorSource:
         """Take an HF checkpoint: one safetensors file, several with an index, or several without.
 
+        model.safetensors is all of it where it is there, as for transformers: the rest is another save's.
         Raises ConfigError naming model.path and the file, also for a file that the index names and that is not there.
         """
         origin = f"model.path={directory}: "
-        if (directory / INDEX_FILE).is_file():
+        is_one_file = (directory / ONE_FILE).is_file()
+        if not is_one_file and (directory / INDEX_FILE).is_file():
             files = _files_of_index(directory, origin)
             for path in sorted(set(files.values())):
                 if not path.is_file():
                     raise ConfigError(f"{origin}{path.name} is missing, though {INDEX_FILE} names it")
             return cls(files, origin=origin, error=ConfigError)
-        paths = sorted(directory.glob("*.safetensors"))
+        paths = [directory / ONE_FILE] if is_one_file else sorted(directory.glob("*.safetensors"))
         if not paths:
             raise ConfigError(f"{origin}no *.safetensors file in this directory")
         with cls({}, origin=origin, error=ConfigError) as source:

@@ -6,6 +6,7 @@ Guarantee: a shadow never puts more than two buckets of a version into GPU memor
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 
@@ -28,27 +29,39 @@ class HostShadow:
     def __init__(self, *, is_pinned: bool) -> None:
         """is_pinned: register the memory with CUDA, so that copies to and from a GPU run at full speed."""
         self._is_pinned = is_pinned
-        self._digest: int | None = None
-        self._blocks: list[Tensor] = []
+        self._memory = _Memory(is_pinned=is_pinned)
         self._whole: WeightManifest | None = None
         self._identity = 0  # of the bytes in the memory; 0: no version
+        self._receiving: _Memory | None = None  # that of the call whose version counts
+        self._lock = threading.Lock()  # an abandoned call may still run, on its own thread
 
     def receive(self, receiver: WeightReceiver, manifest: WeightManifest) -> None:
-        """Receive a version.  Raises TornWeights, GroupFailed (also if there is no room); `take` then has nothing."""
-        held, self._identity = self._identity, 0
-        self._whole = None
-        on_device = blocks_in_turn(manifest)
+        """Receive a version.  Raises TornWeights, GroupFailed (also if there is no room); `take` then has nothing.
+
+        A call has the memory for itself: one that was abandoned must not write into the version of the next.  Memory
+        that a receiver was given, and failed to fill, is not used again: gloo cannot cancel what it was to write there.
+        """
+        held, memory = self._begin()
+        on_device, is_lent = blocks_in_turn(manifest), False
 
         def allocate(index: int, device: torch.device) -> Tensor:
-            self._make_room(manifest)
-            return self._blocks[index] if device.type == "cpu" else on_device(index, device)
+            nonlocal is_lent
+            memory.fit(manifest)
+            is_lent |= device.type == "cpu"
+            return memory.blocks[index] if device.type == "cpu" else on_device(index, device)
 
-        with closing(receiver.receive(manifest, allocate, held)) as arriving:
-            for index, block in enumerate(arriving):
-                own = self._blocks[index]
-                if block.data_ptr() != own.data_ptr():
-                    own.copy_(block, non_blocking=True)  # in stream order; readers wait for it
-        self._whole, self._identity = manifest, receiver.identity()
+        try:
+            with closing(receiver.receive(manifest, allocate, held)) as arriving:
+                for index, block in enumerate(arriving):
+                    own = memory.blocks[index]
+                    if block.data_ptr() != own.data_ptr():
+                        own.copy_(block, non_blocking=True)  # in stream order; readers wait for it
+        except BaseException:
+            if is_lent:
+                memory.release()
+            self._end(memory, None, 0)
+            raise
+        self._end(memory, manifest, receiver.identity())
 
     def take(self) -> NamedTensors:
         """The tensors of the version received last, in the manifest's order; valid until the next one is received.
@@ -58,32 +71,59 @@ class HostShadow:
         manifest, self._whole = self._whole, None
         if manifest is None:
             raise TornWeights("no complete weights have been received")
-        pairs = zip(buckets_of(manifest), self._blocks, strict=True)
+        pairs = zip(buckets_of(manifest), self._memory.blocks, strict=True)
         return [named for bucket, block in pairs for named in tensors_in_block(bucket, block)]
 
     def drop(self) -> None:
-        """Forget the version; the memory is kept."""
-        self._whole = None
+        """Forget the version, also one that is still being received; the memory is kept."""
+        with self._lock:
+            self._whole = self._receiving = None
 
-    def _make_room(self, manifest: WeightManifest) -> None:
+    def _begin(self) -> tuple[int, _Memory]:
+        """Identity of what is held, and the memory of it."""
+        with self._lock:
+            held, memory = self._identity, self._memory
+            self._whole, self._identity, self._receiving = None, 0, memory
+            self._memory = _Memory(is_pinned=self._is_pinned)
+        return held, memory
+
+    def _end(self, memory: _Memory, whole: WeightManifest | None, identity: int) -> None:
+        with self._lock:
+            if self._receiving is memory:
+                self._memory, self._whole, self._identity, self._receiving = memory, whole, identity, None
+                return
+        memory.release()
+
+
+class _Memory:
+    """A block of host memory for every bucket of a manifest."""
+
+    def __init__(self, *, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._digest: int | None = None
+        self.blocks: list[Tensor] = []
+
+    def fit(self, manifest: WeightManifest) -> None:
+        """Allocate, unless this layout was the last one's.  Raises GroupFailed."""
         digest = layout_digest(manifest)
         if self._digest == digest:
             return
-        self._release()
+        self.release()
         with room_for(f"version {manifest.policy_version}: a shadow of it in host memory"):
             for bucket in buckets_of(manifest):
-                self._blocks.append(torch.empty(bucket.num_bytes, dtype=torch.uint8))
+                self.blocks.append(torch.empty(bucket.num_bytes, dtype=torch.uint8))
                 if self._is_pinned:
-                    self._blocks[-1].fill_(0)
-                    _register(self._blocks[-1])
+                    self.blocks[-1].fill_(0)
+                    _register(self.blocks[-1])
         self._digest = digest
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let go of it."""
         self._digest = None
         if self._is_pinned:
-            for block in self._blocks:
+            for block in self.blocks:
                 torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
-        self._blocks = []
+        self.blocks = []
 
 
 def blocks_in_turn(manifest: WeightManifest) -> Allocate:

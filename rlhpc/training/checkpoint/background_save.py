@@ -88,6 +88,7 @@ class BackgroundSaver:
         self._copies = {kind: self._buffer() for kind in STATE_KINDS}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[dict[str, int]] | None = None
+        self._out_of_step = ""  # why nothing can be gathered any more
 
     def add(self, kind: str, own: Callable[[int], Sequence[Tensor]]) -> None:
         """Save tensors of another kind with each state from now on.  own(index): live, as in __init__."""
@@ -144,26 +145,41 @@ class BackgroundSaver:
     # ------------------------------------------------------------------------------------------------ in the thread
 
     def _write(self, write: _Write) -> dict[str, int]:
-        """Stream the copies to rank 0, which writes them.  Raises CheckpointError."""
+        """Stream the copies to rank 0, which writes them.  Raises CheckpointError.
+
+        Ranks that are out of step stay so: the next stream of one would be taken for this one of another.
+        """
+        if not self._out_of_step:
+            try:
+                return self._write_together(write)
+            except (RuntimeError, MemoryError) as failure:  # a rank is gone; or no room for what another one sends
+                self._out_of_step = f"the state could not be gathered: {failure}"
+            self._cut_off()  # not above: the failure's traceback refers to the group
+        raise CheckpointError(f"{write.directory}: {self._out_of_step}")
+
+    def _write_together(self, write: _Write) -> dict[str, int]:
         files: dict[str, int] = {}
         error: CheckpointError | None = None
-        try:
-            if self._rank == self._lead_rank:
-                try:
-                    files = self._write_files(write)
-                except CheckpointError as failure:
-                    error = failure
-            else:
-                for _ in self._stream():
-                    pass
-            has_succeeded = self._hear_lead(error is None)
-        except RuntimeError as failure:  # gloo's, when a rank is gone
-            raise CheckpointError(f"{write.directory}: the state could not be gathered: {failure}") from failure
+        if self._rank == self._lead_rank:
+            try:
+                files = self._write_files(write)
+            except CheckpointError as failure:
+                error = failure
+        else:
+            for _ in self._stream():
+                pass
+        has_succeeded = self._hear_lead(error is None)
         if error is not None:
             raise error
         if not has_succeeded:
             raise CheckpointError(f"{write.directory}: rank 0 could not write it; see its log")
         return files
+
+    def _cut_off(self) -> None:
+        """Close the connections: ranks that still send to this one hear that nobody receives it."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
     def _write_files(self, write: _Write) -> dict[str, int]:
         tensors = self._stream()

@@ -159,6 +159,27 @@ def test_a_version_that_is_given_up_touches_nothing_and_is_refused(link: WeightL
     assert receiver.has_refused
 
 
+def test_what_was_given_up_while_its_load_waited_for_another_does_not_reach_the_model(
+    link: WeightLink, receiver: GatedReceiver
+) -> None:
+    model, waits, other_has_loaded = Model(), threading.Event(), threading.Event()
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        waits.set()
+        assert other_has_loaded.wait(PATIENCE_S)
+        model.load(weights)
+
+    receiver.gate.set()
+    link.begin_paused(MANIFEST, load)
+    assert ended(link) == (READY, "")
+    link.permit()
+    assert waits.wait(PATIENCE_S)
+    link.leave()
+    other_has_loaded.set()
+    assert ended(link)[0] == FAILED
+    assert model.loaded == {}
+
+
 def test_permission_is_for_one_version(link: WeightLink, receiver: GatedReceiver) -> None:
     model = Model()
     receiver.gate.set()

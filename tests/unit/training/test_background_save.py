@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -285,6 +286,36 @@ def test_a_lead_without_memory_for_a_tensor_leaves_no_rank_waiting_and_the_next_
     assert "rank 0 could not write it" in other
     assert not (tmp_path / "short" / STATE_FILE).exists()
     assert_holds(tmp_path / "sound", 0)
+
+
+def run_short_of_room_then_go_on(rank: int, world_size: int, directory: Path) -> list[str]:
+    """The lead has no memory for the first piece that another rank sends; the state changes between two saves."""
+    model, empty, is_short = Model(rank, world_size), torch.empty, rank == 0
+    saver = model.saver()
+
+    def short(*size: int, **options: Any) -> Tensor:
+        nonlocal is_short
+        if is_short and threading.current_thread() is not threading.main_thread():
+            is_short = False
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(*size, **options)
+
+    torch.empty = short
+    failures = []
+    for number in range(3):
+        future = saver.save(directory / str(number), num_steps_applied=number, rng=RNG)
+        failures.append(str(future.exception(PATIENCE_S)))
+        model.train()
+    saver.close()
+    return failures
+
+
+@pytest.mark.starts
+def test_when_the_lead_has_no_room_for_what_others_send_no_later_write_mixes_two_states(tmp_path):
+    lead, other = run_ranks(2, run_short_of_room_then_go_on, tmp_path, tmp_path)
+    assert ["can't allocate memory" in failure for failure in lead] == [True] * 3
+    assert ["the state could not be gathered" in failure for failure in other] == [True] * 3
+    assert not list(tmp_path.glob(f"*/{STATE_FILE}"))
 
 
 def lose_the_lead(rank: int, world_size: int, directory: Path) -> str:

@@ -218,6 +218,16 @@ def test_a_save_is_of_the_moment_it_was_asked_for_though_training_goes_on(model,
     assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.weights())
 
 
+def test_what_was_accumulated_before_a_load_is_not_in_the_step_after_it(model, tmp_path):
+    backend, other = open_one(model), open_one(model)
+    backend.save(tmp_path / "ckpt").result()
+    backend.accumulate([ROW], clipped_loss, proximal=None, num_loss_tokens=50, is_first=True)
+    rows = [pack_row(draw_samples((5, 9)))]
+    for each in (backend, other):
+        each.load(tmp_path / "ckpt")
+    assert train(backend, rows) == train(other, rows)
+
+
 def clipped_step(rank, world_size, model):
     """The norm and the weights after a step that is clipped, of this rank's share of four rows."""
     rows = [pack_row([sample]) for sample in draw_samples((20, 37, 8, 33))]

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.training.tensor_source import INDEX_FILE, MAX_OPEN_FILES, TensorSource
+from tests.tiny_models import make_tiny_checkpoint
 
 MATRIX = torch.arange(24.0).view(4, 6)
 
@@ -58,6 +60,17 @@ def test_a_model_without_an_index_is_all_its_safetensors_files(model, files):
     source = TensorSource.of_model(model)
     assert set(source.names) == ({"matrix"} if files == 1 else {"matrix", "halves", "scalar"})
     assert torch.equal(source.read("matrix"), MATRIX)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_of_two_saves_in_one_directory_the_one_file_is_the_model_as_for_transformers(tmp_path, has_index):
+    model = make_tiny_checkpoint(tmp_path)
+    (name, shape), *_ = ((name, each.shape) for name, each in load_file(model / "model.safetensors").items())
+    save_file({name: torch.full(shape, 9.0)}, model / "older.safetensors")
+    if has_index:
+        (model / INDEX_FILE).write_text(json.dumps({"weight_map": {name: "older.safetensors"}}))
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()[name]
+    assert torch.equal(TensorSource.of_model(model).read(name, torch.float32), expected)
 
 
 def test_only_the_rows_that_are_looked_at_are_read_from_the_disk(tmp_path):

@@ -88,6 +88,23 @@ def test_a_shadow_follows_a_model_of_another_layout() -> None:
     assert values(shadow.take()) == [0, 1, 2]
 
 
+def test_a_version_that_was_dropped_while_it_arrived_counts_for_nothing() -> None:
+    """An abandoned task may end after the one that took over: its version must not be taken for that."""
+
+    class Overtaken(Sender):
+        def identity(self) -> int:
+            shadow.drop()
+            shadow.receive(Sender(), other)
+            return 13
+
+    shadow, other = HostShadow(is_pinned=False), make_manifest(2, 1, SPECS[:3], 16)
+    shadow.receive(Overtaken(), MANIFEST)
+    assert values(shadow.take()) == [0, 1, 2]
+    last = Sender()
+    shadow.receive(last, other)
+    assert last.held == [77]
+
+
 def test_after_a_torn_version_there_is_nothing_to_take() -> None:
     shadow = HostShadow(is_pinned=False)
     shadow.receive(Sender(), MANIFEST)

@@ -116,6 +116,7 @@ MODEL = (
     case("weights of fewer layers", weights(with_header(_without_layer)), "model.safetensors", "model.layers.1."),
     case("more layers than weights", config_json(num_hidden_layers=3, layer_types=None, max_window_layers=None), "model.layers.2."),
     case("an index that names a file that is not there", model_file(INDEX, _index("model-00002.safetensors")), "model-00002.safetensors", INDEX),
+    case("two saves in one directory", both(weights(lambda path: path.with_name("model-00001.safetensors").write_bytes(path.read_bytes())), model_file(INDEX, _index("model-00001.safetensors"))), "model.safetensors", INDEX, "legal: the files of one checkpoint"),
     case("an index that is not JSON", model_file(INDEX, "{"), INDEX, "JSON"),
     case("an index without a map", model_file(INDEX, "{}"), INDEX, "weight_map"),
     case("tokenizer.json cut off", model_file("tokenizer.json", '{"version": "1.0"'), "tokenizer.json", "not a tokenizer"),
