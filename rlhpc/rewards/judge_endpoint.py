@@ -197,12 +197,12 @@ def _answer(body: bytes) -> Answer:
         choice = document["choices"][0]
         text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         usage = document.get("usage") or {}
-        tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        num_read, num_said = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise _Unusable(f"no chat completion: {type(error).__name__}: {body[:_SHOWN_CHARACTERS]!r}") from error
     if not isinstance(text, str):
         raise _Unusable("a chat completion without text")
-    return Answer(text, *tokens, is_cut=is_cut)
+    return Answer(text, num_read, num_said, is_cut)
 
 
 def _retry_after(header: str | None) -> float | None:
