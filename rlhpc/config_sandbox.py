@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlhpc.config_sections import NamedPaths, Positive, PositiveFloat, Section
+from rlhpc.config_sections import NamedPaths, NamedProgram, Positive, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -27,7 +27,7 @@ class SandboxConfig(Section):
     languages: Annotated[tuple[Language, ...], Field(strict=False, min_length=1)] = ("python",)
     """Languages that code_stdin runs; the tag of the fenced block says which, a block in any other is wrong. "cpp"
     needs a compiler on nodes of reward services, and require = "strong"."""
-    python: str = ""
+    python: NamedProgram = ""
     """Interpreter that runs programs, 3.9 or later; default: the run's own, with its packages."""
     cpp_compiler: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """C++ compiler and its options, ["g++-12", "-O2", "-std=c++20"]; default: g++, else clang++, with -O2

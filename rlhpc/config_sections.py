@@ -37,6 +37,12 @@ def _absolute(value: str) -> str:
     return str(Path(str(_written_out(value))).absolute()) if value else value
 
 
+def _program(value: str) -> str:
+    """A name without a directory is looked up where it runs."""
+    return _absolute(value) if "/" in value else value
+
+
+NamedProgram = Annotated[str, AfterValidator(_program)]
 NamedPath = Annotated[str, AfterValidator(_absolute)]  # "": none
 NamedPaths = Annotated[
     tuple[str, ...], Field(strict=False), AfterValidator(lambda values: tuple(map(_absolute, values)))

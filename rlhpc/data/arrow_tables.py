@@ -56,13 +56,20 @@ def _rows(file: Path, what: str, batches: Callable[[], Iterator[Any]]) -> Iterat
 
 
 def _values(file: Path, name: str, column: Any) -> Sequence[Any]:
-    """Python's, of a column; times that Python has none for, between two microseconds, as text.  Raises DataError."""
+    """Python's, of a column; times that Python has none for, between two microseconds, as text.  Raises DataError.
+
+    A number of 16 or 32 bits is the shortest one that it stands for: 0.1, and not 0.10000000149011612.
+    """
     try:
-        return cast(Sequence[Any], column.to_pylist())
+        values = cast(Sequence[Any], column.to_pylist())
     except (ValueError, OverflowError) as error:
         if pyarrow.types.is_timestamp(column.type) or pyarrow.types.is_duration(column.type):
             return cast(Sequence[Any], column.cast(pyarrow.string()).to_pylist())
         raise DataError(f"{file}: column {name!r}, of type {column.type}, cannot be read: {error}") from error
+    if pyarrow.types.is_float16(column.type) or pyarrow.types.is_float32(column.type):
+        narrow = column.type.to_pandas_dtype()
+        return [value if value is None else float(str(narrow(value))) for value in values]
+    return values
 
 
 def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:

@@ -37,9 +37,9 @@ class Record:
     def reference(self, name: str, key: str = "data.reference_field") -> str:
         """A field as a reference: text as it is, lists and objects (test cases) as JSON.  Raises DataError."""
         if name == WHOLE_RECORD:
-            return json.dumps(self.fields, default=str)
+            return json.dumps(self.fields, default=_spelled)
         if isinstance(value := self.value(name, key), list | dict):
-            return json.dumps(value, default=str)
+            return json.dumps(value, default=_spelled)
         return self._as_text(name, key)
 
     def number(self, name: str, key: str) -> float:
@@ -119,6 +119,11 @@ def read_records(path: Path, split: str = "") -> list[Record]:
     if not records:
         raise DataError(f"data.path={path} has no records")
     return records
+
+
+def _spelled(value: Any) -> str:
+    """What JSON has no form for, as text; a decimal number as _as_text has it."""
+    return format(value, "f") if isinstance(value, Decimal) else str(value)
 
 
 def is_unicode(text: str) -> bool:

@@ -48,7 +48,7 @@ def refuse_bad_references(
         num_checked += 1
         try:
             check(reference)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # JSON of thousands of levels
             num_bad += 1
             if len(faults) < _MOST_SHOWN:
                 faults.append(_fault(record, field, task, error))
@@ -58,6 +58,6 @@ def refuse_bad_references(
     return num_checked
 
 
-def _fault(record: Record, field: str, task: str, error: ValueError) -> str:
+def _fault(record: Record, field: str, task: str, error: Exception) -> str:
     why = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
     return f"{record.source}: field {field!r} (data.reference_field), for data.task={task!r}: {why}"

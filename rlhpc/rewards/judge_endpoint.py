@@ -45,6 +45,7 @@ class Answer:
     text: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    is_cut: bool = False  # at judge.max_tokens
 
 
 class _Unusable(Exception):
@@ -112,6 +113,9 @@ class Endpoint:
             costs["judge_s"] = costs.get("judge_s", 0.0) + self.clock() - began
         costs["judge_prompt_tokens"] = costs.get("judge_prompt_tokens", 0.0) + answer.prompt_tokens
         costs["judge_completion_tokens"] = costs.get("judge_completion_tokens", 0.0) + answer.completion_tokens
+        if answer.is_cut:  # its grade was to come; one before may be quoted from what is judged, or half a number
+            cut = f"the reply was cut off at judge.max_tokens={self.settings.max_tokens}; legal: more"
+            raise _Unusable(f"{cut}: {answer.text[-_SHOWN_CHARACTERS:]!r}")
         if not usable(answer.text):
             raise _Unusable(f"no grade in the reply {answer.text[-_SHOWN_CHARACTERS:]!r}")
         return answer
@@ -190,14 +194,15 @@ def _beginning_of(error: urllib.error.HTTPError) -> str:
 def _answer(body: bytes) -> Answer:
     try:
         document = json.loads(body)
-        text = document["choices"][0]["message"]["content"]
+        choice = document["choices"][0]
+        text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         usage = document.get("usage") or {}
-        tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        num_read, num_said = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise _Unusable(f"no chat completion: {type(error).__name__}: {body[:_SHOWN_CHARACTERS]!r}") from error
     if not isinstance(text, str):
         raise _Unusable("a chat completion without text")
-    return Answer(text, *tokens)
+    return Answer(text, num_read, num_said, is_cut)
 
 
 def _retry_after(header: str | None) -> float | None:

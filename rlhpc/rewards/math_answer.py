@@ -33,6 +33,8 @@ _BARE_DOLLAR = re.compile(r"(?<!\\)\$")
 # Two words in a row, which math-verify would read as products of letters.
 _SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
 _COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
+_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?\$?$")  # math-verify passes over it
+_SPELLINGS = (("°", r"^\circ "), ("∞", r"\infty "), (r"\varnothing", r"\emptyset"))
 _HOLES = ("nan", "null")  # of a table that was written as text; math-verify reads products of letters
 _SHOWN_CHARACTERS = 80
 
@@ -62,7 +64,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
         return RewardOutcome(0.0, is_correct=False, detail=r"no \boxed{…} and no ####")
     if not answer_text or len(answer_text) > LONGEST_ANSWER:
         return RewardOutcome(0.0, is_correct=False, detail=f"answer of {len(answer_text)} characters")
-    is_correct = _is_equal(wanted, answer_text)
+    is_correct = not _have_other_bases(answer_in(reference), answer_text) and _is_equal(wanted, answer_text)
     shown = f"answer {answer_text[:_SHOWN_CHARACTERS]}"
     return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
 
@@ -89,6 +91,8 @@ def _parse_latex(text: str) -> list[Any]:
     Refused unread: what math-verify would misread, and what could break out of the braces it is put in.
     """
     text = _IN_DOLLARS.sub(r"\1", text)
+    for spelling, known in _SPELLINGS:
+        text = text.replace(spelling, known)
     if not text or _TWO_NUMBERS.search(text) or _BARE_DOLLAR.search(text) or braced(text + "}", 0) != text:
         return []
     parsed: list[Any] = math_verify.parse(
@@ -104,6 +108,20 @@ def _is_equal(wanted: PlainNumber | list[Any], answer_text: str) -> bool:
             return wanted.equals(answer)
         wanted = _parse_latex(wanted.as_latex())
     parsed = _parse_latex(answer_text if answer is None else answer.as_latex())
-    if not parsed or not math_verify.verify(wanted, parsed, timeout_seconds=None, raise_on_error=True):
+    if not parsed or not _are_equal(wanted, parsed):
         return False
     return not have_other_numbers(wanted[0], parsed[0])
+
+
+def _are_equal(wanted: list[Any], parsed: list[Any]) -> bool:
+    """An inequality may answer an interval, as an interval answers an inequality."""
+    equal: bool = math_verify.verify(
+        wanted, parsed, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
+    )
+    return equal
+
+
+def _have_other_bases(wanted: str, answer: str) -> bool:
+    """Whether both say in which base they are, and it is not the same one."""
+    ours, theirs = _BASE.search(wanted), _BASE.search(answer)
+    return ours is not None and theirs is not None and ours[1] != theirs[1]

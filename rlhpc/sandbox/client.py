@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -160,16 +161,21 @@ class Sandbox:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = _COMMAND.format(root=str(_ROOT), fd=theirs.fileno())
         libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        python = _located(self._settings.python or sys.executable)
         with theirs:
-            self._server = subprocess.Popen(
-                [self._settings.python or sys.executable, "-I", "-X", "utf8", "-c", command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=libraries,
-                cwd="/",
-                pass_fds=[theirs.fileno()],
-            )
+            try:
+                self._server = subprocess.Popen(
+                    [python, "-I", "-X", "utf8", "-c", command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=libraries,
+                    cwd="/",
+                    pass_fds=[theirs.fileno()],
+                )
+            except OSError as error:
+                ours.close()
+                raise SandboxError(f"sandbox: {python} does not start: {error.strerror}") from error
         self._channel = ours
         assert self._server.stderr is not None
         with self._server.stderr as complaints:
@@ -182,8 +188,13 @@ class Sandbox:
                 self._server.kill()
                 why = complaints.read().decode(errors="replace").strip()[-500:]
                 self.close()
-                raise SandboxError(f"sandbox: {command!r} of {self._settings.python or sys.executable} failed: {why}")
+                raise SandboxError(f"sandbox: {command!r} of {python} failed: {why}")
         return Layers(json.loads(said))
+
+
+def _located(python: str) -> str:
+    """Its absolute path: started by its name, without PATH, it takes "/" for its prefix, which programs would see."""
+    return str(Path(shutil.which(python) or python).absolute())
 
 
 class _Pipe:

@@ -99,7 +99,9 @@ def _serve(channel: socket.socket, place: Place) -> int:
 
 def _isolate(readable_paths: Sequence[str]) -> _Isolation:
     """Apply every layer that this node offers; report those that are missing."""
-    readable = [sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *readable_paths]
+    own = {sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)}
+    # One in /bin or /lib itself has "/" for its prefix: what it needs is of the system, and nothing else is shown.
+    readable = [*sorted(own - {"/"}), *readable_paths]
     layers, is_root = _take_namespaces(readable)
     has_namespaces = not layers["namespaces"]
     layers["landlock"] = "" if kernel.landlock_version() else "this kernel has no Landlock, or it is not in `lsm=`"

@@ -86,6 +86,8 @@ def test_files_of_judges_and_sandboxes_are_found_from_other_directories(tmp_path
     sandbox = SandboxConfig(readable_paths=("data", "/usr/share"))
     assert (judge.template_file, judge.key_file) == (f"{tmp_path}/rubric.txt", f"{tmp_path}/keys/judge")
     assert sandbox.readable_paths == (f"{tmp_path}/data", "/usr/share")
+    assert SandboxConfig(python=".venv/bin/python").python == f"{tmp_path}/.venv/bin/python"
+    assert SandboxConfig(python="python3.12").python == "python3.12"  # of whatever PATH there is
     assert (JudgeConfig(template_file="").template_file, JudgeConfig().key_file) == ("", "")
     with pytest.raises(ValueError, match=r"~ and \$NAME are not expanded; legal: the path written out"):
         JudgeConfig(key_file="~/judge.key")

@@ -5,6 +5,7 @@ Input: a target and a request.  Output: Report, and the files of the evaluation'
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ from launch.plan.gpu_map import map_gpus
 from launch.run_directory.directory_lock import LockHeld, lock_directory
 from launch.run_directory.inputs import look_at_data
 from rlhpc.config import Config, with_values
-from rlhpc.errors import DataError, RoleFailed
+from rlhpc.errors import ConfigError, DataError, RoleFailed
 from rlhpc.evaluation.samples_file import read_samples
 from rlhpc.evaluation.settings import NAME, SUMMARY, EvaluationSettings
 from rlhpc.files import write_atomically
@@ -126,6 +127,7 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
             "model": target.digest,
             "data": [entry.digest for entry in look_at_data(request.data, config.data[0].split).values()],
             **_corpus(config),
+            **_judge_template(config),
         },
     )
     directory = request.out or target.home / f"{target.title}-{request.name}"
@@ -146,3 +148,14 @@ def _corpus(config: Config) -> dict[str, list[str]]:
     """The digest of what environments search, if anything."""
     corpus = config.environment.corpus
     return {} if corpus is None else {"corpus": [entry.digest for entry in look_at_data(corpus).values()]}
+
+
+def _judge_template(config: Config) -> dict[str, str]:
+    """The digest of the file that says what the judge is asked, if one does.  Raises ConfigError."""
+    file = config.judge.template_file
+    if not file or not any("llm_judge" in config.parts_of(task) for task in config.data_tasks):
+        return {}
+    try:
+        return {"judge.template_file": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+    except OSError as error:
+        raise ConfigError(f"judge.template_file={file!r} cannot be read: {error.strerror}") from error

@@ -41,6 +41,7 @@ class GymnasiumEnvironment(Environment):
         )
         for what, space in (("observations", game.observation_space), ("actions", game.action_space)):
             if not isinstance(space, gymnasium.spaces.Text):
+                game.close()
                 raise ConfigError(
                     f"{where}: its {what} are {type(space).__name__}; legal: Text, which a wrapper of yours may make"
                 )

@@ -118,3 +118,19 @@ def test_what_is_written_is_read_back_though_utf8_has_no_half_characters(tmp_pat
 def test_a_number_too_large_for_a_column_is_refused_with_the_file(tmp_path: Path, number: int) -> None:
     with pytest.raises(DataError, match=r"a\.parquet: a column of Parquet .* too (large|big).*legal: \.jsonl"):
         write_records(tmp_path / "a.parquet", [{"answer": number}])
+
+
+@pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32()])
+def test_a_number_of_few_bits_is_the_one_that_was_written(tmp_path: Path, kind: Any) -> None:
+    """As 0.10000000149011612 no answer of 0.1 would equal it."""
+    column = pyarrow.array([0.1, None, 3.5, float("inf"), 1e-7], pyarrow.float32()).cast(kind)
+    first, second, *others, _ = table_of(tmp_path, {"answer": column})
+    assert (first["answer"], second["answer"]) == (0.1, None)
+    assert [fields["answer"] for fields in others] == [3.5, float("inf")]
+
+
+def test_a_decimal_is_spelled_alike_as_a_field_and_in_a_whole_record(tmp_path: Path) -> None:
+    (fields,) = table_of(tmp_path, {"answer": pyarrow.array([Decimal("0.00000001")], pyarrow.decimal128(10, 8))})
+    record = Record(fields, "a:1")
+    assert record.reference("answer") == "0.00000001"
+    assert record.reference("*") == '{"answer": "0.00000001"}'

@@ -11,6 +11,7 @@ from rlhpc.data.mixture import validate_datasets
 from rlhpc.data.records import Record
 from rlhpc.data.references import refuse_bad_references
 from rlhpc.errors import DataError
+from rlhpc.rewards.registry import reference_check
 from tests.unit.data.test_prompts import make_config
 
 
@@ -72,3 +73,10 @@ def test_the_whole_record_may_be_the_reference(tmp_path):
     seen = []
     validate_datasets(config, lambda _task: seen.append)
     assert [json.loads(reference) for reference in seen] == sums(2)
+
+
+@pytest.mark.parametrize("task", ["code_functions", "code_stdin", "json_schema", "reasoning_gym"])
+def test_a_reference_of_thousands_of_levels_is_named_with_its_line(task):
+    record = Record({"answer": "[" * 100_000 + "]" * 100_000}, "train.jsonl:1")
+    with pytest.raises(DataError, match=r"train\.jsonl:1: field 'answer'.*recursion"):
+        refuse_bad_references([record], "answer", lambda _: task, reference_check)

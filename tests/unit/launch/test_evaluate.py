@@ -437,6 +437,19 @@ def options_of(*words: str) -> argparse.Namespace:
     return parser.parse_args([*words])
 
 
+def test_samples_count_by_what_a_judge_is_asked_and_not_by_the_name_of_the_file(model: Path) -> None:
+    data, template = model.parent / "test.jsonl", model.parent / "rubric.txt"
+    judge = ["data.task=llm_judge", "judge.endpoint=http://127.0.0.1:9/v1", "judge.model=m"]
+    words, target = [*NEEDED[1:], *judge, f"judge.template_file={template}"], find_target(model, None)
+    identities = []
+    for text in ("Grade {completion}.", "Grade {completion} mildly."):
+        template.write_text(text)
+        request = requests_of(options_of(str(model), str(data), *words), target)[0]
+        identities.append(plan_evaluation(target, request).settings.identity)
+    differing = {key for key in identities[0] if identities[0][key] != identities[1][key]}
+    assert differing == {"inputs.judge.template_file"}
+
+
 def test_a_run_file_says_whether_its_average_is_evaluated(model: Path) -> None:
     layout = with_table(model, keep_best="", stop_after=None, max_prompt_tokens=12)
     target = find_target(layout.root, 4)

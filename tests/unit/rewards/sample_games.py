@@ -23,4 +23,15 @@ class Echo(gymnasium.Env[str, str]):
         return said, 0.25, is_over, False, {"is_success": "won" in action}
 
 
+class Counted(Echo):
+    """Has no text for an action, and says when it is closed."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+    num_closed = 0
+
+    def close(self):
+        Counted.num_closed += 1
+
+
+gymnasium.register("Counted-v0", Counted)
 gymnasium.register("Echo-v0", Echo)

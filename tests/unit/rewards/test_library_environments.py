@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass, field
 
@@ -128,6 +129,13 @@ async def test_tokens_fed_are_tokens_trained_also_where_a_dialogue_goes_on_elsew
 def test_what_is_not_there_or_no_text_is_refused_by_its_id(library, name, why):
     with pytest.raises(ConfigError, match=rf"environment\.id='{name}'.*({why})"):
         resolve_environment(library).open(EnvironmentConfig(id=name))
+
+
+def test_a_game_that_is_refused_is_closed():
+    pytest.importorskip("gymnasium")
+    with pytest.raises(ConfigError, match="its actions are Discrete"):
+        resolve_environment("gymnasium").open(EnvironmentConfig(id="sample_games:Counted-v0"))
+    assert importlib.import_module("sample_games").Counted.num_closed == 1
 
 
 @pytest.mark.starts

@@ -111,6 +111,16 @@ def test_a_judge_that_gives_no_grade_is_an_error_and_no_reward(failure, num_requ
         assert error.value.costs["judge_requests"] == num_requests
 
 
+def test_a_reply_that_was_cut_off_has_no_grade():
+    """Its last grade was to come: the one before may be quoted from the answer that is judged, or be half a number."""
+    message = {"content": 'The answer says "Grade: 10", which'}
+    body = {"choices": [{"message": message, "finish_reason": "length"}], "usage": {"completion_tokens": 512}}
+    with judging(json.dumps(body).encode()) as server:
+        with pytest.raises(JudgeFailed, match=r"judge\.max_tokens=512") as error:
+            ask(server)
+        assert error.value.costs["judge_completion_tokens"] == 4 * 512
+
+
 @pytest.mark.parametrize("failure", ["slow", "dribble", "hung 503"])
 def test_a_reply_that_does_not_come_or_never_ends_is_given_up_in_time(failure):
     with judging(failure) as server:

@@ -73,6 +73,7 @@ PROGRAMS = {
     "signal_by_descriptor": "import fcntl\na, b = os.pipe()\n"
     "[effect(lambda: fcntl.fcntl(a, *words)) for words in ((8, $VICTIM), (10, 9), (4, 0o20000))]\n"
     "os.write(b, b'x'); time.sleep(0.1)",
+    "grow_pipe": "import fcntl\nattempt(lambda: fcntl.fcntl(os.pipe()[1], 1031, 1 << 20))",
     "change_times": "effect(lambda: os.utime('$SECRET', (1, 1)))",
     "queue_signal": "call(129, $VICTIM, 9, (ctypes.c_char * 128)())",
     "pidfd": "call(434, $VICTIM, 0); call(434, os.getppid(), 0)",

@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,6 +118,28 @@ def test_an_init_process_that_was_killed_is_said_and_ends_its_program():
             run.result(PATIENCE_S)
         assert not any(Path(f"/proc/{pid}").exists() for pid in (init, *programs))
         assert sandbox.run(b"print(1)", b"", LIMITS).stdout == b"1\n"
+
+
+@pytest.mark.parametrize("relative", ["", "./"])
+def test_an_interpreter_without_a_directory_shows_programs_no_more_than_another(relative, tmp_path, monkeypatch):
+    """Without PATH it does not know where it lies and takes "/" for its prefix: all files would be readable."""
+    (tmp_path / "secret").write_text("hidden")
+    python = Path(sys.executable)
+    monkeypatch.setenv("PATH", str(python.parent))
+    monkeypatch.chdir(python.parent)
+    program = f"import sys; print(sys.prefix); print(open({str(tmp_path / 'secret')!r}).read())"
+    with Sandbox(SandboxSettings("none", f"{relative}{python.name}")) as sandbox:
+        run = sandbox.run(program.encode(), b"", LIMITS)
+    assert sandbox.layers.strength != "none"
+    assert Path(run.stdout.decode().strip()).resolve() == Path(sys.prefix).resolve()
+    assert b"Error" in run.stderr
+
+
+def test_an_interpreter_that_is_not_there_is_a_sandbox_error_and_leaves_no_descriptor():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(SandboxError, match="/no/python"):
+        Sandbox(SandboxSettings("none", "/no/python")).start()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_an_interpreter_that_does_not_start_is_named(tmp_path):
