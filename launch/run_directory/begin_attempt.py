@@ -22,7 +22,7 @@ from launch.run_directory.checkpoint_choice import NEWEST, UnreadableCheckpoint,
 from launch.run_directory.inputs import refuse_other_inputs
 from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, note_attempt, num_attempts
 from launch.run_files.job_records import generator_numbers
-from launch.run_files.run_state import longest_save_before_s, read_attempt, read_progress
+from launch.run_files.run_state import is_complete, longest_save_before_s, read_attempt, read_progress
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import OwnershipLost, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
@@ -46,13 +46,13 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     FencedError: a later job, a later life of this one, or another start owns the run.
     """
     layout.require_run()
-    if layout.summary.exists():
-        raise RunDirectoryError(f"{layout.root}: the run is complete")
+    _refuse_complete(layout)
     _refuse_stale(layout, (job_id, restart), follows)
     config, _ = read_resolved(layout)
     refuse_other_inputs(config, layout, may_lack_weights=True)
     index = num_attempts(layout)
     owner = _take_over(layout, index, job_id, restart)
+    _refuse_complete(layout)  # by a controller that was taken for dead, while inputs were read
     choice = choose(layout, NEWEST, _unheard)
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
@@ -73,6 +73,12 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     }
     write_atomically(layout.attempt, json.dumps(document).encode())
     return document
+
+
+def _refuse_complete(layout: RunLayout) -> None:
+    """Another attempt would set aside what the summary tells of."""
+    if is_complete(layout):
+        raise RunDirectoryError(f"{layout.root}: the run is complete")
 
 
 def _refuse_stale(layout: RunLayout, life: tuple[int, int], follows: str) -> None:

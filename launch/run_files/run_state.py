@@ -91,12 +91,12 @@ def wants_abort(layout: RunLayout) -> bool:
 
 def save_requests(layout: RunLayout) -> list[Path]:
     """Requests to save, by jobs that are close to their time limit."""
-    return sorted(layout.jobs.glob("*.yield"))
+    return sorted(_found(layout.jobs, "*.yield"))
 
 
 def hand_over_requests(layout: RunLayout) -> list[int]:
     """Jobs that stand by and have loaded everything, and ask to be left the run; the newest last."""
-    return sorted(int(path.stem) for path in layout.jobs.glob("*.hand_over") if path.stem.isdigit())
+    return sorted(int(path.stem) for path in _found(layout.jobs, "*.hand_over") if path.stem.isdigit())
 
 
 def has_released(layout: RunLayout, job_id: int) -> bool:
@@ -106,7 +106,7 @@ def has_released(layout: RunLayout, job_id: int) -> bool:
 
 def saved_step(layout: RunLayout) -> int:
     """Step of the newest complete checkpoint; 0 if there is none."""
-    steps = [path.parent.name.rpartition("_")[2] for path in layout.checkpoints.glob("step_*/COMPLETE")]
+    steps = [path.parent.name.rpartition("_")[2] for path in _found(layout.checkpoints, "step_*/COMPLETE")]
     return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
@@ -186,3 +186,11 @@ def _exists(path: Path) -> bool:
         return is_listed(path)
     except OSError:
         return False
+
+
+def _found(directory: Path, pattern: str) -> list[Path]:
+    """None where the file server does not answer: this is asked several times a second, and would end the run."""
+    try:
+        return list(directory.glob(pattern))
+    except OSError:
+        return []

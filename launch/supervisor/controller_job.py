@@ -151,6 +151,8 @@ class ControllerJobSupervisor:
         except BeginError as error:
             if (asked := self._asked_not_to_begin()) is not None:  # which has ended that command
                 return asked
+            if is_complete(self._layout):  # by a controller that was taken for dead
+                return Outcome(Cause.COMPLETE, "complete")
             causes = {EXIT_CONFIG: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
             return Outcome(causes.get(error.status, Cause.FAILED), str(error))
         self._owner = attempt.fence

@@ -50,7 +50,7 @@ class Resubmitter:
             return None
         try:
             return self._look(progress)
-        except RlhpcError as error:
+        except (RlhpcError, OSError) as error:
             if str(error) != self._said:
                 self._log.say("not_submitted", f"jobs that have ended cannot be resubmitted: {error}")
             self._said = str(error)

@@ -154,6 +154,9 @@ class World:
     async def _supervise(self) -> None:
         """Attempt after attempt, until the run is complete."""
         while True:
+            if self.layout.summary.exists():  # perhaps by a controller that was taken for dead
+                self._audit()
+                return
             self._ended = await self._attempt()
             await self._ended.wait()
             await asyncio.sleep(self.rng.random() * 2)
@@ -162,9 +165,6 @@ class World:
                     self.processes[name].kill()
             self._is_usurped = False
             self.controller_incarnation, self.invariants = "", None
-            if self.layout.summary.exists():
-                self._audit()
-                return
             await asyncio.sleep(self.rng.random() * 3)
 
     async def _attempt(self) -> asyncio.Event:

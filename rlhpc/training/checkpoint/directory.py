@@ -135,7 +135,12 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         if final.is_dir():
             _clear_the_way(final)
         rename(temporary, final)  # it appears and becomes valid atomically
-        sync_directory(final.parent)
+        try:
+            sync_directory(final.parent)
+        except OSError:  # it would stand in the way of another try
+            with suppress(OSError):
+                rename(final, temporary)
+            raise
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be completed: {error}") from error
 

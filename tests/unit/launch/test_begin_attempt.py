@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import launch.run_directory.begin_attempt as begin_attempt_module
 from launch.commands.submit import write_plan
 from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.report import plan_document
@@ -148,6 +150,26 @@ def test_a_complete_run_begins_nothing(layout: RunLayout) -> None:
     with pytest.raises(RunDirectoryError, match="the run is complete"):
         begin_attempt(layout, job_id=1, restart=0)
     assert layout.status.exists()
+
+
+def test_a_run_that_a_ghost_completes_meanwhile_is_left_as_it_is(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulator: its last segments were set aside, and a killed attempt left it complete without them."""
+    save(layout, 1)
+    layout.segment(0).write_bytes(b"of after the checkpoint")
+    look_at_inputs = begin_attempt_module.refuse_other_inputs
+
+    def completes(*facts: Any, **more: Any) -> None:  # which takes as long as the dataset is large
+        look_at_inputs(*facts, **more)
+        layout.summary.write_text("{}")
+
+    monkeypatch.setattr(begin_attempt_module, "refuse_other_inputs", completes)
+    with pytest.raises(RunDirectoryError, match="the run is complete"):
+        begin_attempt(layout, job_id=1, restart=0)
+    assert not layout.attempt.exists()
+    assert not layout.attempts.exists()
+    assert layout.segment(0).exists()
 
 
 def test_a_ghost_of_an_earlier_life_begins_nothing(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:

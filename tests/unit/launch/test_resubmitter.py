@@ -5,11 +5,13 @@ Programs on PATH stand for squeue and sbatch; what squeue prints was recorded fr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,6 +195,22 @@ def test_an_answer_without_the_job_that_asks_says_nothing_of_others(site: Site) 
     assert "squeue does not list this job, 5310224" in site.events[0][1]
     with pytest.raises(SlurmError, match="not complete"):
         other_jobs.other_jobs(site.layout, site.job)
+
+
+def test_while_the_file_server_does_not_answer_nothing_is_resubmitted_and_nothing_ends(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def refuse(path: Any = ".") -> Any:
+        if Path(path) == site.layout.jobs:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return scandir(path)
+
+    site.queue(PREEMPTED)
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert site.look("trainer-0", "generator-0", "generator-2", "generator-3") is None
+    assert [event for event, _ in site.events] == ["not_submitted"]
 
 
 def test_a_job_that_is_younger_than_slurms_memory_is_not_forgotten(site: Site) -> None:

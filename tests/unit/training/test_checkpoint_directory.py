@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from rlhpc.errors import CheckpointError
 from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint import directory
 from rlhpc.training.checkpoint.directory import begin, complete, describe, latest_complete, prune, verify
 
 
@@ -225,3 +227,23 @@ def test_killed_after_any_file_operation_the_run_goes_on_from_the_previous_or_th
 def test_the_module_loads_without_torch():
     code = "import sys, rlhpc.training.checkpoint.directory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_checkpoint_whose_name_may_not_be_on_disk_does_not_count_and_is_made_again(layout, monkeypatch):
+    """Reported as failed and found as complete, it stood in its own way: a run that was done could not end."""
+    temporary, final = begin(layout.checkpoint(3)), layout.checkpoint(3)
+    write_parts(temporary, "x")
+    sync = directory.sync_directory
+
+    def refuse(path):
+        if path == layout.checkpoints and final.exists():
+            raise OSError(errno.EIO, "Input/output error")
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "sync_directory", refuse)
+        with pytest.raises(CheckpointError, match="cannot be completed"):
+            complete(temporary, final, {"step": 3})
+    assert not final.exists()
+    directory.discard(temporary)
+    assert save(layout, 3) == final
