@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 
 from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.buffer.partial_files import PartialLog
@@ -332,12 +332,13 @@ class Controller:
         self._board.write(self._board.document())
 
     def close(self) -> None:
-        """Write to disk what is only in memory: metrics, and rollouts that a failed run still holds."""
-        self._recorder.close()
-        try:
-            self._state.journal.commit()
-            self._state.segments.seal_all()
-        except (JournalError, SegmentError, OwnershipLost):
-            log.exception("%d groups could not be sealed", self._state.segments.num_pending)
-        self._state.journal.close()
-        self._partials.close(is_complete=self._board.figures.phase == "complete")
+        """Write to disk what is only in memory: rollouts that a failed run still holds, then metrics."""
+        with ExitStack() as closing:  # all of it, whatever becomes of one
+            closing.callback(self._recorder.close)
+            closing.callback(self._partials.close, is_complete=self._board.figures.phase == "complete")
+            closing.callback(self._state.journal.close)
+            try:
+                self._state.journal.commit()
+                self._state.segments.seal_all()
+            except (JournalError, SegmentError, OwnershipLost):
+                log.exception("%d groups could not be sealed", self._state.segments.num_pending)
