@@ -260,6 +260,16 @@ def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path
     assert [*hours.by_job] == ["4711 (hetjob, 9 GPUs)"]
 
 
+def test_the_hours_of_a_large_run_are_numbers_that_people_read(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    parts = [{"roles": [{"role": role}], "gpus_per_task": 360_000} for role in ("trainer", "generator")]
+    run.layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": parts}]}))
+    report = read_report(run.layout, {})
+    assert "     4,500  training" in as_text(report)
+    write_report(tmp_path / "page.html", report)
+    assert "<td>4,500</td>" in (tmp_path / "page.html").read_text()
+
+
 def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and_those_of_a_living_job_go_on(
     tmp_path: Path,
 ) -> None:
