@@ -28,7 +28,7 @@ class Progress:
     reward: float
     trainer_tokens_per_s: float
     generator_tokens_per_s: float
-    staleness: float  # of the last batch, in versions
+    staleness: float  # the worst of the run so far, in versions
     eta_s: float | None
 
 

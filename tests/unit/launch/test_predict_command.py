@@ -145,6 +145,18 @@ def test_measured_comes_before_given_and_given_before_guessed(measured: Measured
     assert not any(figure.is_guess for figure in with_run.items().values())
 
 
+def test_a_large_model_is_guessed_to_hold_up_training_longer_while_it_is_saved() -> None:
+    wide = MODEL | {"hidden_size": 8192, "intermediate_size": 32_768, "num_hidden_layers": 40}
+    small, large, shared = (
+        rates_of(config_of(f"trainer.num_ranks={ranks}"), site_of(), model, None, 30).save_s
+        for model, ranks in ((MODEL, 1), (wide, 1), (wide, 8))
+    )
+    assert small.value == pytest.approx(0.5, abs=0.01)
+    assert (large.value - 0.5) / (shared.value - 0.5) == pytest.approx(8)
+    assert large.value > 60
+    assert "data sheet" in large.source
+
+
 def test_a_run_that_decoded_as_many_all_the_time_is_divided_as_the_guess_is(measured: MeasuredRun) -> None:
     known = measure(measured.layout, COST)
     told = known.figures | {"engine_step_s": Figure(0.03, "run"), "engine_sample_s": Figure(0.0, "run")}
