@@ -86,11 +86,12 @@ def guessed(
     cache = 2 * b * shape.num_layers * shape.num_key_heads * shape.head_size * (
         config.generation.max_prompt_tokens / 2 + mean_tokens / 2
     )  # fmt: skip
+    cache_read_s = read_s * min(1.0, shape.num_key_heads / ranks)  # of more ranks than key heads, several read the same
     passes = 4 if layout.recompute_activations == "full" else 3
     cut = layout.num_ranks / layout.data_parallel
     found = {
         "engine_step_s": (_EVERY_STEP_S + weights / read_s, engine),
-        "engine_sample_s": (cache / read_s + cost.linear / flops, engine),
+        "engine_sample_s": (cache / cache_read_s + cost.linear / flops, engine),
         "prefill_token_s": (cost.linear / flops, engine),
         "trainer_pflop_s": (passes * PFLOP / (cut * trainer.flops * _OF_PEAK_TRAINING), trainer),
         "publish_s": (0.2 + weights / _LINK_BYTES_S, trainer),

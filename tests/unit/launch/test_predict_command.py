@@ -157,6 +157,17 @@ def test_a_large_model_is_guessed_to_hold_up_training_longer_while_it_is_saved()
     assert "data sheet" in large.source
 
 
+def test_more_engine_ranks_than_key_heads_read_no_cache_faster() -> None:
+    """A copy of a head lies on several of them (checks/memory/engine.py counts it so)."""
+    model = MODEL | {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 1}
+    site = site_of()
+    one, four = (
+        rates_of(config_of(f"generation.tensor_parallel={ranks}"), site, model, None, 1e9).engine_sample_s.value
+        for ranks in (1, 4)
+    )
+    assert four == pytest.approx(one, rel=1e-3)
+
+
 def test_a_run_that_decoded_as_many_all_the_time_is_divided_as_the_guess_is(measured: MeasuredRun) -> None:
     known = measure(measured.layout, COST)
     told = known.figures | {"engine_step_s": Figure(0.03, "run"), "engine_sample_s": Figure(0.0, "run")}
