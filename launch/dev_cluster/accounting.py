@@ -6,6 +6,7 @@ listens on a unix socket only and has no passwords: access to the socket's direc
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,14 +77,16 @@ def prepare_database(
     layout: ClusterLayout, installation: Installation, user: str, environment: Mapping[str, str]
 ) -> None:
     """Create MariaDB's system tables, once.  Raises RoleFailed with its last message."""
-    if (layout.database / "data").exists():
+    data, unfinished = layout.database / "data", layout.database / "data.unfinished"
+    if data.exists():
         return
-    for directory in (layout.database / "data", layout.database / "tmp"):
-        directory.mkdir(parents=True)
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a start that was killed, or found its disk full
+    for directory in (unfinished, layout.database / "tmp"):
+        directory.mkdir(parents=True, exist_ok=True)
     layout.database.chmod(0o700)
     tables = "".join(path.read_text(encoding="utf-8") for path in _system_tables(installation))
     done = subprocess.run(
-        [*database_command(layout, installation, user), "--bootstrap"],
+        [*database_command(layout, installation, user), f"--datadir={unfinished}", "--bootstrap"],
         input=f"create database mysql;\nuse mysql;\n{tables}",
         env=dict(environment),
         capture_output=True,
@@ -92,6 +95,7 @@ def prepare_database(
     )
     if done.returncode:
         raise RoleFailed(f"mariadbd cannot create a database: {(done.stderr or 'no output').strip().splitlines()[-1]}")
+    unfinished.rename(data)
 
 
 def _system_tables(installation: Installation) -> list[Path]:

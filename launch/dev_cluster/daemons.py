@@ -22,6 +22,7 @@ from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.processes import Process, end, own_user, read_record, wait_gone, write_record
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed, RunDirectoryError
+from rlhpc.files import write_atomically
 
 HUB, MUNGED, CONTROLLER = "network", "munged", "slurmctld"
 BEFORE_NODES = (HUB, MUNGED, accounting.DATABASE, accounting.DAEMON, CONTROLLER)  # in the order of their start
@@ -74,7 +75,12 @@ class Daemons:
                 start_new_session=True,
             )
         self._children[name] = child
-        write_record(self._layout.pid_file(name), child.pid)
+        try:
+            write_record(self._layout.pid_file(name), child.pid)
+        except BaseException:  # what has no record, nobody would end
+            child.kill()
+            self._reap(name)
+            raise
 
     def find(self, name: str) -> Process | None:
         """The process recorded for a daemon, dead or alive; None: never started, or ended in good order."""
@@ -158,11 +164,8 @@ class Daemons:
         return [*entry, program("slurmd"), "-D", "-f", str(layout.slurm_conf), "-N", node, *helper]
 
     def _make_key(self) -> None:
-        key = self._layout.munge_key
-        if not key.exists():
-            key.touch(0o600)
-            key.write_bytes(secrets.token_bytes(128))
-            key.chmod(0o400)
+        if not self._layout.munge_key.exists():
+            write_atomically(self._layout.munge_key, secrets.token_bytes(128), mode=0o400)
 
     def _forget(self, *names: str) -> None:
         for name in names:

@@ -42,7 +42,7 @@ _TFLOPS_AND_GB_S = {
 _OF_BANDWIDTH, _OF_PEAK_SAMPLING, _OF_PEAK_TRAINING = 0.6, 0.5, 0.4
 _EVERY_STEP_S = 0.004  # of an engine: scheduling, launches, sampling
 _LINK_BYTES_S = 5e9  # weights from trainer to engines
-_DISK_BYTES_S = 2e9
+_COPY_BYTES_S = 5e9  # a rank's state from its GPU to host memory: training goes on while it is written to disk
 _FIXED_S = {
     "judge_s": 0.1,
     "trainer_step_s": 0.2,
@@ -86,19 +86,20 @@ def guessed(
     cache = 2 * b * shape.num_layers * shape.num_key_heads * shape.head_size * (
         config.generation.max_prompt_tokens / 2 + mean_tokens / 2
     )  # fmt: skip
+    cache_read_s = read_s * min(1.0, shape.num_key_heads / ranks)  # of more ranks than key heads, several read the same
     passes = 4 if layout.recompute_activations == "full" else 3
     cut = layout.num_ranks / layout.data_parallel
     found = {
         "engine_step_s": (_EVERY_STEP_S + weights / read_s, engine),
-        "engine_sample_s": (cache / read_s + cost.linear / flops, engine),
+        "engine_sample_s": (cache / cache_read_s + cost.linear / flops, engine),
         "prefill_token_s": (cost.linear / flops, engine),
         "trainer_pflop_s": (passes * PFLOP / (cut * trainer.flops * _OF_PEAK_TRAINING), trainer),
         "publish_s": (0.2 + weights / _LINK_BYTES_S, trainer),
         "live_s": (0.3 + weights / ranks / _LINK_BYTES_S, engine),
-        "save_s": (0.5 + 12 * shape.num_parameters / layout.num_ranks / _DISK_BYTES_S, trainer),
+        "save_s": (0.5 + 12 * shape.num_parameters / layout.num_ranks / _COPY_BYTES_S, trainer),
     }
     sources = {name: Figure(value, f"{GUESS}: data sheet of {gpu.name}") for name, (value, gpu) in found.items()}
-    return sources | fixed_guesses()
+    return fixed_guesses() | sources
 
 
 NAMES = tuple(field.name for field in fields(Rates))

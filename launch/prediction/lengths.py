@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,21 @@ class RecordedLengths(Lengths):
         if len(group.tokens) == group_size:
             return group
         return DrawnGroup(group.prompt_tokens, random.choice(group.tokens, group_size), group.has_spread)
+
+    def cut_off(self, longest_prompt: int, longest: int) -> RecordedLengths:
+        """The same groups in a run with other limits, whose completions end at `longest` tokens."""
+        groups = [
+            replace(
+                each,
+                prompt_tokens=min(each.prompt_tokens, longest_prompt),
+                tokens=np.minimum(each.tokens, longest),
+            )
+            for each in self._groups
+        ]
+        num_cut = sum(int((each.tokens > longest).sum()) for each in self._groups)
+        share = num_cut / sum(len(each.tokens) for each in self._groups)
+        said = f"; {share:.0%} of completions cut off at {longest} tokens" if num_cut else ""
+        return RecordedLengths(groups, f"{self.source}{said}")
 
 
 @dataclass(frozen=True, slots=True)

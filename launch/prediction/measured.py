@@ -227,13 +227,16 @@ def _of_weights(table: _Table) -> dict[str, float]:
 
 
 def _of_start(layout: RunLayout, steps: Curve) -> dict[str, float]:
-    """Seconds from the beginning of the first attempt until its first step began."""
+    """Seconds until the first step began, from the beginning of the attempt that made it; those before have failed."""
+    began_s = float(steps.unix_times_s[0] - steps.values[0])
     try:
-        line: dict[str, Any] = json.loads(layout.attempts.read_bytes().splitlines()[0])
-        seconds = float(steps.unix_times_s[0] - line["unix_time_s"] - steps.values[0])
+        whole = (line for line in layout.attempts.read_bytes().splitlines() if line.endswith(b"}"))
+        lines: list[dict[str, Any]] = list(map(json.loads, whole))
+        line = [each for each in lines if each["unix_time_s"] < began_s][-1]
+        is_from_start = line["resume_step"] is None and steps.steps[0] == 0
+        return {"start_s": began_s - float(line["unix_time_s"])} if is_from_start else {}
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return {}
-    return {"start_s": seconds} if line.get("resume_step") is None and steps.steps[0] == 0 and seconds > 0 else {}
 
 
 def _groups(layout: RunLayout) -> list[_Group]:

@@ -10,7 +10,7 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from launch.common.counted import counted
+from launch.common.counted import counted, three_digits
 from launch.common.text_table import aligned, span
 from launch.prediction.lengths import Lengths
 from launch.prediction.rates import GUESS, Rates
@@ -118,7 +118,7 @@ def _this(prediction: Prediction) -> list[str]:
         (outcome.trainer_waits_for_weights, "waits for weights to be live"),
         (outcome.trainer_saves, "saves"),
     ]
-    rest = ", ".join(f"{words} {share:.0%}" for share, words in waits if share >= 0.005)
+    rest = "".join(f", {words} {share:.0%}" for share, words in waits if share >= 0.005)
     most = max(outcome.staleness)
     rows = [
         ("this split", f"{counted(split.num_engines, 'generator')}, max_staleness {split.max_staleness}"),
@@ -127,7 +127,7 @@ def _this(prediction: Prediction) -> list[str]:
         ("wall time", f"{span(round(split.wall_s))} to step {split.num_steps}, "
                       f"{span(round(split.price.start_s))} of it before the first rollout"),
         ("cost", f"{_short(split.hours)} {split.price.unit}"),
-        ("trainer", f"works {outcome.trainer_works:.0%}, {rest}"),
+        ("trainer", f"works {outcome.trainer_works:.0%}{rest}"),
         ("generators", f"work {1 - outcome.engines_idle:.0%}, and decode {outcome.engines_full:.0%} of max_num_seqs"),
         ("staleness", f"{ages} of rollouts; mean {outcome.mean_staleness:.2f}, most {most}"),
     ]  # fmt: skip
@@ -183,13 +183,7 @@ def _wrapped(title: str, text: str) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """Three significant digits."""
-    if value >= 10_000:
-        return format_count(value)
-    if value >= 1000:
-        return f"{value:,.0f}"
-    text = f"{value:.3g}"
-    return f"{value:.3f}" if "e" in text and value >= 0.001 else text
+    return format_count(value) if value >= 9999.5 else three_digits(value)
 
 
 def guesses_among(rates: Rates, lengths: Lengths) -> list[str]:

@@ -40,11 +40,11 @@ class LengthOptions:
 
 def lengths_of(config: Config, measured: Measured | None, options: LengthOptions) -> Lengths:
     """Choose the lengths.  Raises ConfigError: options contradict each other or have no legal value."""
+    longest = config.generation.max_completion_tokens
     if measured is not None:
         if options.given:
             raise ConfigError(f"{options.given[0]}: --from already provides lengths; legal: one of the two")
-        return measured.lengths
-    longest = config.generation.max_completion_tokens
+        return measured.lengths.cut_off(config.generation.max_prompt_tokens, longest)
     share = options.dropped_share
     if share is not None and not 0 <= share < 1:
         raise ConfigError(f"--dropped-share {share:g}: legal: from 0, below 1")
@@ -82,6 +82,9 @@ def rates_of(
                 f"model_type={model.get('model_type')!r}; "
                 "legal: --from RUN_DIR, [rates] in the site file, or GPUs and a model whose figures are known"
             )
+    for one, other in (("engine_step_s", "engine_sample_s"), ("trainer_step_s", "trainer_pflop_s")):
+        if known[one].value == known[other].value == 0:
+            raise ConfigError(f"rates.{one}=0 and rates.{other}=0: nothing is that fast; legal: one of them above 0")
     return Rates(**{name: known[name] for name in NAMES})
 
 

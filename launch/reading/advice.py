@@ -133,7 +133,7 @@ def _lockstep(figures: RunFigures, mean: Reader) -> Iterator[str]:
 
 def _preemptions(figures: RunFigures, mean: Reader) -> Iterator[str]:
     curve = figures.curves.get("generator/preemptions")
-    total = curve.last if curve is not None else 0.0
+    total = curve.growth if curve is not None else 0.0  # each generator counts from its own start
     if total > 0.02 * max(1, figures.sampled.num_rollouts):
         yield (
             f"Engines have preempted {total:.0f} rollouts for lack of KV cache and recomputed them: lower "

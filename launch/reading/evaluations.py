@@ -16,7 +16,7 @@ from rlhpc.evaluation.settings import SUMMARY
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.timeline import Timeline
 
-_DIRECTORY = re.compile(r".*-step_(\d+)-(.+)")
+_DIRECTORY = re.compile(r".*-step_(\d{6,})-(.+)")  # RunLayout.checkpoint's digits: "step_2" may be in a name
 
 
 @dataclass(frozen=True, slots=True)

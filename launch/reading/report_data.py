@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.common.counted import three_digits
 from launch.reading.advice import advice_for
 from launch.reading.happenings import Happening, Story, read_story
 from launch.reading.hours import Hours, hours_of
@@ -76,7 +77,8 @@ def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
     if report.hours.by_use:
         lines += ["", f"{report.hours.unit}"]
         lines += [
-            f"  {hours:8.3g}  {use}" for use, hours in sorted(report.hours.by_use.items(), key=lambda each: -each[1])
+            f"  {three_digits(hours):>8}  {use}"
+            for use, hours in sorted(report.hours.by_use.items(), key=lambda each: -each[1])
         ]
     lines += ["", "Recommendations"]
     return lines + [f"  {said}" for said in report.advice or ["none: no process idles, and no metric is out of bounds"]]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from launch.common.counted import three_digits
 from launch.reading.charts import histogram, line_chart, stacked_chart
 from launch.reading.page_file import filled_template, write_whole
 from launch.reading.report_data import RunReport
@@ -149,12 +150,13 @@ def _hours(report: RunReport) -> str:
         return '<p class="note">Not known: no timeline is recorded.</p>'
     ordered = sorted(hours.by_use.items(), key=lambda each: -each[1])
     rows = [
-        f'<tr><td class="text">{escape(use)}</td><td>{value:.3g}</td><td>{value / hours.total:.0%}</td>'
+        f'<tr><td class="text">{escape(use)}</td><td>{three_digits(value)}</td><td>{value / hours.total:.0%}</td>'
         f'<td><i class="bar" style="width:{160 * value / hours.total:.0f}px"></i></td></tr>'
         for use, value in ordered
     ]
     jobs = [
-        f'<tr><td class="text">job {escape(job)}</td><td>{value:.3g}</td></tr>' for job, value in hours.by_job.items()
+        f'<tr><td class="text">job {escape(job)}</td><td>{three_digits(value)}</td></tr>'
+        for job, value in hours.by_job.items()
     ]
     by_job = _table(("allocated, of each job", "GPU-hours"), jobs) if jobs else ""
     return f'<div class="beside">{_table(("use", hours.unit, "", ""), rows) if rows else ""}{by_job}</div>'

@@ -41,6 +41,12 @@ class Curve:
         finite = self.values[np.isfinite(self.values)]
         return float(finite[-1]) if finite.size else float("nan")
 
+    @property
+    def growth(self) -> float:
+        """All that a counter has counted, although it begins anew now and then."""
+        finite = self.values[np.isfinite(self.values)]
+        return float(np.maximum(np.diff(finite, prepend=0.0), 0.0).sum())
+
 
 def read_curves(directory: Path) -> dict[str, Curve]:
     """Curves by name; {} where there are no files.  Raises OSError."""

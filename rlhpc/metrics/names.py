@@ -147,7 +147,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "generator/token_s": Metric("s", "between two tokens of a rollout, mean over recently sampled tokens"),
         "generator/waiting": Metric("rollouts", "accepted by an engine, not yet started"),
         "generator/kv_usage": Metric("share", "KV cache in use, mean over generators; 0: not known"),
-        "generator/preemptions": Metric("rollouts", "evicted from the KV cache and recomputed, since the start"),
+        "generator/preemptions": Metric("rollouts", "evicted from the KV cache and recomputed, since each began"),
         "generator/tokens_unreported": Metric("tokens", "of running rollouts, not yet reported to the controller"),
         "generator/tokens_lost_total": Metric("tokens", "lost with dead generators since the start: sampled again"),
         "generator/live": Metric("generators", "with a recent heartbeat"),

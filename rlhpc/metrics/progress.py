@@ -28,7 +28,7 @@ class Progress:
     reward: float
     trainer_tokens_per_s: float
     generator_tokens_per_s: float
-    staleness: float  # of the last batch, in versions
+    staleness: float  # the worst of the run so far, in versions
     eta_s: float | None
 
 
@@ -108,7 +108,7 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 def format_count(count: float) -> str:
     """Three digits and a power of a thousand: 950, 13.2k, 1.05M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= size * 0.9995:
             return f"{count / size:.3g}{letter}"
     return f"{count:.0f}"

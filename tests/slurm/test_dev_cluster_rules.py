@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import socket
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.cli import main
 from launch.dev_cluster import releases
+from launch.dev_cluster.accounting import prepare_database
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
-from launch.dev_cluster.daemons import reserved_ports
+from launch.dev_cluster.daemons import CONTROLLER, MUNGED, Daemons, reserved_ports
 from launch.dev_cluster.installation import OWN_LIBRARIES, Installation, SlurmMissing
 from launch.dev_cluster.layout import LONGEST_ROOT, ClusterLayout
 from launch.dev_cluster.packages import RELEASE_VARIABLE, installed, obtain, private
 from launch.dev_cluster.processes import Process, process, read_record, write_record
 from launch.dev_cluster.shape import ClusterShape, Description, NodeGroup, Partition, default_shape
-from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.errors import ConfigError, RoleFailed, RunDirectoryError
+from tests.full_disk import fill, small_disk
 
 GROUND = Ground("dev", "me", Path("/plugins"), (22, 5), 10_000, {"t0": 10_001, "g0": 10_002, "g1": 10_003}, 1000)
 
@@ -86,6 +90,67 @@ def test_two_reservations_never_share_a_port_and_a_daemon_can_have_it() -> None:
             daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             daemon.bind(("", some[0]))
             daemon.listen()
+
+
+def _stand_in(prefix: Path, program: str, script: str) -> Installation:
+    """An installation that has nothing but this one program."""
+    path = prefix / "usr" / "sbin" / program
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    (prefix / OWN_LIBRARIES).mkdir(exist_ok=True)
+    return Installation(prefix)
+
+
+@pytest.mark.starts
+def test_a_full_disk_leaves_no_key_that_munged_would_refuse(tmp_path: Path) -> None:
+    layout = ClusterLayout(Path(tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp")))
+    try:
+        with small_disk(layout.root, 1 << 20):
+            layout.make()
+            fill(layout.root / "filler", 0)
+            with pytest.raises(OSError, match="No space left"):
+                Daemons(layout, Installation()).start(MUNGED)
+            assert not layout.munge_key.exists()
+            (layout.root / "filler").unlink()
+            daemons = Daemons(layout, _stand_in(tmp_path, "munged", "exit 0"))
+            daemons.start(MUNGED)
+            daemons.end(MUNGED)
+            assert layout.munge_key.stat().st_size == 128
+            assert layout.munge_key.stat().st_mode & 0o777 == 0o400
+    finally:
+        layout.root.rmdir()
+
+
+@pytest.mark.starts
+def test_a_daemon_that_cannot_be_recorded_is_not_left_behind(tmp_path: Path) -> None:
+    layout = ClusterLayout(Path(tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp")))
+    try:
+        layout.make()
+        layout.pid_file(CONTROLLER).with_suffix(".partial").mkdir()
+        with pytest.raises(IsADirectoryError):
+            Daemons(layout, _stand_in(tmp_path, "slurmctld", "exec sleep 3600")).start(CONTROLLER)
+        assert not [each for each in psutil.Process().children(recursive=True) if "3600" in each.cmdline()]
+    finally:
+        shutil.rmtree(layout.root)
+
+
+@pytest.mark.starts
+def test_a_database_that_was_made_half_is_made_again(tmp_path: Path) -> None:
+    layout = ClusterLayout(Path(tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp")))
+    tables = tmp_path / "usr" / "share" / "mariadb"
+    tables.mkdir(parents=True)
+    for name in ("mariadb_system_tables.sql", "mariadb_system_tables_data.sql"):
+        (tables / name).touch()
+    made = 'cat > /dev/null; for word in "$@"; do case $word in --datadir=*) place=${word#*=};; esac; done; '
+    try:
+        full = _stand_in(tmp_path, "mariadbd", f"{made} touch $place/half; echo disk full >&2; exit 1")
+        with pytest.raises(RoleFailed, match="cannot create a database: disk full"):
+            prepare_database(layout, full, "me", os.environ)
+        prepare_database(layout, _stand_in(tmp_path, "mariadbd", f"{made} touch $place/whole"), "me", os.environ)
+        assert [path.name for path in (layout.database / "data").iterdir()] == ["whole"]
+    finally:
+        shutil.rmtree(layout.root)
 
 
 def test_a_pid_that_has_been_reused_is_not_the_recorded_process(tmp_path: Path) -> None:

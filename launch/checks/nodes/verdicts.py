@@ -10,6 +10,7 @@ from launch.checks.memory.plan import GIB
 from launch.checks.nodes.gpu_software import judge_gpu_software
 from launch.checks.nodes.probe_jobs import Reports
 from launch.checks.site.login_checks import skew_verdict
+from launch.common.counted import three_digits
 from launch.plan.jobs import Component, JobPlan
 from rlhpc.config import Config
 
@@ -164,7 +165,7 @@ def _limits(key: str, limits: dict[str, int], component: Component) -> Finding:
 
 
 def _gib(num_bytes: int | None) -> str:
-    return "none" if num_bytes is None else f"{num_bytes / GIB:.3g} GiB"
+    return "none" if num_bytes is None else f"{three_digits(num_bytes / GIB)} GiB"
 
 
 def _limit(value: int) -> str:

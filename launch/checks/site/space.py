@@ -1,7 +1,8 @@
 """Free space on the shared filesystem, quotas, and how much a run will write.
 
 Input: a directory, the output of `lfs quota` and `quota`, and a Config.  Output: Findings.  The forecast is an upper
-bound: 12 bytes per parameter plus the weights for every checkpoint kept and the one being written, plus rollouts.
+bound: 12 bytes per parameter plus the weights for every checkpoint kept and the one being written, plus rollouts; a
+critic, taken to be of the policy's size, doubles the 12, and an average of the weights adds 4.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import ELEMENT_BYTES, GIB
 from launch.checks.site.login_checks import output_of
 from launch.checks.site.shared_directory import filesystem_type
+from launch.common.counted import three_digits
 from rlhpc.config import Config
 
 STATE_BYTES = 12  # a parameter: master and two moments in float32
+AVERAGE_BYTES = 4
 TOKEN_BYTES = 12  # of a rollout in a segment before compression: token, log-probability, version
 INODES = 2_000  # files of a run: checkpoints of some ranks, segments, logs, metrics; rounded up
 _TIGHT = 2.0  # times the forecast
@@ -53,7 +56,8 @@ def forecast(config: Config) -> Forecast:
     tokens = config.generation.max_tokens
     rollouts = config.run.num_steps * config.admission.groups_per_step * config.largest_group
     parameters = _num_parameters(config.model.path / "config.json")
-    each = None if parameters is None else parameters * (STATE_BYTES + ELEMENT_BYTES[config.model.dtype])
+    states = STATE_BYTES * (2 if config.has_critic else 1) + (AVERAGE_BYTES if config.trainer.ema_decay != "off" else 0)
+    each = None if parameters is None else parameters * (states + ELEMENT_BYTES[config.model.dtype])
     checkpoints = None if each is None else each * (config.checkpoint.keep + 1)
     return Forecast(checkpoints, rollouts * tokens * TOKEN_BYTES)
 
@@ -97,7 +101,7 @@ def _verdict(left: int, need: int, least: int) -> Verdict:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3g} GiB"
+    return f"{three_digits(num_bytes / GIB)} GiB"
 
 
 def _of_filesystem(directory: Path) -> Room:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.common.counted import counted
+from launch.reading.metric_table import metric_table
 from launch.reading.run_figures import settings_of
 from rlhpc.metrics.curve_table import CurveTable
 from rlhpc.run_layout import RunLayout
@@ -31,8 +32,8 @@ class ExportedRun:
 
     @property
     def identity(self) -> str:
-        """12 hexadecimal digits."""
-        began = float(self.table.unix_times_s[0])
+        """12 hexadecimal digits, whichever metrics are exported."""
+        began = float(metric_table(self.layout).unix_times_s[0])
         return hashlib.sha256(f"{self.layout.root}\n{began!r}".encode()).hexdigest()[:12]
 
     @property

@@ -66,6 +66,25 @@ def test_the_forecast_counts_checkpoints_kept_and_the_one_in_work(tmp_path: Path
     assert bound.rollout_bytes == 200 * 12 * 8 * (12 + 52) * 12
 
 
+def test_the_forecast_counts_what_else_a_checkpoint_holds(tmp_path: Path) -> None:
+    model = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"intermediate_size": 128, "vocab_size": 512}))
+    keys = (f"model.path={tmp_path}", "checkpoint.keep=2", "model.dtype=bfloat16")
+    plain, averaged, judged = (
+        forecast(config_of(*keys, *more)).checkpoint_bytes
+        for more in ((), ("trainer.ema_decay=0.99",), ("algorithm.advantage=gae",))
+    )
+    assert plain is not None
+    assert averaged == plain * (12 + 4 + 2) // (12 + 2)
+    assert judged == plain * (12 + 12 + 2) // (12 + 2)
+
+
+@pytest.mark.parametrize(("left", "said"), [(0, "0 GiB"), (GIB // 8, "0.125 GiB"), (12_345 * GIB, "12,345 GiB")])
+def test_room_is_a_number_that_people_read(left: int, said: str) -> None:
+    (finding,) = judge(Room("/scratch", left, None), None)
+    assert finding.text == f"{said} left"
+
+
 def test_a_model_that_is_not_here_leaves_a_warning_and_no_forecast(tmp_path: Path) -> None:
     findings = check_space(tmp_path, forecast(config_of("model.path=/nowhere")))
     assert [finding.verdict for finding in findings if finding.key == "room: forecast"] == ["warn"]

@@ -536,6 +536,7 @@ def test_past_figures_are_read_from_their_directories(model: Path) -> None:
     (damaged / "summary.json").write_text("{")
     past = past_evaluations(layout)
     assert list(past["held-out"]) == [4, 12, 100]
+    assert list(past["step_7-odd"]) == [4]
     assert past_values(layout, "held-out", "reward") == {4: 0.5, 12: 0.4, 100: 0.3}
     assert past_values(layout, "held-out", "pass@2") == {}
     assert lines_about(past) == [

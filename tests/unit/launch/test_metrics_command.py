@@ -221,6 +221,13 @@ def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(
 # ------------------------------------------------------------------------------------------------------------- MLflow
 
 
+def test_a_run_is_the_same_run_whichever_of_its_metrics_are_exported(run: Path) -> None:
+    layout = RunLayout(run)
+    tables = [metric_table(layout, tags) for tags in ((), ("evaluation/*",), ("trainer/grad_norm",))]
+    assert len({float(table.unix_times_s[0]) for table in tables}) > 1
+    assert len({ExportedRun(layout, table).identity for table in tables}) == 1
+
+
 def test_names_that_mlflow_refuses_are_written_otherwise_and_stay_different() -> None:
     named = legal_names(["evaluation/a/pass@1", "evaluation/a/pass_1", "dataset_reward/größe", "reward/mean"])
     assert named["evaluation/a/pass_1"] == "evaluation/a/pass_1"

@@ -103,6 +103,16 @@ def test_a_measured_run_tells_what_it_was_made_of(measured: MeasuredRun) -> None
     assert all(str(measured.layout.root) in figure.source for figure in known.figures.values())
 
 
+def test_the_start_of_a_run_is_that_of_the_attempt_that_trained(tmp_path: Path) -> None:
+    """One that failed ten hours before is no time that engines take to load."""
+    run = MeasuredRun(tmp_path / "again")
+    began = {0: BEGAN_S - 36_000, 1: BEGAN_S, 2: BEGAN_S + 101}
+    lines = [json.dumps({"index": index, "resume_step": 9 if index == 2 else None, "unix_time_s": at})
+             for index, at in began.items()]  # fmt: skip
+    run.layout.attempts.write_text("\n".join([*lines, '{"index": 3, "res']))
+    assert measure(run.layout, COST).figures["start_s"].value == pytest.approx(100, abs=0.01)
+
+
 def test_what_parts_of_steps_leave_unfilled_is_no_slowness_of_the_trainer(tmp_path: Path) -> None:
     """The ring packs parts as the run did: a rate that held it too would count it twice."""
     run = MeasuredRun(tmp_path / "parts", in_parts=True)
@@ -135,6 +145,29 @@ def test_measured_comes_before_given_and_given_before_guessed(measured: Measured
     assert not any(figure.is_guess for figure in with_run.items().values())
 
 
+def test_a_large_model_is_guessed_to_hold_up_training_longer_while_it_is_saved() -> None:
+    wide = MODEL | {"hidden_size": 8192, "intermediate_size": 32_768, "num_hidden_layers": 40}
+    small, large, shared = (
+        rates_of(config_of(f"trainer.num_ranks={ranks}"), site_of(), model, None, 30).save_s
+        for model, ranks in ((MODEL, 1), (wide, 1), (wide, 8))
+    )
+    assert small.value == pytest.approx(0.5, abs=0.01)
+    assert (large.value - 0.5) / (shared.value - 0.5) == pytest.approx(8)
+    assert large.value > 60
+    assert "data sheet" in large.source
+
+
+def test_more_engine_ranks_than_key_heads_read_no_cache_faster() -> None:
+    """A copy of a head lies on several of them (checks/memory/engine.py counts it so)."""
+    model = MODEL | {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 1}
+    site = site_of()
+    one, four = (
+        rates_of(config_of(f"generation.tensor_parallel={ranks}"), site, model, None, 1e9).engine_sample_s.value
+        for ranks in (1, 4)
+    )
+    assert four == pytest.approx(one, rel=1e-3)
+
+
 def test_a_run_that_decoded_as_many_all_the_time_is_divided_as_the_guess_is(measured: MeasuredRun) -> None:
     known = measure(measured.layout, COST)
     told = known.figures | {"engine_step_s": Figure(0.03, "run"), "engine_sample_s": Figure(0.0, "run")}
@@ -157,6 +190,12 @@ def test_without_a_guess_engines_on_cpu_take_as_long_as_they_have_to_decode(meas
     )
     assert computed.token_s(20) == pytest.approx(0.06)
     assert slept.token_s(20) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("names", [("engine_step_s", "engine_sample_s"), ("trainer_step_s", "trainer_pflop_s")])
+def test_what_takes_no_time_at_all_is_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"rates.{names[0]}=0 and rates.{names[1]}=0: nothing is that fast"):
+        rates_of(config_of(), site_of(rates=dict.fromkeys(names, 0.0)), MODEL, None, 30)
 
 
 def test_what_nobody_knows_is_named() -> None:
@@ -185,6 +224,15 @@ def test_lengths_are_measured_or_given_not_both(measured: MeasuredRun) -> None:
         lengths_of(config_of(), measure(measured.layout, COST), LengthOptions(mean_tokens=3))
 
 
+def test_measured_lengths_end_where_those_of_this_run_do(measured: MeasuredRun) -> None:
+    config = config_of("generation.max_prompt_tokens=4", "generation.max_completion_tokens=8")
+    lengths, random = lengths_of(config, measure(measured.layout, COST), NOTHING), np.random.default_rng(0)
+    drawn = [lengths.draw(2, random) for _ in range(200)]
+    assert max(group.trained_tokens.max() for group in drawn) == 4 + 8
+    assert lengths.mean_tokens <= 8
+    assert lengths.source.endswith("% of completions cut off at 8 tokens")
+
+
 def test_a_run_that_cannot_tell_is_refused_with_the_reason(tmp_path: Path) -> None:
     young = MeasuredRun(tmp_path / "young", num_steps=9)
     with pytest.raises(ConfigError, match=r"9 steps are done; legal: a run of 10 or more"):
@@ -205,6 +253,21 @@ def test_a_law_has_the_mean_that_was_given(law: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- command
+
+
+def test_a_run_that_waits_for_nothing_says_so_without_a_comma(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of minutes, beside which nothing else counts, on many GPUs."""
+    site = Path(files[1])
+    nothing = ("judge_s", "between_steps_s", "publish_s", "live_s", "pause_s", "save_s", "start_s")
+    site.write_text(site.read_text() + "[rates]\n" + "".join(f"{name} = 0\n" for name in nothing))
+    words = ["rates.trainer_step_s = 999.6", "rates.trainer_pflop_s = 0"]
+    site.write_text(site.read_text() + "\n".join(word.removeprefix("rates.") for word in words) + "\n")
+    assert main(["plan", *files, "--predict", "--mean-tokens", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "works 100%\n" in text
+    assert "1,000 s a step" in text
 
 
 def test_the_text_fits_a_terminal_and_marks_what_is_guessed(

@@ -32,6 +32,7 @@ from launch.run_directory.owner import register_launcher
 from launch.run_files.events import EventLog
 from rlhpc.buffer.line_file import LineFile
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.metrics.curves import Curve
 from rlhpc.metrics.recorder import Recorder
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
 from rlhpc.roles.controller.metrics.timeline import TimelineEntry
@@ -260,6 +261,16 @@ def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path
     assert [*hours.by_job] == ["4711 (hetjob, 9 GPUs)"]
 
 
+def test_the_hours_of_a_large_run_are_numbers_that_people_read(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    parts = [{"roles": [{"role": role}], "gpus_per_task": 360_000} for role in ("trainer", "generator")]
+    run.layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": parts}]}))
+    report = read_report(run.layout, {})
+    assert "     4,500  training" in as_text(report)
+    write_report(tmp_path / "page.html", report)
+    assert "<td>4,500</td>" in (tmp_path / "page.html").read_text()
+
+
 def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and_those_of_a_living_job_go_on(
     tmp_path: Path,
 ) -> None:
@@ -325,6 +336,14 @@ def test_recommendations_have_numbers_and_follow_from_the_figures(
     run = ToldRun(tmp_path / "told", scalars)
     advice = advice_for(read_figures(run.layout))
     assert len([each for each in advice if re.search(said, each)]) == 1, advice
+
+
+def test_preemptions_before_a_generator_was_started_again_count(tmp_path: Path) -> None:
+    figures = read_figures(ToldRun(tmp_path / "told").layout)
+    steps = np.arange(20)
+    counted = np.where(steps < 10, 5.0 * steps, 0.0)  # 45, and none since the generator died
+    figures.curves["generator/preemptions"] = Curve(steps, counted, BEGAN_S + 1.0 * steps)
+    assert [each for each in advice_for(figures) if each.startswith("Engines have preempted 45 rollouts")]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,16 @@ def test_before_training_a_log_has_a_line_for_each_phase_and_now_and_then_anothe
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0"), (950.4, "950"), (999.7, "1k"), (13_210, "13.2k"), (999_800, "1M"), (1_050_000, "1.05M"), (2e9, "2G")],
+    [
+        (0, "0"),
+        (950.4, "950"),
+        (999.7, "1k"),
+        (13_210, "13.2k"),
+        (999_800, "1M"),
+        (1_050_000, "1.05M"),
+        (2e9, "2G"),
+        (3e12, "3T"),
+    ],
 )
 def test_counts_have_three_digits(count, text):
     assert format_count(count) == text
