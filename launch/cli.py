@@ -242,12 +242,16 @@ def _completion(options: argparse.Namespace) -> int:
 
 def _recipes(options: argparse.Namespace) -> int:
     from launch.commands.recipes import copy_recipe, recipe_table
+    from launch.common.paths import quoted
 
     if options.action is None:
         print(recipe_table())
         return 0
     copy = copy_recipe(options.name, options.directory)
-    print(f"{copy}: put your paths into model.path and data.path; `rlhpc check {copy} --site SITE.toml` comes next")
+    print(
+        f"{copy}: put your paths into model.path and data.path; "
+        f"`rlhpc check {quoted(copy)} --site SITE.toml` comes next"
+    )
     return 0
 
 

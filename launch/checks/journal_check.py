@@ -17,6 +17,7 @@ from pathlib import Path
 from launch.checks.audit.events import EventEvidence
 from launch.checks.run_rows import Progress, Row, Verdict, from_to, listed
 from launch.common.counted import counted, numbered
+from launch.common.paths import quoted
 from rlhpc.buffer.event_log import Began, EventFile, Trained, event_paths, read_events
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_reader import JournalContent, read_first_sequence, read_journal
@@ -217,4 +218,6 @@ def _contradictions(layout: RunLayout) -> Iterator[Row]:
         yield Row("events", Path(offence.file).name, Verdict.DAMAGED, text)
     if len(evidence.offences) > MOST_CONTRADICTIONS:
         text = f"{len(evidence.offences) - MOST_CONTRADICTIONS} more contradictions"
-        yield Row("events", layout.rollouts.name, Verdict.DAMAGED, f"{text}: `rlhpc audit {layout.root}` lists them")
+        yield Row(
+            "events", layout.rollouts.name, Verdict.DAMAGED, f"{text}: `rlhpc audit {quoted(layout.root)}` lists them"
+        )

@@ -5,6 +5,7 @@ Input: evaluations/job.json and squeue.  Output: a line where somebody may have 
 
 from __future__ import annotations
 
+from launch.common.paths import quoted
 from launch.run_files.events import read_document
 from launch.slurm.queue import look_at_jobs
 from launch.slurm.reasons import reason_in_words
@@ -26,6 +27,7 @@ def lines_about_evaluation_job(layout: RunLayout) -> list[str]:
         return [f"evaluation  job {number} is {living[0].state.name}{f': {why}' if why else ''}"]
     return [
         f"evaluation  job {number} has ended, and nothing evaluates this run any more: "
-        f"{layout.evaluations}/job-{number}.log; `rlhpc evaluate {layout.root} --follow --site SITE.toml` submits it "
+        f"{layout.evaluations}/job-{number}.log; "
+        f"`rlhpc evaluate {quoted(layout.root)} --follow --site SITE.toml` submits it "
         "again"
     ]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launch.common.paths import quoted
 from launch.common.text_table import aligned, span
 from launch.run_directory.owner import launcher_of
 from launch.run_files.events import Event, last_events, read_document
@@ -269,11 +270,11 @@ def _resume(view: SlurmView) -> str:
         row for row in view.look.rows if not row.state.is_alive and row.state.name not in ("COMPLETED", "CANCELLED")
     ]
     how = (
-        f"first see why: `rlhpc logs {view.layout.root} slurm`; then "
+        f"first see why: `rlhpc logs {quoted(view.layout.root)} slurm`; then "
         if any(not row.state.is_worth_resuming for row in dead)
         else ""
     )
-    return f"no job of this run is alive; {how}`rlhpc resume {view.layout.root}` {_goes_on(view)}"
+    return f"no job of this run is alive; {how}`rlhpc resume {quoted(view.layout.root)}` {_goes_on(view)}"
 
 
 def _goes_on(view: SlurmView) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.common.paths import as_typed
+from launch.common.paths import as_typed, quoted
 from launch.run_files.run_state import read_progress, saved_step
 from rlhpc.run_layout import RunLayout
 
@@ -82,12 +82,12 @@ def last_words(layout: RunLayout, command: str) -> list[str]:
     summary = json.loads(layout.summary.read_bytes())
     root, lines = layout.root, [figures_table(summary)]
     if summary.get("reward_last_tenth") == summary.get("reward_first_tenth") == 0:
-        lines.append(f"every reward was 0: nothing was learnt; `rlhpc logs {root} reward` may say why")
+        lines.append(f"every reward was 0: nothing was learnt; `rlhpc logs {quoted(root)} reward` may say why")
     return [
         *lines,
         f"{root}: complete, saved at step {saved_step(layout)}",
-        f"  `rlhpc export {root} MODEL` writes the trained model as an HF checkpoint",
-        f"  `rlhpc tensorboard {root}` shows its curves",
+        f"  `rlhpc export {quoted(root)} MODEL` writes the trained model as an HF checkpoint",
+        f"  `rlhpc tensorboard {quoted(root)}` shows its curves",
     ]
 
 

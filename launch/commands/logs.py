@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.commands.job_status import is_slurm_run, look_at_run
-from launch.common.paths import written_unix_s
+from launch.common.paths import quoted, written_unix_s
 from launch.common.text_table import escaped
 from launch.run_directory.owner import launcher_of
 from rlhpc.errors import RunDirectoryError
@@ -60,7 +60,7 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
             tail.finish(width)
         return 0
     if not found:
-        sys.stderr.write(f"rlhpc: no log yet; waiting for one (`rlhpc status {layout.root}` says why)\n")
+        sys.stderr.write(f"rlhpc: no log yet; waiting for one (`rlhpc status {quoted(layout.root)}` says why)\n")
     try:
         _follow(layout, role, tails, {file.path for file in there})
     except KeyboardInterrupt:
@@ -122,7 +122,7 @@ def _may_come(layout: RunLayout, role: str | None) -> bool:
 def _nothing(layout: RunLayout, role: str | None) -> str:
     there = roles_there(layout)
     if not there:
-        return f"{layout.logs}: no logs yet; `rlhpc status {layout.root}` says what the run waits for"
+        return f"{layout.logs}: no logs yet; `rlhpc status {quoted(layout.root)}` says what the run waits for"
     kinds = sorted({name.partition("/")[0] if "/" in name else name.rpartition("-")[0] for name in there})
     return f"{role!r} has no log in {layout.logs}; legal: {', '.join([*kinds, *there])}"
 

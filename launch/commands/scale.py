@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launch.checks.site.slurm_check import refuse_unfit
 from launch.commands.submit import Tell, describe_record, submit_jobs, write_plan
+from launch.common.paths import quoted
 from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.report import describe_with_scripts
 from launch.plan.site_file import load_site
@@ -92,7 +93,8 @@ def _refuse_lifeless(layout: RunLayout, records: list[JobRecord]) -> None:
         raise SlurmError(look.trouble)
     if not any(row.state.is_alive for row in look.rows):
         raise RunDirectoryError(
-            f"{layout.root}: the controller's job is not in the queue; `rlhpc resume {layout.root}` continues the run"
+            f"{layout.root}: the controller's job is not in the queue; "
+            f"`rlhpc resume {quoted(layout.root)}` continues the run"
         )
 
 
@@ -127,7 +129,10 @@ def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_ru
             path.unlink(missing_ok=True)
         raise
     names = f"generator-{first}" + (f" to generator-{first + count - 1}" if count > 1 else "")
-    tell(f"submitted   {describe_record(record)}: {names}; `rlhpc scale {layout.root} --generators -{count}` retires")
+    tell(
+        f"submitted   {describe_record(record)}: {names}; `rlhpc scale {quoted(layout.root)} "
+        f"--generators -{count}` retires"
+    )
 
 
 def _word(partition: str | None) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.commands.last_words import what_was_saved
+from launch.common.paths import quoted
 from launch.run_directory.owner import await_left_behind, find_launcher
 from launch.run_files.job_records import name_of_jobs, read_records
 from launch.slurm.commands import SlurmError
@@ -67,9 +68,9 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     except KeyboardInterrupt:
         if not request.exists():
             raise
-        tell(f"{layout.root}: the request stays and its jobs will end; `rlhpc status {layout.root}` shows them")
+        tell(f"{layout.root}: the request stays and its jobs will end; `rlhpc status {quoted(layout.root)}` shows them")
         return EXIT_INTERRUPTED
-    return _say_outcome(layout, f"`rlhpc resume {layout.root}`", tell, now=now)
+    return _say_outcome(layout, f"`rlhpc resume {quoted(layout.root)}`", tell, now=now)
 
 
 def _lives(layout: RunLayout, request: Path, tell: Tell) -> bool:

@@ -23,6 +23,7 @@ from launch.checks.site.slurm_check import refuse_unfit
 from launch.commands.evaluate.following_job import end_following, following_job, submit_following
 from launch.commands.evaluate.job import EvaluationJob
 from launch.commands.evaluate.preview import preview_evaluations
+from launch.common.paths import quoted
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.report import component_documents, plan_document, shared_layout
 from launch.plan.script import render_scripts
@@ -157,7 +158,7 @@ def _submit_evaluation(run: Submission, records: Sequence[JobRecord], tell: Tell
     try:
         submit_following(run.config, run.layout, run.site, controller, tell)
     except RlhpcError as error:
-        again = f"`rlhpc evaluate {run.layout.root} --follow --site {run.site_file}` tries again"
+        again = f"`rlhpc evaluate {quoted(run.layout.root)} --follow --site {quoted(run.site_file)}` tries again"
         tell(f"evaluation  NOT submitted: {error}; {again}")
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 
 from launch.commands.watch import Watch
+from launch.common.paths import quoted
 from launch.run_files.job_records import name_of_jobs, read_records
 from launch.slurm.queue import JobRow, look_at_jobs
 from rlhpc.exit_status import EXIT_INTERRUPTED
@@ -34,13 +35,18 @@ def wait_for_run(layout: RunLayout) -> int:
                 break
             _look_on(layout, watch)
     except KeyboardInterrupt:
-        watch.tell(f"no longer watched; the jobs continue: `rlhpc status {layout.root}`, `rlhpc stop {layout.root}`")
+        watch.tell(
+            f"no longer watched; the jobs continue: `rlhpc status {quoted(layout.root)}`, `rlhpc "
+            f"stop {quoted(layout.root)}`"
+        )
         return EXIT_INTERRUPTED
     watch.close()
     if layout.summary.exists():
         watch.tell(f"{layout.root}: complete")
         return 0
-    watch.tell(f"{layout.root}: all jobs have ended, the run is not complete; `rlhpc status {layout.root}` says why")
+    watch.tell(
+        f"{layout.root}: all jobs have ended, the run is not complete; `rlhpc status {quoted(layout.root)}` says why"
+    )
     return 1
 
 

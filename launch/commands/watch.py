@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from launch.commands.disk_troubles import disk_troubles
 from launch.commands.status import read_status, waiting_for
+from launch.common.paths import quoted
 from launch.common.text_table import escaped
 from rlhpc.contracts import Clock
 from rlhpc.metrics.progress import Progress, ProgressLine, format_duration
@@ -79,7 +80,7 @@ class Watch:
             if count >= max(1, 2 * self._told[reason]):
                 self._told[reason] = count
                 groups = "1 group is" if count == 1 else f"{count} groups are"
-                self.tell(f"{groups} dropped: {words.format(root=self._layout.root)}")
+                self.tell(f"{groups} dropped: {words.format(root=quoted(self._layout.root))}")
 
     def _warn_of_disk(self, status: dict[str, Any]) -> None:
         if self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,11 @@ def as_typed(path: Path) -> Path:
     with suppress(FileNotFoundError, ValueError):
         return path.relative_to(Path.cwd())
     return path
+
+
+def quoted(path: Path) -> str:
+    """The path as a word of a command that somebody is to type."""
+    return shlex.quote(str(path))
 
 
 def without_dots(path: Path) -> Path:

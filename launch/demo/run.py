@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.commands.last_words import figures_table
-from launch.common.paths import as_typed
+from launch.common.paths import as_typed, quoted
 from launch.demo import lookup
 from launch.demo.learning_curve import draw_learning_curve
 from launch.demo.lookup import make_lookup_model
@@ -48,7 +48,8 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
         _report(layout)
     elif status == 0:
         say(
-            f"3/3  stopped early; `rlhpc check {as_typed(layout.root)}` shows what was saved; a demo always starts over"
+            f"3/3  stopped early; `rlhpc check {quoted(as_typed(layout.root))}` shows what was "
+            f"saved; a demo always starts over"
         )
     return status
 
@@ -86,7 +87,7 @@ def _report(layout: RunLayout) -> None:
     draw_learning_curve(picture, [version for version, _, _ in curve], [mean for _, mean, _ in curve])
     print(figures_table(summary))
     print(f"curve        {as_typed(picture)}")
-    print(f"TensorBoard  rlhpc tensorboard {as_typed(layout.root)}")
+    print(f"TensorBoard  rlhpc tensorboard {quoted(as_typed(layout.root))}")
 
 
 def _show_step(phase: str, done: int, loss: float) -> None:

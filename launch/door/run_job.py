@@ -11,6 +11,7 @@ from typing import Any
 
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
+from launch.common.paths import quoted
 from launch.door.run import Run
 from launch.run_files.events import last_outcome
 from launch.run_files.job_records import JobRecord, read_records
@@ -66,7 +67,7 @@ class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
             return None
         name = str(self._newest().job_id)
         why = last_outcome(self._layout, name)
-        where = f"`rlhpc status {self._layout.root}` says more"
+        where = f"`rlhpc status {quoted(self._layout.root)}` says more"
         if not why:
             return UncompletedJobError(f"job {name} ({self.state}) ended without recording a reason; {where}")
         return FailedJobError(f"{why}; {where}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.common.paths import written_unix_s
 from launch.reading.happenings import Happening, Story
 from launch.run_files.events import read_document
 from rlhpc.metrics.curves import Curve
@@ -67,9 +68,9 @@ def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Ho
 
 
 def gpus_of(layout: RunLayout) -> dict[str, int]:
-    """GPUs of one process of each role, as the run's plan says; 0 where it is of another form, or none is there."""
+    """GPUs of one process of each role, by the run's newest plan; 0 where it is of another form, or none is there."""
     found = {"trainer": 0, "generator": 0}
-    for plan in (layout.job_plan, layout.local_plan):
+    for plan in sorted((layout.job_plan, layout.local_plan), key=written_unix_s):
         with suppress(KeyError, TypeError, AttributeError):
             for job in read_document(plan).get("jobs", []):
                 for part in job["components"]:

@@ -10,6 +10,7 @@ is sound.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import socket
 import sys
@@ -29,6 +30,9 @@ from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.files import write_atomically
 from rlhpc.ownership import read_owner, take_over
 from rlhpc.run_layout import RunLayout
+
+# Of a file that another try would find as it is; whatever else a filesystem says may be true only now.
+_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
 class FencedError(RlhpcError):
@@ -115,6 +119,14 @@ def _unheard(line: str) -> None:
     """Ignore the message: attempt.json lists what was set aside, and the supervisor reports it."""
 
 
+def _is_of_now(error: BaseException) -> bool:
+    """Whether the file system is behind it: a server that is away, a directory in use."""
+    cause = error.__cause__
+    if isinstance(cause, OSError):
+        return cause.errno not in _LASTING
+    return cause is not None and _is_of_now(cause)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 2: a retry would not help.  3: it might.  4: a later supervisor has taken the run over."""
     parser = argparse.ArgumentParser(
@@ -133,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = begin_attempt(RunLayout(options.run_dir), **how)
     except (RlhpcError, OSError) as error:
         sys.stderr.write(f"rlhpc: {error}\n")
-        if isinstance(error, OSError | UnreadableCheckpoint):
+        if isinstance(error, OSError | UnreadableCheckpoint) or _is_of_now(error):
             return EXIT_FAULT
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_CONFIG
     print(json.dumps(document))

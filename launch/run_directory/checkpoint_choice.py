@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from launch.common.paths import quoted
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, JournalError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
@@ -141,7 +142,8 @@ def _none_is_sound(layout: RunLayout, states: Sequence[CheckpointState]) -> str:
         f"{layout.checkpoints}: no checkpoint can be resumed from ({len(states)} tried):",
         *(f"  {state.problem}" for state in states),
         "restore one of them from a backup and resume again; or start at step 0 with `--resume --from-start` "
-        f"(`rlhpc resume {layout.root} --from-start` for jobs), which sets these checkpoints and all rollouts aside",
+        f"(`rlhpc resume {quoted(layout.root)} --from-start` for jobs), which sets these "
+        f"checkpoints and all rollouts aside",
     ]
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from launch.common.paths import written_unix_s
+from launch.common.paths import quoted, written_unix_s
 from launch.run_directory.directory_lock import DirectoryLock, LockHeld, holders, lock_directory
 from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.deadline import Deadline
@@ -170,7 +170,8 @@ def refuse_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> None:
         return
     where = "" if found.record.is_here else f" on {found.record.host}"
     raise RunDirectoryError(
-        f"{layout.root}: a run is active here{where} (launcher pid {found.record.pid}); `rlhpc stop {layout.root}` "
+        f"{layout.root}: a run is active here{where} (launcher pid {found.record.pid}); "
+        f"`rlhpc stop {quoted(layout.root)}` "
         "stops it"
     )
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.common.paths import written_unix_s
+from launch.common.paths import quoted, written_unix_s
 from launch.plan.processes import process_names
 from launch.run_directory.checkpoint_choice import (
     LOGIN_NODE_BYTES,
@@ -227,7 +227,7 @@ def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
     if living:
         raise RunDirectoryError(
             f"{layout.root}: jobs of this run are queued or running: {', '.join(map(str, living))}; "
-            f"`rlhpc stop {layout.root}` stops them"
+            f"`rlhpc stop {quoted(layout.root)}` stops them"
         )
     silent_s = time.time() - written_unix_s(layout.status)  # of a status that is not there, half a century
     if look.trouble and (must_know or silent_s < LIVES_ELSEWHERE_S):

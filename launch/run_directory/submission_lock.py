@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.common.paths import quoted
 from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import naming
@@ -134,7 +135,7 @@ def _refusal(lock: Path) -> str:
     found = _read(lock)
     return (
         f"{lock}: a submission is in progress, by {_describe(found[1] if found else None)}; try again when it has "
-        f"ended, or, if that process is dead, `rm {lock}`"
+        f"ended, or, if that process is dead, `rm {quoted(lock)}`"
     )
 
 

@@ -13,12 +13,14 @@ from launch.slurm.states import OVER
 from launch.slurm.values import task_numbers
 
 PATIENCE_S = 60.0  # for a slurmctld that is away, where somebody waits for the answer
+SOON_S = 12.0  # for an answer to somebody who asks again soon and has other things to look after meanwhile
 MIN_JOB_AGE_S = 300.0  # Slurm's own default
 _MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
 _SHOWN = re.compile(r"(\d+)(?:_(?:(\d+)|\[([^\]]*)\]))?")  # 12, 12_3, 12_[4-5]; 12+1 is a component of 12
 _OF_A_COMPONENT = re.compile(r"\s*\d+(?:\+(\d+))? ([A-Z_]+)\s*")
 _IS_PENDING = "Job is pending execution"
 _IS_OVER = ("Invalid job id specified", "already completing or completed")
+_OF_EACH = "scancel: error: "
 
 TaskStates = dict["int | None", str]  # of one job; by task where it is an array
 
@@ -31,7 +33,8 @@ def cancel(jobs: Iterable[int | str], *options: str, patience_s: float = 0.0) ->
     try:
         slurm("scancel", *options, *listed, patience_s=patience_s)
     except SlurmError as error:
-        if not any(words in str(error) for words in _IS_OVER):
+        said = str(error).split(_OF_EACH)[1:] or [str(error)]  # of one job that is over, and of another that is not
+        if not all(any(words in each for words in _IS_OVER) for each in said):
             raise
 
 
@@ -55,12 +58,15 @@ def component_states(job_id: int | str, patience_s: float) -> dict[int, str]:
     return {int(row[1] or 0): row[2] for row in rows if row}  # else a word of the site to its users
 
 
-def own_jobs(patience_s: float) -> dict[int, TaskStates]:
-    """States of this user's jobs; of a heterogeneous job the most active state of its components."""
+def own_jobs(patience_s: float, timeout_s: float = 60.0) -> dict[int, TaskStates]:
+    """States of this user's jobs; of a heterogeneous job the most active state of its components.
+
+    timeout_s: of each try.
+    """
     # --all: otherwise jobs on hidden partitions are not listed.
     words = ("squeue", "--me", "--all", "--array", "--noheader", "--states=all", "--format=%i|%T")
     states: dict[int, TaskStates] = {}
-    for line in slurm(*words, patience_s=patience_s).splitlines():
+    for line in slurm(*words, timeout_s=timeout_s, patience_s=patience_s).splitlines():
         shown, _, state = line.strip().partition("|")
         found = _SHOWN.match(shown)
         if found is None or not state:
@@ -79,7 +85,7 @@ def most_active(states: Iterable[str]) -> str:
 
 def min_job_age_s() -> float:
     """How long Slurm remembers a job after its end, at least; if it does not say, its default."""
-    found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config"))
+    found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config", timeout_s=SOON_S))
     return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: jobs are never purged
 
 

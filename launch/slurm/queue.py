@@ -187,7 +187,7 @@ def _run_directory(log: str) -> Path | None:
 
 
 def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
-    """Rows of jobs that have left the queue; none if the site has no accounting."""
+    """Rows of jobs that have left the queue; none if the site has no accounting, or none of their end."""
     listed = ",".join(map(str, jobs))
     shown = ",".join(_SACCT_FIELDS.values())
     words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={shown}")
@@ -195,7 +195,8 @@ def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
         answer = slurm(*words, timeout_s=timeout_s)
     except SlurmError:
         return []
-    return _rows(answer, _SACCT_FIELDS, jobs)
+    # Those that squeue does not list have ended, whatever slurmdbd has not been told of: "runaway jobs".
+    return [row for row in _rows(answer, _SACCT_FIELDS, jobs) if not row.state.is_alive]
 
 
 # -------------------------------------------------------------------------------------------------------------- values

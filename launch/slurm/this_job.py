@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.slurm.commands import SlurmError, slurm
-from launch.slurm.control import requeue
+from launch.slurm.control import SOON_S, requeue
 from launch.slurm.values import duration_s, is_unlimited
 
 PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
@@ -140,7 +140,7 @@ class TimeLimit(NoTimeLimit):
     def ask(self) -> None:
         """Ask Slurm how much time is left.  If it does not answer, the last known end stays."""
         try:
-            out = slurm("squeue", "--all", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=30.0)
+            out = slurm("squeue", "--all", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=SOON_S)
         except SlurmError:
             out = ""
         self._asked_at = time.monotonic()

@@ -33,7 +33,7 @@ from launch.run_files.run_state import (
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor.begin import AttemptStarter, BeginError
 from launch.supervisor.ending import release
-from launch.supervisor.giving_up import RetryBudget, StallWatch, pause_before_another
+from launch.supervisor.giving_up import AwakeTime, RetryBudget, StallWatch, pause_before_another
 from launch.supervisor.outcome_classifier import OutcomeClassifier, asked_to_end
 from launch.supervisor.processes import Processes
 from launch.supervisor.resubmitter import Resubmitter
@@ -78,7 +78,7 @@ class ControllerJobSupervisor:
         self._layout, self._owner = plan.layout, ""  # the owner that the last attempt was
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
         self._classifier = OutcomeClassifier(plan, job)
-        self._has_trained = False  # a step in the last attempt
+        self._has_trained, self._awake = False, AwakeTime()  # has_trained: a step in the last attempt
         self._processes = Processes(plan, job, log, signals, tether)
         self._stand_by = StandBy(plan, job, limit, log, signals, self._processes, self._starter)
         self._heirs = Heirs(plan, job)
@@ -173,7 +173,7 @@ class ControllerJobSupervisor:
             self._kill_attempt(Cause.FAILED, f"a process could not be started: {error}")
             self._processes.end_trainer(0.0)
             return Outcome(Cause.FAILED, self._why)
-        stall = StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, time.monotonic())
+        stall = StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, self._awake())
         while self._processes.has_controller:
             self._signals.sleep(POLL_S)
             self._look(attempt, stall)
@@ -278,7 +278,7 @@ class ControllerJobSupervisor:
     def _stop_if_stuck(self, progress: Progress | None, stall: StallWatch) -> None:
         """End an attempt that makes no progress.  Another is begun only if this one had made some."""
         step = progress.step if progress is not None else -1
-        stall_s = stall.look(step, progress is not None and progress.is_training, time.monotonic())
+        stall_s = stall.look(step, progress is not None and progress.is_training, self._awake())
         if stall_s is not None:
             waits = progress.waits() if progress is not None else "the controller has written no status"
             cause = Cause.FAILED if stall.has_moved else Cause.STALLED

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from launch.common.counted import counted
@@ -14,6 +16,7 @@ from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
+LONGEST_LOOK_S = 300.0  # of a supervisor, which asks Slurm meanwhile
 MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a new attempt is not worthwhile
 
 
@@ -75,6 +78,24 @@ def pause_before_another(
         outcome.cause = Cause.TIME  # the next life tries
         return None
     return pause_s
+
+
+class AwakeTime:
+    """Seconds in which this process ran, if it is called at every look.
+
+    A job that Slurm has suspended is no slower than one that was not: its time does not count when it continues.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counted_s = self._called_s = clock()
+
+    def __call__(self) -> float:
+        """Since an arbitrary moment; of the time between two calls, LONGEST_LOOK_S at most."""
+        now_s = self._clock()
+        self._counted_s += min(now_s - self._called_s, LONGEST_LOOK_S)
+        self._called_s = now_s
+        return self._counted_s
 
 
 class StallWatch:

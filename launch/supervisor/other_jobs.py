@@ -16,7 +16,7 @@ from launch.run_files.events import EventLog
 from launch.run_files.job_records import CONTROLLER_JOBS, JobRecord, read_records, write_record
 from launch.run_files.plan_file import JobPart
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import MIN_JOB_AGE_S, TaskStates, cancel, most_active, own_jobs
+from launch.slurm.control import MIN_JOB_AGE_S, SOON_S, TaskStates, cancel, most_active, own_jobs
 from launch.slurm.sbatch import submit_script
 from launch.slurm.states import OVER
 from launch.slurm.this_job import ThisJob
@@ -91,7 +91,7 @@ def may_have_controller(layout: RunLayout, job: ThisJob, patience_s: float) -> b
     """False if Slurm shows that no job with the controller is queued or running.  Does not raise: no answer is True."""
     hosts = [record for record in read_records(layout) if record.hosts_controller]
     try:
-        states = _ask_queue(job, patience_s)
+        states = _ask_queue(job, patience_s, patience_s)
     except SlurmError:
         return True
     if hosts != [record for record in read_records(layout) if record.hosts_controller]:  # as in gone_jobs
@@ -106,7 +106,7 @@ def gone_jobs(plan: JobPart, job: ThisJob, min_job_age_s: float = MIN_JOB_AGE_S)
     COMPLETING counts as alive: it may be a requeue.  min_job_age_s: how long Slurm remembers every job.
     """
     planned = planned_tasks(plan)
-    states = _ask_queue(job, 0.0)
+    states = _ask_queue(job, 0.0, SOON_S)
     if planned_tasks(plan) != planned:  # submitted while Slurm answered: its answer may lack it
         return []
     forgotten_before = time.time() - min_job_age_s - SKEW_S
@@ -166,12 +166,12 @@ def _gone(records: Sequence[JobRecord], task: int | None, states: _States, forgo
     return Gone(records[-1], task, over)
 
 
-def _ask_queue(job: ThisJob, patience_s: float) -> _States:
+def _ask_queue(job: ThisJob, patience_s: float, timeout_s: float = 60.0) -> _States:
     """States of this user's jobs.
 
     Raises SlurmError, also if this job itself is not listed: then the answer is not complete.
     """
-    states = own_jobs(patience_s)
+    states = own_jobs(patience_s, timeout_s)
     if job.submitted_id not in states:
         raise SlurmError(f"squeue does not list this job, {job.name}: its answer is not complete")
     return states

@@ -19,7 +19,7 @@ from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import Attempt, hand_over_requests, has_released, is_complete, read_attempt
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import most_active, own_jobs
+from launch.slurm.control import SOON_S, most_active, own_jobs
 from launch.slurm.states import OVER
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor.begin import AttemptStarter
@@ -96,7 +96,7 @@ class StandBy:
             return False
         self._asked_slurm_at = now
         try:
-            states = own_jobs(0.0)
+            states = own_jobs(0.0, SOON_S)
         except SlurmError:
             return False
         if self._job.submitted_id not in states:
@@ -167,7 +167,7 @@ class Heirs:
             return None
         self._next_look = time.monotonic() + ASK_SLURM_S
         try:
-            states = own_jobs(0.0)
+            states = own_jobs(0.0, SOON_S)
         except SlurmError:
             return None
         return next((job for job in asking if "RUNNING" in states.get(job, {}).values()), None)

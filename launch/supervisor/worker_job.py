@@ -25,6 +25,7 @@ from launch.run_files.run_state import (
     wants_abort,
 )
 from launch.slurm.this_job import ThisJob, TimeLimit
+from launch.supervisor.giving_up import AwakeTime
 from launch.supervisor.other_jobs import may_have_controller
 from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.steps import Step, start_part
@@ -53,7 +54,8 @@ class WorkerJobSupervisor:
         self._step: Step | None = None
         self._attempt: Attempt | None = None  # for which the component was started
         self._starts, self._fruitless, self._seen_step = 0, 0, -1
-        self._alone_since = time.monotonic()
+        self._awake = AwakeTime(lambda: time.monotonic())
+        self._alone_since = self._awake()
         self._progress: Progress | None = None  # as last read
         self._read_at = 0.0
         self._save_request = plan.layout.save_request(job.name)
@@ -93,7 +95,7 @@ class WorkerJobSupervisor:
         attempt = read_attempt(self._layout)
         if attempt is None or not self._has_controller(attempt, progress):
             return self._wait_alone()
-        self._alone_since = time.monotonic()
+        self._alone_since = self._awake()
         if is_running and self._follows_attempts and self._attempt is not None and self._attempt != attempt:
             self._log.say(
                 "follow", f"attempt {attempt.index} has begun: ending {self._role}s of attempt {self._attempt.index}"
@@ -104,7 +106,7 @@ class WorkerJobSupervisor:
 
     def _look_at_status(self) -> Progress | None:
         """The controller's status; for a job that does not depend on it, up to STATUS_S or meet_s / 10 old."""
-        now, known = time.monotonic(), self._progress
+        now, known = self._awake(), self._progress
         keeps_s = 0.0 if self._follows_attempts else min(STATUS_S, self._plan.limits.meet_s / 10)
         if known is not None and now - self._read_at < keeps_s:
             return replace(known, age_s=known.age_s + now - self._read_at)
@@ -122,7 +124,7 @@ class WorkerJobSupervisor:
         return self._attempt is None or attempt != self._attempt or self._step is not None
 
     def _wait_alone(self) -> Outcome | None:
-        waited_s = time.monotonic() - self._alone_since
+        waited_s = self._awake() - self._alone_since
         if waited_s < self._plan.limits.meet_s:
             return None
         text = f"no controller for {waited_s:.0f} s: the one in {self._layout.attempt} is not alive"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
 from launch.checks.audit.report import Verdict
+from launch.common.paths import quoted
 from launch.run_directory.checkpoint_choice import ResumePoint
 from rlhpc.errors import RlhpcError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
@@ -39,10 +40,10 @@ def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Call
         older = f"resume from an older one, --step N of {', '.join(map(str, others))}, or " if others else ""
         raise RunDirectoryError(
             f"{layout.root}: resuming from its newest checkpoint would train something twice: {forbidding[0].text}; "
-            f"{older}start over with --from-start; `rlhpc audit {layout.root}` lists everything"
+            f"{older}start over with --from-start; `rlhpc audit {quoted(layout.root)}` lists everything"
         )
     for check in audit.checks:
         if check.verdict is Verdict.VIOLATED and check.name != "files":
             count = f" and {check.num_offences - 1} more" if check.num_offences > 1 else ""
             first = f"{check.offences[0].text}{count}"
-            tell(f"audit: {check.name}: {first}; `rlhpc audit {layout.root}` lists everything")
+            tell(f"audit: {check.name}: {first}; `rlhpc audit {quoted(layout.root)}` lists everything")

@@ -16,6 +16,7 @@ from typing import Self
 
 from launch.commands.evaluate.past import lines_about, past_evaluations
 from launch.commands.evaluate.processes import end_all
+from launch.common.paths import quoted
 from launch.plan.gpu_map import EVALUATION, VARIABLE, GpuMap
 from launch.run_files.exit_records import last_error_in
 from rlhpc.config import Config
@@ -83,7 +84,7 @@ class EvaluationBesideRun:
             try:
                 self._process.wait()
             except KeyboardInterrupt:
-                self._tell(f"`rlhpc evaluate {self._layout.root}` continues the evaluation")
+                self._tell(f"`rlhpc evaluate {quoted(self._layout.root)}` continues the evaluation")
                 return
         self.look()
         for line in lines_about(past_evaluations(self._layout)):

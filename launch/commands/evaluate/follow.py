@@ -17,6 +17,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -153,13 +154,15 @@ class Course:
 
     def due(self, *, is_last: bool) -> int | None:
         """The newest step, if it is far enough from the last one, or if no other will come."""
-        if not self._layout.checkpoints.is_dir():
+        try:
+            steps = [step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps()]
+            past = past_evaluations(self._layout).get(self._request.name, {})
+        except OSError:  # begun anew at this moment, or its file server is away
             return None
-        steps = [step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps()]
         newest = max(steps, default=None)
         if newest is None or (newest, self._digest(newest)) in self._tried:
             return None
-        before = [step for step in past_evaluations(self._layout).get(self._request.name, {}) if step < newest]
+        before = [step for step in past if step < newest]
         far = 1 if is_last else self._request.every
         return newest if not before or newest >= max(before) + far else None
 
@@ -299,8 +302,9 @@ class Life:
     @property
     def shows(self) -> bool:
         """False once it has shown nothing for too long."""
-        now, status = time.monotonic(), self._layout.status
-        changed = status.stat().st_mtime_ns if status.exists() else -1
+        now, changed = time.monotonic(), -1
+        with suppress(OSError):  # none, or not to be looked at now
+            changed = self._layout.status.stat().st_mtime_ns
         if changed != self._seen:
             self._seen, self._seen_s = changed, now
         return now - self._seen_s < self._patience_s

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Self
 
 from launch.commands.evaluate.job import SCRIPT, EvaluationJob
+from launch.common.paths import quoted
 from launch.plan.site_file import Site
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
@@ -74,7 +75,7 @@ def end_following(layout: RunLayout, tell: Tell) -> None:
     deadline = Deadline(ENDED_S)
     while _is_alive(job) and not deadline.is_over:
         time.sleep(1.0)
-    tell(f"cancelled    evaluation job {job}; `rlhpc evaluate {layout.root}` evaluates the newest checkpoint")
+    tell(f"cancelled    evaluation job {job}; `rlhpc evaluate {quoted(layout.root)}` evaluates the newest checkpoint")
 
 
 class TimeWarning:

@@ -17,6 +17,7 @@ from launch.commands.overview.standing import State
 from launch.commands.overview.survey import survey
 from launch.commands.submit import Submission, Tell, check, dependency, describe_record, prepare, submit_checked
 from launch.common.counted import counted
+from launch.common.paths import quoted
 from launch.plan.report import describe_jobs
 from launch.run_directory.prepare import refuse_run_dir_for_jobs
 from launch.run_files.job_records import JobRecord, read_records
@@ -182,6 +183,6 @@ def _what_stands(done: Sequence[tuple[_Run, list[JobRecord]]], num_runs: int) ->
     rest = "the same command with --resume instead of --fresh submits the rest"
     if not done:
         return f"\nnone of the {num_runs} runs has been submitted; {rest}, once this is fixed"
-    lines = [f"  {', '.join(map(describe_record, records))}: `rlhpc stop {run.root}`" for run, records in done]
+    lines = [f"  {', '.join(map(describe_record, records))}: `rlhpc stop {quoted(run.root)}`" for run, records in done]
     head = f"{len(done)} of {num_runs} runs are submitted and stay queued or running; to stop each:"
     return "\n".join(["", head, *lines, f"{rest}, once this is fixed"])

@@ -21,6 +21,7 @@ from typing import Any
 from launch.commands.metrics.exported import ExportedRun
 from launch.commands.metrics.wandb_records import num_steps_in
 from launch.common.optional_package import optional_module
+from launch.common.paths import quoted
 from rlhpc.errors import ConfigError
 
 PROJECT = "rlhpc"  # `wandb sync --project` names another
@@ -46,7 +47,7 @@ def write_wandb(directory: Path, run: ExportedRun) -> str:
         undo.pop_all()
     for path in earlier:
         shutil.rmtree(_aside(path))
-    return f"{written}: {run.size}; `wandb sync {written}` uploads it"
+    return f"{written}: {run.size}; `wandb sync {quoted(written)}` uploads it"
 
 
 def _aside(path: Path) -> Path:

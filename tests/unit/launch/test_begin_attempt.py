@@ -20,11 +20,12 @@ from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jo
 from launch.run_files.run_state import FIRST_SAVE_S, needed_to_stop_s, read_progress
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.files import write_atomically
 from rlhpc.ownership import read_owner, take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
+from tests.full_disk import small_disk
 from tests.ring.run_kit import ROOT, command_environment
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
 
@@ -204,3 +205,17 @@ def test_of_two_that_begin_at_one_moment_the_earlier_counts_as_overtaken(
     status = main(["--run-dir", str(layout.root), "--job-id", "8"])
     other.join()
     assert (status, read_owner(layout)) == (EXIT_FENCED, "1-other"), capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_set_aside_at_the_moment_is_tried_again(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ended, as misconfigured, when its file server refused one rename."""
+    save(layout, 4)
+    unfinished = layout.checkpoint(8)
+    unfinished.mkdir()
+    words = ["--run-dir", str(layout.root), "--job-id", "1"]
+    with small_disk(unfinished, 1 << 16):  # what is mounted is busy
+        assert main(words) == EXIT_FAULT
+    assert "step_000008: cannot be set aside: Device or resource busy" in capsys.readouterr().err
+    assert main(words) == 0

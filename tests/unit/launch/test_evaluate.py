@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import tracemalloc
@@ -44,6 +45,7 @@ from launch.run_files.job_records import JobRecord, write_record
 from launch.slurm.queue import QueueLook
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved, write_resolved
+from rlhpc.deadline import Deadline
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
@@ -563,6 +565,31 @@ def test_a_run_is_over_when_it_has_been_stopped_while_somebody_looked(model: Pat
     assert not life.shows
     layout.summary.write_text("{}")
     assert life.is_over
+
+
+@pytest.mark.waits
+def test_a_run_that_is_begun_anew_while_somebody_looks_is_followed_all_the_same(tmp_path: Path) -> None:
+    """An attempt that begins deletes the status; `--fresh` deletes everything."""
+    layout, are_done = RunLayout(tmp_path), threading.Event()
+    life, course = Life(layout, patience_s=600.0), Course(layout, Request("d", tmp_path))
+
+    def begin_anew() -> None:
+        while not are_done.is_set():
+            layout.status.touch()
+            layout.checkpoints.mkdir()
+            layout.status.unlink()
+            layout.checkpoints.rmdir()
+
+    other = threading.Thread(target=begin_anew)
+    other.start()
+    deadline = Deadline(4.0)
+    try:
+        while not deadline.is_over:
+            assert life.shows
+            assert course.due(is_last=False) is None
+    finally:
+        are_done.set()
+        other.join()
 
 
 def test_a_run_of_jobs_is_over_when_slurm_says_twice_that_none_is_left(

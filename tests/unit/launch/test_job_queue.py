@@ -175,3 +175,11 @@ def test_an_empty_list_with_an_error_says_of_no_job_that_it_has_ended(commands: 
     assert look_at_jobs([12]).unknown == (12,)
     put(commands, "squeue", "echo 'squeue: error: an old option in slurm.conf' >&2")
     assert look_at_jobs([12]).unknown == (12,), "that is said at every call"
+
+
+def test_a_job_that_squeue_does_not_list_is_not_alive_because_the_accounts_lack_its_end(commands: Path) -> None:
+    """Slurm calls these runaway jobs: `rlhpc stop` and `--wait` waited for them for ever."""
+    prints(commands, "squeue", "")
+    prints(commands, "sacct", "15|RUNNING|gpu|10-00:00:00|01:00:00|2026-03-01T14:05:00|g0|demo.trainer\n")
+    look = look_at_jobs([15])
+    assert (look.rows, look.unknown, look.trouble) == ((), (15,), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import time
@@ -269,6 +270,16 @@ def test_the_hours_of_a_large_run_are_numbers_that_people_read(tmp_path: Path) -
     assert "     4,500  training" in as_text(report)
     write_report(tmp_path / "page.html", report)
     assert "<td>4,500</td>" in (tmp_path / "page.html").read_text()
+
+
+def test_gpus_are_those_of_the_plan_by_which_the_run_was_last_started(tmp_path: Path) -> None:
+    """A run begun on a machine without GPUs and then submitted had process-hours for ever."""
+    layout = ToldRun(tmp_path / "told", {}).layout
+    for when, (plan, gpus) in enumerate(((layout.local_plan, 0), (layout.job_plan, 4), (layout.local_plan, 1))):
+        roles = [{"role": role, "num_processes": 1} for role in ("trainer", "generator")]
+        plan.write_text(json.dumps({"jobs": [{"components": [{"roles": roles, "gpus_per_task": gpus}]}]}))
+        os.utime(plan, (when, when))
+        assert gpus_of(layout) == {"trainer": gpus, "generator": gpus}
 
 
 def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and_those_of_a_living_job_go_on(

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ from launch.slurm import cluster_facts, this_job
 from launch.slurm import commands as slurm_commands
 from launch.slurm.cluster_facts import ask_cluster
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import component_states
+from launch.slurm.control import cancel, component_states
 from launch.slurm.this_job import ThisJob, TimeLimit
+from launch.supervisor import other_jobs, stand_by
 from launch.supervisor.begin import AttemptStarter, BeginError
 from launch.supervisor.signals import Signals
 from rlhpc.run_layout import RunLayout
@@ -256,3 +258,37 @@ def test_a_word_of_the_site_among_the_components_of_a_job_is_no_component(comman
     assert component_states(12, 0.0) == {0: "RUNNING", 1: "PENDING"}
     commands.put("squeue", "echo '  12 COMPLETING'")
     assert component_states(12, 0.0) == {0: "COMPLETING"}
+
+
+OVER = "Invalid job id specified"
+
+
+@pytest.mark.parametrize(("said", "is_error"), [((OVER, OVER), False), ((OVER, "Access/permission denied"), True)])
+def test_a_job_that_could_not_be_cancelled_is_not_taken_for_over_because_another_one_is(
+    commands: Commands, said: tuple[str, str], is_error: bool
+) -> None:
+    lines = [f"echo 'scancel: error: Kill job error on job id {12 + k}: {why}' >&2" for k, why in enumerate(said)]
+    commands.put("scancel", "\n".join([*lines, "exit 1"]))
+    with pytest.raises(SlurmError, match="job id 13: Access/permission denied") if is_error else nullcontext():
+        cancel([12, 13])
+
+
+def test_a_supervisor_is_not_held_up_by_a_slurm_that_does_not_answer(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may be a minute from its time limit."""
+    commands.put("squeue", "exec sleep 600")
+    layout, job = RunLayout(tmp_path / "run"), ThisJob.of({"SLURM_JOB_ID": "12"})
+    layout.jobs.mkdir(parents=True)
+    layout.hand_over_request(13).touch()
+    for module in (this_job, stand_by, other_jobs):
+        monkeypatch.setattr(module, "SOON_S", 0.2)
+    plan = JobPart(layout, layout.job_plan, "jobs", "c", True, (), Limits(1, 1, 1), "successor", (), overlap_s=60)
+    began = time.monotonic()
+    assert other_jobs.may_have_controller(layout, job, 0.2), "nobody has said otherwise"
+    assert stand_by.Heirs(plan, job).first() is None
+    assert TimeLimit(job, {}).end is None
+    with pytest.raises(SlurmError, match="no answer"):
+        other_jobs.gone_jobs(plan, job)
+    assert time.monotonic() - began < 30.0, "each waited for half a minute, or a whole one"
+    assert len(commands.calls("squeue")) >= 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.plan.local import STALL_S
-from launch.supervisor.giving_up import StallWatch
+from launch.supervisor.giving_up import AwakeTime, StallWatch
 
 
 def test_the_first_step_has_its_whole_limit_from_the_beginning_of_training_on() -> None:
@@ -52,3 +52,18 @@ def test_a_step_of_a_run_on_this_machine_may_take_hours() -> None:
     assert watch.look(0, is_training=True, now=1.0) is None
     assert watch.look(0, is_training=True, now=2 * 3600.0) is None
     assert watch.look(0, is_training=True, now=7 * 3600.0) == STALL_S
+
+
+def test_time_in_which_slurm_had_suspended_the_job_is_no_stall() -> None:
+    """A job that was continued after an hour was ended at once, or used up a retry."""
+    clock = [100.0]
+    awake = AwakeTime(lambda: clock[0])
+    watch = StallWatch(3600.0, 12.0, awake())
+    assert watch.look(6, True, awake()) is None
+    clock[0] += 10 * 3600.0
+    assert watch.look(6, True, awake()) is None
+    for _ in range(3600 - 300):
+        clock[0] += 1.0
+        assert watch.look(6, True, awake()) is None
+    clock[0] += 1.0
+    assert watch.look(6, True, awake()) == 3600.0

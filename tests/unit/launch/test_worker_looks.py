@@ -127,3 +127,24 @@ def test_a_controller_is_alive_while_its_status_changes_whatever_the_clock_of_it
         clock[0] += 1
     assert outcome is not None
     assert outcome.cause is Cause.ALONE
+
+
+@pytest.mark.parametrize("role", ["trainer", "generator"])
+def test_jobs_of_a_run_that_were_suspended_together_wait_for_the_controllers_to_be_continued(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """The first one that Slurm continued found an old status, and ended for good."""
+    clock = [1000.0]
+    monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    supervisor = running(layout, role, meet_s=1800.0)
+    for _ in range(10):
+        assert supervisor._look() is None
+        clock[0] += 1
+    clock[0] += 7200.0
+    for _ in range(60):
+        assert supervisor._look() is None
+        clock[0] += 1
+    write_status(layout)
+    for _ in range(60):
+        assert supervisor._look() is None
+        clock[0] += 1
