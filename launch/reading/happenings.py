@@ -166,7 +166,7 @@ def _of_killed_launchers(layout: RunLayout) -> Iterator[Happening]:
     for line in _lines(layout.job_events("local")):
         if line.get("event") == "attempt":
             open_attempts[_attempt(line)] = line["unix_time_s"]
-        elif line.get("event") == "attempt_end":
+        elif line.get("event") in ("attempt_end", "retry", "verdict"):  # of one that could not start, only the latter
             open_attempts.pop(_attempt(line), None)
     begun = {_attempt(line, "index"): line["unix_time_s"] for line in _lines(layout.attempts)}
     for attempt, began_s in open_attempts.items():

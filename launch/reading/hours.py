@@ -107,7 +107,7 @@ def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None
 def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
     """GPU-hours of what was allocated to each job in its lives, from the first to the last event of each.
 
-    One that has not said how it ended is at work, until the last sign of the run.
+    One that has not said how it ended is at work, until the last sign of the run, or until another does its work.
     """
     lives = defaultdict[str, list[list[Happening]]](list)
     for each in story.happenings:
@@ -116,16 +116,27 @@ def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
             if each.kind == "life" or not of_job:  # it was requeued: before, it had nothing
                 of_job.append([])
             of_job[-1].append(each)
+    parts = {label: label.partition("_") for label in lives}
+    planned = {label: job for label, (number, _, _) in parts.items() if (job := _planned_job(layout, number))}
+    begins = defaultdict[tuple[str, str], list[float]](list)  # by what is planned, and the task of an array
+    for label, job in planned.items():
+        begins[job.name, parts[label][2]] += [begin for life in lives[label] for begin in _work_begins(life)]
     found = {}
-    for label, of_job in sorted(lives.items()):
-        planned = _planned_job(layout, label.partition("_")[0])
-        if planned is not None:
-            seconds = sum(life[-1].unix_time_s - life[0].unix_time_s for life in of_job)
-            if all(each.kind != "verdict" for each in of_job[-1]):
-                seconds += story.end_s - of_job[-1][-1].unix_time_s
-            hours = seconds / 3600
-            found[f"{label} ({planned.name}, {planned.gpus} GPUs)"] = planned.gpus * hours
+    for label, job in sorted(planned.items()):
+        seconds = sum(life[-1].unix_time_s - life[0].unix_time_s for life in lives[label])
+        last = lives[label][-1][-1].unix_time_s
+        if all(each.kind != "verdict" for each in lives[label][-1]):
+            later = (begin for begin in begins[job.name, parts[label][2]] if begin > last)
+            seconds += min(later, default=story.end_s) - last
+        found[f"{label} ({job.name}, {job.gpus} GPUs)"] = job.gpus * seconds / 3600
     return found
+
+
+def _work_begins(life: list[Happening]) -> list[float]:
+    """When the job before it was over at the latest; []: it stands by."""
+    if any(each.kind == "stand_by" for each in life):
+        return [each.unix_time_s for each in life if each.kind == "take_over"]
+    return [life[0].unix_time_s]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     choice = choose(layout, NEWEST, _unheard)
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
-    progress, before_s = read_progress(layout), longest_save_before_s(layout)
+    progress, save_s = read_progress(layout), longest_save_before_s(layout)
     clear_rendezvous(layout)
     mint_keys(config, layout, [f"generator-{replica}" for replica in generator_numbers(layout)])
     note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
@@ -73,7 +73,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
         "host": socket.gethostname(),
         "unix_time_s": time.time(),
         "set_aside": aside,
-        "save_s": before_s if progress is None else max(before_s, progress.save_s),
+        "save_s": save_s if progress is None else progress.save_s or save_s,
     }
     write_atomically(layout.attempt, json.dumps(document).encode())
     return document

@@ -56,7 +56,7 @@ def read_attempt(layout: RunLayout) -> Attempt | None:
 
 
 def longest_save_before_s(layout: RunLayout) -> float:
-    """The longest save of attempts before the current one, as far as its jobs know them; 0: none."""
+    """The longest save of the last attempt before the current one that has saved; 0: not known."""
     return float(read_document(layout.attempt).get("save_s", 0.0))
 
 
@@ -118,11 +118,12 @@ class Progress:
     phase: str
     step: int
     step_s: float  # the longest recent step
-    save_s: float  # the longest save of this attempt, or else of those before; 0: none yet
+    save_s: float  # the longest save of this attempt; 0: none yet
     age_s: float  # by the clock of this machine
     roles: tuple[dict[str, Any], ...]
     has_told_all: bool = False  # to leave, or is about to: also where the run has failed
     written_unix_s: float = 0.0  # by the clock of the controller's machine
+    save_before_s: float = 0.0  # the longest of an earlier attempt, where this one has not saved yet
 
     def waits(self) -> str:
         """Which role waits for what, in words."""
@@ -158,7 +159,8 @@ def read_progress(layout: RunLayout) -> Progress | None:
             phase=document["phase"],
             step=document["step"],
             step_s=document.get("step_s", 0.0),
-            save_s=document.get("save_s", 0.0) or longest_save_before_s(layout),
+            save_s=(save_s := document.get("save_s", 0.0)),
+            save_before_s=0.0 if save_s else longest_save_before_s(layout),
             age_s=max(0.0, time.time() - document["unix_time_s"]),
             roles=tuple(document["roles"]),
             has_told_all=document.get("is_ending", False),
@@ -172,12 +174,12 @@ def needed_to_stop_s(progress: Progress | None, life_s: float) -> float:
     """Seconds from the request to stop until a job has ended: the current step, a checkpoint, the shutdown of roles.
 
     Measured times get a margin, during which generators exit; times not measured yet are guessed, at most a tenth of
-    the job's time limit.
+    the job's time limit.  A save of an earlier attempt, which may have been slow for once, takes at most half of it.
     """
     margin_s = min(30.0, life_s / 6)
     if progress is None:
         return margin_s
-    save_s = 2.0 * progress.save_s if progress.save_s > 0 else min(FIRST_SAVE_S, life_s / 10)
+    save_s = 2.0 * progress.save_s or min(2.0 * progress.save_before_s, life_s / 2) or min(FIRST_SAVE_S, life_s / 10)
     return margin_s + 1.5 * progress.step_s + save_s
 
 

@@ -132,7 +132,9 @@ class ControllerJobSupervisor:
         if lost_to := self._signals.lost_to():
             return Outcome(Cause.FENCED, lost_to)
         if self._limit.left_s() < self._last_moment_s:  # reading a checkpoint may take longer than a short life
-            return Outcome(Cause.TIME, "the time limit of this job comes before an attempt could begin")
+            self._limit.ask()  # the limit may have been extended
+            if self._limit.left_s() < self._last_moment_s:
+                return Outcome(Cause.TIME, "the time limit of this job comes before an attempt could begin")
         return asked_to_end(self._layout)
 
     def _begin(self) -> Attempt | Outcome:

@@ -26,7 +26,8 @@ class Processes:
         self._starts: dict[str, int] = {}  # number of starts of each, in this life
         self._ends: dict[str, int] = {}  # how often each has ended and was started again by its task, as far as seen
         self._reported: set[str] = set()  # those whose end was returned by ended()
-        self._awaited: Attempt | None = None  # that has not begun, and for which everything has been started
+        self._awaited: Attempt | None = None  # that has not begun, and for which processes have been started
+        self._has_all = False  # whether every process could be started for the last attempt
 
     @property
     def _all(self) -> list[Step]:
@@ -47,7 +48,7 @@ class Processes:
     @property
     def are_loaded(self) -> bool:
         """True once everything that stands by has loaded and is alive."""
-        if self._awaited is None:
+        if self._awaited is None or not self._has_all:
             return False
         return all(step.status() is None and self._is_loaded(step) for step in self._all)
 
@@ -80,6 +81,7 @@ class Processes:
 
     def _start_all(self, attempt: Attempt) -> None:
         self._reported.clear()
+        self._has_all = False
         for group, part in enumerate(self._plan.parts):
             if not part.runs_in_batch_step:
                 self._start_part(part, group, attempt)
@@ -87,6 +89,7 @@ class Processes:
             for share in part.shares:
                 for index in range(share.num_processes):
                     self._start_beside(part, share.role, index, attempt)
+        self._has_all = True
 
     def ended(self) -> list[Step]:
         """Components that ended unasked, each once per attempt; also reports processes that their task restarts."""

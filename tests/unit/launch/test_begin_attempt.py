@@ -94,6 +94,22 @@ def test_how_long_saving_took_is_known_to_later_attempts_which_have_not_saved_ye
     assert needed_s(4, save_s=100.0) == 30 + 2 * 100, "as it is now"
 
 
+def test_a_save_that_took_long_once_leaves_later_lives_time_to_train_and_is_forgotten(layout: RunLayout) -> None:
+    """As while a file server was away: jobs of an hour stopped as soon as they had begun, for ever."""
+    said = {"phase": "training", "step": 3, "roles": [], "unix_time_s": 0.0}
+
+    def needed_s(restart: int, **more: float) -> float:
+        begin_attempt(layout, job_id=7, restart=restart)
+        layout.status.write_text(json.dumps({**said, **more}))
+        return needed_to_stop_s(read_progress(layout), 3600.0)
+
+    begin_attempt(layout, job_id=7, restart=0)
+    layout.status.write_text(json.dumps({**said, "save_s": 2000.0}))
+    assert needed_s(1) == 30 + 1800
+    assert needed_s(2, save_s=20.0) == 30 + 40
+    assert needed_s(3) == 30 + 40
+
+
 def test_what_an_earlier_attempt_has_left_behind_is_gone(layout: RunLayout) -> None:
     begin_attempt(layout, job_id=7, restart=0)
     for stale in (layout.rendezvous / "lease", layout.weights / "group", layout.status):

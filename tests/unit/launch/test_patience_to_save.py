@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.run_files.run_state import Attempt, read_progress
-from launch.slurm.this_job import NoTimeLimit, ThisJob
+from launch.slurm.this_job import NoTimeLimit, ThisJob, TimeLimit
 from launch.supervisor import worker_job
 from launch.supervisor.controller_job import FINISH_GRACE_S, POLL_S, ControllerJobSupervisor
 from launch.supervisor.signals import Signals
@@ -207,3 +208,20 @@ def test_an_attempt_that_takes_longer_to_begin_than_its_job_may_last_is_a_failur
             timer.cancel()
 
     assert [life() for _ in range(3)] == [Cause.TIME, Cause.TIME, Cause.GIVEN_UP], "max_retries is 2"
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize(("left", "cause"), [("1:00:00", None), ("0:03", Cause.TIME)])
+def test_an_attempt_begins_if_the_time_limit_has_been_extended_meanwhile(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, left: str, cause: Cause | None
+) -> None:
+    squeue = layout.root / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho {left}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{layout.root}:{os.environ['PATH']}")
+    job = replace(ThisJob.of({"SLURM_JOB_ID": "7"}), began=time.monotonic() - 3600)
+    limit = TimeLimit(job, {"SLURM_JOB_END_TIME": str(int(time.time()) + 3)})
+    log = EventLog(layout.job_events("7"), 0)
+    supervisor = ControllerJobSupervisor(plan_of(layout, "controller"), job, limit, log, Signals())
+    outcome = supervisor._asked_not_to_begin()
+    assert (None if outcome is None else outcome.cause) is cause

@@ -167,6 +167,17 @@ def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tm
     assert [each.kind for each in story.happenings] == ["attempt", "killed", "attempt", "attempt_end"]
 
 
+@pytest.mark.parametrize("word", ["retry", "verdict"])
+def test_an_attempt_whose_processes_could_not_be_started_has_said_so(tmp_path: Path, word: str) -> None:
+    """It ends without an end of its own: what follows is the launcher's word."""
+    run = TextRun(tmp_path / "told")
+    why = "a process could not be started: Resource temporarily unavailable"
+    log = begins_here(run, 0)
+    log.say("kill", why)
+    log.say(word, why)
+    assert [each.kind for each in read_story(run.layout).faults if each.kind == "killed"] == []
+
+
 def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown() -> None:
     text = f"trainer-0 ended with signal SIGKILL: Optimizer({'lr=0.0, ' * 500}); another attempt in 2 s"
     brief = Happening(0.0, "run", "retry", text).brief
@@ -298,6 +309,22 @@ def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and
     assert gpus > 0
     assert of_jobs["4712"][1] * 3600 == pytest.approx(gpus * (21 + 20))
     assert of_jobs["4713"][1] * 3600 == pytest.approx(gpus * (100 - 82))
+
+
+def test_a_job_that_was_killed_without_a_word_is_at_work_until_another_does_its_work(tmp_path: Path) -> None:
+    """As on a node that went down; the successor of the last one loads while that one trains."""
+    run = ToldRun(tmp_path / "told")
+    run.layout.job_plan.write_text(plan_document(plan_of()))
+    for job_id in (4712, 4713, 4714):
+        record = {"job_id": job_id, "name": "hetjob", "plan": str(run.layout.job_plan), "submitted_unix_s": BEGAN_S}
+        run.layout.job_record(job_id).write_text(json.dumps(record))
+    run.tell_at(4712, {0: "life", 5: "restart"})
+    run.tell_at(4713, {32: "life"})
+    run.tell_at(4714, {90: "life", 91: "stand_by"})
+    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
+    gpus = int(next(iter(hours.by_job)).rpartition(", ")[2].split()[0])
+    seconds = [each * 3600 / gpus for _, each in sorted(hours.by_job.items())]
+    assert seconds == pytest.approx([32, 68, 10])
 
 
 def test_the_time_in_which_a_successor_stood_by_is_a_use_of_its_own(tmp_path: Path) -> None:

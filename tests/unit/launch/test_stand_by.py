@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,34 @@ def test_a_successor_that_cannot_write_its_request_tries_again(two: Two, monkeyp
         stands_by._processes.kill_all()
     assert asked == [False, False, True]
     assert len([event for event in two.events if "cannot load" in event]) == 1, "said once"
+
+
+def test_a_successor_that_cannot_start_everything_does_not_ask_for_the_run(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been started may be loaded; a run that is asked for ends its attempt for a job that cannot go on."""
+    two.write_plan()
+    monkeypatch.setenv("SLURM_JOB_ID", str(NEW))
+    monkeypatch.setenv("PATH", str(two.bin))  # there is no srun
+    two._program("python", "exec /bin/sleep 600")
+    controller = two.plan.parts[0]
+    generation = replace(controller, name="generation", shares=(Share("generator", 1),), runs_in_batch_step=False)
+    two.plan = replace(two.plan, parts=(controller, generation))
+    mark = two.layout.loaded_mark("controller", 0, 1, NEW)
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    asked = []
+
+    def go_on() -> None:
+        asked.append(two.layout.hand_over_request(NEW).is_file())
+        if len(asked) == 3:
+            release(two.plan, two.old)
+
+    stands_by = two.stand_by(go_on)
+    try:
+        assert stands_by.until_turn() is None
+    finally:
+        stands_by._processes.kill_all()
+    assert asked == [False, False, False]
+    assert [event for event in two.events if "cannot load" in event], two.events
+    assert "not everything is loaded" in two.events[-1]
