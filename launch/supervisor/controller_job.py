@@ -84,8 +84,7 @@ class ControllerJobSupervisor:
         self._heirs = Heirs(plan, job)
         self._resubmitter = Resubmitter(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to exit
-        self._why = ""  # the same, in words
-        self._asked_at, self._patience_s = 0.0, SAVE_GRACE_S
+        self._why, self._asked_at, self._patience_s = "", 0.0, SAVE_GRACE_S  # why: the same, in words
 
     def run(self) -> Outcome:
         """Run attempts until there is an outcome that this life of the job cannot change."""
@@ -139,8 +138,7 @@ class ControllerJobSupervisor:
 
     def _begin(self) -> Attempt | Outcome:
         """Begin an attempt, or say why not."""
-        asked = self._asked_not_to_begin()
-        if asked is not None:
+        if (asked := self._asked_not_to_begin()) is not None:
             return asked
         for request in save_requests(self._layout):
             request.unlink(missing_ok=True)
@@ -154,7 +152,7 @@ class ControllerJobSupervisor:
             if (asked := self._asked_not_to_begin()) is not None:  # which has ended that command
                 return asked
             if is_complete(self._layout):  # by a controller that was taken for dead
-                return Outcome(Cause.COMPLETE, "complete")
+                return Outcome(Cause.COMPLETE, str(error))
             causes = {EXIT_CONFIG: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
             return Outcome(causes.get(error.status, Cause.FAILED), str(error))
         self._owner = attempt.fence
