@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,6 @@ _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "vocab_size", "max_position_embeddings", "head_dim",
 )  # fmt: skip
-# What Megatron's layers compute, of keys that may be missing; "", 0, False and [] mean that nothing is asked for.
-_ONLY_OF_MEGATRON: Mapping[str, object] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "partial_rotary_factor": 1.0,
-}
-_ROTATIONS_OF_MEGATRON = ("default", "linear", "llama3")
 # What the trainer does not compute, by key of config.json and the values that mean nothing.
 _NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (None, 0),
@@ -180,34 +170,6 @@ def refuse_untrainable(model: Mapping[str, Any], place: Path) -> None:
         raise ConfigError(
             f"{place}: layer_types has {strange[0]!r}; legal: {', '.join(map(repr, sorted(LAYER_TYPES)))}"
         )
-
-
-def refuse_for_megatron(model: Mapping[str, Any], place: Path) -> None:
-    """What its ranks would refuse after their start (rlhpc/training/megatron/model_config.py), of a family it knows."""
-    for said, legal in _not_of_megatron(model):
-        raise ConfigError(
-            f"{place}: {said}, which trainer.backend='megatron' does not compute; legal: {legal}, or "
-            "trainer.backend='deepspeed'"
-        )
-
-
-def _not_of_megatron(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What stands there, and what would be legal."""
-    for key, only in _ONLY_OF_MEGATRON.items():
-        if (value := model.get(key)) and value != only:
-            yield f"{key}={value!r}", f"{only!r}"
-    if {*(model.get("layer_types") or ())} - {"full_attention"}:
-        yield "layer_types has more than full_attention", "full_attention in every layer"
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(table := model.get(key), dict):
-            continue
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in _ROTATIONS_OF_MEGATRON:
-            yield f"{key} has the type {kind!r}", ", ".join(map(repr, _ROTATIONS_OF_MEGATRON))
-        if table.get("partial_rotary_factor", 1.0) != 1.0:
-            yield f"{key} has partial_rotary_factor={table['partial_rotary_factor']!r}", "1.0"
-    if model.get("num_experts_per_tok") == 1 and model.get("norm_topk_prob"):
-        yield "num_experts_per_tok=1 with norm_topk_prob=true", "2 or more"
 
 
 def _families_of_transformers() -> set[str]:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.checks.memory.engine_verdict import refuse_small_cache, refuse_unfit_ranks
-from launch.checks.memory.model_shape import FAMILIES, ModelShape
+from launch.checks.memory.model_shape import ModelShape
 from launch.checks.model_files import (
     read_model,
-    refuse_for_megatron,
     refuse_other_vocabulary,
     refuse_unknown_tokens,
     refuse_untrainable,
@@ -29,6 +28,7 @@ from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.mixture import validate_datasets
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError, SandboxError
+from rlhpc.megatron_models import refuse_unsupported
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox, described_languages
 from rlhpc.rewards.composite import reference_check
@@ -193,25 +193,15 @@ def _refuse_other_critic(path: Path, model: Mapping[str, Any], place: Path) -> N
 
 def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> ModelShape | None:
     """Megatron's layers are written for these families only; the other backends run whatever transformers runs."""
-    family, place = model.get("model_type"), config.model.path / "config.json"
-    if config.trainer.backend == "megatron" and family not in FAMILIES:
-        raise ConfigError(
-            f"trainer.backend='megatron' does not know model_type={family!r} of {place}; legal: {', '.join(FAMILIES)}; "
-            "trainer.backend='deepspeed' trains other families"
-        )
-    if config.trainer.backend == "megatron" and model.get("use_sliding_window"):
-        raise ConfigError(
-            f"trainer.backend='megatron' has no sliding windows, and {place} says use_sliding_window=true; legal: "
-            "trainer.backend='deepspeed'"
-        )
+    place = config.model.path / "config.json"
     if config.trainer.backend == "megatron":
-        refuse_for_megatron(model, place)
+        refuse_unsupported(model, place)
     try:
         if config.trainer.backend == "megatron":
             ParallelLayout.of(config.trainer).refuse_unfit(model)
         return ModelShape.of(model)
     except KeyError as error:
-        raise ConfigError(f"{place}: no {error}, which every {family} has") from error
+        raise ConfigError(f"{place}: no {error}, which every {model.get('model_type')} has") from error
 
 
 def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelShape | None) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhpc.megatron_models import FAMILIES
 from rlhpc.parallel_layout import ParallelLayout, num_experts
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 
 
 @dataclass(frozen=True, slots=True)

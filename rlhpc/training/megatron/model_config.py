@@ -7,7 +7,6 @@ refused with ConfigError, never trained wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from torch.nn import functional
 
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
+from rlhpc.megatron_models import refuse_unsupported
 from rlhpc.parallel_layout import ParallelLayout, num_experts
 from rlhpc.training.megatron.grouped_experts import has_grouped_kernel
 from rlhpc.training.megatron.model_file import ModelConfig
-
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-ROPE_TYPES = ("default", "linear", "llama3")  # others rescale attention or depend on the length of the row
 
 
 def transformer_config(model: ModelConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
@@ -31,7 +28,7 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dtype: torch.
     Raises ConfigError naming model.path and the key of config.json whose value is not supported, or the key of
     [trainer] that does not fit the model.
     """
-    _refuse_unsupported(model)
+    refuse_unsupported(model.to_dict(), "model.path: config.json")
     layout = ParallelLayout.of(trainer)
     layout.refuse_unfit(model.to_dict())
     has_cuda = torch.cuda.is_available()
@@ -69,7 +66,7 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dtype: torch.
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
-    """float32 [head size / 2] radians per token, as transformers computes them, of a rope_type in ROPE_TYPES."""
+    """float32 [head size / 2] radians per token, as transformers computes them, of one of ROPE_TYPES."""
     parameters = model.rope_parameters
     if parameters["rope_type"] != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow: see model_file.py
@@ -143,46 +140,3 @@ def _recomputation(trainer: TrainerConfig) -> dict[str, Any]:
 
 def _head_size(model: ModelConfig) -> int:
     return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-
-
-def _refuse_unsupported(model: ModelConfig) -> None:
-    for key, value, legal in _unsupported(model):
-        raise ConfigError(
-            f"model.path: config.json has {key}={value!r}; trainer.backend=megatron supports {legal}; "
-            "trainer.backend=deepspeed trains any model of transformers"
-        )
-
-
-def _unsupported(model: ModelConfig) -> Iterator[tuple[str, Any, str]]:
-    """Key, value and what is supported instead, for every setting that layers here do not implement."""
-    if model.model_type not in FAMILIES:
-        yield "model_type", model.model_type, " or ".join(FAMILIES)
-        return
-    if model.hidden_act != "silu":
-        yield "hidden_act", model.hidden_act, "silu"
-    for key in ("attention_bias", "mlp_bias"):
-        if getattr(model, key, False):
-            yield key, True, "false"
-    other_layers = set(getattr(model, "layer_types", None) or ()) - {"full_attention"}
-    if other_layers or getattr(model, "use_sliding_window", False):
-        yield "layer_types", sorted(other_layers), "full_attention only, without a sliding window"
-    yield from _unsupported_rotation(model)
-    if model.model_type == "qwen3_moe":
-        yield from _unsupported_experts(model)
-
-
-def _unsupported_rotation(model: ModelConfig) -> Iterator[tuple[str, Any, str]]:
-    parameters = model.rope_parameters
-    if parameters.get("rope_type") not in ROPE_TYPES:
-        yield "rope_parameters.rope_type", parameters.get("rope_type"), " or ".join(ROPE_TYPES)
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        yield "rope_parameters.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0"
-
-
-def _unsupported_experts(model: ModelConfig) -> Iterator[tuple[str, Any, str]]:
-    if model.mlp_only_layers:
-        yield "mlp_only_layers", model.mlp_only_layers, "[]: experts in every layer"
-    if model.decoder_sparse_step != 1:
-        yield "decoder_sparse_step", model.decoder_sparse_step, "1: experts in every layer"
-    if model.num_experts_per_tok == 1 and model.norm_topk_prob:
-        yield "num_experts_per_tok", 1, "at least 2 where norm_topk_prob is true"

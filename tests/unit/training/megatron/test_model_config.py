@@ -28,7 +28,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         (LlamaConfig(**SIZES, attention_bias=True), "attention_bias=True"),
         (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act='gelu'"),
         (LlamaConfig(**SIZES, rope_parameters=YARN), "rope_parameters.rope_type='yarn'"),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1), "layer_types"),
+        (
+            Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "use_sliding_window=True",
+        ),
         (Qwen3MoeConfig(**SIZES, num_experts=4, mlp_only_layers=[0]), "mlp_only_layers=[0]"),
         (Qwen3MoeConfig(**SIZES, num_experts=4, decoder_sparse_step=2), "decoder_sparse_step=2"),
         (Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=1, norm_topk_prob=True), "num_experts_per_tok=1"),
