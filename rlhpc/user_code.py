@@ -125,9 +125,9 @@ def _line_of(path: str, error: BaseException) -> str:
     """
     parts = _IMPORT_PATH.fullmatch(path)
     module = sys.modules.get(parts["module"]) if parts else None
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if module and frame.f_code.co_filename == module.__file__]
-    return f" ({module.__file__}:{lines[-1]})" if module and lines else ""
+    file = getattr(module, "__file__", None)  # what is built into Python has none
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    return f" ({file}:{lines[-1]})" if lines else ""
 
 
 def _parts(path: str) -> tuple[str, str]:

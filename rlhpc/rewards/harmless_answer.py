@@ -3,9 +3,9 @@
 Scorers of reasoning-gym read expressions and lists by eval and by SymPy's parse_expr, which is eval, too: an answer of
 the policy would run as a program of the reward worker, outside of the sandbox, with the rights of the run.
 
-Input: an answer, and the right one.  Output: bool.  Harmless are expressions of numbers, letters and mathematical
-functions: no attribute, no other name; and literals whose texts are such expressions, too: SymPy's diff evaluates a
-text that parse_expr has returned, so that the program may stand in quotes.
+Input: an answer, and the right one.  Output: bool.  Harmless are expressions of numbers, letters, with a number or
+without, and mathematical functions: no attribute, no other name; and literals whose texts are such expressions, too:
+SymPy's diff evaluates a text that parse_expr has returned, so that the program may stand in quotes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ EVALUATING = frozenset(
      "simple_integration", "spiral_matrix", "string_insertion"}
 )  # fmt: skip
 _FUNCTIONS = frozenset(
-    {"Abs", "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf", "exp", "ln",
-     "log", "pi", "sec", "sin", "sinh", "sqrt", "tan", "tanh"}
+    {"Abs", "Rational", "abs", "acos", "acosh", "acot", "acoth", "acsc", "asec", "asin", "asinh", "atan", "atanh",
+     "cbrt", "const", "constant", "cos", "cosh", "cot", "coth", "csc", "csch", "erf", "exp", "ln", "log", "pi", "root",
+     "sec", "sech", "sin", "sinh", "sqrt", "tan", "tanh"}
 )  # fmt: skip
 _EXPRESSION = re.compile(r"[A-Za-z0-9_\s+\-*/^().,!=\[\]]*", re.ASCII)
 _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_LETTERS = re.compile(r"[A-Za-z_]|[A-Z]+")
+_LETTERS = re.compile(r"[A-Za-z_]|[A-Za-z]_?[0-9]+|[A-Z]+")  # C1 and C_1 are constants of integration
 _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 

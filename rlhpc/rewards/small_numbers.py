@@ -12,16 +12,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sympy import And, Eq, Expr, FiniteSet, Interval, Or, Tuple, Union, simplify
+from sympy import And, Basic, Eq, Expr, FiniteSet, Interval, Or, Tuple, Union, simplify
 from sympy.core.relational import Relational
 
 _RELATIVE = 1e-4
 
 
 def have_other_numbers(wanted: Any, answer: Any) -> bool:
-    """Whether as many numbers of one and of the other, by size, differ; False where there are more of one."""
+    """Whether as many numbers of one and of the other, by size, differ; False where there are more of one.
+
+    Also where both are relations that are arranged in other ways: 2x + 3y = 6 and 4x + 6y = 12, x ≥ 3 and x − 3 ≥ 0.
+    """
+    if _are_rearranged(wanted, answer):
+        return False
     ours, theirs = (sorted(_valued(expression), key=lambda pair: pair[0]) for expression in (wanted, answer))
     return len(ours) == len(theirs) and not all(map(_is_near, ours, theirs))
+
+
+def _are_rearranged(wanted: Any, answer: Any) -> bool:
+    """Whether they relate other things than numbers, and not only one letter each."""
+    relations = [part.atoms(Relational) if isinstance(part, Basic) else set() for part in (wanted, answer)]
+    sides = [{side for relation in each for side in relation.args if not side.is_number} for each in relations]
+    return all(relations) and not all(side.is_Symbol for side in sides[0] ^ sides[1])
 
 
 def _is_near(ours: tuple[Any, Expr], theirs: tuple[Any, Expr]) -> bool:

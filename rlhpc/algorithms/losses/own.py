@@ -21,8 +21,8 @@ from rlhpc.user_code import load, try_out
 KEY = "algorithm.loss"
 FAMILY = "own_loss"  # of its metrics in TensorBoard
 TRIAL = "a row of four tokens"
-# A device that has failed says so to whoever uses it next.
-OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+# A device that has failed says so to whoever uses it next, as do a full disk and memory that is used up.
+OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, OSError, MemoryError)
 IDLE_TRIAL = "a row without loss tokens, as a rank without samples has"
 
 
@@ -51,7 +51,7 @@ class OwnLoss:
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
         """See PolicyLoss.  Raises ConfigError: it raised, or returned something else than when it was tried."""
         on = f"a row of {len(current)} tokens of a run"
-        returned = try_out(KEY, self.path, on, partial(self.loss, current, row), unless=OF_THE_DEVICE)
+        returned = try_out(KEY, self.path, on, partial(self.loss, current, row), unless=OF_THE_MACHINE)
         if problem := _misfit(returned) or _news(returned[1], self.names):
             raise ConfigError(f"{KEY}={self.path!r} in a run: {problem} (rlhpc/contracts.py, PolicyLoss)")
         value, metrics = returned

@@ -83,9 +83,10 @@ def _rounded(tensors: Iterator[Tensor], specs: Iterable[TensorSpec]) -> Iterator
         rounded = tensor.to(DTYPES[spec.dtype])
         if tensor.numel() and rounded.dtype != tensor.dtype:
             extremes = torch.stack(tensor.aminmax())
-            if (extremes.isfinite() & extremes.to(rounded.dtype).isinf()).any():
+            lost = extremes[extremes.isfinite() & extremes.to(rounded.dtype).isinf()]
+            if len(lost):
                 raise CheckpointError(
-                    f"{spec.name} holds {float(extremes.abs().max()):.6g}, and {spec.dtype} ends at "
+                    f"{spec.name} holds {float(lost.abs().max()):.6g}, and {spec.dtype} ends at "
                     f"{torch.finfo(rounded.dtype).max:g}: it would be inf; "
                     "export with --dtype bfloat16 or --dtype float32"
                 )

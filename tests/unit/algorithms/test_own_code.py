@@ -156,6 +156,13 @@ def test_a_device_that_fails_under_a_loss_is_not_the_losss_fault(module: Path, e
         in_a_run(module, f"raise {error}('gone')")()
 
 
+@pytest.mark.parametrize("error", ["OSError(28, 'gone')", "MemoryError('gone')"])
+def test_a_machine_that_fails_under_a_loss_is_not_the_losss_fault(module: Path, error: str) -> None:
+    """A full disk under what torch.compile writes, say: another attempt may do better."""
+    with pytest.raises((OSError, MemoryError), match="gone"):
+        in_a_run(module, f"raise {error}")()
+
+
 class Operations(TorchDispatchMode):
     """Names of what torch computes meanwhile."""
 
@@ -210,6 +217,12 @@ def test_an_estimator_that_does_not_fit_is_refused(module: Path, expression: str
     module.write_text(f"def mine(rewards, lengths):\n    return {expression}\n")
     with pytest.raises(ConfigError, match=f"tried on rewards 1, 0, 0.5 of 3, 1, 2 tokens: .*{message}"):
         make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
+
+
+def test_a_function_of_python_itself_that_does_not_fit_is_refused() -> None:
+    """It has no file, in which a line could be named."""
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage='builtins:len', tried on .*: TypeError\("):
+        make_estimator(AlgorithmConfig(advantage="builtins:len"))
 
 
 def test_an_estimator_that_fails_later_says_so(module: Path) -> None:

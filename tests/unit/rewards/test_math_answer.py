@@ -55,6 +55,12 @@ EQUAL = [
     (r"x \ge 0", r"[0,\infty)"),
     (r"-1 \le x < 1", "[-1,1)"),
     ("110_{2}", "110_2"),
+    # Relations with other numbers, or with the numbers on other sides.
+    ("4x+6y=12", "2x+3y=6"),
+    ("x^2+y^2-25=0", "x^2+y^2=25"),
+    ("3x-4y=12", "3x-4y-12=0"),
+    (r"x-3 \ge 0", r"x \ge 3"),
+    (r"x-3 \ge 0", r"3 \le x"),
 ]
 UNEQUAL = [
     ("19", SOLUTION),
@@ -93,6 +99,8 @@ UNEQUAL = [
     (r"x > 0", r"[0,\infty)"),
     ("110_3", "110_2"),  # which math-verify reads as 110 both
     ("$4210_{7}$", "4210_5"),
+    ("f(0) = 10^{-20}", "f(0) = 10^{-21}"),
+    ("4x+6y=13", "2x+3y=6"),
 ]
 
 

@@ -188,12 +188,14 @@ def checkpoint_of(place: Path, weights: dict[str, torch.Tensor]) -> None:
     )
 
 
-@pytest.mark.parametrize("outlier", [7e4, -7e4])
-def test_a_weight_that_float16_does_not_hold_is_refused_by_name_and_not_written_as_inf(outlier, trained, tmp_path):
+@pytest.mark.parametrize(("outlier", "other"), [(7e4, 1.0), (-7e4, 1.0), (7e4, -torch.inf)])
+def test_a_weight_that_float16_does_not_hold_is_refused_by_name_and_not_written_as_inf(
+    outlier, other, trained, tmp_path
+):
     model_dir, _, weights, _ = trained
     name = "model.norm.weight"
     weights = weights | {name: weights[name].clone()}
-    weights[name][3] = outlier
+    weights[name][3], weights[name][4] = outlier, other
     checkpoint_of(tmp_path / "trainer", weights)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds 70000, and float16 ends at 65504.*bfloat16"):
         export_hf(tmp_path, model_dir, tmp_path / "out", dtype="float16")
