@@ -111,18 +111,19 @@ class _Memory:
         self.release()
         with room_for(f"version {manifest.policy_version}: a shadow of it in host memory"):
             for bucket in buckets_of(manifest):
-                self.blocks.append(torch.empty(bucket.num_bytes, dtype=torch.uint8))
+                block = torch.empty(bucket.num_bytes, dtype=torch.uint8)
                 if self._is_pinned:
-                    self.blocks[-1].fill_(0)
-                    _register(self.blocks[-1])
+                    _register(block.fill_(0))
+                self.blocks.append(block)
         self._digest = digest
 
     def release(self) -> None:
-        """Let go of it."""
+        """Let go of it, once the copies into it that this thread has launched have ended."""
         self._digest = None
-        if self._is_pinned:
+        if self._is_pinned and self.blocks:
+            torch.cuda.current_stream().synchronize()
             for block in self.blocks:
-                torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
+                _unregister(block)
         self.blocks = []
 
 
@@ -168,3 +169,9 @@ def _register(block: Tensor) -> None:
     if block.numel():
         outcome = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)  # type: ignore[no-untyped-call]
         torch.cuda.check_error(outcome)
+
+
+def _unregister(block: Tensor) -> None:
+    """Undo _register: CUDA keeps an error of this for the thread's next kernel."""
+    if block.numel():
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]

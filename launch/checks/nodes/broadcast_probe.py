@@ -36,14 +36,16 @@ def main(arguments: list[str]) -> int:
     distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     device = "cuda:0" if backend == "nccl" else "cpu"
     buffer = torch.empty(NUM_BYTES[backend], dtype=torch.uint8, device=device)
+    # Before anything was sent a barrier takes the GPU with the rank's number, which is another communicator.
+    on = {"device_ids": [0]} if backend == "nccl" else {}
     best_s = float("inf")
     for round_index in range(ROUNDS + 1):
-        distributed.barrier()
+        distributed.barrier(**on)
         began = time.monotonic()
         distributed.broadcast(buffer, 0)
         if device != "cpu":
             torch.cuda.synchronize()
-        distributed.barrier()  # the sender may be done before the receiver
+        distributed.barrier(**on)  # the sender may be done before the receiver
         if round_index:  # the first one makes connections
             best_s = min(best_s, time.monotonic() - began)
     distributed.destroy_process_group()
