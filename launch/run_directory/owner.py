@@ -133,7 +133,7 @@ class LivingLauncher:
                 if not has_told and self.record.is_suspended:
                     pid, has_told = self.record.pid, True
                     tell(
-                        f"waiting for  launcher pid {pid}, which is suspended (Ctrl-Z?): `kill -CONT {pid}` lets it end"
+                        f"waiting for launcher pid {pid}, which is suspended (Ctrl-Z?): `kill -CONT {pid}` lets it end"
                     )
                 time.sleep(POLL_S)
             return

@@ -83,3 +83,7 @@ def test_a_batch_of_old_tokens_is_learnt_from_at_a_lower_rate() -> None:
     assert rate_factor_by_age(rows, 7) == pytest.approx(4 / 9)
     assert rate_factor_by_age([np.array([7, 7, 6], np.int32)], 7) == 1.0
     assert rate_factor_by_age([np.array([-1], np.int32)], 7) == 1.0
+
+
+def test_tokens_of_the_first_weights_count_for_the_age_of_a_batch() -> None:
+    assert rate_factor_by_age([np.array([-1, 0, 2], np.int32)], 4) == pytest.approx(1 / 3)  # ages 4 and 2

@@ -13,7 +13,7 @@ import pytest
 from launch import cli
 from launch.run_directory.begin_attempt import begin_attempt, main
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
-from launch.run_directory.journal_aside import SHAPES_NOTHING
+from launch.run_directory.journal_aside import SHAPES_NOTHING, set_journal_aside
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.slurm.this_job import ThisJob
@@ -234,6 +234,14 @@ def test_a_resume_leaves_the_journal_where_it_is(config: Config, layout: RunLayo
     flip_one_bit(layout.checkpoint(12) / "controller.json")
     assert resume(override(config, ["run.num_steps=900"]), layout)[0] == 10
     assert files_of(layout.rollouts) == [*journal, "segment_000000.h5"]
+
+
+def test_a_journal_that_cannot_be_set_aside_is_said_and_stays(layout: RunLayout, journal: list[str]) -> None:
+    (layout.rollouts / "lost_attempt_1").touch()
+    told: list[str] = []
+    with pytest.raises(RunDirectoryError, match="its journal cannot be set aside"):
+        set_journal_aside(layout, ResumePoint(no_replay=True), (), 1, told.append)
+    assert (files_of(layout.rollouts), told) == ([*journal, "segment_000000.h5"], [])
 
 
 @pytest.mark.parametrize(

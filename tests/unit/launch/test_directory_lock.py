@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from launch.run_directory.directory_lock import LockHeld, holders, lock_directory
+from launch.run_directory.owner import own_run
+from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
+from tests.unit.launch.launchers import controller_elsewhere
 
 
 @pytest.fixture
@@ -45,3 +48,16 @@ def test_a_lock_of_a_directory_that_was_made_again_excludes_nobody(layout: RunLa
     assert second.is_of_the_directory
     first.close()
     second.close()
+
+
+def test_who_is_refused_leaves_the_launcher_of_a_living_run_recorded(layout: RunLayout) -> None:
+    layout.config.write_text('{"config": {}, "hash": ""}')
+    with controller_elsewhere(layout):
+        recorded = layout.launcher.read_bytes()
+        for _ in range(2):  # or the second start would take its own record for nobody's
+            with (
+                pytest.raises(RunDirectoryError, match="a run is active here on another-host"),
+                own_run(layout, lambda _: None, may_take_over=True),
+            ):
+                raise AssertionError("two launchers own a run")
+        assert layout.launcher.read_bytes() == recorded

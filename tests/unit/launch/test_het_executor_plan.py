@@ -231,7 +231,8 @@ def test_a_job_that_slurm_has_forgotten_is_gone_and_without_an_answer_nothing_is
     print_rows(squeue, "7|RUNNING|c0\n")
     found = ask_states({"7", "8"})
     assert found is not None
-    assert (found["7"]["State"], found["8"]) == ("RUNNING", {"State": GONE})
+    assert (found["7"]["State"], found["7"]["NodeList"]) == ("RUNNING", "c0")
+    assert found["8"] == {"State": GONE}
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert ask_states({"7"}) is None
 

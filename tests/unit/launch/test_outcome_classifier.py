@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.run_files.exit_records import ExitRecord, write_record
-from launch.run_files.outcome import Cause
+from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.run_files.run_state import Attempt
 from launch.slurm.this_job import ThisJob
+from launch.supervisor.ending import write_result
 from launch.supervisor.outcome_classifier import OutcomeClassifier, asked_to_end
 from rlhpc.run_layout import RunLayout
 
@@ -25,14 +28,17 @@ def layout(tmp_path: Path) -> RunLayout:
     return layout
 
 
-def classifier(layout: RunLayout) -> OutcomeClassifier:
+def plan_of_jobs(layout: RunLayout) -> JobPart:
     def part(name: str, role: str, count: int) -> Part:
         return Part(name, (Share(role, count, 0),), role == "controller", (), 0, ("python3",), {}, {})
 
     parts = (part("controller", "controller", 1), part("trainer", "trainer", 2))
     limits = Limits(meet_s=10, stall_s=10, max_retries=1)
-    plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, parts, limits, "requeue", ())
-    return OutcomeClassifier(plan, ThisJob.of({"SLURM_JOB_ID": "12"}))
+    return JobPart(layout, layout.job_plan, "jobs", "controller", False, parts, limits, "requeue", ())
+
+
+def classifier(layout: RunLayout) -> OutcomeClassifier:
+    return OutcomeClassifier(plan_of_jobs(layout), ThisJob.of({"SLURM_JOB_ID": "12"}))
 
 
 def ended(layout: RunLayout, name: str, status: int, words: str = "") -> None:
@@ -116,3 +122,20 @@ def test_a_user_who_asks_to_stop_is_heard_and_one_who_asks_for_now_is_heard_firs
     layout.abort_request.touch()
     assert (outcome := asked_to_end(layout)) is not None
     assert outcome.cause is Cause.ABORT
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_complete", "result"),
+    [
+        (Cause.COMPLETE, True, ("success", {"steps": 7})),
+        (Cause.UNCLEAN, True, ("error", "how it ended")),
+        (Cause.STOP, False, ("error", "how it ended")),
+    ],
+)
+def test_the_result_of_a_job_is_the_summary_of_a_run_that_is_complete_and_ended_well(
+    layout: RunLayout, cause: Cause, is_complete: bool, result: tuple[str, Any]
+) -> None:
+    if is_complete:
+        layout.summary.write_text('{"steps": 7}')
+    write_result(plan_of_jobs(layout), ThisJob.of({"SLURM_JOB_ID": "12"}), Outcome(cause, "how it ended"))
+    assert pickle.loads((layout.logs / "slurm" / "12_0_result.pkl").read_bytes()) == result

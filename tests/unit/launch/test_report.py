@@ -29,7 +29,7 @@ from launch.reading.report_page import write_report
 from launch.reading.run_figures import read_figures, read_sampled
 from launch.reading.spells import MOST_STRETCHES, Spell
 from launch.reading.timeline_chart import MOST_COLUMNS, rows_of, thinned, timeline_chart
-from launch.run_directory.owner import register_launcher
+from launch.run_directory.owner import SILENCE_S, register_launcher
 from launch.run_files.events import EventLog
 from rlhpc.buffer.line_file import LineFile
 from rlhpc.exit_status import EXIT_CONFIG
@@ -38,6 +38,7 @@ from rlhpc.metrics.recorder import Recorder
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
 from rlhpc.roles.controller.metrics.timeline import TimelineEntry
 from tests.unit.launch.browser import asks_the_network, dom_of, needs_browser, picture_of, texts_in
+from tests.unit.launch.launchers import launcher_elsewhere
 from tests.unit.launch.seen_runs import TextRun
 from tests.unit.launch.site_kit import plan_of
 
@@ -176,6 +177,16 @@ def test_an_attempt_whose_processes_could_not_be_started_has_said_so(tmp_path: P
     log.say("kill", why)
     log.say(word, why)
     assert [each.kind for each in read_story(run.layout).faults if each.kind == "killed"] == []
+
+
+def test_a_launcher_on_another_machine_is_taken_for_killed_once_it_is_silent(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "elsewhere")
+    begins_here(run, 0)
+    launcher_elsewhere(run.layout)
+    assert read_story(run.layout).faults == []
+    heartbeat_s = time.time() - 2 * SILENCE_S
+    os.utime(run.layout.launcher, (heartbeat_s, heartbeat_s))
+    assert [each.kind for each in read_story(run.layout).faults] == ["killed"]
 
 
 def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown() -> None:

@@ -167,6 +167,13 @@ def test_what_is_neither_hidden_nor_there_is_still_an_error(
         ask_cluster()
 
 
+def test_a_list_that_fails_for_another_reason_is_not_taken_for_a_hidden_one(commands: Commands) -> None:
+    commands.put("scontrol", f"[ $2 = node ] && {{ echo 'Invalid node name' >&2; exit 1; }}\n{scontrol(())}")
+    commands.put("sacctmgr", "exit 1")
+    with pytest.raises(SlurmError, match="Invalid node name"):
+        ask_cluster()
+
+
 def test_a_time_out_of_a_trial_submission_is_no_refusal(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     commands.put("sbatch", f"[ $n = 1 ] && {{ {TIMED_OUT}; }}; echo 'sbatch: Job 9 to start' >&2")
     assert [finding.verdict for finding in try_components(plan_of())] == ["pass"] * 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhpc.training.optimizer import FlatAdamW
+from rlhpc.training.optimizer import NORM_RUN, FlatAdamW
 
 
 def draw() -> dict[str, nn.Parameter]:
@@ -65,6 +65,14 @@ def test_clipping_scales_to_the_norm_and_leaves_smaller_gradients_alone():
     assert torch.equal(flat.gradients, before)
     flat.clip(norm, 0.5)
     assert flat.gradient_norm() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("size", [1, NORM_RUN - 1, NORM_RUN, 2 * NORM_RUN + 3])
+def test_the_norm_is_that_of_all_gradients(size: int):
+    parameters = {"only": nn.Parameter(torch.zeros(size))}
+    flat = FlatAdamW(parameters, betas=(0.9, 0.95), eps=1e-8)
+    (parameters["only"] * torch.arange(1, size + 1)).sum().backward()
+    assert flat.gradient_norm() == pytest.approx(math.sqrt(sum(n * n for n in range(1, size + 1))))
 
 
 def test_masters_keep_what_bfloat16_parameters_round_away():

@@ -13,6 +13,7 @@ from rlhpc.transport.memory import MemoryClient, MemoryServer
 from rlhpc.transport.rpc import RpcClient
 from tests.patience import PATIENCE_S
 
+NEVER_S = 10 * PATIENCE_S  # a call that is given up only at its limit fails its test
 REQUEST = RewardRequest(7, "math", "6 * 7 = 42", "42")
 Answer = Callable[["Service", str, RewardRequest], Awaitable[None]]
 
@@ -203,7 +204,7 @@ async def test_a_channel_that_is_closed_meanwhile_costs_no_timeout(services: lis
     services[0].answer = keep_silent
     channels = connected(services)
     async with RpcClient(channels) as rpc:
-        call = asyncio.create_task(rpc.call(REQUEST, 30))
+        call = asyncio.create_task(rpc.call(REQUEST, NEVER_S))
         await asyncio.sleep(0.01)
         await channels[0].close()
         assert (await asyncio.wait_for(call, PATIENCE_S)).detail == "reward-1"
@@ -223,7 +224,7 @@ async def test_a_replica_that_was_started_again_is_asked_anew_and_that_counts_as
     services[0].answer = keep_silent
     channels = connected(services)
     async with RpcClient(channels[:1], max_attempts=1) as rpc:
-        calls = [asyncio.create_task(rpc.call(REQUEST, 30)) for _ in range(3)]
+        calls = [asyncio.create_task(rpc.call(REQUEST, NEVER_S)) for _ in range(3)]
         await asyncio.sleep(0.01)
         await rpc.replace(channels[0], channels[1])
         replies = await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
@@ -236,7 +237,7 @@ async def test_closing_ends_calls_that_wait(services: list[Service]):
     services[0].answer = keep_silent
     rpc = RpcClient(connected(services)[:1])
     async with rpc:
-        call = asyncio.create_task(rpc.call(REQUEST, 30))
+        call = asyncio.create_task(rpc.call(REQUEST, NEVER_S))
         await asyncio.sleep(0.01)
     with pytest.raises(ChannelClosed):
         await asyncio.wait_for(call, PATIENCE_S)
