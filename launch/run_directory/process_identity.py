@@ -76,7 +76,7 @@ def boot_id() -> str:
 def _state_and_ticks(pid: int) -> tuple[str, int] | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # the last: another user's, on a site with hidepid
         return None
     fields = stat[stat.rindex(")") + 2 :].split()  # the name in brackets may hold anything, brackets too
     return fields[0], int(fields[19])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from launch.run_directory.owner import own_run
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.launchers import controller_elsewhere
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -61,3 +64,17 @@ def test_who_is_refused_leaves_the_launcher_of_a_living_run_recorded(layout: Run
             ):
                 raise AssertionError("two launchers own a run")
         assert layout.launcher.read_bytes() == recorded
+
+
+@pytest.mark.starts
+def test_where_processes_of_others_are_hidden_none_of_them_is_the_recorded_one() -> None:
+    """hidepid=1: its directory in /proc is there, and what it holds is for its owner."""
+    looks = "import os; from launch.run_directory.process_identity import ProcessIdentity as P; before = P.of(1); "
+    leaves = "os.setgroups([]); os.setgid(65534); os.setuid(65534); "
+    as_nobody = shlex.join([sys.executable, "-c", f"{looks}{leaves}print(before.pid, before.is_alive, P.of(1))"])
+    script = f"mount -t proc -o hidepid=1 proc /proc && {as_nobody}; exit $?"
+    words = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.stderr.startswith(("unshare:", "mount:")):
+        pytest.skip(f"only root may do that: {done.stderr.strip()}")
+    assert (done.returncode, done.stdout.strip()) == (0, "1 False None"), done.stderr
