@@ -167,6 +167,18 @@ def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tm
     assert [each.kind for each in story.happenings] == ["attempt", "killed", "attempt", "attempt_end"]
 
 
+def test_a_killed_run_ended_at_its_last_status_whatever_became_of_its_launchers_file(tmp_path: Path) -> None:
+    """A resume that is refused removes that file, and runs of earlier versions have no timeline."""
+    run = TextRun(tmp_path / "killed")
+    begins_here(run, 0)
+    end_s = time.time() + 90
+    run.layout.status.write_text(json.dumps({"phase": "training", "step": 7, "roles": [], "unix_time_s": end_s}))
+    story = read_story(run.layout)
+    assert [each.unix_time_s for each in story.happenings if each.kind == "killed"] == [end_s]
+    run.layout.job_events("local").unlink()
+    assert read_story(run.layout).end_s == end_s
+
+
 @pytest.mark.parametrize("word", ["retry", "verdict"])
 def test_an_attempt_whose_processes_could_not_be_started_has_said_so(tmp_path: Path, word: str) -> None:
     """It ends without an end of its own: what follows is the launcher's word."""
