@@ -181,7 +181,7 @@ def _of_killed_launchers(layout: RunLayout) -> Iterator[Happening]:
 
 def _last_status_s(layout: RunLayout) -> float:
     """When the controller last wrote its status; 0: never."""
-    written_s = read_document(layout.status).get("unix_time_s")
+    written_s = read_document(layout.status).get("unix_time_s", 0.0)
     return float(written_s) if is_time(written_s) else 0.0
 
 
