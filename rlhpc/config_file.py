@@ -23,7 +23,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
-from rlhpc.toml_text import read_toml, shown
+from rlhpc.toml_text import beyond_64_bits, read_toml, shown
 
 COMMAND_LINE = "command line"  # whence overrides come, in messages
 
@@ -75,14 +75,21 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
     try:
         document = json.loads(layout.config.read_bytes())
         settings, digest = dict(document["config"]), str(document["hash"])
+        is_as_written = _digest(settings) == digest
     except FileNotFoundError:
         raise ConfigError(f"{layout.config}: missing; {layout.root} is not a run directory") from None
     except KeyError as error:
         raise ConfigError(f"{layout.config}: has no {error}; {layout.root} is not a run directory") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{layout.config}: damaged: {error}") from error
-    config = _validate(settings, (str(layout.config), ""), is_begun=True)
-    if _digest(settings) != digest:
+    try:
+        config = _validate(settings, (str(layout.config), ""), is_begun=True)
+    except ConfigError as error:
+        if not is_as_written:
+            raise
+        version = f"another version of rlhpc, {document.get('commit') or 'of no known commit'}"
+        raise ConfigError(f"{error}\n{layout.config}: written by {version}: go on with that one") from None
+    if not is_as_written:
         raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {digest}")
     return config, digest
 
@@ -236,14 +243,6 @@ def _validate(
         own = [_of_the_only_table(key, document) for key in typed]
         raise ConfigError("\n".join(f"{_whose(fault, sources, own)}: {fault}" for fault in faults))
     return config
-
-
-def beyond_64_bits(values: Any, place: str = "") -> list[str]:
-    """Whole numbers that no message and no array can hold."""
-    if isinstance(values, int) and abs(values) >= 1 << 63:
-        return [f"{place}={values}: legal: below 2^63"]
-    within = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    return [line for key, each in within for line in beyond_64_bits(each, f"{place}.{key}".removeprefix("."))]
 
 
 def _whose(fault: str, sources: tuple[str, str], typed: Sequence[str]) -> str:

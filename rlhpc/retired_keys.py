@@ -58,6 +58,8 @@ def without_retired_keys(document: Mapping[str, Any]) -> tuple[dict[str, Any], l
     for name, retired in RETIRED.items():
         section, _, key = name.partition(".")
         table = left.get(section)
+        if table == {} and section not in Config.model_fields:  # all its keys were left out, as was asked
+            del left[section]
         if not isinstance(table, dict) or key not in table:
             continue
         value = table[key]

@@ -112,3 +112,11 @@ def _legal(line: str, said: str) -> str:
     if line.startswith("["):
         return "[section], closed on its line"
     return next((legal for form, legal in _HABITS if equals and form.match(value)), "")
+
+
+def beyond_64_bits(values: Any, place: str = "") -> list[str]:
+    """Whole numbers that no message and no array can hold."""
+    if isinstance(values, int) and abs(values) >= 1 << 63:
+        return [f"{place}={values}: legal: below 2^63"]
+    within = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [line for key, each in within for line in beyond_64_bits(each, f"{place}.{key}".removeprefix("."))]

@@ -23,10 +23,10 @@ from launch.plan.site_values import (
     Walltime,
     Word,
 )
-from rlhpc.config_file import beyond_64_bits, fault_lines, sections, unknown_key
+from rlhpc.config_file import fault_lines, sections, unknown_key
 from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.errors import ConfigError
-from rlhpc.toml_text import read_toml, shown
+from rlhpc.toml_text import beyond_64_bits, read_toml, shown
 
 # GiB that CUDA reports as the whole of a GPU, rounded down: less than the name says, which counts in GB.
 GPU_MEMORY_GIB = {

@@ -19,6 +19,7 @@ import numpy as np
 from launch.common.paths import written_unix_s
 from launch.reading.spells import Spell, is_time, read_timeline
 from launch.run_directory.owner import may_live
+from launch.run_files.events import read_document
 from launch.run_files.outcome import Cause
 from rlhpc.buffer.line_file import LineFile
 from rlhpc.metrics.curves import Curve
@@ -128,7 +129,7 @@ def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType
     times = [each.unix_time_s for each in found] + recorded.times
     times += [spell.begin_s for spell in story.spells]
     if times:
-        story.begin_s, story.end_s = min(times), max(times)
+        story.begin_s, story.end_s = min(times), max(*times, _last_status_s(layout))
     return story
 
 
@@ -160,7 +161,7 @@ def _of_supervisors(layout: RunLayout) -> Iterator[Happening]:
 def _of_killed_launchers(layout: RunLayout) -> Iterator[Happening]:
     """Attempts on this machine that begin and never end: their supervisor could not tell any more.
 
-    Their time is that of the next attempt, which found out, or else of the launcher's last heartbeat.
+    Their time is that of the next attempt, which found out, or else of the last sign of life.
     """
     open_attempts: dict[int, float] = {}
     for line in _lines(layout.job_events("local")):
@@ -172,9 +173,16 @@ def _of_killed_launchers(layout: RunLayout) -> Iterator[Happening]:
     for attempt, began_s in open_attempts.items():
         later = [unix_time_s for index, unix_time_s in begun.items() if index > attempt]
         if later or not may_live(layout):
-            when = min(later, default=max(began_s, written_unix_s(layout.launcher)))
+            alive_s = max(began_s, written_unix_s(layout.launcher), _last_status_s(layout))
+            when = min(later, default=alive_s)
             text = f"attempt {attempt} ended without a word: its launcher was killed, or the machine went down"
             yield Happening(when, "run", "killed", text, attempt)
+
+
+def _last_status_s(layout: RunLayout) -> float:
+    """When the controller last wrote its status; 0: never."""
+    written_s = read_document(layout.status).get("unix_time_s", 0.0)
+    return float(written_s) if is_time(written_s) else 0.0
 
 
 def _of_attempts(layout: RunLayout) -> Iterator[Happening]:

@@ -24,6 +24,7 @@ from rlhpc.run_layout import RunLayout
 
 _COLUMNS = (
     "groups/admitted_version",
+    "groups/consumed_step",
     "groups/trained_version",
     "groups/rollout_offsets",
     "groups/drop_reason",
@@ -109,9 +110,9 @@ def read_sampled(layout: RunLayout) -> Sampled:
         sizes = np.diff(columns["groups/rollout_offsets"])
         lengths = np.diff(columns["rollouts/token_offsets"])
         age = columns["groups/trained_version"] - columns["groups/admitted_version"]
-        is_trained = columns["groups/trained_version"] >= 0
-        is_of_trained = np.repeat(is_trained, sizes)
-        _count(sampled.staleness, np.repeat(age[is_trained], sizes[is_trained]))
+        has_age = columns["groups/trained_version"] >= 0  # schema 1 does not say
+        is_of_trained = np.repeat(columns["groups/consumed_step"] >= 0, sizes)
+        _count(sampled.staleness, np.repeat(age[has_age], sizes[has_age]))
         _count(sampled.lengths_trained, lengths[is_of_trained])
         _count(sampled.lengths_dropped, lengths[~is_of_trained])
         sampled.dropped.update(str(reason) for reason in columns["groups/drop_reason"] if reason)

@@ -21,6 +21,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 EVENT_FILES = "events.out.tfevents.*"  # in a directory; names begin with the time, so that they sort as they were made
 _HEAD = struct.Struct("<QI")  # length of the record, checksum of the length
 _CRC_BYTES = 4  # behind the record
+_OTHER_AXES = ("by_tokens/", "by_seconds/")  # of metrics that early versions wrote over other axes, too
 _LARGEST = 64 << 20  # of a record: more is no length but damage
 
 
@@ -101,7 +102,7 @@ class _Written:
         self._steps.append(event.step)
         self._times.append(event.wall_time)
         for value in event.summary.value:
-            if value.WhichOneof("value") == "simple_value":
+            if value.WhichOneof("value") == "simple_value" and not value.tag.startswith(_OTHER_AXES):
                 if (of_metric := self._points.get(value.tag)) is None:
                     of_metric = self._points[value.tag] = array("I"), array("f")
                 of_metric[0].append(number)

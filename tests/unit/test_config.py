@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
 
 import pytest
+from pydantic_core import to_json
 
 from launch.commands.schema import meaning_of
 from rlhpc.config import Config
@@ -99,6 +101,26 @@ def test_settings_that_were_altered_by_hand_are_refused(run_file: Path, tmp_path
         layout.config.write_text(text)
         with pytest.raises(ConfigError, match=said):
             read_resolved(layout)
+
+
+def test_settings_with_keys_of_a_later_version_name_that_version(run_file: Path, tmp_path: Path) -> None:
+    """The file is not damaged: login and compute nodes have environments of their own."""
+    layout = RunLayout(tmp_path)
+    write_resolved(load_config(run_file), layout, "v9-4-gabc")
+    document = json.loads(layout.config.read_bytes())
+    document["config"]["run"]["of_tomorrow"] = 1
+    layout.config.write_text(
+        json.dumps(document | {"hash": hashlib.sha256(to_json(document["config"])).hexdigest()[:16]})
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_resolved(layout)
+    unknown, by_whom = str(caught.value).splitlines()
+    assert "run.of_tomorrow=1: unknown key" in unknown
+    assert by_whom == f"{layout.config}: written by another version of rlhpc, v9-4-gabc: go on with that one"
+    layout.config.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="unknown key") as caught:
+        read_resolved(layout)
+    assert "another version" not in str(caught.value)
 
 
 def test_the_hash_is_of_all_settings(run_file: Path) -> None:

@@ -83,6 +83,11 @@ def test_a_run_file_that_wants_something_else_is_told_what_holds_and_what_to_do(
     assert line.endswith("; legal: leave it out")
 
 
+def test_a_table_whose_keys_were_all_left_out_as_told_may_stay(run_file: Path) -> None:
+    run_file.write_text(RUN_FILE + "\n[metrics]\n")
+    assert load_config(run_file).run.name
+
+
 def test_a_retired_key_hides_no_other_fault(run_file: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(run_file, ["generation.top_p=0.9", "trainer.token_budget=many", "trainer.max_skipped_steps=true"])

@@ -26,6 +26,7 @@ def hello(context: RoleContext, weight_devices: tuple[str, ...] = ()) -> Hello:
         host=socket.gethostname(),
         num_weight_ranks=len(weight_devices),
         weight_devices=weight_devices,
+        code=context.code,
     )
 
 

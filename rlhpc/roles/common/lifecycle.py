@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypedDict, TypeVar
 
+from rlhpc.code_digest import code_digest
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import TransportConfig
@@ -81,6 +82,7 @@ class RoleContext:
     owner: str = ""
     # Slurm job, and its restart, for whose attempt this process waits once it has loaded everything (stand_by.py).
     stands_by_for: tuple[int, int] | None = None
+    code: str = ""  # digest of the code that this process runs
 
     @property
     def listener(self) -> Listener:
@@ -137,6 +139,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
         meet_timeout_s=options.meet_timeout_s,
         owner=options.owner,
         stands_by_for=tuple(options.stand_by) if options.stand_by else None,
+        code=code_digest(),
     )
 
 

@@ -28,14 +28,19 @@ class RoleProcess:
 class ProcessRegistry:
     """Members by name; a newer incarnation of a name replaces the older one, never one of a later start."""
 
-    def __init__(self, config_hash: str, dead_after_s: float, clock: Clock) -> None:
-        self._config_hash, self._dead_after_s, self._clock = config_hash, dead_after_s, clock
+    def __init__(self, config_hash: str, dead_after_s: float, clock: Clock, code: str = "") -> None:
+        """code: digest of the controller's own; "": not known."""
+        self._config_hash, self._dead_after_s, self._clock, self._code = config_hash, dead_after_s, clock, code
         self._members: dict[str, RoleProcess] = {}
         self._latest: dict[str, str] = {}  # name → incarnation, including processes that are gone
 
     def is_superseded(self, name: str, hello: Hello) -> bool:
         """True for an incarnation that is older than one registered under this name."""
         return is_earlier(hello.incarnation, self._latest.get(name, ""))
+
+    def is_of_other_code(self, hello: Hello) -> bool:
+        """Whether this process was started from another version of rlhpc than the controller."""
+        return bool(self._code) and hello.code != self._code
 
     def register(self, name: str, hello: Hello) -> bool:
         """Register a process.  False, without effect, if its settings differ or a later incarnation is registered."""
@@ -52,6 +57,12 @@ class ProcessRegistry:
             return True
         self._members[name] = RoleProcess(hello, Heartbeat("starting", "", -1), self._clock())
         log.info("%s registered: pid %d on %s", name, hello.pid, hello.host)
+        if self.is_of_other_code(hello):
+            log.warning(
+                "%s, pid %d on %s, runs another version of rlhpc than the controller (code %s and %s): stop the run, "
+                "and resume it when all nodes have the same",
+                *(name, hello.pid, hello.host, hello.code or "without a digest", self._code),
+            )
         return True
 
     def record(self, name: str, beat: Heartbeat) -> bool:

@@ -107,7 +107,7 @@ class Controller:
         config, clock = context.config, asyncio.get_running_loop().time
         self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
         self._state = open_controller_state(context, self._awake)
-        self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake)
+        self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake, context.code)
         self._trainer = TrainerLink(batches)
         self._weight_sync = WeightSync(
             control,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from rlhpc.code_digest import code_digest
 from rlhpc.messages import Heartbeat, Hello
 from rlhpc.roles.controller.metrics.recorder import GeneratorMeter
 from rlhpc.roles.controller.process_registry import ProcessRegistry
@@ -35,6 +37,32 @@ def test_a_process_with_other_settings_stays_out(registry: ProcessRegistry) -> N
     assert registry.names() == []
     assert registry.register("generator-0", hello())
     assert registry.names() == ["generator-0"]
+
+
+def test_a_process_of_another_version_is_admitted_and_named(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = ProcessRegistry("hash", 10.0, clock, code="abc")
+    assert registry.register("generator-0", replace(hello(), code="abc"))
+    assert caplog.messages == []
+    assert registry.register("generator-1", replace(hello(replica=1), code="def"))
+    assert registry.register("reward-0", hello("reward"))  # of a version that says nothing of itself
+    of_generator, of_reward = caplog.messages
+    assert of_generator.startswith("generator-1, pid 101 on here, runs another version of rlhpc than the controller")
+    assert "(code without a digest and abc)" in of_reward
+    assert registry.names() == ["generator-0", "generator-1", "reward-0"]
+
+
+def test_the_digest_is_of_the_code_and_not_of_its_place(tmp_path: Path) -> None:
+    for place in ("here", "there"):
+        (tmp_path / place / "part").mkdir(parents=True)
+        (tmp_path / place / "part" / "a.py").write_text("1")
+    first, second = tmp_path / "here", tmp_path / "there"
+    (second / "a.pyc").write_text("compiled")
+    assert code_digest(first) == code_digest(second)
+    (second / "part" / "a.py").write_text("2")
+    assert code_digest(first) != code_digest(second)
+    assert len(code_digest()) == 12
 
 
 def test_a_process_of_an_earlier_start_stays_out_even_after_its_successor_is_gone(registry: ProcessRegistry) -> None:
