@@ -81,8 +81,7 @@ class ControllerJobSupervisor:
         self._has_trained, self._awake = False, AwakeTime()  # has_trained: a step in the last attempt
         self._processes = Processes(plan, job, log, signals, tether)
         self._stand_by = StandBy(plan, job, limit, log, signals, self._processes, self._starter)
-        self._heirs = Heirs(plan, job)
-        self._resubmitter = Resubmitter(plan, job, log, self._budget)
+        self._heirs, self._resubmitter = Heirs(plan, job), Resubmitter(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to exit
         self._why, self._asked_at, self._patience_s = "", 0.0, SAVE_GRACE_S  # why: the same, in words
 
@@ -105,6 +104,7 @@ class ControllerJobSupervisor:
                 self._pause(pause_s)
         finally:
             self._starter.forget()
+            self._interrupt_if_asked()  # between two attempts
             self._processes.end_all(self._grace_s())
 
     @property

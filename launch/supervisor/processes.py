@@ -15,6 +15,8 @@ from launch.supervisor.steps import Step, Tether, start_beside, start_part
 from rlhpc.deadline import Deadline
 from rlhpc.files import is_listed
 
+POLL_S = 0.1
+
 
 class Processes:
     """Starts, watches and ends them.  `controller` is the one of the current attempt."""
@@ -134,13 +136,17 @@ class Processes:
             step.kill()
 
     def end_all(self, grace_s: float) -> None:
-        """End every process of this job; generators hand back their leases."""
+        """End every process of this job; generators hand back their leases, unless Ctrl-C is pressed meanwhile."""
         if self.controller is not None:
             self.controller.kill()
-        left = self.ask_all_to_leave()
-        deadline = Deadline(grace_s)
+        left, interrupts = self.ask_all_to_leave(), self._signals.interrupts
+
+        def is_over() -> bool:
+            return self._signals.interrupts > interrupts or all(step.status() is not None for step in left)
+
+        Deadline(grace_s).wait_for(is_over, POLL_S, self._signals.sleep)
         for step in left:
-            if not step.wait(deadline.left_s, self._signals.sleep):
+            if step.status() is None:
                 self._log.say("kill", f"{step.name} is killed: it did not exit in time")
                 step.kill()
 
