@@ -24,7 +24,8 @@ def host_address(environment: Mapping[str, str] = os.environ) -> str:
 
     That of the first interface named in RLHPC_INTERFACE ("ib0" or "ib0,eth0") that this host has; if none is named,
     that of the host's name, else of the default route's interface: many distributions map the host's own name to
-    127.0.1.1, which no other host reaches, and some sites to an address that the host does not have.  Sends nothing.  127.0.0.1 if there is no network at all.
+    127.0.1.1, which no other host reaches, and some sites to an address that the host does not have.  Sends nothing.
+    127.0.0.1 if there is no network at all.
     Raises ConfigError if none of the named interfaces has an address here.
     """
     if first := first_interface(environment):
