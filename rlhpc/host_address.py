@@ -24,7 +24,8 @@ def host_address(environment: Mapping[str, str] = os.environ) -> str:
 
     That of the first interface named in RLHPC_INTERFACE ("ib0" or "ib0,eth0") that this host has; if none is named,
     that of the host's name, else of the default route's interface: many distributions map the host's own name to
-    127.0.1.1, which no other host reaches.  Sends nothing.  127.0.0.1 if there is no network at all.
+    127.0.1.1, which no other host reaches, and some sites to an address that the host does not have.  Sends nothing.
+    127.0.0.1 if there is no network at all.
     Raises ConfigError if none of the named interfaces has an address here.
     """
     if first := first_interface(environment):
@@ -75,7 +76,17 @@ def _address_of_name() -> str | None:
     except OSError:
         return None
     addresses = [str(entry[-1][0]) for entry in entries]
-    return next((address for address in addresses if not address.startswith("127.")), None)
+    return next((address for address in addresses if not address.startswith("127.") and _is_here(address)), None)
+
+
+def _is_here(address: str) -> bool:
+    """Whether a socket can be bound to it: a name may stand for an old lease, or for a translated address outside."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True
 
 
 def _address_of_default_route() -> str | None:

@@ -16,6 +16,7 @@ from launch.checks.journal_check import beginning_that_is_needed, event_rows, fi
 from launch.checks.partial_check import partial_rows
 from launch.checks.run_rows import Progress, Row, Verdict, from_to, listed
 from launch.common.counted import counted
+from launch.run_directory.attempt_number import num_attempts
 from launch.run_directory.inputs import differences, look_at_inputs, read_inputs
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
@@ -99,21 +100,26 @@ def _inputs(layout: RunLayout, progress: Progress) -> Iterator[Row]:
 def _attempts(layout: RunLayout, progress: Progress) -> Iterator[Row]:
     name = layout.attempts.name
     try:
-        lines = layout.attempts.read_text(encoding="utf-8").splitlines()
+        known = num_attempts(layout)
+        lines = layout.attempts.read_text(encoding="utf-8").splitlines() if known else []
         indices = [json.loads(line)["index"] for line in lines]
     except FileNotFoundError:
-        yield Row("attempts", name, Verdict.NOTE, "no attempt has begun")
+        text = f"{layout.attempts} is missing, though there are events of attempts in {layout.rollouts.name}/"
+        yield Row("attempts", name, Verdict.DAMAGED, text)
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield Row("attempts", name, Verdict.DAMAGED, f"{layout.attempts}: cannot be read: {error!r}")
+        return
+    if not known:
+        yield Row("attempts", name, Verdict.NOTE, "no attempt has begun")
         return
     if indices != list(range(len(indices))):
         text = f"{layout.attempts}: attempts are numbered {indices}, expected 0 to {len(indices) - 1} in order"
         yield Row("attempts", name, Verdict.DAMAGED, text)
         return
-    last = json.loads(lines[-1])["resume_step"] if lines else None
-    begun = f"; the last began {f'from step {last}' if last is not None else 'at step 0'}" if lines else ""
-    yield Row("attempts", name, Verdict.SOUND, f"{len(indices)}{begun}")
+    last = json.loads(lines[-1])["resume_step"]
+    begun = f"the last began {f'from step {last}' if last is not None else 'at step 0'}"
+    yield Row("attempts", name, Verdict.SOUND, f"{len(indices)}; {begun}")
 
 
 def _checkpoints(layout: RunLayout, progress: Progress) -> Iterator[Row]:

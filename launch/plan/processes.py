@@ -23,6 +23,7 @@ ROLE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HDF5_USE_FILE_LOCKING": "FALSE",  # one writer per file is our own rule; Lustre and NFS often lack locks
     "PYTHONUNBUFFERED": "1",
+    "PYTHONOPTIMIZE": "",  # without docstrings (2) transformers cannot be imported, without assertions faults go on
 }
 
 # A library that sees a GPU uses it, whatever its settings.

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.run_directory.attempt_number import num_attempts
 from launch.run_directory.checkpoint_choice import NEWEST, UnreadableCheckpoint, choose, put_aside
 from launch.run_directory.inputs import refuse_other_inputs
-from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, note_attempt, num_attempts
+from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, note_attempt
 from launch.run_files.job_records import generator_numbers
 from launch.run_files.run_state import is_complete, longest_save_before_s, read_attempt, read_progress
 from rlhpc.config_file import read_resolved

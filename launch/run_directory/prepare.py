@@ -22,6 +22,7 @@ from typing import Any
 
 from launch.common.paths import quoted, written_unix_s
 from launch.plan.processes import process_names
+from launch.run_directory.attempt_number import num_attempts
 from launch.run_directory.checkpoint_choice import (
     LOGIN_NODE_BYTES,
     NEWEST,
@@ -161,11 +162,6 @@ def mint_keys(config: Config, layout: RunLayout, others: Iterable[str] = ()) -> 
 
     shutil.rmtree(layout.secrets, ignore_errors=True)
     mint_run_keys(layout.secrets, [*process_names(config), *others])
-
-
-def num_attempts(layout: RunLayout) -> int:
-    """Number of attempts that have begun."""
-    return len(layout.attempts.read_text().splitlines()) if layout.attempts.exists() else 0
 
 
 def note_attempt(layout: RunLayout, attempt: Attempt, **more: Any) -> Attempt:

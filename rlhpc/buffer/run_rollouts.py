@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhpc.buffer.history import START, History, read_history
 from rlhpc.buffer.journal_rows import JournalRecord
 from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_files import segment_paths
+from rlhpc.buffer.segment_files import segment_paths, segments_that_are_left
 from rlhpc.buffer.segment_reader import read_columns, read_segment
 from rlhpc.errors import JournalError, SegmentError
 from rlhpc.types import RolloutGroup
@@ -95,7 +95,7 @@ def _segments(directory: Path, tell: Tell) -> list[Path]:
         return segment_paths(directory)
     except SegmentError as error:  # one is missing between two others
         tell(str(error))
-        return sorted(directory.glob("segment_*.h5"))
+        return segments_that_are_left(directory)
 
 
 def _pending(directory: Path, tell: Tell) -> dict[int, FoundGroup]:

@@ -48,6 +48,11 @@ def segment_paths(directory: Path) -> list[Path]:
     return [path for _, path in numbered]
 
 
+def segments_that_are_left(directory: Path) -> list[Path]:
+    """The segments of a directory in order, also when one is missing between two others."""
+    return [path for _, path in _numbered_segments(directory)]
+
+
 def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int) -> list[Path]:
     """Move segments that a resume undoes, those from first_lost_index on, to lost_attempt_N/; return the new paths.
 

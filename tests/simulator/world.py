@@ -23,8 +23,9 @@ from unittest.mock import patch
 
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
+from launch.run_directory.attempt_number import num_attempts
 from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
-from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
+from launch.run_directory.prepare import Attempt, note_attempt
 from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.generation.engine_script import Script

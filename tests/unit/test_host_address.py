@@ -29,6 +29,19 @@ def test_the_loopback_address_is_told_only_where_there_is_no_other() -> None:
     assert not host_address({}).startswith("127.")
 
 
+@pytest.mark.parametrize("elsewhere", ["192.0.2.77", "127.0.1.1"])
+def test_an_address_of_the_name_that_is_not_of_this_host_is_passed_over(
+    elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old lease in /etc/hosts, or the address outside of a network that translates: no socket can be bound to it."""
+    told = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (elsewhere, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: told)
+    address = host_address({})
+    assert address != elsewhere
+    with socket.create_server((address, 0)):
+        pass
+
+
 def test_a_named_interface_gives_its_own_address() -> None:
     for name, address in interface_addresses().items():
         assert host_address({"RLHPC_INTERFACE": name}) == address

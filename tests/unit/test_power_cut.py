@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
+from launch.run_directory.attempt_number import num_attempts
+from launch.run_directory.prepare import Attempt, note_attempt
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
 from rlhpc.files import write_atomically

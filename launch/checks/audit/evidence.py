@@ -24,7 +24,7 @@ from launch.checks.audit.events import EventEvidence
 from launch.checks.audit.journal import JournalEvidence, read_journal_evidence
 from launch.checks.audit.report import Offence
 from launch.checks.audit.segments import SegmentEvidence
-from launch.run_directory.prepare import num_attempts
+from launch.run_directory.attempt_number import num_attempts
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved

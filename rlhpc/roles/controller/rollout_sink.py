@@ -136,7 +136,8 @@ class RolloutSink:
         """
         for resolved in groups:
             group = resolved.group
-            if resolved.drop_reason is None or resolved.drop_reason is DropReason.NO_SPREAD:
+            is_finished = resolved.drop_reason is None or resolved.drop_reason is DropReason.NO_SPREAD
+            if is_finished and group.members:  # a damaged journal may have lost all of them
                 self._count_finished(group)
             if resolved.drop_reason is not None:
                 self.stats.num_zero_variance += resolved.drop_reason is DropReason.NO_SPREAD

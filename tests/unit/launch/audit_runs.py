@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from launch.run_directory.attempt_number import num_attempts
 from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
 from launch.run_directory.journal_aside import set_journal_aside
-from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
+from launch.run_directory.prepare import Attempt, note_attempt
 from rlhpc.algorithms.advantages.spread import has_reward_variance
 from rlhpc.buffer.event_log import event_paths
 from rlhpc.buffer.journal_files import journal_paths

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +246,14 @@ def test_the_plan_file_has_the_limits_of_the_site_and_the_environment_of_the_rol
     assert controller["environment"] == generation["environment"] == ROLE_ENVIRONMENT
     assert trainer["environment"] == ROLE_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
     assert controller["defaults"] == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.starts
+def test_roles_have_assertions_and_docstrings_whatever_the_shell_has_set() -> None:
+    """Under PYTHONOPTIMIZE=2 the model was blamed: transformers reads its own docstrings when it is imported."""
+    environment = os.environ | {"PYTHONOPTIMIZE": "2"} | ROLE_ENVIRONMENT
+    words = [sys.executable, "-c", "import sys; sys.exit(sys.flags.optimize)"]
+    assert subprocess.run(words, env=environment, check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize(

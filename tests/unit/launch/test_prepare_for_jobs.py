@@ -106,6 +106,20 @@ def test_a_run_that_has_begun_wants_a_word(config: Config, layout: RunLayout) ->
     assert not layout.attempts.exists()
 
 
+def test_an_attempt_whose_line_is_lost_is_known_by_its_events_and_nobody_writes_into_them(
+    config: Config, layout: RunLayout
+) -> None:
+    """Without attempts.jsonl another attempt 0 began, and replaced the history of the first."""
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
+    assert begin_attempt(layout, job_id=1, restart=0)["attempt"] == 0
+    (layout.rollouts / "events_000000.jsonl").write_text("")
+    layout.attempts.unlink()
+    with pytest.raises(RunDirectoryError, match="exists already; use --resume"):
+        prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
+    assert begin_attempt(layout, job_id=2, restart=0)["attempt"] == 1
+
+
 def test_an_evaluation_that_comes_or_goes_with_a_resume_is_one_line(
     config: Config, layout: RunLayout, tmp_path: Path
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: (run.root.parent / "train.jsonl").write_text("{}"), "inputs", "train.jsonl has changed"),
         (lambda run: run.attempts.write_text(run.attempts.read_text() * 2), "attempts", "numbered [0, 0]"),
         (lambda run: run.attempts.write_text('{"index":'), "attempts", "cannot be read"),
+        (lambda run: run.attempts.unlink(), "attempts", "attempts.jsonl is missing, though there are events"),
     ],
 )
 def test_whatever_is_damaged_is_named_and_the_status_is_1(

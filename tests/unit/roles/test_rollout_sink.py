@@ -286,3 +286,12 @@ def test_pass_rates_are_told_of_every_finished_group_once_with_spread_or_without
     back = [RolloutGroup(i, prompt(i), i, (scored(i, 0), scored(i, 1))) for i in (2, 3)]
     sink.restored([ResolvedGroup(back[0]), ResolvedGroup(back[1], drop_reason=DropReason.POISON)])
     assert prompts.told[2:] == [(2, 2, 2, 0.5)]
+
+
+def test_a_group_whose_rollouts_the_journal_has_lost_comes_back_as_dropped_and_teaches_nothing(tmp_path: Path) -> None:
+    """It was recorded as without spread; then the journal's file was lost."""
+    config, prompts = small_config(), Remembered()
+    sink = RolloutSink(make_buffer(config, tmp_path), ErrorGate(1.0), config.admission, prompts=prompts)  # type: ignore[arg-type]
+    sink.restored([ResolvedGroup(RolloutGroup(0, prompt(0), 0, ()), drop_reason=DropReason.NO_SPREAD)])
+    stats = sink.drain()
+    assert (stats.groups, stats.num_dropped, prompts.told) == ([], {"no_spread": 1}, [])

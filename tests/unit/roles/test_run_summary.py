@@ -80,6 +80,18 @@ def test_a_run_is_complete_though_one_of_its_segments_cannot_be_read_any_more(
     assert layout.summary.exists()
 
 
+def test_a_run_is_complete_though_one_of_its_segments_is_gone(
+    layout: RunLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was tried again for five minutes, as if the disk were full, and no later start could complete the run."""
+    seal(layout, *(ResolvedGroup(group(v, v, 0.0, 1.0), consumed_step=v) for v in range(6)))
+    segment_paths(layout.rollouts)[1].unlink()
+    summary = summarise(layout, Totals(steps=6), 1, group_size=2)
+    assert [version for version, _, _ in summary["reward_by_version"]] == [0, 1, 4, 5]
+    assert "segment 1 is missing" in caplog.text
+    assert layout.summary.exists()
+
+
 def test_a_run_of_which_nothing_was_judged_has_no_means(layout: RunLayout) -> None:
     assert tenth_means({}, 10) == (None, None)
     summary = summarise(layout, Totals(), 1, group_size=2)
