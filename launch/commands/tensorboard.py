@@ -108,7 +108,14 @@ def serve_tensorboard(options: argparse.Namespace) -> int:
 def _serve(view: EventView, directory: Path, options: argparse.Namespace) -> int:
     where = ["--bind_all"] if options.bind_all else []
     where += [] if options.port is None else [f"--port={options.port}"]
-    command = [sys.executable, "-m", "tensorboard.main", f"--logdir={directory}", f"--window_title={options.axis}"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "tensorboard.main",
+        f"--logdir={directory}",
+        f"--window_title={options.axis}",
+    ]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the directory is removed then, too
     server = subprocess.Popen([*command, *where], preexec_fn=partial(die_with, os.getpid()))
     try:

@@ -174,6 +174,7 @@ def _checked(line: str) -> str:
 
 def _start(plan: JobPlan, job: Job) -> str:
     root = plan.layout.root
-    words = [plan.prologue.python, "-u", "-m", "launch.supervisor", "--run-dir", str(root)]
+    unsearched = [] if plan.prologue.image else ["-P"]  # beside an image it may be a Python 3.9, which knows no -P
+    words = [plan.prologue.python, "-u", *unsearched, "-m", "launch.supervisor", "--run-dir", str(root)]
     words += ["--plan", str(plan.plan_file), "--job", job.name]
     return "exec " + shlex.join(words)

@@ -124,8 +124,11 @@ def start_beside(
 
 
 def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) -> list[str]:
-    words = [sys.executable, "-u", "-m", "launch.supervisor.role_task", "--plan", str(plan.path), "--job", plan.name]
-    words += ["--part", part.name, "--role", role, "--attempt", str(attempt.index), "--start", str(start)]
+    # A random.py or types.py where the user is would come before the standard library's.
+    unsearched = ["-P"] if sys.version_info >= (3, 11) else []
+    words = [sys.executable, "-u", *unsearched, "-m", "launch.supervisor.role_task", "--plan", str(plan.path)]
+    words += ["--job", plan.name, "--part", part.name, "--role", role]
+    words += ["--attempt", str(attempt.index), "--start", str(start)]
     words += ["--owner", attempt.fence] if attempt.fence else []
     words += [] if attempt.has_begun else ["--stand-by"]
     return words if attempt.resume_step is None else [*words, "--resume-step", str(attempt.resume_step)]

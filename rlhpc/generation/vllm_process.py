@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ log = logging.getLogger("rlhpc.generation")
 SHUTDOWN_S = 2.0  # an engine on a GPU takes longer, but has nothing to save; Ctrl-C must end everything within ten
 # Of vLLM 0.26's two model runners the one that knows how many tokens each request has.
 COUNTING_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
@@ -39,28 +40,47 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
     set_environment(profile.environment)
     before = set(psutil.Process().children(recursive=True))
     try:
-        # vLLM reads the environment that is set above while it is imported.
-        with loading_libraries():
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-        if profile.is_in_process:
-            with loading_libraries():  # vLLM loads most of itself while it starts, then collects
-                import torch._dynamo.config  # has read its environment if somebody has compiled here
-
-                from rlhpc.generation.core_thread import CoreThread
-
-                torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-                return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
-        if not hasattr(AsyncLLM, "update_weight_version"):
-            set_environment(COUNTING_RUNNER)
-        # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
-        # permanently.
-        profile = _for_the_card_here(profile)
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)
+        with _children_search_no_directory():
+            return _start(profile, before)
     except Exception as error:  # any error at all leaves an engine process without an owner
         stop_processes(_started_since(before))
         raise EngineError(f"vLLM did not start: {error}") from error
+
+
+def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Any, list[psutil.Process]]:
+    # vLLM reads its environment while it is imported.
+    with loading_libraries():
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+    if profile.is_in_process:
+        with loading_libraries():  # vLLM loads most of itself while it starts, then collects
+            import torch._dynamo.config  # has read its environment if somebody has compiled here
+
+            from rlhpc.generation.core_thread import CoreThread
+
+            torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+            return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
+    if not hasattr(AsyncLLM, "update_weight_version"):
+        set_environment(COUNTING_RUNNER)
+    # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
+    # permanently.
+    profile = _for_the_card_here(profile)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)
+
+
+@contextlib.contextmanager
+def _children_search_no_directory() -> Iterator[None]:
+    """Of Pythons that start meanwhile: vLLM looks at a model by `python -m`, which would import a random.py here."""
+    theirs = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if theirs is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = theirs
 
 
 def set_environment(environment: Mapping[str, str]) -> None:

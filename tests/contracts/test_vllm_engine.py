@@ -42,6 +42,18 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
+STARTS = """
+import asyncio, sys
+from pathlib import Path
+from tests.contracts.engine_subjects import VllmSubject
+
+async def main():
+    subject = await VllmSubject.start(Path(sys.argv[1]), family="qwen2", tied=True)
+    await subject.engine.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
 
 
 class SharpSubject(VllmSubject):
@@ -192,3 +204,14 @@ def test_an_engine_of_two_workers_ends_with_its_generator(tmp_path: Path) -> Non
     for process in alive:
         process.kill()
     assert not alive
+
+
+@pytest.mark.starts
+def test_an_engine_starts_where_a_script_has_the_name_of_a_module_of_the_standard_library(tmp_path: Path) -> None:
+    """vLLM looks at a model that it has not seen before by `python -m`."""
+    (tmp_path / "random.py").write_text("raise SystemExit(9)\n")
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    command = [sys.executable, "-P", "-c", STARTS, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

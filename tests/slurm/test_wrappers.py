@@ -68,7 +68,7 @@ def test_under_sbatch_and_bash_a_dry_run_prints_plan_and_scripts(
     by_bash = subprocess.run(["bash", wrapper, *words], env=environment, capture_output=True, text=True)
     assert by_bash.returncode == 0, by_bash.stderr
     assert log.read_text() == by_bash.stdout
-    assert f"exec python3 -u -m launch.supervisor --run-dir {tmp_path}/run" in by_bash.stdout
+    assert f"exec python3 -u -P -m launch.supervisor --run-dir {tmp_path}/run" in by_bash.stdout
     assert job_state(slurm, job) == "COMPLETED"
 
 

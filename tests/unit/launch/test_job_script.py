@@ -218,7 +218,7 @@ def test_the_supervisor_takes_the_place_of_the_shell_with_what_the_prologue_set(
     shell, pid, *arguments = called.splitlines()
     environment = dict(line.split("=", 1) for line in told.splitlines())
     assert pid == shell
-    assert arguments == ["-u", "-m", "launch.supervisor", "--run-dir", "/shared/run",
+    assert arguments == ["-u", "-P", "-m", "launch.supervisor", "--run-dir", "/shared/run",
                          "--plan", "/shared/run/job_plan.json", "--job", "hetjob"]  # fmt: skip
     assert (environment["ACTIVE"], environment["LATE"]) == ("yes", "1")
     assert environment["CACHE"] == "/tmp/me-7"

@@ -107,6 +107,16 @@ def test_a_controller_that_ends_well_ends_the_run_well(lab: Lab) -> None:
     assert lab.told == []
 
 
+def test_a_json_py_where_the_user_is_does_not_take_the_standard_librarys_place(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "json.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(scripts)
+    assert lab.run(controller_0=COMPLETE, trainer_0=LEAVES) == 0
+
+
 def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_last_error(lab: Lab) -> None:
     program = "sys.exit('2026-01-01 trainer-0 rlhpc.lifecycle ERROR CheckpointError: torn')"
     assert lab.run(controller_0=PATIENT, trainer_0=program, generator_0=PATIENT) == 1
