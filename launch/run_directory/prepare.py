@@ -189,8 +189,9 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         return False
     refuse_launcher(layout)
     _refuse_living_jobs(layout, must_know=for_jobs)
-    if not layout.is_run and not resume:
-        raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory")
+    if not layout.is_run and (layout.attempts.exists() or not resume):
+        lost = f"; or, if it was one, restore {layout.config.name}" if layout.attempts.exists() else ""
+        raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory{lost}")
     if not resume and not fresh:
         raise RunDirectoryError(
             f"{layout.root} exists already; use --resume to continue it, --fresh to delete it and start over, "

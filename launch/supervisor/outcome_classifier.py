@@ -111,7 +111,8 @@ class OutcomeClassifier:
         failed.sort(key=lambda record: not record.name.startswith("trainer"))
         text = self._told(failed[0], attempt) if failed else why or self._untold(status, attempt)
         if end_requested:  # before components are checked: Slurm may be requeueing all of them
-            return Outcome(Cause.SIGNAL, f"ended by Slurm: {text}")
+            by = "a signal" if self._plan.is_local else "Slurm"
+            return Outcome(Cause.SIGNAL, f"ended by {by}: {text}")
         if self._component_is_gone("trainer"):
             return Outcome(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
         if asked is Cause.FAILED and self._component_is_gone("generation"):

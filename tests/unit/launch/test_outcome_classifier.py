@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,10 @@ def test_the_result_of_a_job_is_the_summary_of_a_run_that_is_complete_and_ended_
         layout.summary.write_text('{"steps": 7}')
     write_result(plan_of_jobs(layout), ThisJob.of({"SLURM_JOB_ID": "12"}), Outcome(cause, "how it ended"))
     assert pickle.loads((layout.logs / "slurm" / "12_0_result.pkl").read_bytes()) == result
+
+
+@pytest.mark.parametrize(("kind", "by"), [("jobs", "Slurm"), ("local", "a signal")])
+def test_a_run_on_this_machine_was_not_ended_by_slurm(layout: RunLayout, kind: str, by: str) -> None:
+    plan = replace(plan_of_jobs(layout), placement=kind)
+    outcome = OutcomeClassifier(plan, ThisJob.of({"SLURM_JOB_ID": "12"})).classify(1, ATTEMPT, None, "", True)
+    assert outcome.text.startswith(f"ended by {by}: ")

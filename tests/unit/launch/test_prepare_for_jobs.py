@@ -187,6 +187,17 @@ def test_what_is_no_run_is_never_taken(config: Config, layout: RunLayout) -> Non
     assert {path.name for path in layout.root.iterdir()} == {"thesis.tex", ".lock"}
 
 
+def test_a_run_that_has_lost_its_config_is_told_to_get_it_back(config: Config, layout: RunLayout) -> None:
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
+    begin_attempt(layout, job_id=1, restart=0)
+    layout.config.unlink()
+    for resume in (True, False):  # neither sends people to the other
+        with pytest.raises(
+            RunDirectoryError, match=r"choose another run\.directory; or, if it was one, restore config"
+        ):
+            prepare_run_dir_for_jobs(config, layout, resume=resume, fresh=False)
+
+
 def test_a_local_launcher_keeps_jobs_away(config: Config, layout: RunLayout) -> None:
     prepare_run_dir(config, layout, resume=False, fresh=False)
     with living_launcher(layout), pytest.raises(RunDirectoryError, match="a run is active here"):
