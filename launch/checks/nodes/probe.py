@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 def facts(directory: Path) -> dict[str, Any]:
     """Facts about node, interpreter, libraries, GPUs, room and limits."""
     temporary = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as a task chooses (role_task.py)
-    limits = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in ("nofile", "memlock", "as", "cpu")}
+    limits = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in ("nofile", "memlock", "as", "cpu", "fsize")}
     cards = gpus()
     return {
         "node": os.environ.get("SLURMD_NODENAME") or platform.node(),

@@ -158,7 +158,11 @@ def _limits(key: str, limits: dict[str, int], component: Component) -> Finding:
         remedy = "RDMA needs unlimited locked memory: the site sets it for slurmd"
     if files != -1 and files < LEAST_FILES:
         remedy = 'prologue.commands = ["ulimit -n 65536"]'
-    for name, what in (("as", "address space {} bytes: CUDA wants all"), ("cpu", "{} s of a core, then killed")):
+    for name, what in (
+        ("as", "address space {} bytes: CUDA wants all"),
+        ("cpu", "{} s of a core, then killed"),
+        ("fsize", "files of {} bytes at most: weights in memory count, too"),
+    ):
         if limits[name] != -1:
             text, remedy = f"{text}, {what.format(limits[name])}", 'common.extra = ["--propagate=NONE"], or `ulimit`'
     return Finding(key, "", "warn" if remedy else "pass", text, remedy)

@@ -327,7 +327,7 @@ def test_every_site_file_of_ours_makes_a_plan_without_a_run_file(name: str) -> N
 
 # ------------------------------------------------------------------------------------------------------------ verdicts
 
-NO_LIMITS = dict.fromkeys(("nofile", "memlock", "as", "cpu"), -1)
+NO_LIMITS = dict.fromkeys(("nofile", "memlock", "as", "cpu", "fsize"), -1)
 NODE: dict[str, Any] = {
     "name": "trainer", "node": "h0", "python": "3.11.7", "executable": "/v/python", "torch_cuda": "12.8",
     "versions": {"rlhpc": "0.1.0", "torch": "2.13.0", "megatron-core": "0.16.1"}, "driver": "570.1", "has_rlhpc": True,
@@ -378,6 +378,10 @@ def test_a_good_node_passes_everything() -> None:
         (
             {"limits": NO_LIMITS | {"as": 1 << 36}},
             "warn trainer: limits: open files unlimited, locked memory unlimited, address space 68719476736 bytes",
+        ),
+        (
+            {"limits": NO_LIMITS | {"fsize": 1 << 30}},
+            "warn trainer: limits: open files unlimited, locked memory unlimited, files of 1073741824 bytes at most",
         ),
         ({"address_error": "no ib0"}, "fail trainer: interface: no address on h0: no ib0"),
     ],
