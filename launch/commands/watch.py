@@ -28,7 +28,7 @@ _TOLD = {
     "dropped_verifier_error": "no verifier could judge them; `rlhpc rollouts {root} --verdict verifier_error` says why",
     "dropped_poison": "every lease of one of their members was lost; `rlhpc status {root}` lists the prompts",
 }
-LOOK_AT_DISK_S = 2.0
+LOOK_AT_DISK_S = 2.0  # where the run itself says nothing
 BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
 
 
@@ -83,7 +83,7 @@ class Watch:
                 self.tell(f"{groups} dropped: {words.format(root=quoted(self._layout.root))}")
 
     def _warn_of_disk(self, status: dict[str, Any]) -> None:
-        if self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:
+        if not status.get("disk_troubles") and self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:
             return
         troubles, self._saw_disk_s = disk_troubles(self._layout, status), self._clock()
         if bool(troubles) == self._has_disk_trouble:

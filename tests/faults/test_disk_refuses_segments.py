@@ -42,8 +42,8 @@ def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(
         run.wait_until(lambda status: any("trying again for" in each for each in status["disk_troubles"]))
         assert "trying again for" in layout.log("controller", 0, 0).read_text()
         assert "\ndisk    " in render_status(layout)
+        run.wait_until(lambda _: "the disk refuses: " in run.output)
         aside.rename(layout.rollouts)
         open_gate(gate)
         assert run.finish() == 0, run.story()
-        assert "the disk refuses: " in run.output
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)

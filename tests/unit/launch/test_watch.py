@@ -109,6 +109,14 @@ def test_a_disk_that_refuses_is_told_when_it_begins_and_when_it_is_over(tmp_path
     ]
 
 
+def test_what_the_run_says_of_its_disk_is_told_at_once(tmp_path: Path) -> None:
+    """It may be over before another look at the disk itself is due."""
+    screen = Screen(tmp_path)
+    screen.show("training", 0, disk=[])
+    screen.show("training", 0, disk=["no room; trying again for 300 s"])
+    assert screen.lines == ["rlhpc: the disk refuses: no room; trying again for 300 s"]
+
+
 @pytest.mark.starts
 def test_a_disk_too_full_for_the_status_itself_is_told_all_the_same(tmp_path: Path) -> None:
     root = tmp_path / "run"
