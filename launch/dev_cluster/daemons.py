@@ -77,7 +77,7 @@ class Daemons:
         self._children[name] = child
         try:
             write_record(self._layout.pid_file(name), child.pid)
-        except BaseException:  # what has no record, nobody would end
+        except BaseException:  # survived: nothing; what has no record, nobody would end
             child.kill()
             self._reap(name)
             raise

@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhpc.buffer.history import START, History, read_history
 from rlhpc.buffer.journal_rows import JournalRecord
 from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_files import segment_paths, segments_that_are_left
+from rlhpc.buffer.segment_files import segments_that_are_left
 from rlhpc.buffer.segment_reader import read_columns, read_segment
 from rlhpc.errors import JournalError, SegmentError
 from rlhpc.types import RolloutGroup
@@ -49,7 +49,7 @@ def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = No
     """
     pending = _pending(directory, tell)
     sealed = set[int]()
-    for path in _segments(directory, tell):
+    for path in segments_that_are_left(directory, tell):
         try:
             if steps is not None and (others := _if_of_other_steps(path, *steps)) is not None:
                 sealed |= others
@@ -88,14 +88,6 @@ def _if_of_other_steps(path: Path, first: int, last: int) -> set[int] | None:
     step = columns["groups/consumed_step"]
     is_wanted = bool(((step >= first) & (step <= last)).any())
     return None if is_wanted else {*columns["groups/group_id"].tolist()}
-
-
-def _segments(directory: Path, tell: Tell) -> list[Path]:
-    try:
-        return segment_paths(directory)
-    except SegmentError as error:  # one is missing between two others
-        tell(str(error))
-        return segments_that_are_left(directory)
 
 
 def _pending(directory: Path, tell: Tell) -> dict[int, FoundGroup]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from rlhpc.errors import SegmentError
@@ -48,9 +49,13 @@ def segment_paths(directory: Path) -> list[Path]:
     return [path for _, path in numbered]
 
 
-def segments_that_are_left(directory: Path) -> list[Path]:
-    """The segments of a directory in order, also when one is missing between two others."""
-    return [path for _, path in _numbered_segments(directory)]
+def segments_that_are_left(directory: Path, tell: Callable[[str], object]) -> list[Path]:
+    """The segments of a directory in order; one that is missing between two others is told, and left out."""
+    try:
+        return segment_paths(directory)
+    except SegmentError as error:
+        tell(str(error))
+        return [path for _, path in _numbered_segments(directory)]
 
 
 def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int) -> list[Path]:

@@ -374,14 +374,19 @@ def test_repeated_steps_lead_to_the_version_that_they_led_to_at_least() -> None:
     assert version_after([step(3, 7), step(4, None)], 7) == 8  # whether it was applied was not on disk any more
 
 
-def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> None:
+def two_journals(layout: RunLayout) -> list[Path]:
+    """Of two attempts: rollouts 1 to 4 of groups 0 and 1, and 5 and 6 of group 2."""
     buffer = begin_with_groups(layout)
     finish(buffer, 0, 1)
     journal_of(buffer).commit()
     again = begin(layout, 1, read_history(layout.rollouts, START))
     finish(again, 2)
     journal_of(again).commit()
-    path = journal_paths(layout.rollouts)[0]
+    return journal_paths(layout.rollouts)
+
+
+def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> None:
+    path, _ = two_journals(layout)
     path.write_bytes(b"x" + path.read_bytes()[1:])
     history = read_history(layout.rollouts, START)
     assert history.lost_beginning
@@ -391,13 +396,7 @@ def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> No
 
 
 def test_who_reads_rollouts_is_told_of_damage_and_not_of_a_beginning_that_was_deleted(layout: RunLayout) -> None:
-    buffer = begin_with_groups(layout)
-    finish(buffer, 0, 1)
-    journal_of(buffer).commit()
-    again = begin(layout, 1, read_history(layout.rollouts, START))
-    finish(again, 2)
-    journal_of(again).commit()
-    first, second = journal_paths(layout.rollouts)
+    first, second = two_journals(layout)
     first.unlink()
     said: list[str] = []
     assert [found.resolved.group.group_id for found in found_groups(layout.rollouts, said.append)] == [2]

@@ -260,13 +260,27 @@ def test_a_successor_whose_node_lacks_a_program_waits_for_its_turn_and_leaves_th
     assert "not everything is loaded" in two.events[-1]
 
 
+def note_loaded(two: Two) -> None:
+    """As the successor's controller does once it has loaded everything."""
+    mark = two.layout.loaded_mark("controller", 0, 1, NEW)
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+
+
+def wait_for_turn(two: Two, go_on: Callable[[], None]) -> None:
+    """The successor's turn comes; its processes are ended."""
+    stands_by = two.stand_by(go_on)
+    try:
+        assert stands_by.until_turn() is None
+    finally:
+        stands_by._processes.kill_all()
+
+
 def test_a_successor_that_cannot_write_its_request_tries_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     two.write_plan()
     monkeypatch.setenv("SLURM_JOB_ID", str(NEW))
     two.layout.hand_over_request(NEW).symlink_to(two.layout.root / "gone" / "file")  # as on a full disk
-    mark = two.layout.loaded_mark("controller", 0, 1, NEW)
-    mark.parent.mkdir(parents=True)
-    mark.touch()
+    note_loaded(two)
     asked = []
 
     def go_on() -> None:
@@ -276,11 +290,7 @@ def test_a_successor_that_cannot_write_its_request_tries_again(two: Two, monkeyp
         if asked[-1]:
             release(two.plan, two.old)
 
-    stands_by = two.stand_by(go_on)
-    try:
-        assert stands_by.until_turn() is None
-    finally:
-        stands_by._processes.kill_all()
+    wait_for_turn(two, go_on)
     assert asked == [False, False, True]
     assert len([event for event in two.events if "cannot load" in event]) == 1, "said once"
 
@@ -296,9 +306,7 @@ def test_a_successor_that_cannot_start_everything_does_not_ask_for_the_run(
     controller = two.plan.parts[0]
     generation = replace(controller, name="generation", shares=(Share("generator", 1),), runs_in_batch_step=False)
     two.plan = replace(two.plan, parts=(controller, generation))
-    mark = two.layout.loaded_mark("controller", 0, 1, NEW)
-    mark.parent.mkdir(parents=True)
-    mark.touch()
+    note_loaded(two)
     asked = []
 
     def go_on() -> None:
@@ -306,11 +314,7 @@ def test_a_successor_that_cannot_start_everything_does_not_ask_for_the_run(
         if len(asked) == 3:
             release(two.plan, two.old)
 
-    stands_by = two.stand_by(go_on)
-    try:
-        assert stands_by.until_turn() is None
-    finally:
-        stands_by._processes.kill_all()
+    wait_for_turn(two, go_on)
     assert asked == [False, False, False]
     assert [event for event in two.events if "cannot load" in event], two.events
     assert "not everything is loaded" in two.events[-1]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhpc.buffer.segment_files import segment_paths, segments_that_are_left
+from rlhpc.buffer.segment_files import segments_that_are_left
 from rlhpc.buffer.segment_reader import read_columns
 from rlhpc.errors import SegmentError
 from rlhpc.files import write_atomically
@@ -38,7 +39,7 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
     """
     sums: dict[int, float] = defaultdict(float)
     counts: dict[int, int] = defaultdict(int)
-    for path in _segments(rollouts):
+    for path in segments_that_are_left(rollouts, partial(log.warning, "reward_by_version lacks a segment: %s")):
         try:
             columns = read_columns(path, _COLUMNS)
         except SegmentError as error:  # of a run that has done all its steps: no other attempt could do more
@@ -55,14 +56,6 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
                 sums[version] += float(own.sum())
                 counts[version] += size
     return {version: (sums[version] / counts[version], counts[version]) for version in sorted(sums)}
-
-
-def _segments(rollouts: Path) -> list[Path]:
-    try:
-        return segment_paths(rollouts)
-    except SegmentError as error:  # one is missing between two others: as one that cannot be read
-        log.warning("reward_by_version lacks the groups of a segment: %s", error)
-        return segments_that_are_left(rollouts)
 
 
 def tenth_means(curve: dict[int, tuple[float, int]], num_versions: int) -> tuple[float | None, float | None]:
