@@ -194,10 +194,9 @@ def _refuse_other_critic(path: Path, model: Mapping[str, Any], place: Path) -> N
 def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> ModelShape | None:
     """Megatron's layers are written for these families only; the other backends run whatever transformers runs."""
     place = config.model.path / "config.json"
-    if config.trainer.backend == "megatron":
-        refuse_unsupported(model, place)
     try:
         if config.trainer.backend == "megatron":
+            refuse_unsupported(model, place)
             ParallelLayout.of(config.trainer).refuse_unfit(model)
         return ModelShape.of(model)
     except KeyError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from launch.common.counted import counted
@@ -13,7 +14,7 @@ from rlhpc.metrics.curve_table import CurveTable
 from rlhpc.run_layout import RunLayout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExportedRun:
     """Name, settings, and an id that stays: that of another history in the same directory is another one."""
 
@@ -30,9 +31,9 @@ class ExportedRun:
         """As in the run file."""
         return str(self.settings.get("run", {}).get("name", self.layout.root.name))
 
-    @property
+    @cached_property
     def identity(self) -> str:
-        """12 hexadecimal digits, whichever metrics are exported."""
+        """12 hexadecimal digits, whichever metrics are exported: all of the run's are read for it."""
         began = float(metric_table(self.layout).unix_times_s[0])
         return hashlib.sha256(f"{self.layout.root}\n{began!r}".encode()).hexdigest()[:12]
 
