@@ -62,6 +62,7 @@ class WeightUpdates:
         self._staging = ""  # chosen when the size of the model is known, and kept
         self._has_spans = hasattr(llm, "update_weight_version")
         self.pauses_to_load = False
+        self._has_told_way = False
         self.num_preemptions = 0  # of requests, up to the last version
         self.is_torn = False  # the model is neither an old version nor a new one
         self.adopted = asyncio.Event()  # cleared while a load is under way that this side has not recorded yet
@@ -112,7 +113,11 @@ class WeightUpdates:
         finally:
             self.adopted.set()
         await self._switch.release(UPDATE)
-        return self._clock() - began if pauses else max(float(seconds) for seconds, _ in loaded)
+        pause_s = self._clock() - began if pauses else max(float(seconds) for seconds, _ in loaded)
+        if not self._has_told_way:
+            self._has_told_way = True
+            log.info("weights are loaded by %s", "; ".join(sorted(set(await self._rpc("rlhpc_way_of_loading")))))
+        return pause_s
 
     async def _load_arriving(self, version: int, name: str) -> float:
         """Stop sampling and load what arrives.  Returns the seconds in which no token could be sampled.

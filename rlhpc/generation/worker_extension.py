@@ -17,7 +17,7 @@ from rlhpc.errors import GroupFailed
 from rlhpc.generation.preemption_count import PreemptionCount
 from rlhpc.generation.signal_shield import SignalShield
 from rlhpc.generation.weight_link import FAILED, WeightLink
-from rlhpc.generation.weight_reload import reload_weights
+from rlhpc.generation.weight_reload import WeightReload
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.device_id import device_id
 from rlhpc.weights.device_scope import DeviceScope, indexed
@@ -44,9 +44,10 @@ class WeightUpdateExtension:
     _rlhpc_preemptions: PreemptionCount | None = None
     _rlhpc_counter: Callable[[], dict[str, int]] | None = None
     _rlhpc_link: WeightLink | None = None
-    _rlhpc_scope: DeviceScope | None = None  # this and the next two are made once, at the first join
+    _rlhpc_scope: DeviceScope | None = None  # this and the next three are made once, at the first join
     _rlhpc_shadow: HostShadow
     _rlhpc_loading: threading.Lock
+    _rlhpc_reload: WeightReload
     _rlhpc_shield: SignalShield | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
@@ -87,6 +88,8 @@ class WeightUpdateExtension:
             self._rlhpc_scope = DeviceScope(indexed(self.device))
             self._rlhpc_shadow = HostShadow(is_pinned=self._rlhpc_scope.device.type == "cuda")
             self._rlhpc_loading = threading.Lock()
+            model = self.model_runner.get_model()
+            self._rlhpc_reload = WeightReload(model, self.vllm_config, self.model_config, self.device)
         receiver = make_receiver(group.transport, device=str(self._rlhpc_scope.device), timeout_s=timeout_s)
         self._rlhpc_link = WeightLink(receiver, self._rlhpc_scope, self._rlhpc_shadow, permit_s=timeout_s)
         return self._rlhpc_link.begin_join(group, group.first_rank(member) + self.rank)
@@ -98,7 +101,7 @@ class WeightUpdateExtension:
         manifest = msgspec.json.decode(manifest_json, type=WeightManifest)
         if staging == "shadow":
             return self._rlhpc_link.begin_shadow(manifest)
-        return self._rlhpc_link.begin_paused(manifest, self._rlhpc_load_now)
+        return self._rlhpc_link.begin_paused(manifest, self._rlhpc_load_arriving)
 
     def rlhpc_poll(self) -> tuple[str, str]:
         """State and message of what was begun last (weight_link.py)."""
@@ -115,9 +118,14 @@ class WeightUpdateExtension:
             raise GroupFailed(NO_GROUP[1])
         weights = self._rlhpc_link.take()
         counts = self._rlhpc_num_tokens()
-        self._rlhpc_load_now(iter(weights))
+        with self._rlhpc_loading:
+            self._rlhpc_reload.load(weights)
         self._rlhpc_finish_kernels()
         return time.monotonic() - began, counts
+
+    def rlhpc_way_of_loading(self) -> str:
+        """How versions are loaded that come whole; "" before the first."""
+        return self._rlhpc_reload.way
 
     def rlhpc_permit(self) -> dict[str, int] | None:
         """Sampling has stopped: load what is ready as it arrives.  Returns the counts of rlhpc_load."""
@@ -138,9 +146,9 @@ class WeightUpdateExtension:
             return None
         return {key: len(state.output_token_ids) for key, state in self.model_runner.requests.items()}
 
-    def _rlhpc_load_now(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _rlhpc_load_arriving(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         with self._rlhpc_loading:  # an abandoned task may not have ended: the next one waits for it
-            reload_weights(self.model_runner.get_model(), self.vllm_config, self.model_config, self.device, weights)
+            self._rlhpc_reload.load_arriving(weights)
 
     def _rlhpc_finish_kernels(self) -> None:
         """Decoding and loading are on different streams: neither may begin before the other has ended."""

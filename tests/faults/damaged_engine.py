@@ -21,7 +21,7 @@ RELOADING = "rlhpc.generation.weight_reload"
 
 
 class DamagedReload(MetaPathFinder):
-    """Wraps the one function through which weights get into vLLM."""
+    """Wraps the one method through which versions get into vLLM that have come whole."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != RELOADING:
@@ -34,21 +34,22 @@ class DamagedReload(MetaPathFinder):
 
         def execute_and_wrap(module: ModuleType) -> None:
             execute(module)
-            module.reload_weights = _damaged(module.reload_weights)
+            reload = vars(module)["WeightReload"]
+            reload.load = _damaged(reload.load)
 
         spec.loader.exec_module = execute_and_wrap
         return spec
 
 
-def _damaged(reload_weights: Any) -> Any:
-    def reload(model: Any, *rest: Any) -> None:
-        reload_weights(model, *rest)
+def _damaged(load: Any) -> Any:
+    def load_and_damage(reload: Any, weights: Any) -> None:
+        load(reload, weights)
         order = Path(os.environ[ORDER])
         if order.exists() and _replica() == order.read_text():
-            model.model.norm.weight.data.mul_(3)
+            reload._model.model.norm.weight.data.mul_(3)
             order.unlink()
 
-    return reload
+    return load_and_damage
 
 
 def _replica() -> str:
