@@ -17,6 +17,8 @@ SEVERAL_WORKERS = "rlhpc.generation.shielded_executor.ShieldedExecutor"
 CPU_KV_CACHE_BYTES = 256 << 20
 CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
 CPU_BATCHED_TOKENS = 2048  # vLLM's default there
+# Its kernels compute whole blocks, and a short sequence pays for all of vLLM's default of 128; long ones lose nothing.
+CPU_BLOCK_TOKENS = 32
 # vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and uses it for nothing else when the
 # cache's size is given: a trainer on the same GPU may start before, after, or meanwhile.
 NEXT_TO_NOTHING = 0.01
@@ -136,6 +138,7 @@ def _cpu_args(config: Config) -> dict[str, Any]:
     generation = config.generation
     args: dict[str, Any] = {
         "enforce_eager": True,
+        "block_size": CPU_BLOCK_TOKENS,
         "kv_cache_memory_bytes": generation.kv_cache_bytes or CPU_KV_CACHE_BYTES,
     }
     if config.has_seeded_samples:

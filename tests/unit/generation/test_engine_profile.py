@@ -226,3 +226,10 @@ def test_vllm_takes_the_name_of_that_attention_and_asks_for_flashinfers_compiler
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "FLASH_ATTN"
+
+
+def test_a_cpus_blocks_are_short_and_a_gpus_are_vllms_choice() -> None:
+    """A CPU's kernels compute whole blocks, which short sequences would pay for."""
+    config = config_with()
+    assert engine_profile(config, seed=0, device="cpu").engine_args["block_size"] == 32
+    assert "block_size" not in engine_profile(config, seed=0, device="cuda").engine_args
