@@ -71,7 +71,7 @@ class WeightReload:
             with self._loading():
                 plan.prove(weights)
                 repack(self._model)
-        except NoPlan as reason:
+        except (NoPlan, torch.OutOfMemoryError) as reason:  # the check holds a piece of a tensor on the GPU twice
             self.way = f"vLLM's layerwise reload, for each version: {reason}"
         else:
             self._plan = plan
