@@ -2,7 +2,7 @@
 
     python -m bench.reload [MODEL] [--dtype float32] [--rounds 5] [--layers 24 --hidden 128]
 
-MODEL: an HF checkpoint directory; without one, a random model of so many layers.  One engine in this process, on CUDA
+MODEL: an HF checkpoint directory; without one, a random model of the given size.  One engine in this process, on CUDA
 if there is one; its own weights are loaded from host memory, as from a shadow, turn about.  Prints milliseconds of a
 load (median and range), by the clock and of CPU, and the ratio.
 """

@@ -26,8 +26,8 @@ from vllm.platforms import current_platform
 
 from rlhpc.generation.reload_trace import Copied, LoadTrace, NoPlan, Parameter
 from rlhpc.generation.vllm_layers import put_back, unwrap_loaders
+from rlhpc.weights.shadow import NamedTensors
 
-Named = Sequence[tuple[str, Tensor]]
 Specs = tuple[tuple[str, torch.Size, torch.dtype], ...]
 KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # keep weights as they are; repack them on a CPU
 # What loaders raise that ask a tensor without memory for its values, or expect something else of it.
@@ -49,7 +49,7 @@ class _Form:
         return make(self.shape, dtype=self.dtype)
 
 
-def find_plan(model: Any, model_config: Any, weights: Named) -> ReloadPlan:
+def find_plan(model: Any, model_config: Any, weights: NamedTensors) -> ReloadPlan:
     """Trace a load on tensors without memory.  Raises NoPlan."""
     _refuse_unknown(model)
     held, specs = dict(_parameters(model)), specs_of(weights)
@@ -70,7 +70,7 @@ def find_plan(model: Any, model_config: Any, weights: Named) -> ReloadPlan:
     return ReloadPlan(model, model_config.dtype, specs, trace.copies, forms)
 
 
-def specs_of(weights: Named) -> Specs:
+def specs_of(weights: NamedTensors) -> Specs:
     """What a version must share with another one to be loaded in the same way."""
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in weights)
 
@@ -99,11 +99,11 @@ class ReloadPlan:
     def __str__(self) -> str:
         return f"{len(self._specs)} tensors in {self._num_copies.total()} copies, {len(self._repacked)} layers repacked"
 
-    def fits(self, weights: Named) -> bool:
+    def fits(self, weights: NamedTensors) -> bool:
         """True if this version has the tensors that the plan was made for."""
         return specs_of(weights) == self._specs and all(tensor.is_contiguous() for _, tensor in weights)
 
-    def load(self, weights: Named) -> None:
+    def load(self, weights: NamedTensors) -> None:
         """Copy a version that fits.  On CUDA copies may still be under way on the current stream."""
         left, anew = self._num_copies.copy(), dict[Parameter, Tensor]()
         for name, tensor in weights:
@@ -115,8 +115,8 @@ class ReloadPlan:
         for attention in self._attention:
             attention.process_weights_after_loading(self._dtype)
 
-    def prove(self, weights: Named) -> None:
-        """Raise NoPlan if the model, which holds this version, would be another one after loading it by the plan."""
+    def prove(self, weights: NamedTensors) -> None:
+        """Raise NoPlan if the model, which holds this version, is another one after loading it by the plan."""
         for name, tensor in weights:
             for _, to, place, part in self._copies.get(name, ()):
                 if to not in self._forms and not _are_equal(place.from_(_held(to)), part.from_(tensor)):

@@ -65,6 +65,7 @@ class WeightReload:
 
     def _look_for_plan(self, weights: NamedTensors) -> None:
         """The model holds these weights."""
+        plan = None
         try:
             with self._loading(), torch.device(self._device):
                 plan = find_plan(self._model, self._model_config, weights)
@@ -73,6 +74,8 @@ class WeightReload:
                 repack(self._model)
         except (NoPlan, torch.OutOfMemoryError) as reason:  # the check holds a piece of a tensor on the GPU twice
             self.way = f"vLLM's layerwise reload, for each version: {reason}"
+            if plan is not None:
+                self.load_arriving(weights)  # the check has loaded them by the plan that is refused
         else:
             self._plan = plan
             self.way = f"copies to where kernels read, from the second version on: {plan}"

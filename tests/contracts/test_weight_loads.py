@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from rlhpc.generation import reload_plan
 from rlhpc.generation.reload_trace import NoPlan
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.generation.weight_reload import WeightReload
@@ -89,6 +90,26 @@ async def test_a_plan_is_not_taken_that_would_make_another_model(subject: VllmSu
     with pytest.raises(NoPlan, match="that is repacked answers otherwise"):
         reload._plan.prove([(name, tensor * (2 if "o_proj" in name else 1)) for name, tensor in subject.weights(5)])
     await subject.update(5)
+
+
+async def test_what_the_check_of_a_refused_plan_has_loaded_is_not_kept(
+    subject: VllmSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reload, before, repack = reload_of(subject), await scored(subject, 8), reload_plan._repack
+
+    def repack_the_double(layer: Any, anew: dict[Any, torch.Tensor]) -> None:
+        for tensor in anew.values():
+            tensor.mul_(2)
+        repack(layer, anew)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reload, "_plan", None)
+        patch.setattr(reload, "way", "")
+        patch.setattr(reload_plan, "_repack", repack_the_double)
+        reload.load(subject.weights(8))
+        assert "that is repacked answers otherwise" in reload.way
+        assert reload._plan is None
+    assert np.array_equal((await subject.engine.score(ROW)).logprobs, before)
 
 
 async def test_a_search_that_finds_no_plan_leaves_the_model_as_it_was(
