@@ -81,8 +81,7 @@ STAGES = {
 # Everywhere: array types, which say nothing about a stage, and the way of the weights, which crosses two stages.
 _ANYWHERE = {"Int32", "Float32", "Bool", "UInt8", "WeightGroup", "WeightManifest", "TensorSpec"}
 
-MAX_FILE_LINES = 350
-WHOLE_ON_ONE_PAGE = {"rlhpc/contracts.py": 567}  # every contract at one look is the point of that file
+MAX_FILE_LINES = 800  # one idea that a person would look up by name: 150 to 700 lines are normal
 MAX_FUNCTION_LINES = 60
 # Budgets may only shrink.
 BUDGETS = {"type: ignore": 25, "except Exception": 13}
@@ -184,8 +183,7 @@ def test_the_drawn_tree_of_errors_is_complete() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_is_one_idea_and_a_function_one_thing(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
-    limit = WHOLE_ON_ONE_PAGE.get(str(path.relative_to(ROOT)), MAX_FILE_LINES)
-    assert len(lines) <= limit, f"{len(lines)} lines; split by responsibility"
+    assert len(lines) <= MAX_FILE_LINES, f"{len(lines)} lines; split by responsibility"
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
