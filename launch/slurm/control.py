@@ -10,13 +10,12 @@ from collections.abc import Iterable
 
 from launch.slurm.commands import SlurmError, slurm
 from launch.slurm.states import OVER
-from launch.slurm.values import task_numbers
 
 PATIENCE_S = 60.0  # for a slurmctld that is away, where somebody waits for the answer
 SOON_S = 12.0  # for an answer to somebody who asks again soon and has other things to look after meanwhile
 MIN_JOB_AGE_S = 300.0  # Slurm's own default
 _MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
-_SHOWN = re.compile(r"(\d+)(?:_(?:(\d+)|\[([^\]]*)\]))?")  # 12, 12_3, 12_[4-5]; 12+1 is a component of 12
+_SHOWN = re.compile(r"(\d+)(?:_(\d+))?")  # 12, 12_3; 12+1 is a component of 12
 _OF_A_COMPONENT = re.compile(r"\s*\d+(?:\+(\d+))? ([A-Z_]+)\s*")
 _IS_PENDING = "Job is pending execution"
 _IS_OVER = ("Invalid job id specified", "already completing or completed")
@@ -71,10 +70,8 @@ def own_jobs(patience_s: float, timeout_s: float = 60.0) -> dict[int, TaskStates
         found = _SHOWN.match(shown)
         if found is None or not state:
             continue
-        tasks = states.setdefault(int(found[1]), {})
-        numbers: list[int | None] = [*task_numbers(found[2] or found[3] or "")]
-        for task in numbers or [None]:
-            tasks[task] = most_active((tasks.get(task, ""), state))
+        tasks, task = states.setdefault(int(found[1]), {}), None if found[2] is None else int(found[2])
+        tasks[task] = most_active((tasks.get(task, ""), state))
     return states
 
 

@@ -33,7 +33,8 @@ def by_shown_id(rows: Iterable[JobRow]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     states_of: dict[str, list[str]] = {}
     for row in rows:
-        found[row.label] = {"JobID": row.label, "State": row.state.name, "NodeList": row.nodes}
+        for shown in [f"{row.job_id}_{task}" for task in row.tasks] or [row.label]:
+            found[shown] = {"JobID": shown, "State": row.state.name, "NodeList": row.nodes}
         states_of.setdefault(str(row.job_id), []).append(row.state.name)
     for base, states in states_of.items():
         whole = {"JobID": base, "State": _of_all(states), "NodeList": ""}

@@ -10,12 +10,12 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.slurm.commands import SlurmError, slurm
-from launch.slurm.states import JobState, state_of
-from launch.slurm.values import duration_s, task_numbers
+from launch.slurm.states import JobState, Life, state_of
+from launch.slurm.values import duration_s, task_numbers, tasks_in_words
 
 ANSWER_S = 12.0
 BLINK_S = 2.0  # squeue is repeated after an immediate failure, not after a slow one
@@ -27,6 +27,8 @@ _FIELDS = {
     "TimeLeft": 20, "TimeLimit": 20, "StartTime": 24, "NodeList": 400, "Name": 300,  # longer than any directory's
 }  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS.items())
+# --array: of tasks that wait squeue shows a list, which it cuts off after some thirty characters.
+_SQUEUE = ("squeue", "--all", "--array", "--noheader", "--states=all")
 _LOG_FIELD = "StdOut:1024|"
 # As launch/plan/script.py writes it.  The name of the job is part of it: other programs may use logs/slurm, too.
 _LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
@@ -112,19 +114,21 @@ def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
     The run is identified by the log of the batch step, RUN_DIR/logs/slurm/NAME-ID.log: a job's comment may be set by
     the site and its script may be a link, but this directive is always ours.
     """
-    words = ("squeue", "--me", "--all", "--noheader", "--states=all", f"--Format={_LOG_FIELD},{_SQUEUE_FORMAT}")
+    words = (*_SQUEUE, "--me", f"--Format={_LOG_FIELD},{_SQUEUE_FORMAT}")
     try:
         answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
     except SlurmError as error:
         return MyQueue((), f"Slurm did not answer: {error}")
-    jobs = []
+    rows, directories = [], {}
     for line in answer.splitlines():
         log, _, rest = line.partition("|")
         row = _row(rest, _FIELDS)
         if row is not None:
-            jobs.append(MyJob(row, _run_directory(log.strip())))
-    jobs.sort(key=lambda job: (job.row.job_id, job.row.component or 0, job.row.array_task is None))
-    return MyQueue(tuple(jobs))
+            rows.append(row)
+            directories[row.job_id] = _run_directory(log.strip())
+    rows = _waiting_together(rows)
+    rows.sort(key=lambda row: (row.job_id, row.component or 0, row.array_task is None))
+    return MyQueue(tuple(MyJob(row, directories[row.job_id]) for row in rows))
 
 
 def look_at_jobs(
@@ -173,7 +177,7 @@ def _drained(timeout_s: float) -> tuple[str, ...]:
 def _of_squeue(jobs: Sequence[int], timeout_s: float, patience_s: float) -> list[JobRow]:
     # For a single unknown id squeue fails with "Invalid job id specified"; for two ids it prints nothing.
     listed = ",".join(map(str, [*jobs, jobs[0]]))
-    words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
+    words = (*_SQUEUE, f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
     answer = slurm(*words, timeout_s=timeout_s, patience_s=max(patience_s, min(BLINK_S, timeout_s)))
     return _rows(answer, _FIELDS, jobs)
 
@@ -204,7 +208,20 @@ def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
 
 def _rows(answer: str, fields: Collection[str], jobs: Sequence[int]) -> list[JobRow]:
     rows = [_row(line, fields) for line in answer.splitlines() if line.strip()]
-    return [row for row in rows if row is not None and row.job_id in jobs]
+    return _waiting_together(row for row in rows if row is not None and row.job_id in jobs)
+
+
+def _waiting_together(rows: Iterable[JobRow]) -> list[JobRow]:
+    """Put tasks of an array that wait for the same into one row."""
+    together: dict[JobRow, list[int]] = {}
+    for row in rows:
+        waits = row.array_task is not None and row.state.life is Life.WAITING
+        together.setdefault(replace(row, array_task=None) if waits else row, []).extend(row.tasks if waits else ())
+    found = []
+    for row, tasks in together.items():
+        alone = replace(row, array_task=tasks[0]) if len(tasks) == 1 else row
+        found.append(replace(row, waiting_tasks=tasks_in_words(tasks)) if len(tasks) > 1 else alone)
+    return found
 
 
 def _row(line: str, fields: Collection[str]) -> JobRow | None:

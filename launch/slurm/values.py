@@ -6,7 +6,9 @@ Input: text.  Output: numbers.  Pure; Python 3.9 and the standard library.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
+_TASKS = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
@@ -25,10 +27,25 @@ def is_unlimited(text: str) -> bool:
 
 
 def task_numbers(text: str) -> list[int]:
-    """Array tasks of "0,2-4%2": 0, 2, 3, 4.  Slurm truncates a long list with "...", which is ignored."""
+    """Array tasks of "0,2-4,8-12:2%2": 0, 2, 3, 4, 8, 10, 12.  Slurm may cut a long list off, with or without "...".
+
+    What was cut is not there; where every task counts, squeue is asked with --array.
+    """
     tasks: list[int] = []
     for part in text.partition("%")[0].split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit() and (not last or last.isdigit()):
-            tasks += range(int(first), int(last or first) + 1)
+        found = _TASKS.fullmatch(part.strip())
+        if found is not None:
+            first, last, step = (int(each) if each else None for each in found.groups())
+            tasks += range(first or 0, (first if last is None else last or 0) + 1, step or 1)
     return tasks
+
+
+def tasks_in_words(tasks: Iterable[int]) -> str:
+    """The inverse: "0,2-4" for 0, 2, 3, 4."""
+    spans: list[list[int]] = []
+    for task in sorted(set(tasks)):
+        if spans and task == spans[-1][1] + 1:
+            spans[-1][1] = task
+        else:
+            spans.append([task, task])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -158,7 +158,8 @@ def _gone(records: Sequence[JobRecord], task: int | None, states: _States, forgo
     over = ""
     for record in records:
         shown = states.get(record.job_id, {})
-        state = shown.get(task, "") if task is not None else most_active(shown.values())
+        # An array of which no task has ever been apart is one line, when it has been cancelled.
+        state = shown.get(task) or shown.get(None, "") if task is not None else most_active(shown.values())
         if state:
             over = state
         if (state and state not in OVER) or (not state and record.submitted_unix_s > forgotten_before):

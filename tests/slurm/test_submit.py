@@ -270,15 +270,23 @@ def shown_script(layout: RunLayout, name: str) -> str:
     return (layout.scripts / f"{name}.sbatch").read_text(encoding="utf-8")
 
 
-def test_those_that_wait_are_retired_before_those_that_work(desk: Desk) -> None:
-    assert desk.submit("order", desk.site()) == 0
-    layout = desk.lab.layout("order")
-    assert main(["scale", str(layout.root), "--generators", "+1"]) == 0  # generator-2 waits
+@pytest.mark.parametrize(
+    ("added", "cancelled"), [(1, ""), (20, "1,3,5,7,9,11,13,15,17,19"), (40, "1,4,6,9,11,14,16,19,21,24,26,29,31,34")]
+)
+def test_those_that_wait_are_retired_before_those_that_work(desk: Desk, added: int, cancelled: str) -> None:
+    """Of the tasks that are left squeue writes [0-18:2], or a list that it cuts off."""
+    name = f"order-{added}"
+    assert desk.submit(name, desk.site()) == 0
+    layout = desk.lab.layout(name)
+    assert main(["scale", str(layout.root), "--generators", f"+{added}"]) == 0  # they wait
+    if cancelled:
+        desk.cluster.run("scancel", f"{read_records(layout)[-1].job_id}_[{cancelled}]")
     assert main(["scale", str(layout.root), "--generators", "+1", str(desk.site(common={"extra": []}))]) == 0
     works, waits = read_records(layout)[-1].job_id, read_records(layout)[-2].job_id
     wait_until(lambda: shown(desk, works, "JobState") == "RUNNING", "it waits for the run's first attempt")
+    newest = max(task for task in range(added) if f"{waits}_{task}" in desk.queued())
     assert main(["scale", str(layout.root), "--generators", "-1"]) == 0
-    assert f"{waits}_0" not in desk.queued()
+    assert f"{waits}_{newest}" not in desk.queued()
     assert f"{works}_0" in desk.queued()
 
 

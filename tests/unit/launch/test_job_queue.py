@@ -21,7 +21,10 @@ pytestmark = pytest.mark.starts
 QUEUE = """\
 12+0      |RUNNING  |1  |None  |cpu  |1:13  |58:47  |1:00:00  |2026-03-01T14:05:00  |c0  |hetjob  |
 12+1      |RUNNING  |1  |None  |train  |1:13  |58:47  |1:00:00  |2026-03-01T14:05:00  |t[0-1]  |a|b  |
-13_[2-5%2]|PENDING  |0  |JobArrayTaskLimit  |gen  |0:00  |2-00:00:00  |2-00:00:00  |N/A  |  |gen  |
+13_2|PENDING  |0  |JobArrayTaskLimit  |gen  |0:00  |2-00:00:00  |2-00:00:00  |N/A  |  |gen  |
+13_4|PENDING  |0  |JobArrayTaskLimit  |gen  |0:00  |2-00:00:00  |2-00:00:00  |N/A  |  |gen  |
+13_5|PENDING  |0  |JobArrayTaskLimit  |gen  |0:00  |2-00:00:00  |2-00:00:00  |N/A  |  |gen  |
+13_6|PENDING  |1  |BeginTime  |gen  |0:00  |2-00:00:00  |2-00:00:00  |N/A  |  |gen  |
 13_0      |RUNNING  |0  |None  |gen  |1-02:03:04  |UNLIMITED  |UNLIMITED  |2026-03-01T14:05:00  |g0  |gen  |
 14        |PENDING  |0  |ReqNodeNotAvail, UnavailableNodes:g0  |gen|0:00|1:00:00|1:00:00|2026-03-02T00:00:00||x  |
 """
@@ -48,16 +51,16 @@ def prints(directory: Path, name: str, text: str) -> None:
     put(directory, name, f"cat {directory}/{name}.txt")
 
 
-def test_components_arrays_and_waiting_tasks_are_told_apart(commands: Path) -> None:
+def test_components_and_arrays_are_told_apart_and_tasks_that_wait_for_the_same_are_one_row(commands: Path) -> None:
     prints(commands, "squeue", QUEUE)
     rows = look_at_jobs([12, 13, 14]).rows
-    assert [row.label for row in rows] == ["12+0", "12+1", "13_0", "13_[2-5]", "14"]
-    leader, second, task, waiting, last = rows
+    assert [row.label for row in rows] == ["12+0", "12+1", "13_0", "13_6", "13_[2,4-5]", "14"]
+    leader, second, task, _, waiting, last = rows
     assert (leader.component, second.component, second.nodes, second.restarts) == (0, 1, "t[0-1]", 1)
     assert second.name == "a|b"
     assert (task.array_task, task.used_s, task.left_s, task.limit_s) == (0, 93784, None, None)
-    assert (waiting.array_task, waiting.waiting_tasks, waiting.reason) == (None, "2-5", "JobArrayTaskLimit")
-    assert waiting.start_unix_s is None
+    assert (waiting.array_task, waiting.waiting_tasks, waiting.reason) == (None, "2,4-5", "JobArrayTaskLimit")
+    assert (waiting.tasks, waiting.start_unix_s) == ([2, 4, 5], None)
     assert last.reason == "ReqNodeNotAvail, UnavailableNodes:g0"
     assert last.start_unix_s is not None
     assert time.localtime(last.start_unix_s)[:5] == (2026, 3, 2, 0, 0)
@@ -129,7 +132,7 @@ def test_what_people_set_for_squeue_does_not_reach_it(commands: Path, monkeypatc
 
 def test_lines_of_another_form_are_no_rows(commands: Path) -> None:
     prints(commands, "squeue", "some banner of the site\nx|y\n" + QUEUE)
-    assert len(look_at_jobs([12, 13, 14]).rows) == 5
+    assert len(look_at_jobs([12, 13, 14]).rows) == 6
 
 
 def test_an_unknown_state_is_a_row_that_lives(commands: Path) -> None:

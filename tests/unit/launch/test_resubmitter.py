@@ -177,6 +177,16 @@ def test_what_was_cancelled_stays_away_also_after_slurm_has_forgotten_it(site: S
     assert len(site.events) == 1
 
 
+def test_an_array_that_was_cancelled_as_a_whole_before_it_began_stays_away_too(site: Site) -> None:
+    """squeue has one line for it, without tasks."""
+    site.queue([*ALIVE[:2], "5310226|CANCELLED"])
+    site.look("trainer-0", "generator-9")
+    assert site.submitted == []
+    assert [text for event, text in site.events if event == "left_away"] == [
+        f"job 5310226_{task} (generation) was cancelled: it is not resubmitted" for task in range(4)
+    ]
+
+
 def test_a_trainer_that_was_cancelled_ends_the_run(site: Site) -> None:
     site.queue([ALIVE[0], "5310225|CANCELLED", *ALIVE[2:]])
     outcome = site.look("generator-0")

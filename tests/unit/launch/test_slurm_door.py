@@ -12,7 +12,7 @@ import pytest
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.run_files.run_state import Attempt
 from launch.slurm.commands import clean_environment, slurm, srun_environment
-from launch.slurm.values import task_numbers
+from launch.slurm.values import task_numbers, tasks_in_words
 from launch.submitit_hetjob.step import Step as ComponentStep
 from launch.supervisor.steps import start_part
 from rlhpc.run_layout import RunLayout
@@ -143,7 +143,14 @@ def test_what_a_command_remarks_beside_its_answer_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "tasks"), [("0", [0]), ("0-1,3", [0, 1, 3]), ("2-5%2", [2, 3, 4, 5]), ("", []), ("1,3,...", [1, 3])]
-)
+    ("text", "tasks"),
+    [("0", [0]), ("0-1,3", [0, 1, 3]), ("2-5%2", [2, 3, 4, 5]), ("", []), ("1,3,...", [1, 3]), ("1,3,", [1, 3]),
+     ("2-18:2", [2, 4, 6, 8, 10, 12, 14, 16, 18]), ("0,5-9:4%1", [0, 5, 9])],
+)  # fmt: skip
 def test_tasks_of_an_array_are_read_as_squeue_writes_them(text: str, tasks: list[int]) -> None:
     assert task_numbers(text) == tasks
+    assert task_numbers(tasks_in_words(tasks)) == tasks
+
+
+def test_tasks_are_written_with_spans() -> None:
+    assert tasks_in_words([4, 0, 2, 3]) == "0,2-4"
