@@ -42,14 +42,15 @@ def slurmdbd_conf(layout: ClusterLayout, user: str, plugins: Path, port: int) ->
     )
 
 
-def lines_of_slurm_conf(layout: ClusterLayout, port: int) -> list[str]:
+def lines_of_slurm_conf(layout: ClusterLayout, port: int, *, enforces_limits: bool) -> list[str]:
     """Its lines in slurm.conf."""
     return [
         "AccountingStorageType=accounting_storage/slurmdbd",
         "AccountingStorageHost=127.0.0.1",
         f"AccountingStoragePort={port}",
         f"AccountingStoragePass={layout.munge_socket}",  # munge's socket goes here; AuthInfo is not asked
-        "AccountingStorageEnforce=associations,qos",
+        f"AccountingStorageEnforce=associations,{'limits,' if enforces_limits else ''}qos",
+        "AccountingStorageTRES=gres/gpu",  # else no limit can name GPUs
     ]
 
 

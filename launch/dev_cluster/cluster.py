@@ -24,7 +24,7 @@ from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.machine import check_own_name, check_owner
 from launch.dev_cluster.network import Network
-from launch.dev_cluster.processes import Process, holding, own_user, wait_gone, with_descendants, with_environment
+from launch.dev_cluster.processes import Process, holding, slurm_user, wait_gone, with_descendants, with_environment
 from launch.dev_cluster.shape import LOOPBACK, ClusterShape, Description
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed, RunDirectoryError
@@ -284,7 +284,7 @@ class DevCluster:
         if name == accounting.DAEMON:
             port = _value(layout.slurmdbd_conf, "DbdPort")
             self.daemons.wait_until(lambda: _accepts(port), name, wait_s)
-            user, account = own_user(), accounting.ACCOUNT
+            user, account = slurm_user(), accounting.ACCOUNT
             for what in (
                 ("add", "cluster", self._name),
                 ("add", "account", account),
@@ -298,7 +298,7 @@ class DevCluster:
         layout.make()
         ground = Ground(
             cluster_name=self._name,
-            user=own_user(),
+            user=slurm_user(),
             plugins=self.installation.plugins,
             version=self.installation.version,
             controller_port=ports[0],

@@ -14,9 +14,9 @@ from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.packages import obtain
-from launch.dev_cluster.processes import own_user
 from launch.dev_cluster.shape import default_shape
 from rlhpc.errors import ConfigError
+from rlhpc.own_user import own_user
 
 
 def up(options: argparse.Namespace) -> int:

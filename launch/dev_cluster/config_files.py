@@ -33,7 +33,7 @@ def slurm_conf(shape: ClusterShape, layout: ClusterLayout, ground: Ground) -> st
     """Text of slurm.conf."""
     lines = [*_controller(layout, ground), *_behaviour(shape, layout)]
     if ground.accounting_port is not None:
-        lines += accounting.lines_of_slurm_conf(layout, ground.accounting_port)
+        lines += accounting.lines_of_slurm_conf(layout, ground.accounting_port, enforces_limits=shape.enforces_limits)
     for group in shape.groups:
         lines += [_node(group, node, shape, ground) for node in group.nodes]
     lines += [_partition(partition, shape, index == 0) for index, partition in enumerate(shape.partitions)]

@@ -19,7 +19,7 @@ from pathlib import Path
 from launch.dev_cluster import accounting, namespaces
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import ClusterLayout
-from launch.dev_cluster.processes import Process, end, own_user, read_record, wait_gone, write_record
+from launch.dev_cluster.processes import Process, end, read_record, slurm_user, wait_gone, write_record
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed, RunDirectoryError
 from rlhpc.files import write_atomically
@@ -60,7 +60,7 @@ class Daemons:
             self._make_key()
         environment = {**self._installation.environment(os.environ), "SLURM_CONF": str(self._layout.slurm_conf)}
         if name == accounting.DATABASE:
-            accounting.prepare_database(self._layout, self._installation, own_user(), environment)
+            accounting.prepare_database(self._layout, self._installation, slurm_user(), environment)
         if name == accounting.DAEMON:  # the client library looks here for "localhost"
             environment["MYSQL_UNIX_PORT"] = str(self._layout.database_socket)
         guard = ["setpriv", "--pdeathsig", "TERM"] if self._dies_with_parent else []
@@ -146,7 +146,7 @@ class Daemons:
                 f"--seed-file={munge}/munged.seed",
             ]
         if name == accounting.DATABASE:
-            command = accounting.database_command(layout, self._installation, own_user())
+            command = accounting.database_command(layout, self._installation, slurm_user())
             return [*command, *accounting.serve_arguments(layout)]
         if name == accounting.DAEMON:
             return [program("slurmdbd"), "-D"]

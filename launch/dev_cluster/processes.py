@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import psutil
 
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RunDirectoryError
+from rlhpc.own_user import own_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ def process(pid: int) -> Process | None:
     return None if fields is None else Process(pid, int(fields[19]))
 
 
-def own_user() -> str:
-    """Name of the user that this process runs as, whatever the environment says.  Raises RunDirectoryError: none."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        raise RunDirectoryError(f"user {os.getuid()} has no name here, and Slurm identifies users by name") from None
+def slurm_user() -> str:
+    """Return the name of the user that this process runs as.  Raises RunDirectoryError: the uid has none here."""
+    name = own_name()
+    if not name:
+        raise RunDirectoryError(f"user {os.getuid()} has no name here, and Slurm identifies users by name")
+    return name
 
 
 def write_record(path: Path, pid: int) -> None:

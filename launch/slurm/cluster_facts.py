@@ -6,20 +6,36 @@ Guarantees: what a site hides (PrivateData, no accounting) is empty or None here
 
 from __future__ import annotations
 
-import os
-import pwd
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from launch.slurm.commands import SlurmError, is_away, slurm
 from launch.slurm.values import duration_s
+from rlhpc.own_user import own_user
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 _DENIED = "Access/permission denied"  # PrivateData in slurm.conf
 _NOTHING = ("", "(null)", "N/A", "NONE", "None", "UNLIMITED", "INFINITE")
 PATIENCE_S = 20.0  # with a slurmctld that is away for a moment
+_GENERATIONS = 9  # of accounts, from a user's own up to root
+# Limits in the words of sacctmgr: what is limited, and of whom.  "share" counts running jobs by what they have left.
+_LIMITS = {
+    "maxwall": ("wall", "job"),
+    "maxsubmitjobs": ("submitted", "user"), "grpsubmit": ("submitted", "group"),
+    "maxsubmitjobsperuser": ("submitted", "user"), "maxsubmitjobsperaccount": ("submitted", "account"),
+    "maxjobs": ("running", "user"), "grpjobs": ("running", "group"),
+    "maxjobsperuser": ("running", "user"), "maxjobsperaccount": ("running", "account"),
+    "maxtres": ("most", "job"), "maxtrespernode": ("most", "node"), "mintres": ("least", "job"),
+    "maxtresperuser": ("most", "user"), "maxtresperaccount": ("most", "account"), "grptres": ("most", "group"),
+    "maxtresmins": ("minutes", "job"), "grptresrunmins": ("minutes", "group"),
+}  # fmt: skip
+LIMITS_OF_ASSOCIATIONS = ("maxsubmitjobs", "maxwall", "maxjobs", "grpjobs", "grpsubmit", "maxtres", "maxtrespernode",
+                    "maxtresmins", "grptres", "grptresrunmins")  # fmt: skip
+LIMITS_OF_QOS = ("maxwall", "maxsubmitjobsperuser", "maxsubmitjobsperaccount", "maxjobsperuser", "maxjobsperaccount",
+           "grpjobs", "grpsubmit", "maxtres", "maxtrespernode", "mintres", "maxtresperuser", "maxtresperaccount",
+           "maxtresmins", "grptres", "grptresrunmins")  # fmt: skip
 _AWAY = ("UNKNOWN", "DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "INVAL", "FUTURE")
 
 
@@ -41,6 +57,7 @@ class PartitionFacts:
     preempt_mode: str  # OFF, REQUEUE, CANCEL, SUSPEND, …
     needs_reservation: bool
     is_root_only: bool
+    qos: str = ""  # whose limits hold for all its jobs
 
 
 @dataclass(frozen=True)
@@ -67,13 +84,35 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
+class JobLimits:
+    """What jobs may have; what is not in it has no limit.
+
+    numbers: by what is limited and of whom, as in _LIMITS: jobs, or seconds of ("wall", "job").  resources: the same,
+    by resource as Slurm names it: "cpu", "node", "mem" in MiB, "gres/gpu", "gres/gpu:h100".
+    """
+
+    numbers: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    resources: Mapping[tuple[str, str], Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Association:
     """An account that the user may charge."""
 
     account: str
     partition: str  # "": any
     qos: tuple[str, ...]
-    max_submit: int | None
+    default_qos: str = ""  # "": the site has not chosen one
+    limits: JobLimits = JobLimits()
+
+
+@dataclass(frozen=True)
+class Account:
+    """An account as a whole, with all its users."""
+
+    name: str
+    parent: str
+    limits: JobLimits = JobLimits()
 
 
 @dataclass(frozen=True)
@@ -81,9 +120,8 @@ class Qos:
     """A quality of service."""
 
     name: str
-    max_wall_s: int | None
-    max_submit: int | None
-    flags: str
+    flags: str = ""
+    limits: JobLimits = JobLimits()
 
 
 @dataclass(frozen=True)
@@ -101,6 +139,7 @@ class ClusterFacts:
     associations: tuple[Association, ...] | None  # None: no accounting, or it does not answer
     default_account: str
     qos: tuple[Qos, ...]
+    accounts: tuple[Account, ...] = ()  # the user's, and those above them
     hidden: frozenset[str] = frozenset()  # "partition", "node", "reservation": what the site shows only to its staff
 
     @property
@@ -112,6 +151,7 @@ class ClusterFacts:
     def enforced(self) -> frozenset[str]:
         """What accounting enforces: associations, limits, qos."""
         words = set(self.config.get("AccountingStorageEnforce", "").lower().split(","))
+        words |= {"safe"} & words and {"limits"}
         words |= {"limits", "qos"} & words and {"associations"}
         return frozenset(words)
 
@@ -152,8 +192,8 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
         why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be queried"
         raise SlurmError(f"{why}, so nothing could be checked ({error}); try again later") from None
     settings = parse_config(config)
-    user = pwd.getpwuid(os.getuid()).pw_name
-    accounts = _ask_accounts(partial(ask, patience_s=0.0), settings, user)
+    user = own_user()
+    known = _ask_accounts(partial(ask, patience_s=0.0), settings, user)
     found = re.search(r"(\d+)\.(\d+)", release)
     return ClusterFacts(
         version=(int(found[1]), int(found[2])) if found else (0, 0),
@@ -164,27 +204,48 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
         partitions=parse_partitions(partitions),
         nodes=parse_nodes(nodes),
         reservations=tuple(record["ReservationName"] for record in records(reservations, "ReservationName")),
-        associations=None if accounts is None else parse_associations(accounts[0]),
-        default_account="" if accounts is None else accounts[1].strip().split("\n")[0],
-        qos=() if accounts is None else parse_qos(accounts[2]),
+        associations=None if known is None else known.associations,
+        default_account="" if known is None else known.default_account,
+        qos=() if known is None else known.qos,
+        accounts=() if known is None else known.accounts,
         hidden=frozenset(hidden),
     )
 
 
-def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: str) -> tuple[str, str, str] | None:
-    """Three answers of sacctmgr; None without accounting, or if it is away: jobs are accepted nevertheless."""
+@dataclass(frozen=True)
+class _Accounting:
+    """What sacctmgr says of a user."""
+
+    associations: tuple[Association, ...]
+    default_account: str
+    qos: tuple[Qos, ...]
+    accounts: tuple[Account, ...]
+
+
+def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: str) -> _Accounting | None:
+    """Ask sacctmgr; None without accounting, or if it is away: jobs are accepted nevertheless."""
     if "slurmdbd" not in settings.get("AccountingStorageType", ""):
         return None
-    show = ("sacctmgr", "--noheader", "--parsable2", "show")
+    show = partial(ask, "sacctmgr", "--noheader", "--parsable2", "show")
+    cluster = f"cluster={settings.get('ClusterName', '')}"
     try:
-        return (
-            ask(*show, "assoc", f"user={user}", f"cluster={settings.get('ClusterName', '')}",
-                "format=account,partition,qos,maxsubmitjobs"),
-            ask(*show, "user", user, "format=defaultaccount"),
-            ask(*show, "qos", "format=name,maxwall,maxsubmitjobsperuser,flags"),
-        )  # fmt: skip
+        columns = ",".join(("account", "partition", "qos", "defaultqos", *LIMITS_OF_ASSOCIATIONS))
+        associations = parse_associations(show("assoc", f"user={user}", cluster, f"format={columns}"))
+        default_account = show("user", user, "format=defaultaccount").strip().split("\n")[0]
+        qos = parse_qos(show("qos", f"format={','.join(('name', 'flags', *LIMITS_OF_QOS))}"))
+        columns, accounts = ",".join(("account", "parentname", *LIMITS_OF_ASSOCIATIONS)), dict[str, Account]()
+        wanted = {each.account for each in associations}
+        for _ in range(_GENERATIONS):  # an account's limits on all its users hold for the accounts below it, too
+            if not wanted:
+                break
+            names = f"account={','.join(sorted(wanted))}"
+            accounts |= {
+                each.name: each for each in parse_accounts(show("assoc", names, "user=", cluster, f"format={columns}"))
+            }
+            wanted = {each.parent for each in accounts.values() if each.parent} - accounts.keys()
     except SlurmError:
         return None
+    return _Accounting(associations, default_account, qos, tuple(accounts.values()))
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing
@@ -231,6 +292,7 @@ def parse_partitions(text: str) -> tuple[PartitionFacts, ...]:
             preempt_mode=record.get("PreemptMode", "OFF"),
             needs_reservation=record.get("ReqResv") == "YES",
             is_root_only=record.get("RootOnly") == "YES",
+            qos="".join(_names(record.get("QoS", ""))),
         )
         for record in records(text, "PartitionName")
     )
@@ -266,15 +328,51 @@ def parse_gpus(text: str) -> dict[str, int]:
 
 
 def parse_associations(text: str) -> tuple[Association, ...]:
-    """`sacctmgr show assoc` with account, partition, qos, maxsubmitjobs."""
-    rows = (line.split("|") for line in text.splitlines() if line.count("|") >= 3)
-    return tuple(Association(row[0], row[1], _names(row[2]), _number(row[3])) for row in rows)
+    """`sacctmgr show assoc` of a user: account, partition, qos, defaultqos, limits."""
+    rows = _cells(text, 3)
+    return tuple(
+        Association(row[0], row[1], _names(row[2]), row[3], _limits(LIMITS_OF_ASSOCIATIONS, row[4:])) for row in rows
+    )
+
+
+def parse_accounts(text: str) -> tuple[Account, ...]:
+    """`sacctmgr show assoc` without users: account, parentname, limits."""
+    return tuple(Account(row[0], row[1], _limits(LIMITS_OF_ASSOCIATIONS, row[2:])) for row in _cells(text, 1))
 
 
 def parse_qos(text: str) -> tuple[Qos, ...]:
-    """`sacctmgr show qos` with name, maxwall, maxsubmitjobsperuser, flags."""
-    rows = (line.split("|") for line in text.splitlines() if line.count("|") >= 3)
-    return tuple(Qos(row[0], duration_s(row[1]), _number(row[2]), row[3]) for row in rows)
+    """`sacctmgr show qos`: name, flags, limits."""
+    return tuple(Qos(row[0], row[1], _limits(LIMITS_OF_QOS, row[2:])) for row in _cells(text, 1))
+
+
+def _cells(text: str, least: int) -> list[list[str]]:
+    return [line.split("|") for line in text.splitlines() if line.count("|") >= least]
+
+
+def _limits(names: tuple[str, ...], cells: list[str]) -> JobLimits:
+    numbers: dict[tuple[str, str], int] = {}
+    resources: dict[tuple[str, str], dict[str, int]] = {}
+    for name, cell in zip(names, cells):
+        key = _LIMITS[name]
+        if key[0] in ("most", "least", "minutes"):
+            resources[key] = parse_resources(cell)
+        else:
+            number = duration_s(cell) if key[0] == "wall" else _number(cell)
+            numbers.update({} if number is None else {key: number})
+    return JobLimits(numbers, resources)
+
+
+def parse_resources(text: str) -> dict[str, int]:
+    """Amounts of "cpu=8,mem=1.50G,gres/gpu:h100=4"; of memory in MiB."""
+    found = {}
+    for name, _, amount in (part.partition("=") for part in text.split(",")):
+        number = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", amount)
+        if number is not None:
+            unit = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}.get(
+                number[2], 2**20 if name == "mem" else 1
+            )
+            found[name.lower()] = int(float(number[1]) * unit / (2**20 if name == "mem" else 1))
+    return found
 
 
 def _number(text: str) -> int | None:

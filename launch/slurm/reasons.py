@@ -144,9 +144,16 @@ def _limit_in_words(name: str) -> str:
     if found["kind"] == "Min":
         return f"requests fewer {what} than the minimum of {owner}; another `qos`"
     each = found["each"]
+    # The QOS may be the user's default or the partition's, which no key of the site file names.
     if each in ("Job", "Node"):
-        return f"requests more {what} than {owner} allows per {each.lower()}; a smaller size, other `qos` or `account`"
+        smaller = "lower `time` in the site file" if what == "time" else "a smaller size"
+        return f"requests more {what} than {owner} allows per {each.lower()}; {smaller}, or another `qos` or `account`"
     if found["minutes"] and not found["run"]:
         return f"{owner} has used up its {what}; another `account`, or ask its coordinator"
     of = f" per {each.lower()}" if each else ""
-    return f"{owner} has as many {what} in use as it allows{of}: waits for its other jobs to end"
+    waits = f"{owner} has as many {what} in use as it allows{of}: waits for its other jobs to end"
+    return (
+        waits
+        if what.endswith("jobs")
+        else f"{waits}; if none of them runs, this one alone is beyond the limit: a smaller size, or another `qos`"
+    )

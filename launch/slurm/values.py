@@ -35,8 +35,8 @@ def task_numbers(text: str) -> list[int]:
     for part in text.partition("%")[0].split(","):
         found = _TASKS.fullmatch(part.strip())
         if found is not None:
-            first, last, step = (int(each) if each else None for each in found.groups())
-            tasks += range(first or 0, (first if last is None else last or 0) + 1, step or 1)
+            first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+            tasks += range(first, last + 1, step)
     return tasks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rlhpc.errors import ConfigError
 from tests.slurm import faults
 from tests.slurm.cluster_kit import MakeCluster, known_jobs, seconds_of
 from tests.slurm.doctor_kit import plan_of, turned_to
+from tests.slurm.stand import discard, new_cluster
 
 
 def refusal(cluster: DevCluster, plan: JobPlan) -> list[str]:
@@ -89,6 +91,59 @@ def test_an_account_that_sbatch_refuses_too_is_refused_in_our_words(make_cluster
     assert lines == [
         "trainer.account='lab': partition 'train' does not accept this account by its name; legal: university"
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [("qos normal set MaxWall=5", "trainer.time='0:10:00': QOS 'normal', its default, allows 0:05:00"),
+     ("qos normal set MaxTRESPerUser=gres/gpu=0",
+      "trainer.gpus_per_node='1 GPU': QOS 'normal', its default, allows 0 GPUs per user"),
+     ("qos normal set MinTRES=cpu=20",
+      "trainer.cpus_per_gpu='4 cores': QOS 'normal', its default, takes only jobs of 20 cores or more"),
+     ("qos narrow set MaxWall=6", "trainer.time='0:10:00': QOS 'narrow' of partition 'train' allows 0:06:00"),
+     ("account lab set MaxWall=7", "trainer.time='0:10:00': account 'lab' allows 0:07:00"),
+     ("account above set GrpTRES=node=0", "trainer.nodes='1 node': account 'above' allows 0 nodes in all"),
+     ("qos normal set MaxJobsPerUser=2",
+      "controller.qos='normal': controller + trainer + generation need 3 running jobs at the same time, and QOS "
+      "'normal', its default, allows 2 running jobs per user")],
+    ids=lambda each: each.split(" set ")[-1],
+)  # fmt: skip
+def test_a_limit_that_holds_without_a_qos_in_the_site_file_is_refused_although_slurm_takes_the_job(
+    limited: DevCluster, tmp_path: Path, change: str, line: str
+) -> None:
+    """Such a job is pending for ever."""
+    plan = plan_of(tmp_path, common={"account": "lab", "time": "0:10:00"})
+    where = change.partition(" set ")[0]
+    with turned_to(limited):
+        refuse_unfit(plan)
+        limited.run("sacctmgr", "--immediate", "modify", *change.split())
+        try:
+            assert {finding.verdict for finding in try_components(plan)} == {"pass"}
+            assert line in [each.partition("; legal: ")[0] for each in refusal(limited, plan)]
+        finally:
+            names = (word.partition("=")[0] for word in change.partition(" set ")[2].split())
+            cleared = [f"{name}={'gres/gpu=-1,cpu=-1,node=-1' if 'TRES' in name else -1}" for name in names]
+            limited.run("sacctmgr", "--immediate", "modify", *where.split(), "set", *cleared)
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[DevCluster]:
+    """A cluster that enforces limits: account `lab` below `above`, the partition `train` with a QOS `narrow`."""
+    try:
+        installation = obtain(has_accounting=True)
+    except SlurmMissing as error:
+        pytest.skip(str(error))
+    cluster = new_cluster(
+        replace(default_shape(1, 1, 1, gpus=2), has_accounting=True, enforces_limits=True), installation
+    )
+    try:
+        cluster.start()
+        for words in ("add qos narrow", "add account above", "modify account lab set parent=above"):
+            cluster.run("sacctmgr", "--immediate", *words.split())
+        cluster.run("scontrol", "update", "PartitionName=train", "QoS=narrow")
+        yield cluster
+    finally:
+        discard(cluster)
 
 
 def test_a_time_above_the_partitions_is_refused_although_slurm_would_take_it(slurm: DevCluster, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.installation import SlurmMissing
 from launch.dev_cluster.packages import obtain
-from launch.dev_cluster.processes import own_user
+from launch.dev_cluster.processes import slurm_user
 from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition
 from launch.plan.jobs import Elastic, JobPlan, plan_elastic, plan_jobs
 from launch.plan.report import shared_layout
@@ -92,7 +92,7 @@ def _four_sites(make_cluster: MakeCluster) -> DevCluster:
     for words in (
         ("add", "qos", "scavenge"),
         ("add", "account", ACCOUNTS),
-        ("add", "user", own_user(), f"account={ACCOUNTS}", "qos=normal,scavenge"),
+        ("add", "user", slurm_user(), f"account={ACCOUNTS}", "qos=normal,scavenge"),
     ):
         cluster.run("sacctmgr", "--immediate", *words)
     return cluster

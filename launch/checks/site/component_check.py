@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from launch.checks.finding import Finding, Verdict
+from launch.checks.site.job_limits import check_limits, qos_of
 from launch.checks.site.node_features import fulfils, words_of
 from launch.plan.jobs import Component
 from launch.plan.site_values import slurm_time
@@ -22,6 +23,8 @@ def check_component(component: Component, facts: ClusterFacts) -> list[Finding]:
     findings = [*_unknown_partitions(component, facts), *_account(component, facts), *_qos(component, facts)]
     findings += _reservation(component, facts)
     known = partitions_of(component, facts)
+    if "partition" in facts.hidden:
+        findings += check_limits(component, None, facts)
     problems = [list(_in_partition(component, partition, facts)) for partition in known]
     is_refused = [any(problem.verdict == "fail" for problem in some) for some in problems]
     for some in problems:
@@ -95,10 +98,6 @@ def _qos(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
     elif name not in allowed:
         text = f"account {account!r} may not use it"
         yield Finding(key, name, verdict, text, _legal(name, allowed), sbatch_decides=True)
-    elif (limit := known[name].max_wall_s if name in known else None) and component.allocation.time_s > limit:
-        text = f"QOS {name!r} allows {slurm_time(limit)}"
-        is_held = "limits" in facts.enforced
-        yield _time(component, "fail" if is_held else "warn", text, limit)
 
 
 def _reservation(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
@@ -121,13 +120,18 @@ def _legal(value: str, names: Iterable[str]) -> str:
 def _in_partition(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
     yield from _door(component, partition, facts)
     yield from _who(component, partition, facts)
+    yield from check_limits(component, partition, facts)
     limit = partition.max_time_s
     if (
         limit is not None
         and component.allocation.time_s > limit
         and "PartitionTimeLimit" not in _flags(component, facts)
     ):
-        yield _time(component, "fail", f"partition {partition.name!r} allows {slurm_time(limit)}", limit)
+        text, legal = (
+            f"partition {partition.name!r} allows {slurm_time(limit)}",
+            f"legal: at most {slurm_time(limit)!r}",
+        )
+        yield Finding(f"{component.name}.time", slurm_time(component.allocation.time_s), "fail", text, legal)
     nodes = facts.nodes_of(partition.name)
     if nodes:  # else the site hides them
         yield from _size(component, partition, nodes, _flags(component, facts))
@@ -135,12 +139,8 @@ def _in_partition(component: Component, partition: PartitionFacts, facts: Cluste
 
 def _flags(component: Component, facts: ClusterFacts) -> str:
     """Of its QOS, which may go beyond a partition's limits."""
-    return next((qos.flags for qos in facts.qos if qos.name == component.allocation.qos), "")
-
-
-def _time(component: Component, verdict: Verdict, text: str, limit_s: int) -> Finding:
-    value = slurm_time(component.allocation.time_s)
-    return Finding(f"{component.name}.time", value, verdict, text, f"legal: at most {slurm_time(limit_s)!r}")
+    qos = qos_of(component, facts)
+    return "" if qos is None else qos.flags
 
 
 def _door(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
@@ -166,9 +166,10 @@ def _who(component: Component, partition: PartitionFacts, facts: ClusterFacts) -
         legal = f"legal: {', '.join(fits or partition.allowed_accounts or ()) or 'none of yours'}"
         # Newer Slurm includes an account's children; older Slurm accepts the job, and keeps it pending forever.
         yield Finding(f"{component.name}.account", account, "fail", text, legal, sbatch_decides=True)
-    qos = component.allocation.qos
-    is_known = any(each.name == qos for each in facts.qos) or not facts.qos  # one that is not has been told
-    if qos and is_known and not _is_allowed(qos, partition.allowed_qos, partition.denied_qos):
+    used = qos_of(component, facts, partition.name)
+    # One that does not exist has been told.
+    qos = used.name if used is not None else component.allocation.qos if not facts.qos else None
+    if qos and not _is_allowed(qos, partition.allowed_qos, partition.denied_qos):
         text = f"partition {partition.name!r} does not accept this QOS"
         open_to = partition.allowed_qos or [each.name for each in facts.qos if each.name not in partition.denied_qos]
         yield Finding(f"{component.name}.qos", qos, "fail", text, f"legal: {', '.join(open_to)}")

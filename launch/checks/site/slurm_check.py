@@ -14,10 +14,11 @@ from pathlib import Path
 
 from launch.checks.finding import Finding
 from launch.checks.site.component_check import candidate_nodes, check_component, partitions_of
+from launch.checks.site.job_limits import check_limits_together, most_submitted
 from launch.checks.site.shared_directory import check_directory
 from launch.plan.jobs import Component, Job, JobPlan
 from launch.plan.script import component_directives
-from launch.slurm.cluster_facts import PATIENCE_S, ClusterFacts, ask_cluster
+from launch.slurm.cluster_facts import PATIENCE_S, ClusterFacts, PartitionFacts, ask_cluster
 from launch.slurm.commands import SlurmError, is_away
 from launch.slurm.sbatch import try_script
 from rlhpc.errors import ConfigError
@@ -46,7 +47,7 @@ def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     findings = [finding for part in plan.components for finding in check_component(part, facts)]
     # Sums of what does not exist mean nothing.
     if not any(finding.verdict == "fail" and not finding.sbatch_decides for finding in findings):
-        findings += _sums(plan, facts)
+        findings += [*_sums(plan, facts), *check_limits_together(plan, _partitions(plan, facts), facts)]
     findings += [*_preemption(plan, facts), *_requeue(plan, facts), *_arrays(plan, facts), *_submissions(plan, facts)]
     return [*findings, *_hidden(facts)]
 
@@ -164,6 +165,12 @@ def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
         yield Finding("generation.partition", _partition_text(parts[-1][0]), "warn", text, "fewer replicas or ranks")
 
 
+def _partitions(plan: JobPlan, facts: ClusterFacts) -> dict[str, PartitionFacts | None]:
+    """The only partition of each component; None where there are several, of which one has to do."""
+    found = {part.name: partitions_of(part, facts) for part in plan.components}
+    return {name: partitions[0] if len(partitions) == 1 else None for name, partitions in found.items()}
+
+
 def _partition_text(component: Component) -> str:
     return component.allocation.partition or "(default)"
 
@@ -231,10 +238,7 @@ def _submissions(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     if "limits" not in facts.enforced:
         return
     number = sum((job.array_size or 1) * len(job.components) for job in plan.jobs)
-    accounts = {part.allocation.account or facts.default_account for part in plan.components}
-    limits = [each.max_submit for each in facts.associations or () if each.account in accounts and each.max_submit]
-    wanted = {part.allocation.qos for part in plan.components}
-    limits += [qos.max_submit for qos in facts.qos if qos.name in wanted and qos.max_submit]
+    limits = most_submitted(plan, _partitions(plan, facts), facts)
     if limits and number > min(limits):
         text = f"Slurm counts {number} jobs, and at most {min(limits)} may be submitted at once (MaxSubmitJobs)"
         yield Finding("cluster.placement", plan.placement, "warn", text, "fewer generators, or whole nodes for them")

@@ -13,9 +13,12 @@ from launch.checks.site.node_features import fulfils
 from launch.checks.site.shared_directory import check_directory, filesystem_type
 from launch.checks.site.slurm_check import check_plan, settle
 from launch.slurm.cluster_facts import (
+    LIMITS_OF_ASSOCIATIONS,
+    LIMITS_OF_QOS,
     Association,
     ClusterFacts,
     Qos,
+    parse_accounts,
     parse_associations,
     parse_config,
     parse_nodes,
@@ -54,9 +57,9 @@ FACTS = ClusterFacts(
     partitions=parse_partitions(PARTITIONS),
     nodes=parse_nodes(NODES),
     reservations=("course",),
-    associations=parse_associations("lab||normal,long|\nguests||normal|20\n"),
+    associations=parse_associations("lab||normal,long||\nguests||normal||20\n"),
     default_account="lab",
-    qos=parse_qos("normal|||\nlong|12:00:00|4|\nunlimited|||PartitionTimeLimit\n"),
+    qos=parse_qos("normal||\nlong||12:00:00|4|\nunlimited|PartitionTimeLimit|\n"),
 )
 
 
@@ -126,6 +129,111 @@ def test_a_qos_may_go_beyond_the_partitions_time_and_may_give_less() -> None:
     assert "fail trainer.time='1-00:00:00': QOS 'long' allows 12:00:00; legal: at most '12:00:00'" in lines
 
 
+def row(columns: tuple[str, ...], *cells: str, **limits: str) -> str:
+    """A line of sacctmgr, with limits in `columns`."""
+    assert set(limits) <= set(columns)
+    return "|".join([*cells, *(limits.get(name, "") for name in columns)]) + "\n"
+
+
+def qos_row(name: str, flags: str = "", **limits: str) -> str:
+    return row(LIMITS_OF_QOS, name, flags, **limits)
+
+
+def with_limits(
+    *,
+    qos: str = "normal||\nlong||\n",
+    mine: str = "lab||normal,long||",
+    accounts: str = "lab|root|",
+    partition: str = "",
+) -> ClusterFacts:
+    """FACTS with other limits, in sacctmgr's columns."""
+    held = tuple(replace(each, qos=partition if each.name == "gpu" else "") for each in FACTS.partitions)
+    found = parse_qos(qos), parse_associations(mine), parse_accounts(accounts)
+    return replace(FACTS, qos=found[0], associations=found[1], accounts=found[2], partitions=held)
+
+
+def test_limits_hold_without_a_qos_in_the_site_file() -> None:
+    """Slurm takes each of these jobs, and keeps it pending for ever."""
+    of_user = with_limits(qos=qos_row("normal", maxtresperuser="gres/gpu=1"))
+    assert only(said(of_user, "generation.num_replicas=1")) == (
+        "fail trainer.gpus_per_node='2 GPUs': QOS 'normal', its default, allows 1 GPU per user; legal: at most 1 "
+        "GPU; a smaller size, or another `qos` or `account`"
+    )
+    line = "fail trainer.time='1:00:00': {} allows 0:30:00; legal: at most '0:30:00'"
+    assert line.format("QOS 'normal', its default,") in said(with_limits(qos="normal||00:30:00\n"))
+    chosen = with_limits(qos="normal||\nlong||00:30:00\n", mine="lab||normal,long|long|")
+    assert line.format("QOS 'long', its default,") in said(chosen)
+    alone = with_limits(qos="normal||\nlong||00:30:00\n", mine="lab||long||")  # the only one that the user has
+    assert line.format("QOS 'long', its default,") in said(alone)
+    of_partition = with_limits(qos="normal||\npart||00:30:00\n", partition="part")
+    assert said(of_partition) == [
+        f"fail {name}.time='1:00:00': QOS 'part' of partition 'gpu' allows 0:30:00; legal: at most '0:30:00'"
+        for name in ("trainer", "generation")
+    ]
+    assert line.format("account 'lab'") in said(with_limits(mine="lab||normal|||00:30:00"))
+    above = with_limits(accounts="lab|uni|\n" + row(LIMITS_OF_ASSOCIATIONS, "uni", "root", grptres="gres/gpu=1"))
+    assert "account 'uni' allows 1 GPU in all" in only(said(above, "generation.num_replicas=1"))
+
+
+def test_the_first_that_sets_a_limit_decides() -> None:
+    mine = "lab||normal|||00:30:00"
+    assert not said(with_limits(qos="normal||02:00:00\n", mine=mine))
+    beyond = with_limits(qos="normal||00:30:00\npart||02:00:00\n", partition="part")
+    assert [line for line in said(beyond) if "trainer" in line] == []
+    over = with_limits(qos="normal|OverPartQOS|00:30:00\npart||02:00:00\n", partition="part")
+    assert any(line.startswith("fail trainer.time") for line in said(over))
+    for where in (with_limits(mine=mine), with_limits(qos="normal||00:30:00\n")):
+        assert not said(replace(where, config={**where.config, "AccountingStorageEnforce": "associations,qos"}))
+        assert said(replace(where, config={**where.config, "AccountingStorageEnforce": "safe"}))
+    of_partition = with_limits(mine="lab||normal|||00:30:00\nlab|gpu|normal|||02:00:00")
+    assert [line.split(".")[0] for line in said(of_partition)] == ["fail controller"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "line"),
+    [({"maxtres": "cpu=4"}, "fail trainer.cpus_per_gpu='8 cores': {} allows 4 cores per job; "),
+     ({"maxtres": "mem=1.50G"}, "fail trainer.memory_gib_per_gpu='16 GiB of memory': {} allows 1.5 GiB of memory per "),
+     ({"maxtrespernode": "gres/gpu=1"}, "fail trainer.gpus_per_node='2 GPUs': {} allows 1 GPU per node and job; "),
+     ({"maxtres": "gres/gpu:h100=1"}, "fail trainer.gpus_per_node='2 h100 GPUs': {} allows 1 h100 GPU per job; "),
+     ({"mintres": "gres/gpu=1"}, "fail controller.gpus_per_node='0 GPUs': {} takes only jobs of 1 GPU or more"),
+     ({"maxtresperaccount": "node=0"}, "fail controller.nodes='1 node': {} allows 0 nodes per account"),
+     ({"maxtresmins": "cpu=240"}, "fail trainer.time='1:00:00': 8 cores for so long are more than the 240 minutes of "
+                                  "them that {} allows per job; legal: at most '0:30:00'"),
+     ({"grptresrunmins": "gres/gpu=60"}, "fail trainer.time='1:00:00': 2 GPUs for so long are more than the 60 minutes "
+                                         "of them that {} allows at once; legal: at most '0:30:00'")],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)  # fmt: skip
+def test_each_kind_of_limit_is_told_with_its_amount(limits: dict[str, str], line: str) -> None:
+    lines = said(with_limits(qos=qos_row("normal", **limits)), trainer={"gres_type": "h100", "memory_gib_per_gpu": 8})
+    assert any(each.startswith(line.format("QOS 'normal', its default,")) for each in lines), lines
+
+
+def test_what_a_run_needs_at_the_same_time_is_held_against_limits_too() -> None:
+    """A component of a heterogeneous job, or a job of its own, keeps to the limit, and all together do not."""
+    three = with_limits(qos=qos_row("normal", maxtresperuser="gres/gpu=3"))
+    assert only(said(three, "generation.num_replicas=2")) == (
+        "fail controller.qos='normal': controller + trainer + generation need 4 GPUs at the same time, and QOS "
+        "'normal', its default, allows 3 GPUs per user; legal: a smaller size, or another `qos` or `account`"
+    )
+    jobs = {"cluster": {"placement": "jobs"}}
+    assert only(said(three, "generation.num_replicas=2", **jobs)) == (
+        "warn controller.qos='normal': controller + trainer + generation request 4 GPUs, and QOS 'normal', its "
+        "default, allows 3 GPUs per user: some generators will wait; fewer replicas"
+    )
+    two_jobs = with_limits(qos=qos_row("normal", maxjobsperuser="2"))
+    assert (
+        "need 3 running jobs at the same time, and QOS 'normal', its default, allows 2 running jobs per user"
+        in only(said(two_jobs))
+    )
+
+
+def test_a_default_qos_lifts_a_partitions_limit_and_may_be_one_that_the_partition_refuses() -> None:
+    lifted = with_limits(qos="normal||\nlong|PartitionTimeLimit|\n", mine="lab||normal,long|long|")
+    assert not said(lifted, common={"time": "3-00:00:00"})
+    refused = with_limits(qos="normal||\nother||\n", mine="lab||other||")
+    assert "fail trainer.qos='other': partition 'gpu' does not accept this QOS; legal: normal, long" in said(refused)
+
+
 def test_an_account_that_the_user_has_not_is_told_with_his_own() -> None:
     line = only(said(trainer={"account": "labb"}))
     assert line == (
@@ -140,7 +248,7 @@ def test_an_account_that_the_partition_does_not_take_is_told() -> None:
     assert only(said(trainer={"account": "guests"})) == (
         "fail trainer.account='guests': partition 'gpu' does not accept this account by its name; legal: lab"
     )
-    guest = replace(FACTS, default_account="guests", associations=(Association("guests", "", (), None),))
+    guest = replace(FACTS, default_account="guests", associations=(Association("guests", "", ()),))
     lines = said(guest, trainer={"partition": "lab"}, generation={"partition": "lab"})
     assert lines[0] == (
         "fail trainer.account='guests': partition 'lab' does not accept this account by its name; legal: lab"
@@ -251,7 +359,7 @@ def test_more_nodes_than_the_partition_has_or_gives_are_told() -> None:
     lines = said(FACTS, "trainer.num_ranks=40")
     assert "fail trainer.nodes='5': partition 'gpu' allows 4 per job; legal: at most 4" in lines
     assert "fail trainer.nodes='5': partition 'gpu' has 4 such nodes; legal: at most 4" in lines
-    wide = replace(FACTS, qos=(Qos("normal", None, None, "DenyOnLimit,PartitionMaxNodes"),))
+    wide = replace(FACTS, qos=(Qos("normal", "DenyOnLimit,PartitionMaxNodes"),))
     assert not [line for line in said(wide, "trainer.num_ranks=40", common={"qos": "normal"}) if "per job" in line]
 
 
@@ -337,7 +445,7 @@ def test_what_slurm_prints_is_read() -> None:
     assert node.is_up
     assert not replace(node, state="IDLE+DRAIN").is_up
     assert [duration_s(text) for text in ("30:00", "01:00:00", "2-12:00:00", "UNLIMITED")] == [1800, 3600, 216000, None]
-    assert FACTS.qos[1] == Qos("long", 43200, 4, "")
+    assert FACTS.qos[1].limits.numbers == {("wall", "job"): 43200, ("submitted", "user"): 4}
 
 
 def test_the_filesystem_of_a_path_is_that_of_its_deepest_mount(tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ def test_a_reason_is_explained_in_words_of_its_own(reason: str) -> None:
         ("AssocGrpCPUMinutesLimit", "this account has used up its minutes of cores"),
         ("AssocGrpCPURunMinutesLimit", "this account has as many minutes of cores in use"),
         ("AssocMaxWallDurationPerJobLimit", "requests more time than this account allows per job"),
+        ("QOSMaxWallDurationPerJobLimit", "allows per job; lower `time` in the site file, or another `qos`"),
+        ("QOSMaxGRESPerUser", "if none of them runs, this one alone is beyond the limit: a smaller size"),
         ("QOSMaxGRESPerNode", "requests more GPUs than this QOS allows per node"),
         ("QOSMinGRES", "requests fewer GPUs than the minimum of this QOS"),
         ("MaxJobsPerAccount", "as many running jobs in use as it allows per account"),
