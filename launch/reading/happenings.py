@@ -37,7 +37,8 @@ _COUNTERS = {
     "weights/canary_failed_total": ("canary", "generator had other weights than the trainer, and was quarantined"),
     "transport/denied_total": ("denied", "connection with a key that is not of this run was refused"),
 }
-_WELL = (Cause.COMPLETE, Cause.STOP, Cause.ABORT, Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED)
+_ASKED_FOR = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED)
+_WELL = (Cause.COMPLETE, *_ASKED_FOR, Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED)
 _GOOD_ENDS = {cause.name.lower() for cause in _WELL}
 _FAULTS = {
     *(kind for kind, _ in _COUNTERS.values()),

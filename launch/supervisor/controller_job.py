@@ -12,6 +12,7 @@ only when no srun is alive; a completed run leaves no job behind; after an inter
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ ALONE_S = 10.0  # for a controller without generators and its trainer, if there 
 INTERRUPT_S = 7.0  # for everything to end after Ctrl-C: with the end of interpreters, inside the ten seconds promised
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
+_WANTED = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED, Cause.SIGNAL)  # ends that somebody has asked for
 ROLE_WORDS = {"generator": "generator", "reward": "reward service"}
 
 
@@ -105,7 +107,7 @@ class ControllerJobSupervisor:
         finally:
             self._starter.forget()
             self._interrupt_if_asked()  # between two attempts
-            self._processes.end_all(self._grace_s())
+            self._processes.end_all(self._grace_s(), is_wanted=self._cause in _WANTED)
 
     @property
     def controller_status(self) -> int | None:
@@ -248,7 +250,10 @@ class ControllerJobSupervisor:
     def _ask_controller(self, cause: Cause, why: str, progress: Progress | None) -> None:
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
         self._patience_s = max(SAVE_GRACE_S, needed_to_stop_s(progress, self._limit.life_s))
-        self._log.say("stop", f"{why}: the controller finishes its step and saves")
+        step_s = _step_s(progress)
+        step = f"its step, about {math.ceil(step_s)} s," if step_s else "its step"
+        sooner = "; Ctrl-C: end within seconds" if self._plan.is_local else ""
+        self._log.say("stop", f"{why}: the controller finishes {step} and saves{sooner}")
         if self._controller is not None:
             self._controller.ask_to_leave()
 
@@ -263,16 +268,28 @@ class ControllerJobSupervisor:
         self._cause = Cause.INTERRUPTED if self._signals.interrupts else Cause.ABORT
         self._why = self._cause.words if self._signals.interrupts else f"{self._layout.abort_request} exists"
         self._asked_at, self._patience_s = time.monotonic(), INTERRUPT_S
-        self._log.say("kill", self._why)
+        self._log.say("stop", f"{self._why}: {self._what_an_interrupt_does()}")
         if self._controller is not None:
             self._controller.ask_to_leave(signal.SIGINT)
+
+    def _what_an_interrupt_does(self) -> str:
+        """What happens now, and what a second Ctrl-C does."""
+        step_s = _step_s(read_progress(self._layout))
+        again = "; Ctrl-C again: kill now" if self._cause is Cause.INTERRUPTED else ""
+        end = f"everything ends within {INTERRUPT_S:.0f} s{again}"
+        if not step_s:
+            return end
+        if step_s <= INTERRUPT_S / 2:
+            return f"finishing the step, about {math.ceil(step_s)} s, and saving; {end}"
+        return f"a step takes about {step_s:.0f} s: this one is not finished, and trained again by a resume; {end}"
 
     def _end_if_late(self) -> None:
         """The controller was asked to exit: kill it if it takes too long, or if there is no time left to wait."""
         waited_s = time.monotonic() - self._asked_at
         if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > self._last_moment_s):
             return
-        self._log.say("kill", f"the controller is killed: it did not exit within {waited_s:.0f} s of being asked to")
+        event = "stop" if self._cause in _WANTED else "kill"
+        self._log.say(event, f"the controller is killed: it did not exit within {waited_s:.0f} s of being asked to")
         self._controller.kill()
 
     def _stop_if_stuck(self, progress: Progress | None, stall: StallWatch) -> None:
@@ -331,7 +348,8 @@ class ControllerJobSupervisor:
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
         # Not told, and so waiting: a trainer that has not connected yet, or whose controller ended by os._exit(0).
-        is_told = status == 0 and progress is not None and progress.is_ending and bool(progress.names("trainer"))
+        is_told = status == 0 and progress is not None and progress.attempt == attempt.index and progress.is_ending
+        is_told = is_told and progress is not None and bool(progress.names("trainer"))
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if is_told else POLL_S)
         outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever the other job does with the run meanwhile
         if not is_left:
@@ -348,3 +366,8 @@ class ControllerJobSupervisor:
         if self._is_urgent:
             return max(1.0, self._asked_at + INTERRUPT_S - time.monotonic())
         return min(FINISH_GRACE_S, max(2.0, self._limit.left_s() - LIMIT_MARGIN_S))
+
+
+def _step_s(progress: Progress | None) -> float:
+    """Seconds that a step takes; 0 where none is being trained, or where it is not known."""
+    return progress.step_s if progress is not None and progress.is_training else 0.0

@@ -2,7 +2,8 @@
 
     Ctrl-C                            the controller writes its state; everything has ended within ten seconds
     Ctrl-C twice                      everything is killed
-    SIGTERM, SIGHUP, `rlhpc stop`     the controller finishes its step and saves
+    `rlhpc stop`, SIGTERM, SIGHUP,    the controller finishes its step and saves
+    or a warning of a scheduler
     another start takes the run over  everything is killed
 
 Everything else is as in the supervisor of a Slurm job (controller_job.py): generators and reward services are
@@ -27,7 +28,7 @@ from launch.run_files.plan_file import read_plan
 from launch.run_files.run_state import Attempt
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor.controller_job import ControllerJobSupervisor
-from launch.supervisor.signals import Signals
+from launch.supervisor.signals import ENDS, WARNINGS, Signals
 from launch.supervisor.steps import Tether
 from rlhpc.errors import OwnershipLost
 from rlhpc.run_layout import RunLayout
@@ -49,10 +50,10 @@ class LocalSignals(Signals):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP while the block runs."""
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._end}
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run outlives its terminal
-            handlers[signal.SIGHUP] = self._end
+        """Handle SIGINT and whatever asks for the end while the block runs."""
+        handlers = dict.fromkeys((*ENDS, *WARNINGS), self._end) | {signal.SIGINT: self._interrupt}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run outlives its terminal
+            del handlers[signal.SIGHUP]
         # Where a parent has had it ignored, every process seems to end with status 0.
         before = [(signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))]
         before += [(number, signal.signal(number, handler)) for number, handler in handlers.items()]

@@ -135,8 +135,11 @@ class Processes:
             step.asked = True
             step.kill()
 
-    def end_all(self, grace_s: float) -> None:
-        """End every process of this job; generators hand back their leases, unless Ctrl-C is pressed meanwhile."""
+    def end_all(self, grace_s: float, *, is_wanted: bool) -> None:
+        """End every process of this job; generators hand back their leases, unless Ctrl-C is pressed meanwhile.
+
+        is_wanted: somebody has asked for it, so that a process that has to be killed is no fault of the run.
+        """
         if self.controller is not None:
             self.controller.kill()
         left, interrupts = self.ask_all_to_leave(), self._signals.interrupts
@@ -147,7 +150,7 @@ class Processes:
         Deadline(grace_s).wait_for(is_over, POLL_S, self._signals.sleep)
         for step in left:
             if step.status() is None:
-                self._log.say("kill", f"{step.name} is killed: it did not exit in time")
+                self._log.say("stop" if is_wanted else "kill", f"{step.name} is killed: it did not exit in time")
                 step.kill()
 
     # ------------------------------------------------------------------------------------------------------- internals

@@ -5,7 +5,8 @@ it).  Starts ``python -m rlhpc.roles ROLE`` with its own log, temporary director
 allows that, and writes an exit record.  Guarantees: exits with the role's exit status and leaves no process of the role
 behind.
 
-Slurm signals every process of a step.  The wrapper ignores these signals: the role receives them too and reacts.
+Slurm signals every process of a step.  The wrapper ignores these signals: the role receives them too and reacts.  Only
+to a generator or reward service it passes srun's notices on as SIGTERM, of which one that still loads ends at once.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later st
 MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
 POLL_S = 0.2
+ASKED = "asked to leave"  # in the exit record
 _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)  # settings: another try would not help
 _SIGNALS: list[int] = []  # that this process has received
 _ENDS = (signal.SIGTERM, signal.SIGINT)
-_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+_DEAF_TO = (*_ENDS, *_NOTICES, signal.SIGHUP)
 
 
 class NotNow(RlhpcError):
@@ -119,6 +122,9 @@ class _Task:
             except NotNow as error:
                 self._write_down(1, str(error))
                 return 1
+            if status - 128 in _SIGNALS:  # it had no handler yet: what it was asked to do it has done
+                self._write_down(0, ASKED)
+                return 0
             fruitless = 1 if self._step() > step else fruitless + 1
             step = self._step()
             is_over = fruitless >= MAX_STARTS or not self._may_start_again(status)
@@ -126,7 +132,7 @@ class _Task:
             if is_over:
                 return status
             if Deadline(PAUSE_S * fruitless).wait_for(lambda: bool(_SIGNALS), POLL_S):
-                self._write_down(0, "asked to leave")  # a role that starts only now would not hear of it
+                self._write_down(0, ASKED)  # a role that starts only now would not hear of it
                 return 0
 
     def _make_place(self) -> None:
@@ -168,8 +174,7 @@ class _Task:
                     preexec_fn=partial(_before_the_role, os.getpid()),  # this process has one thread
                 )
                 self._starts += 1
-                for number in [each for each in _SIGNALS if each in _ENDS]:
-                    role.send_signal(number)  # it came before there was a role to hear it
+                self._pass_on_signals(role)
                 with self._bounded.over(log.fileno()):
                     status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
                 role.returncode = status  # for Popen, which has not seen it end
@@ -181,6 +186,21 @@ class _Task:
             shutil.rmtree(temporary, ignore_errors=True)
             self._leave(base)
         return status if status >= 0 else 128 - status
+
+    def _pass_on_signals(self, role: subprocess.Popen[bytes]) -> None:
+        """Send it those that came before it was started; and that a generator is to leave, which USR2 asks for, too."""
+        asks: dict[int, signal.Signals] = {number: number for number in _ENDS}
+        if self._is_expendable:
+            asks |= dict.fromkeys(_NOTICES, signal.SIGTERM)
+
+            def pass_on(number: int, _: object) -> None:
+                _SIGNALS.append(number)
+                role.send_signal(signal.SIGTERM)
+
+            for number in _NOTICES:
+                signal.signal(number, pass_on)
+        for number in [each for each in _SIGNALS if each in asks]:
+            role.send_signal(asks[number])
 
     def _say_it_stands_still(self) -> None:
         limit_s = self._plan.limits.dead_after_s
@@ -249,8 +269,6 @@ class _Task:
     def _write_down(self, status: int, words: str = "", *, is_final: bool = True) -> None:
         if self._options.stand_by and not self._has_begun():
             return  # the attempt of this number may have become another job's
-        if self._is_expendable and status - 128 in _SIGNALS:  # it was asked to leave before it could listen
-            status, words = 0, "asked to leave"
         if not words:
             words = self._last_words()
         record = ExitRecord(
@@ -297,7 +315,7 @@ def _before_the_role(parent: int) -> None:
 
     The role dies with this process; once it has started, by the signal that it chooses itself (lifecycle.py).
     """
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in _NOTICES:
         signal.signal(number, signal.SIG_IGN)
     die_with(parent)
 

@@ -1,7 +1,8 @@
 """Signals to a supervisor, as flags.
 
 Slurm sends a batch step USR2 `warn_s` before the time limit, and TERM at scancel, preemption, the failure of another
-node, and the limit.  A terminal sends INT.
+node, and the limit.  A terminal sends INT, and HUP when it is closed.  Other schedulers, and `--signal` of sbatch, warn
+by the others of ENDS; each of them would kill a process that does not handle it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import os
 import select
 import signal
 from types import FrameType
+
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGALRM, signal.SIGPWR)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
@@ -59,7 +63,7 @@ class SlurmSignals(Signals):
         """Install the handlers.  One instance per process."""
         super().__init__()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, every process seems to end with status 0
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
+        for number in WARNINGS:
             signal.signal(number, self._warn)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (*ENDS, signal.SIGINT):
             signal.signal(number, self._end)

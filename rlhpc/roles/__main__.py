@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.host_address import tell_gloo
 from rlhpc.loading import loading_libraries
-from rlhpc.roles.common.lifecycle import hear_no_more, leave_deleted_directory, parse_role, run_role
+from rlhpc.roles.common.lifecycle import leave_at_once, leave_deleted_directory, parse_role, run_role
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Read who we are, load that role alone, run it."""
     try:
         context = parse_role(sys.argv[1:])
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        return EXIT_CONFIG
+        leave_at_once(EXIT_CONFIG)
     leave_deleted_directory(context.layout.root)  # `git checkout` of another branch deletes directories
     tell_gloo()
     # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
@@ -31,10 +32,8 @@ def main() -> int:
                 from rlhpc.roles.reward_service import run
             case _:
                 from rlhpc.roles.trainer.role import run
-    status = run_role(context, run)
-    hear_no_more()
-    return status
+    leave_at_once(run_role(context, run))
 
 
 if __name__ == "__main__":  # engine workers are spawned: they import this module again
-    sys.exit(main())
+    main()

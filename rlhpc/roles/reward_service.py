@@ -50,8 +50,9 @@ async def _serve(context: RoleContext) -> None:
     config = context.config
     check_sandbox(config.sandbox, is_needed=runs_programs(config))
     pool = open_pool(config, judged_tasks(config), judge_cache=context.layout.judge_replies, with_environments=True)
-    await pool.start()
     try:
+        starting = asyncio.create_task(pool.start())
+        await unless_stopped(stop, starting)
         turn = await await_turn(context, stop)
         if turn is not None:
             await serve_controllers(turn, stop, partial(_serve_one, pool))

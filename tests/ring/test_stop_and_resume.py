@@ -74,6 +74,17 @@ def test_ctrl_c_while_processes_are_being_started_ends_them_too(lab: Lab) -> Non
         run.assert_nothing_is_left()
 
 
+def test_a_stop_while_the_trainer_loads_ends_everything_at_once(lab: Lab) -> None:
+    """It had registered, and waited for the channel of a controller that had gone: for 46 s."""
+    with Run(lab.run_file("begun", run=ENDLESS), lab.layout("begun")) as run:
+        run.wait_until(lambda status: "trainer-0" in {role["name"] for role in status["roles"]})
+        with within(CTRL_C_LIMIT_S, "a stop"):
+            run.interrupt(signal.SIGTERM)
+            assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    assert "killed" not in run.output
+
+
 @pytest.mark.vllm
 @pytest.mark.long
 def test_ctrl_c_ends_engines_while_they_load_and_while_they_sample(lab: Lab) -> None:

@@ -152,7 +152,7 @@ def leave_deleted_directory(other: Path) -> None:
 
 
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
-    """Do a role's work in a process of its own; return its exit status.  A trainer that has failed does not return."""
+    """Do a role's work in a process of its own; return its exit status, with which the process then leaves at once."""
     # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
     end_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
     faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack
@@ -172,26 +172,15 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
             context.fence.check()
         work(context)
 
-    status = exit_status_of(checked_work, log)
-    if status and context.role == "trainer":
-        leave_at_once(status)
-    return status
-
-
-def hear_no_more() -> None:
-    """Ignore requests to end: the work is done, and Python, which takes its time, would die of one and count as failed.
-
-    It sets handlers of its own back to the default meanwhile, but leaves these.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    return exit_status_of(checked_work, log)
 
 
 def leave_at_once(status: int) -> NoReturn:
-    """End this process, and nothing of what libraries do when Python exits.
+    """End this process without what libraries do when Python exits.
 
-    There torch aborts NCCL's groups, which may hang as long as other ranks are in a collective (NVIDIA/nccl#1777); and
-    these wait for this rank until the controller misses its heartbeats.
+    torch aborts NCCL's groups there, which may hang as long as other ranks are in a collective (NVIDIA/nccl#1777),
+    while these wait for this rank until the controller misses its heartbeats.  An interpreter that has loaded vLLM
+    needs seconds to exit, of the ten that Ctrl-C promises, and dies of a request to end that comes meanwhile.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -323,12 +323,14 @@ class Controller:
             self._board.write(self._board.document())
         is_complete = self._board.figures.phase == "complete"
         farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
-        for name in self._registry.names():
+        ranks = self._registry.names("trainer")
+        others = [name for name in self._registry.names() if not (self._trainer.obeys and name in ranks)]
+        for name in others:
             with suppress(ChannelError):  # it is gone already
-                if name == RANK_0:
-                    await self._trainer.tell(farewell)
-                else:
-                    await self._control.send(name, farewell, timeout_s=FAREWELL_S)
+                await self._control.send(name, farewell, timeout_s=FAREWELL_S)
+        if self._trainer.obeys and RANK_0 in ranks:  # which tells the other ranks
+            with suppress(ChannelError):
+                await self._trainer.tell(farewell)
         self._board.write(self._board.document())
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ class TrainerLink:
     def __init__(self, batches: ServerChannel) -> None:
         self._batches = batches
         self._replicas: tuple[int, ...] = (0,)  # of every rank
+        self.obeys = False  # whether the ranks have loaded everything, and wait for commands
 
     async def ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
         """Wait, without a limit, until the trainer has loaded its model.
@@ -35,7 +36,7 @@ class TrainerLink:
         Raises ChannelTimeout if some ranks are still `missing` after meet_timeout_s, and names them.
         """
         ready = await self._ready(meet_timeout_s, missing)
-        self._replicas = ready.replicas
+        self._replicas, self.obeys = ready.replicas, True
         return ready
 
     async def _ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:

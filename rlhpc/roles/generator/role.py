@@ -58,12 +58,11 @@ def run(context: RoleContext) -> None:
 
 
 async def _generate(context: RoleContext) -> None:
-    stop = stop_event()
     config = context.config
-    starting = asyncio.create_task(start_engine(config, seed=engine_seed(config.run.seed, context.replica)))
-    engine = await unless_stopped(stop, starting)
-    if engine is None:
-        return
+    # It blocks, for minutes perhaps.  Until then there is nothing to hand back: a request to leave ends this process by
+    # the signal's default, and the task around it ends what an engine has started (launch/supervisor/role_task.py).
+    engine = await start_engine(config, seed=engine_seed(config.run.seed, context.replica))
+    stop = stop_event()
     try:
         turn = await await_turn(context, stop)
         if turn is None:

@@ -1,23 +1,31 @@
 """The trainer's heartbeat, from its own thread: the main thread is busy for whole steps.
 
-The same connection carries the messages of other threads of the trainer, since a socket belongs to one thread.
+The same connection carries the messages of other threads of the trainer, since a socket belongs to one thread.  The
+controller stops by it a rank that is not ready for commands yet: one that loads its model, waits for other ranks or
+for the channel of commands has nothing to finish, and leaves at once.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from rlhpc.contracts import BlockingClientChannel
 from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelError, RlhpcError, RoleFailed
-from rlhpc.messages import Heartbeat, SaveReport
+from rlhpc.errors import ChannelError, ChannelTimeout, RlhpcError, RoleFailed
+from rlhpc.messages import Heartbeat, SaveReport, StopRole
 from rlhpc.roles.common.heartbeat import hello
-from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.common.lifecycle import RoleContext, leave_at_once
 from rlhpc.topology import CONTROL
 from rlhpc.transport.open import connect_blocking
+
+log = logging.getLogger("rlhpc.trainer")
+LOOK_S = 0.2  # between two looks whether the controller has said anything
 
 
 class TrainerHeartbeat:
@@ -26,8 +34,9 @@ class TrainerHeartbeat:
     Any thread may call `tell`, the main thread `now`; a separate thread does the rest.
     """
 
-    def __init__(self, context: RoleContext, interval_s: float) -> None:
-        self._context, self._interval_s = context, interval_s
+    def __init__(self, context: RoleContext, interval_s: float, leave: Callable[[int], object] = leave_at_once) -> None:
+        """leave: ends the process with an exit status; called when the controller stops it before its first command."""
+        self._context, self._interval_s, self._leave = context, interval_s, leave
         self._current = Heartbeat("starting", "", -1)
         self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: stop
         self._failure: RlhpcError | OSError | None = None  # of that thread: nobody else can say that it is silent
@@ -76,11 +85,20 @@ class TrainerHeartbeat:
         """Send queued messages until the next heartbeat is due.  False when asked to stop."""
         next_beat = Deadline(self._interval_s)
         while not next_beat.is_over:
+            self._obey(control)
             try:
-                message = self._told.get(timeout=next_beat.left_s)
+                message = self._told.get(timeout=min(LOOK_S, next_beat.left_s))
             except queue.Empty:
-                break
+                continue
             if message is None:
                 return False
             control.send(message)
         return True
+
+    def _obey(self, control: BlockingClientChannel) -> None:
+        """Leave if the controller has said so; it says so here only to ranks that obey no commands yet."""
+        with suppress(ChannelTimeout):
+            message = control.receive(0.0)
+            if isinstance(message, StopRole):
+                log.info("asked to stop: %s", message.reason)
+                self._leave(0)

@@ -20,6 +20,7 @@ from launch.run_files.plan_file import LOCAL, SCHEMA
 from launch.run_files.run_state import Attempt
 from launch.supervisor import controller_job, role_task
 from launch.supervisor.local_run import LocalSignals, supervise_locally
+from launch.supervisor.signals import ENDS, WARNINGS
 from rlhpc.deadline import Deadline
 from rlhpc.errors import OwnershipLost
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED, EXIT_INTERRUPTED
@@ -234,19 +235,43 @@ def test_a_second_interrupt_ends_everything_at_once(lab: Lab, monkeypatch: pytes
 
     assert lab.run(interrupt, controller_0=STUBBORN, generator_0=STUBBORN) == EXIT_INTERRUPTED
     assert_gone(lab.pids)
+    assert lab.told[0] == "interrupted: everything ends within 1000 s; Ctrl-C again: kill now"
+    assert [fault.text for fault in read_story(lab.layout).faults] == []  # somebody wanted it
 
 
+IN_A_STEP = (
+    "import json, time; status = dict(phase='training', step=3, step_s={}, roles=[], unix_time_s=time.time());"
+    "(root / 'new').write_text(json.dumps(status)); (root / 'new').rename(root / 'status.json');"
+    "import signal; signal.signal(2, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
+)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "says"),
+    [
+        (2.2, "finishing the step, about 3 s, and saving"),
+        (60.0, "a step takes about 60 s: this one is not finished, and trained again by a resume"),
+    ],
+)
+def test_ctrl_c_says_what_becomes_of_the_step_and_what_another_does(lab: Lab, step_s: float, says: str) -> None:
+    assert lab.run(once_up(lab, signal.SIGINT), controller_0=IN_A_STEP.format(step_s)) == 0
+    assert lab.told == [f"interrupted: {says}; everything ends within 7 s; Ctrl-C again: kill now"]
+    assert read_story(lab.layout).faults == []
+
+
+STOPS = "asks the run to stop: the controller finishes its step and saves; Ctrl-C: end within seconds"
 SAVES = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(600)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_end_or_a_closed_terminal_lets_the_controller_save(lab: Lab, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [*ENDS, *WARNINGS])
+def test_a_signal_to_end_or_a_schedulers_warning_lets_the_controller_save(lab: Lab, number: signal.Signals) -> None:
+    """`--signal=USR1@60` of an `srun rlhpc run` killed the launcher: no checkpoint, no word."""
     before = signal.signal(number, signal.SIG_DFL)  # the suite may run under nohup
     try:
         assert lab.run(once_up(lab, number), controller_0=SAVES, generator_0=PATIENT) == 0
     finally:
         signal.signal(number, before)
-    assert lab.told == [f"{number.name} asks the run to stop: the controller finishes its step and saves"]
+    assert lab.told == [f"{number.name} {STOPS}"]
 
 
 def test_under_nohup_a_closed_terminal_does_not_end_the_run(lab: Lab) -> None:
@@ -255,7 +280,7 @@ def test_under_nohup_a_closed_terminal_does_not_end_the_run(lab: Lab) -> None:
         assert lab.run(once_up(lab, signal.SIGHUP, signal.SIGTERM), controller_0=SAVES, generator_0=PATIENT) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert lab.told == ["SIGTERM asks the run to stop: the controller finishes its step and saves"]
+    assert lab.told == [f"SIGTERM {STOPS}"]
 
 
 def once_up(lab: Lab, *numbers: signal.Signals) -> Callable[[], None]:

@@ -139,8 +139,10 @@ def test_what_ends_while_it_stands_by_writes_nothing_into_an_attempt_that_may_be
 
 @pytest.mark.starts
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_comes_before_the_role_is_started_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
-    """The task ignores it, since the role hears it too; and there was none yet."""
+def test_a_role_that_is_asked_to_leave_before_it_listens_leaves_and_has_not_failed(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The signal comes before the role is started, and the role dies of it: `rlhpc stop` called that a failure."""
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
     role.write_text("#!/bin/sh\nexec sleep 600\n")
     role.chmod(0o700)
@@ -154,10 +156,12 @@ def test_a_signal_that_comes_before_the_role_is_started_is_not_lost(tmp_path: Pa
         with plan.open("w") as pipe:  # from here on the task has its handlers, and reads
             os.killpg(task.pid, number)
             pipe.write(content)
-        assert task.wait(PATIENCE_S) == 128 + number
+        assert task.wait(PATIENCE_S) == 0
     finally:
         task.kill()
         task.wait()
+    record = read_records(layout, "trainer", 3)[0]
+    assert (record.status, record.last_words) == (0, "asked to leave")
 
 
 @pytest.mark.starts

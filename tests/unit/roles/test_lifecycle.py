@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from rlhpc.config_file import write_resolved
+from rlhpc.deadline import Deadline
 from rlhpc.errors import (
     ChannelTimeout,
     ConfigError,
@@ -27,6 +29,8 @@ from rlhpc.errors import (
     StarvedError,
 )
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT
+from rlhpc.roles import reward_service
+from rlhpc.roles.__main__ import main
 from rlhpc.roles.common.lifecycle import (
     INTERRUPT_PATIENCE_S,
     RoleContext,
@@ -153,24 +157,34 @@ def test_what_a_role_makes_is_writable_for_its_user_alone(end: End, tmp_path: Pa
     assert (tmp_path / "made").stat().st_mode & 0o777 == 0o755
 
 
-def fail_before_a_slow_exit(directory: str) -> None:
-    """A trainer's process: torch ends NCCL's groups at exit too, and waits for ranks that wait for this one."""
+def end_before_a_slow_exit(directory: str, how: str) -> None:
+    """A reward service's process, in which a library has more to do at exit than this test has patience."""
 
     def work(context: RoleContext) -> None:
         atexit.register(time.sleep, 10 * PATIENCE_S)
-        raise RoleFailed("this rank alone")
+        if how == "fails":
+            raise RoleFailed("this process alone")
 
-    sys.exit(run_role(parse_role(["trainer", "--run-dir", directory]), work))
+    reward_service.run = work
+    sys.argv = ["roles", "reward", "--run-dir", directory]
+    main()
 
 
 @pytest.mark.starts
-def test_a_trainer_that_has_failed_waits_for_nothing_at_its_exit(context: RoleContext) -> None:
+@pytest.mark.parametrize(
+    ("how", "status", "last_line"), [("fails", EXIT_FAULT, "RoleFailed: this process alone"), ("ends", 0, "ended")]
+)
+def test_a_role_that_is_done_waits_for_nothing_at_its_exit(
+    context: RoleContext, how: str, status: int, last_line: str
+) -> None:
+    """torch ends NCCL's groups there, and waits for ranks that wait for this one; vLLM needs seconds after Ctrl-C."""
     process = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import sys; from tests.unit.roles import test_lifecycle as t; t.fail_before_a_slow_exit(sys.argv[1])",
+            "import sys; from tests.unit.roles import test_lifecycle as t; t.end_before_a_slow_exit(*sys.argv[1:])",
             str(context.layout.root),
+            how,
         ],
         stderr=subprocess.PIPE,
         text=True,
@@ -180,26 +194,39 @@ def test_a_trainer_that_has_failed_waits_for_nothing_at_its_exit(context: RoleCo
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == EXIT_FAULT
-    assert said.splitlines()[-1].endswith("RoleFailed: this rank alone")
+    assert process.returncode == status
+    assert said.splitlines()[-1].endswith(last_line)
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_role_that_is_done_does_not_die_of_a_request_to_end(number: signal.Signals) -> None:
-    """As the supervisor sends one while Python exits; `rlhpc status` called a run failed that was stopped."""
-    program = (
-        "import sys, os, signal\n"
-        "from rlhpc.roles.common.lifecycle import hear_no_more\n"
-        "class Late:\n"
-        "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
-        f"        kill(pid, {number:d})\n"
-        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
-        "late = Late()\n"
-        "sys.modules['late'] = late\n"
-        "hear_no_more()\n"
+def test_a_generator_that_still_loads_leaves_at_once(context: RoleContext, tmp_path: Path) -> None:
+    """`rlhpc stop` a few seconds after the start took 46 s: the loop that hears signals does not run meanwhile."""
+    model = tmp_path / "model"
+    model.mkdir()
+    os.mkfifo(model / "config.json")  # from which an engine reads, and nobody writes
+    config = small_config()
+    generation = config.generation.model_copy(update={"engine": "scripted"})
+    config = config.model_copy(
+        update={"generation": generation, "model": config.model.model_copy(update={"path": model})}
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 0
+    write_resolved(config, context.layout, "")
+    command = [sys.executable, "-m", "rlhpc.roles", "generator", "--run-dir", str(context.layout.root)]
+    process, opened = subprocess.Popen(command, stderr=subprocess.DEVNULL), list[int]()
+
+    def is_loading() -> bool:
+        with suppress(OSError):  # it has not opened the other end
+            opened.append(os.open(model / "config.json", os.O_WRONLY | os.O_NONBLOCK))
+        return bool(opened)
+
+    try:
+        assert Deadline(PATIENCE_S).wait_for(is_loading, 0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == -signal.SIGTERM  # which its task takes for a good end
+    finally:
+        process.kill()
+        process.wait()
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def test_the_first_error_of_our_own_is_the_reason_however_deep_it_lies() -> None:

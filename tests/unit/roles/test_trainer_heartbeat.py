@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed
-from rlhpc.messages import Heartbeat, Hello, SaveReport
+from rlhpc.messages import Heartbeat, Hello, SaveReport, StopRole
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.run_layout import RunLayout
@@ -24,7 +25,9 @@ from tests.unit.roles.small_ring import small_config
 
 
 @asynccontextmanager
-async def heartbeat_and_controller(root: Path, heartbeat_s: float) -> AsyncIterator[tuple[TrainerHeartbeat, Any]]:
+async def heartbeat_and_controller(
+    root: Path, heartbeat_s: float, **options: Any
+) -> AsyncIterator[tuple[TrainerHeartbeat, Any]]:
     config = small_config()
     layout = RunLayout(root / "run")
     mint_run_keys(layout.secrets, ["controller-0", "trainer-0"])
@@ -33,7 +36,7 @@ async def heartbeat_and_controller(root: Path, heartbeat_s: float) -> AsyncItera
         CONTROL, layout=layout, config=config.transport, replica=0, incarnation="one", interface="127.0.0.1"
     )
     try:
-        yield TrainerHeartbeat(context, heartbeat_s), server
+        yield TrainerHeartbeat(context, heartbeat_s, **options), server
     finally:
         await server.close()
 
@@ -64,6 +67,17 @@ async def test_heartbeats_go_on_though_nothing_is_told(tmp_path: Path) -> None:
             heartbeat.now("training", "", 3)
             seen = [(await server.receive(PATIENCE_S))[1] for _ in range(5)]
             assert seen[-1] == Heartbeat("training", "", 3)
+
+
+async def test_a_trainer_that_obeys_no_commands_yet_is_stopped_by_the_channel_of_its_heartbeats(tmp_path: Path) -> None:
+    left: list[int] = []
+    async with heartbeat_and_controller(tmp_path, heartbeat_s=3600.0, leave=left.append) as (heartbeat, server):
+        with heartbeat:
+            for _ in range(2):
+                await server.receive(PATIENCE_S)
+            await server.send("trainer-0", StopRole("the controller stops"))
+            await asyncio.to_thread(Deadline(PATIENCE_S).wait_for, lambda: bool(left), 0.01)
+    assert left == [0]
 
 
 async def test_a_trainer_that_nobody_would_miss_does_not_train(tmp_path: Path) -> None:

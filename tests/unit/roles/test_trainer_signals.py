@@ -133,3 +133,13 @@ async def test_a_trainer_whose_controller_does_not_turn_up_says_so_after_the_tim
         status = await it.ended(READY_S)
     assert status not in (0, 70)
     assert "ChannelTimeout: controller-0 has not opened channel 'batches'" in it.log.read_text()
+
+
+async def test_a_trainer_that_waits_for_its_controllers_channel_leaves_when_that_one_stops(tmp_path: Path) -> None:
+    """`rlhpc stop` while a run starts: the controller is gone, and nobody would ever open the channel of commands."""
+    async with trainer(tmp_path, "--meet-timeout-s", "3600") as it:
+        await it.batches.close()
+        await it.until_next_heartbeat()
+        await it.control.send("trainer-0", StopRole("the controller stops"))
+        assert await it.ended(READY_S) == 0
+    assert "asked to stop: the controller stops" in it.log.read_text()
