@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,12 @@ from launch.commands.arguments import (
     resume_point,
 )
 from launch.commands.parser import command_parser
-from launch.common.standard_output import print_or_lose, print_whatever_the_locale, refused_by_the_system
+from launch.common.standard_output import (
+    print_or_lose,
+    print_whatever_happens,
+    refused_by_the_system,
+    say_or_lose,
+)
 from launch.common.text_table import escaped
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
@@ -31,9 +37,11 @@ from rlhpc.run_layout import RunLayout
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every error is a line on stderr with exit status 2, Ctrl-C gives 130."""
-    print_whatever_the_locale()
+    print_whatever_happens()
     parser = command_parser()
-    options, rest = parser.parse_known_args(arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    options, rest = parser.parse_known_args(typed)
+    options.typed = typed
     # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
     place = next((name for name in ("overrides", "words") if name in options), None)
     if any(word.startswith("-") or place is None or (place == "overrides" and "=" not in word) for word in rest):
@@ -45,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = act(options)
         sys.stdout.flush()
     except RlhpcError as error:
-        sys.stderr.write(f"rlhpc: {escaped(str(error))}\n")
+        say_or_lose(f"rlhpc: {escaped(str(error))}")
         return EXIT_CONFIG
     except (OSError, UnicodeEncodeError) as error:  # no permission, a full disk, a name that cannot be said
         return refused_by_the_system(error)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:  # says what has been done so far
-            sys.stderr.write(f"rlhpc: {escaped(str(interrupt))}\n")
+            say_or_lose(f"rlhpc: {escaped(str(interrupt))}")
         return EXIT_INTERRUPTED
     return status
 
@@ -104,12 +112,13 @@ def _run(options: argparse.Namespace) -> int:
 
     resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
     how = {} if options.max_retries is None else {"max_retries": options.max_retries}
-    how |= {"resume": options.resume, "fresh": options.fresh, "is_quiet": options.quiet}
+    again = continued(options.typed)
+    how |= {"resume": options.resume, "fresh": options.fresh, "is_quiet": options.quiet, "again": again}
     status = run_locally(config, resume_from=resume_from, **how)
     if not options.quiet:
         from launch.commands.last_words import last_words
 
-        for line in last_words(RunLayout(config.run_directory), f"`{continued(options)}`"):
+        for line in last_words(RunLayout(config.run_directory), f"`{shlex.join(again)}`"):
             print_or_lose(line)
     return status
 
@@ -216,7 +225,7 @@ def _layout(options: argparse.Namespace) -> RunLayout:
 
 
 def _tell(line: str) -> None:
-    print(line, flush=True)
+    print_or_lose(line)  # whoever has closed the pipe does not end a submission in the middle
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ loads this module.
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from launch.run_directory.checkpoint_choice import ResumePoint
 
 MOST_ROWS = 40  # of a list
+_BEGINNINGS = ("--resume", "--fresh", "--from-start", "--no-replay", "--step")
 _OF_PREDICTIONS = {
     "from_run": "--from", "mean_tokens": "--mean-tokens", "length_law": "--length-law",
     "dropped_share": "--dropped-share", "json": "--json",
@@ -323,10 +323,18 @@ class Version(argparse.Action):
         parser.exit()
 
 
-def continued(options: argparse.Namespace) -> str:
-    """The command that goes on with a run, as somebody would type it."""
-    words = [word for word in options.overrides if word.startswith(("run.name=", "run.directory="))]
-    return shlex.join(["rlhpc", "run", str(options.run_file), *words, "--resume"])
+def continued(typed: Sequence[str]) -> list[str]:
+    """The words of the command that goes on with what this one has begun: all that was typed, overrides included.
+
+    typed: words after `rlhpc`.  Only what says where to begin is replaced, by --resume.
+    """
+    words, skips_next = list[str](), False
+    for word in typed:
+        is_of_beginning = any(option.startswith(word.partition("=")[0]) for option in _BEGINNINGS) and len(word) > 2
+        if not is_of_beginning and not skips_next:
+            words.append(word)
+        skips_next = is_of_beginning and "--step".startswith(word)
+    return ["rlhpc", *words, "--resume"]
 
 
 def takes_local_run(run: argparse.ArgumentParser) -> None:

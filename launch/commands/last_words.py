@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.common.paths import as_typed, quoted
+from launch.run_files.events import read_document
 from launch.run_files.run_state import read_progress, saved_step
 from rlhpc.run_layout import RunLayout
 
@@ -72,6 +76,19 @@ def what_was_saved(layout: RunLayout, command: str) -> Saved:
         f"{'1 step is' if trained - saved == 1 else f'{trained - saved} steps are'} lost; {command} {begins}"
     )
     return Saved(text, are_steps_lost=True)
+
+
+def command_to_continue(layout: RunLayout) -> str:
+    """The command that continues a run of this machine, with all that was typed at its start, to be typed here."""
+    plan = read_document(layout.local_plan)
+    words, where = plan.get("again"), plan.get("typed_in")
+    if not isinstance(words, list) or not isinstance(where, str):
+        return "`rlhpc run RUN.toml --resume`"
+    command = shlex.join(map(str, words))
+    with suppress(FileNotFoundError):  # the current directory is gone
+        if str(Path.cwd()) == where:
+            return f"`{command}`"
+    return f"`cd {shlex.quote(where)} && {command}`"
 
 
 def last_words(layout: RunLayout, command: str) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launch.commands.job_status import is_slurm_run, look_at_run
 from launch.common.paths import quoted, written_unix_s
+from launch.common.standard_output import say_or_lose
 from launch.common.text_table import escaped
 from launch.run_directory.owner import launcher_of
 from rlhpc.errors import RunDirectoryError
@@ -60,7 +61,7 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
             tail.finish(width)
         return 0
     if not found:
-        sys.stderr.write(f"rlhpc: no log yet; waiting for one (`rlhpc status {quoted(layout.root)}` says why)\n")
+        say_or_lose(f"rlhpc: no log yet; waiting for one (`rlhpc status {quoted(layout.root)}` says why)")
     try:
         _follow(layout, role, tails, {file.path for file in there})
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.commands.last_words import command_to_continue
 from launch.commands.submit import Tell, submit_run
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
 from rlhpc.config import with_values
@@ -32,7 +33,7 @@ def resume_run(
     if not files and not site_file.exists():
         raise ConfigError(
             f"{site_file}: missing, because this run was never submitted; `rlhpc resume RUN_DIR SITE.toml` continues "
-            "it under Slurm, `rlhpc run RUN.toml --resume` on this machine"
+            f"it under Slurm, {command_to_continue(layout)} on this machine"
         )
     old, _ = read_resolved(layout)
     config = override(with_values(old, {"run.directory": layout.root}), [word for word in words if "=" in word])

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import random
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from launch.common.json_text import json_text
 from launch.common.pager import print_paged
 from launch.common.paths import without_dots
+from launch.common.standard_output import say_or_lose
 from launch.common.text_table import escaped
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection, sample_of
 from launch.reading.transcript import as_document, transcripts
@@ -85,4 +85,4 @@ def _write_page(rollouts: RunRollouts, selection: Selection, options: argparse.N
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"rlhpc: {escaped(line)}\n")
+    say_or_lose(f"rlhpc: {escaped(line)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.gpus import gpus_here
@@ -37,10 +38,12 @@ def run_locally(
     resume_from: ResumePoint = NEWEST,
     max_retries: int = MAX_RETRIES,
     is_quiet: bool = False,
+    again: Sequence[str] = (),
 ) -> int:
     """Check everything, prepare the run directory, run all roles here, return the exit status.
 
     max_retries: attempts that may follow failed ones, without a new checkpoint in between.  is_quiet: no progress.
+    again: words of the command that continues the run, for whoever stops it.
     """
     here = gpus_here(os.environ)
     gpus = map_gpus(config, here)
@@ -60,7 +63,9 @@ def run_locally(
             begun = prepare_run_dir(
                 config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell
             )
-            plan = local_plan_document(config, layout, gpus, max_retries, num_cores=len(os.sched_getaffinity(0)))
+            plan = local_plan_document(
+                config, layout, gpus, max_retries, num_cores=len(os.sched_getaffinity(0)), again=again
+            )
             write_atomically(layout.local_plan, plan.encode())
             mint_keys(config, layout)
             for change in begun.changed:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.commands.last_words import what_was_saved
+from launch.commands.last_words import command_to_continue, what_was_saved
 from launch.common.paths import quoted
 from launch.run_directory.owner import await_left_behind, find_launcher
 from launch.run_files.job_records import name_of_jobs, read_records
@@ -45,7 +45,7 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         how = "to end at once" if now else "to finish its step and save"
         tell(f"asked        launcher pid {launcher.record.pid} on {launcher.record.host} {how}")
         launcher.await_end(tell)
-        return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
+        return _say_outcome(layout, command_to_continue(layout), tell, now=now)
     request = layout.abort_request if now else layout.stop_request
     try:
         if not _lives(layout, request, tell):

@@ -1,19 +1,37 @@
-"""Standard output that cannot take what is printed, and names that cannot be opened: locale, reader, disk."""
+"""Standard streams that are closed or cannot take what is printed, and names that cannot be opened."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+from contextlib import suppress
 
 from launch.common.text_table import escaped
 from rlhpc.exit_status import EXIT_CONFIG
 
 
-def print_whatever_the_locale() -> None:
-    """Of letters that it has not (LANG=en_US is Latin-1), print the numbers, as Python does on stderr."""
+def print_whatever_happens() -> None:
+    """Of letters that the locale lacks (LANG=en_US is Latin-1) print the numbers; of closed streams make empty ones.
+
+    Python has None in the place of a stream that is closed (`2>&-`, or a daemon's), and the next file that is opened
+    would take its descriptor: a socket of this process would become the standard error of those that it starts.
+    """
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _open_what_is_closed() -> None:
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        os.set_inheritable(nowhere, True)
+    os.close(nowhere)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123  for as long as the process lives
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
 
 
 def print_or_lose(text: str) -> None:
@@ -22,6 +40,13 @@ def print_or_lose(text: str) -> None:
         print(text, flush=True)
     except OSError:
         flush_or_give_up()
+
+
+def say_or_lose(text: str) -> None:
+    """The same on standard error, which may be a pipe that nobody reads any more, or a full disk."""
+    with suppress(OSError, ValueError):  # ValueError: closed
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def flush_or_give_up() -> None:
@@ -44,7 +69,7 @@ def refused_by_the_system(error: OSError | UnicodeEncodeError) -> int:
             return 0
         where = f"{error.filename}: " if error.filename is not None else ""
         words = f"{where}{error.strerror or error}"
-    sys.stderr.write(f"rlhpc: {escaped(words)}\n")
+    say_or_lose(f"rlhpc: {escaped(words)}")
     return EXIT_CONFIG
 
 

@@ -6,13 +6,13 @@ Everything is generated locally from seeds; nothing is downloaded.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.commands.last_words import figures_table
 from launch.common.paths import as_typed, quoted
+from launch.common.standard_output import say_or_lose
 from launch.demo import lookup
 from launch.demo.learning_curve import draw_learning_curve
 from launch.demo.lookup import make_lookup_model
@@ -97,5 +97,4 @@ def _show_step(phase: str, done: int, loss: float) -> None:
 
 def say(text: str) -> None:
     """Print a line of the demo."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    say_or_lose(text)

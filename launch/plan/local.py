@@ -7,7 +7,9 @@ supervisor.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from launch.plan.gpu_map import GpuMap
@@ -20,9 +22,18 @@ from rlhpc.run_layout import RunLayout
 STALL_S = 6 * 3600.0  # without a step: a large model on one GPU takes more than an hour for one, and a user is watching
 
 
-def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int, num_cores: int) -> str:
+def local_plan_document(
+    config: Config,
+    layout: RunLayout,
+    gpus: GpuMap,
+    max_retries: int,
+    num_cores: int,
+    *,
+    again: Sequence[str] = (),
+) -> str:
     """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between; num_cores: of the machine.
 
+    again: words of the command that continues the run; it is kept with the directory in which they were typed.
     Ranks get their share of the cores where they can use it.
     """
     meet_s = ClusterConfig.model_fields["meet_s"].default
@@ -36,7 +47,8 @@ def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_ret
         _component("generation", [generation], gpus),
     ]
     job = {"name": LOCAL, "array_size": None, "components": components}
-    return plan_text(layout.root, LOCAL, [job], "requeue", limits)
+    typed = {"again": [*again], "typed_in": str(Path.cwd())} if again else {}
+    return plan_text(layout.root, LOCAL, [job], "requeue", limits, num_cores=num_cores, **typed)
 
 
 def _component(

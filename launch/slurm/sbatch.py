@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from launch.common.standard_output import say_or_lose
 from launch.slurm.commands import NoAnswer, SlurmError, is_away, slurm
 from launch.slurm.control import cancel
 from rlhpc.deadline import Deadline
@@ -187,4 +187,4 @@ class _HeldCtrlC:
         if self.has_come:
             raise KeyboardInterrupt(f"a job may be queued: {how_to_look(self._tag)} shows it")
         self.has_come = True
-        sys.stderr.write("rlhpc: waiting for sbatch, to cancel the job it submits; Ctrl-C again does not wait\n")
+        say_or_lose("rlhpc: waiting for sbatch, to cancel the job it submits; Ctrl-C again does not wait")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import latest_complete
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import Lab, Run, rlhpc, run_to_the_end, summary_of, within
+from tests.ring.run_kit import Lab, Run, command_environment, rlhpc, run_to_the_end, summary_of, within
 
 pytestmark = pytest.mark.ring
 GROUPS, GROUP_SIZE = 4, 4
@@ -126,6 +128,16 @@ def test_rlhpc_stop_saves_the_step_and_ends_everything(lab: Lab) -> None:
     again = rlhpc("stop", str(layout.root))
     assert again.returncode == 0
     assert "this run is not running" in again.stdout
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&1 | head -c 1", "2>/dev/full >/dev/full"])
+def test_a_run_whose_streams_are_closed_broken_or_full_goes_on_to_its_end(lab: Lab, streams: str) -> None:
+    layout = lab.layout("unheard")
+    command = [sys.executable, "-m", "launch.cli", "run", str(lab.run_file("unheard")), "--fresh", "run.num_steps=2"]
+    subprocess.run(
+        ["sh", "-c", f'"$@" {streams}', "sh", *command], env=command_environment(), cwd=lab.root, check=False
+    )
+    assert summary_of(layout)["steps"] == 2
 
 
 def test_a_launcher_that_is_killed_leaves_nothing_behind(lab: Lab) -> None:

@@ -112,7 +112,7 @@ def test_a_submission_that_fails_in_the_middle_says_what_stands_and_resume_does_
     assert "2 of 4 runs are submitted and stay queued or running" in error
     for seed in (1, 2):
         assert f"hetjob {ids_of(stand[seed])['hetjob']}: `rlhpc stop {stand[seed].root}`" in error
-    assert "the same command with --resume" in error
+    assert " --seeds 1,2,3,4 --resume` submits the rest" in error
     assert not stand[4].root.exists()
     before = {seed: ids_of(stand[seed]) for seed in (1, 2)}
     assert desk.submit("half", site, "--seeds", "1,2,3,4", "--resume") == 0

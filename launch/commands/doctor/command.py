@@ -7,7 +7,6 @@ minimal run is assumed, as small as the site allows: one trainer rank, one gener
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from launch.checks.site.slurm_check import ask_sbatch, check_plan
 from launch.checks.site.space import check_space, forecast
 from launch.commands.doctor.report_file import write_report
 from launch.commands.doctor.table import exit_status, render
+from launch.common.standard_output import say_or_lose
 from launch.plan.jobs import JobPlan, plan_jobs
 from launch.plan.report import shared_layout
 from launch.plan.site_file import Site, load_site
@@ -47,7 +47,7 @@ def doctor(options: Any) -> int:
     except ConfigError as error:
         if report is not None:
             write_report(report, (), None, files, error=str(error))
-            sys.stderr.write(f"{_sent(report)}\n")
+            say_or_lose(_sent(report))
         raise
     print(render(findings, shutil.get_terminal_size((140, 24)).columns))
     if report is not None:
@@ -66,7 +66,7 @@ def _look(options: Any, run_file: Path | None) -> tuple[list[Finding], Reports |
     if getattr(options, "quick", False) or is_broken:
         return findings, None
     timeout_s = float(getattr(options, "timeout_s", None) or TIMEOUT_S)
-    sys.stderr.write(f"submitting {len(plan.components)} jobs of a few seconds; waiting at most {timeout_s:.0f} s\n")
+    say_or_lose(f"submitting {len(plan.components)} jobs of a few seconds; waiting at most {timeout_s:.0f} s")
     reports = probe_nodes(plan, timeout_s)
     return [*findings, *judge(reports, plan, config, timeout_s)], reports
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from functools import partial
 
 from launch.checks.site.slurm_check import refuse_unfit
@@ -22,6 +21,7 @@ from launch.commands.evaluate.report import Report
 from launch.commands.evaluate.request import requests_of
 from launch.commands.evaluate.target import find_target, target_of_run
 from launch.common.paths import without_dots
+from launch.common.standard_output import print_or_lose, say_or_lose
 from launch.common.text_table import escaped
 from launch.plan.site_file import Site, load_site
 from rlhpc.errors import ConfigError
@@ -74,7 +74,7 @@ def _submit_following(options: argparse.Namespace, site: Site) -> int:
 
 
 def _show(options: argparse.Namespace, report: Report, indent: int | None) -> None:
-    print(json.dumps(report.as_json(), indent=indent) if options.json else report.as_text(), flush=True)
+    print_or_lose(json.dumps(report.as_json(), indent=indent) if options.json else report.as_text())
 
 
 def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> None:
@@ -90,5 +90,4 @@ def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> 
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"rlhpc: {escaped(line)}\n")
-    sys.stderr.flush()
+    say_or_lose(f"rlhpc: {escaped(line)}")

@@ -8,10 +8,12 @@ With `resume` the same command can be repeated: runs that are alive or complete 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch.commands.arguments import continued
 from launch.commands.family.members import Member, members_of
 from launch.commands.overview.standing import State
 from launch.commands.overview.survey import survey
@@ -37,6 +39,7 @@ class How:
     fresh: bool = False
     chain: bool = False  # one after the other
     after: str | None = None
+    again: str = "the same command with --resume instead of --fresh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ def submit_family_of(options: argparse.Namespace, tell: Tell) -> int:
         dependency(options.after)
         tell(describe_family(members, options.site_file, options.chain))
         return 0
-    how = How(options.resume, options.fresh, options.chain, options.after)
+    again = f"`{shlex.join(continued(options.typed))}`"
+    how = How(options.resume, options.fresh, options.chain, options.after, again)
     roots = submit_family(members, options.site_file, how, tell)
     tell(f"next        rlhpc list {roots[0].parent}\n            rlhpc stop {roots[0]}")
     return 0
@@ -170,17 +174,17 @@ def _submit(runs: Sequence[_Run], how: How, tell: Tell) -> None:
         try:
             records = submit_checked(run.submission, dependency(after), resume=run.resume, fresh=how.fresh, tell=tell)
         except (RlhpcError, OSError) as error:
-            raise FamilyCutShort(f"{run.member.name}: {error}{_what_stands(done, len(runs))}") from error
+            raise FamilyCutShort(f"{run.member.name}: {error}{_what_stands(done, len(runs), how.again)}") from error
         except KeyboardInterrupt as interrupt:
             text = str(interrupt) or "interrupted"
-            raise KeyboardInterrupt(f"{run.member.name}: {text}{_what_stands(done, len(runs))}") from None
+            raise KeyboardInterrupt(f"{run.member.name}: {text}{_what_stands(done, len(runs), how.again)}") from None
         done.append((run, records))
         before = next((record.job_id for record in records if record.hosts_controller), before)
 
 
-def _what_stands(done: Sequence[tuple[_Run, list[JobRecord]]], num_runs: int) -> str:
+def _what_stands(done: Sequence[tuple[_Run, list[JobRecord]]], num_runs: int, again: str) -> str:
     """Said after what went wrong."""
-    rest = "the same command with --resume instead of --fresh submits the rest"
+    rest = f"{again} submits the rest"
     if not done:
         return f"\nnone of the {num_runs} runs has been submitted; {rest}, once this is fixed"
     lines = [f"  {', '.join(map(describe_record, records))}: `rlhpc stop {quoted(run.root)}`" for run, records in done]

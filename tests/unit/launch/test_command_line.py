@@ -20,7 +20,12 @@ import jsonschema
 import pytest
 
 from launch.checks.bias import OVERSAMPLING
+from launch.checks.gpus import gpus_here
 from launch.cli import main
+from launch.commands.arguments import continued
+from launch.commands.last_words import command_to_continue
+from launch.plan.gpu_map import map_gpus
+from launch.plan.local import local_plan_document
 from launch.run_directory.checkpoint_choice import ResumePoint
 from launch.run_directory.owner import launcher_of, register_launcher
 from launch.run_directory.prepare import mint_keys, prepare_run_dir
@@ -260,12 +265,48 @@ def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.Monke
     assert main(["run", str(lab.run_file("bench")), "run.num_steps=8", "--resume"]) == 0
     assert main(["run", str(lab.run_file("bench")), "--resume", "--step", "4", "run.num_steps=7"]) == 0
     assert main(["run", str(lab.run_file("bench")), "run.num_steps=6", "--resume", "--from-start"]) == 0
+    file = str(lab.root / "bench.toml")
     assert seen == [
-        (9, {"resume": False, "fresh": True, "resume_from": ResumePoint(), "is_quiet": False}),
-        (8, {"resume": True, "fresh": False, "resume_from": ResumePoint(), "is_quiet": False}),
-        (7, {"resume": True, "fresh": False, "resume_from": ResumePoint(step=4), "is_quiet": False}),
-        (6, {"resume": True, "fresh": False, "resume_from": ResumePoint(from_start=True), "is_quiet": False}),
+        (9, _started(file, "run.num_steps=9", fresh=True)),
+        (8, _started(file, "run.num_steps=8", resume=True)),
+        (7, _started(file, "run.num_steps=7", resume=True, resume_from=ResumePoint(step=4))),
+        (6, _started(file, "run.num_steps=6", resume=True, resume_from=ResumePoint(from_start=True))),
     ]
+
+
+def _started(*typed: str, **how: object) -> dict[str, object]:
+    again = ["rlhpc", "run", *typed, "--resume"]
+    usual = {"resume": False, "fresh": False, "resume_from": ResumePoint(), "is_quiet": False}
+    return usual | {"again": again} | how
+
+
+@pytest.mark.parametrize(
+    ("typed", "again"),
+    [
+        ("run a.toml run.name=k evaluation=[] a.b=c", "run a.toml run.name=k evaluation=[] a.b=c"),
+        ("run a.toml --fresh --max-retries 2 --quiet b=1", "run a.toml --max-retries 2 --quiet b=1"),
+        ("run a.toml --resume --step 4 b=1", "run a.toml b=1"),
+        ("run a.toml --resume --step=4 b=1", "run a.toml b=1"),
+        ("run a.toml --res --no-replay b=1", "run a.toml b=1"),
+        ("submit a.toml s.toml --seeds 1,2 --fre --chain", "submit a.toml s.toml --seeds 1,2 --chain"),
+    ],
+)  # fmt: skip
+def test_the_command_that_goes_on_has_all_that_was_typed(typed: str, again: str) -> None:
+    """It left the overrides out, and the resume went on with another loss."""
+    assert continued(typed.split()) == ["rlhpc", *again.split(), "--resume"]
+
+
+def test_whoever_stops_a_run_is_told_all_that_was_typed_to_start_it(
+    config: Config, layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout.root.mkdir(parents=True)
+    again = continued(["run", "my run.toml", "data.system_prompt=be brief"])
+    monkeypatch.chdir(tmp_path)
+    plan = local_plan_document(config, layout, map_gpus(config, gpus_here({})), 0, 1, again=again)
+    layout.local_plan.write_text(plan)
+    assert command_to_continue(layout) == "`rlhpc run 'my run.toml' 'data.system_prompt=be brief' --resume`"
+    monkeypatch.chdir("/")
+    assert command_to_continue(layout).startswith(f"`cd {tmp_path} && rlhpc run 'my run.toml' ")
 
 
 def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:

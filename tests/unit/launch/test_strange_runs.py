@@ -164,6 +164,32 @@ def test_a_pipe_whose_reader_has_left_is_no_error(layout: RunLayout) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("words", "status"), [(["recipes"], 0), (["status", "{root}"], 0), (["check", "none.toml"], EXIT_CONFIG)]
+)
+def test_a_standard_stream_that_is_closed_is_no_error(
+    layout: RunLayout, closed: str, words: list[str], status: int
+) -> None:
+    """As a daemon's are: `2>&-` ended a run with an AttributeError."""
+    command = [sys.executable, "-m", "launch.cli", *(word.format(root=layout.root) for word in words)]
+    ended = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command],
+        capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ended.returncode == status
+    assert "Traceback" not in ended.stderr
+
+
+def test_standard_error_that_nobody_reads_is_lost_and_the_exit_status_is_what_it_would_be() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command, place = [sys.executable, "-m", "launch.cli", "check", "none.toml"], {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, stderr=writing, stdout=subprocess.PIPE, check=False, env=os.environ | place)
+    os.close(writing)
+    assert ended.returncode == EXIT_CONFIG
+
+
 def test_standard_output_on_a_full_disk_is_said_in_one_line(layout: RunLayout) -> None:
     with Path("/dev/full").open("w") as full:
         ended = rlhpc_into(full.fileno(), "status", str(layout.root))
