@@ -199,8 +199,8 @@ class _Task:
 
             for number in _NOTICES:
                 signal.signal(number, pass_on)
-        for number in [each for each in _SIGNALS if each in asks]:
-            role.send_signal(asks[number])
+        for received in [each for each in _SIGNALS if each in asks]:
+            role.send_signal(asks[received])
 
     def _say_it_stands_still(self) -> None:
         limit_s = self._plan.limits.dead_after_s
