@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LFS_POINTER = b"version https://git-lfs"
+# What SMB, FUSE, or an NFS server with access control lists has not: hard links, modes, fsync of a directory.
+_UNSUPPORTED = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM))
 
 
 def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o644) -> None:
@@ -44,10 +48,41 @@ def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, i
     """Write a file in place, with fsync if `is_synced`.  Raises OSError; the file may then be incomplete."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with naming(path), os.fdopen(descriptor, "wb") as file:
-        os.fchmod(file.fileno(), mode)  # the umask may have taken bits away or left too many
+        set_mode(file.fileno(), mode)  # the umask may have taken bits away or left too many
         file.write(content)
         file.flush()
         if is_synced:
+            os.fsync(file.fileno())
+
+
+def set_mode(file: int | Path, mode: int) -> None:
+    """Give a file or directory a mode; where modes cannot be changed, one by which others may do no more will do.
+
+    Raises OSError, also if others may do more.
+    """
+    try:
+        os.chmod(file, mode)  # noqa: PTH101 - of a descriptor too
+    except OSError as error:
+        found = stat.S_IMODE(os.stat(file).st_mode)  # noqa: PTH116 - as above
+        if error.errno not in _UNSUPPORTED or found & 0o066 & ~mode:
+            said = f"its mode is {found:04o}, and cannot be changed to {mode:04o} here ({error.strerror})"
+            raise OSError(error.errno, said, error.filename) from error
+
+
+def link_new(source: Path, name: Path) -> None:
+    """Give a complete file a second name.  Raises FileExistsError if it is taken; OSError.
+
+    Where there are no hard links the file is copied, and for a moment is there in part.
+    """
+    try:
+        name.hardlink_to(source)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(source.stat().st_mode))
+        with naming(name), os.fdopen(descriptor, "wb") as file:
+            file.write(source.read_bytes())
+            file.flush()
             os.fsync(file.fileno())
 
 
@@ -143,10 +178,22 @@ def move_durably(paths: Iterable[Path], directory: Path) -> list[Path]:
     return moved
 
 
+def leave_deleted_directory(other: Path) -> None:
+    """Work in `other` if this process's working directory is gone: libraries cannot be loaded there, and srun fails."""
+    try:
+        os.getcwd()  # noqa: PTH109 - no path is needed
+    except OSError:
+        os.chdir(other)
+
+
 def sync_directory(directory: Path) -> None:
-    """Make renames in a directory durable."""
+    """Make renames in a directory durable, as far as its filesystem can."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(directory):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
     finally:
         os.close(descriptor)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import resource
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,22 +23,25 @@ class Openness:
 
     directory: Path
     mode: int
+    inside: Path | None = None  # what others may change in it, although not the directory itself
+    mode_inside: int = PRIVATE
 
     @property
     def is_writable(self) -> bool:
-        """Whether others may change it, and so what the run starts.
+        """Whether others may change it or something in it, and so what the run starts.
 
         Also with the sticky bit, under which they may add what is not there yet: replies of a judge, a checkpoint.
         """
-        return bool(self.mode & 0o022)
+        return bool(self.mode & 0o022) or self.inside is not None
 
     @property
     def text(self) -> str:
         """A description with the command that fixes it; "": private."""
         if self.is_writable:
+            found, mode = (self.inside, self.mode_inside) if self.inside else (self.directory, self.mode)
             return (
-                f"{self.directory} has mode {self.mode:04o}: others may change what the run starts and trains on; "
-                f"`chmod go-w {self.directory}`, and on shared project space `umask 077` before files are made there"
+                f"{found} has mode {mode:04o}: others may change what the run starts and trains on; "
+                f"`chmod -R go-w {self.directory}`, and on shared project space `umask 077` before files are made there"
             )
         if self.mode & 0o055:
             return (
@@ -47,12 +51,31 @@ class Openness:
         return ""
 
 
-def openness(directory: Path) -> Openness:
-    """Access rights of others in a directory; none if it does not exist.  Raises OSError."""
+def openness(directory: Path, *, looks_inside: bool = False) -> Openness:
+    """Access rights of others in a directory; none if it does not exist.  Raises OSError.
+
+    looks_inside: at everything in it too, if others may enter it.
+    """
     try:
-        return Openness(directory, stat.S_IMODE(directory.stat().st_mode))
+        mode = stat.S_IMODE(directory.stat().st_mode)
     except FileNotFoundError:
         return Openness(directory, PRIVATE)
+    # Of a class that cannot enter the directory, no right inside matters.
+    writes = (mode & 0o011) << 1
+    for path in _everything_in(directory) if looks_inside and writes and not mode & 0o022 else ():
+        with suppress(OSError):  # deleted meanwhile, or a link to nothing
+            its = stat.S_IMODE(path.stat().st_mode)
+            if its & writes:
+                return Openness(directory, mode, path, its)
+    return Openness(directory, mode)
+
+
+def _everything_in(directory: Path) -> Iterator[Path]:
+    """Yield files and directories, the upper ones first; links in the directory itself are followed."""
+    above = [directory, *(path for path in sorted(directory.iterdir()) if path.is_symlink() and path.is_dir())]
+    for top in above:
+        for place, directories, files in os.walk(top):
+            yield from (Path(place, name) for name in sorted([*directories, *files]))
 
 
 def keep_others_from_writing() -> None:

@@ -56,7 +56,7 @@ def chosen_step(rows: list[Row]) -> int | None:
 
 def _rights(layout: RunLayout, progress: Progress) -> Iterator[Row]:
     """What other users may do here."""
-    if text := openness(layout.root).text:
+    if text := openness(layout.root, looks_inside=True).text:
         yield Row("rights", layout.root.name, Verdict.NOTE, text)
     if layout.secrets.exists():
         try:

@@ -146,7 +146,7 @@ def refuse_run_dir_for_jobs(
 def refuse_open_directory(layout: RunLayout, tell: Tell) -> None:
     """Report that others may read it, let them write nothing in it.  Raises RunDirectoryError if they may change it."""
     keep_others_from_writing()
-    rights = openness(layout.root)
+    rights = openness(layout.root, looks_inside=True)
     if rights.is_writable:
         raise RunDirectoryError(rights.text)
     if rights.text:

@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.common.paths import quoted
 from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.errors import RunDirectoryError
-from rlhpc.files import naming
+from rlhpc.files import link_new, naming
 
 ABANDONED_S = 600.0  # on another host, whose processes cannot be seen
 
@@ -100,7 +100,7 @@ def _take_over(lock: Path, tell: Callable[[str], None]) -> None:
     try:
         if aside.read_bytes() != text:  # another process has taken it over meanwhile: give its lock back
             with suppress(OSError):
-                os.link(aside, lock)
+                link_new(aside, lock)
             raise RunDirectoryError(_refusal(lock))
     finally:
         aside.unlink(missing_ok=True)

@@ -136,7 +136,7 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
             for part in parts:
                 directory = staging / part.component.name
                 (directory / "submitted.pkl").rename(directory / f"{job_id}_submitted.pkl")
-                (directory / f"{job_id}_submission.sh").symlink_to("../submission.sh")
+                _link_or_copy("../submission.sh", directory / f"{job_id}_submission.sh")
             staging.rename(self.folder / str(job_id))
         except (
             OSError
@@ -174,6 +174,13 @@ def _named(name: str) -> Iterator[None]:
         yield
     except SlurmError as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def _link_or_copy(target: str, name: Path) -> None:
+    try:
+        name.symlink_to(target)
+    except OSError:  # a filesystem without symbolic links
+        name.write_bytes((name.parent / target).read_bytes())
 
 
 def _code() -> Path | None:

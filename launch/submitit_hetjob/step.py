@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.slurm.commands import srun_environment
 from rlhpc.deadline import Deadline
-from rlhpc.files import is_listed
+from rlhpc.files import is_listed, leave_deleted_directory
 
 LEAVE_SIGNAL = signal.SIGUSR1  # srun forwards it, and Slurm itself never sends it
 LEAVES_VARIABLE = "RLHPC_HET_LEAVES"  # set for a component that stores no checkpoint while others do
@@ -52,6 +52,7 @@ class Step:
     def start(self) -> None:
         """Start all its ranks; earlier results are removed, or they would be taken for those of this start."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        leave_deleted_directory(self._folder)
         self._clean_partial_files()
         self.forget()
         if self._plan["in_batch_step"]:

@@ -17,6 +17,7 @@ from launch.supervisor.signals import Signals
 from launch.supervisor.steps import Tether
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
+from rlhpc.files import leave_deleted_directory
 from rlhpc.parent_death import die_with
 
 BEGIN_S = 7200.0  # every byte of the newest checkpoint is read, which may be hundreds of GB
@@ -38,7 +39,7 @@ class AttemptStarter:
         self, plan: JobPart, job: ThisJob, say: Callable[[str, str], None], signals: Signals, tether: Tether | None
     ) -> None:
         """say: called with a line for each checkpoint that is skipped."""
-        self._job, self._say, self._signals = job, say, signals
+        self._job, self._say, self._signals, self._root = job, say, signals, plan.layout.root
         self._descriptors = () if tether is None else tether.descriptors
         part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
         self._program = [*part.python, "-P", "-m", "launch.run_directory.begin_attempt"]
@@ -49,7 +50,7 @@ class AttemptStarter:
     def load(self) -> None:
         """Start the command ahead of time, so that the next attempt need not wait for interpreter and libraries."""
         self.forget()
-        self._waiting = _Command([*self._program, *self._words, "--when-told"], self._environment, self._descriptors)
+        self._waiting = self._started("--when-told")
 
     def forget(self) -> None:
         """End the command that waits, if there is one."""
@@ -87,7 +88,7 @@ class AttemptStarter:
         if command is None or words or not command.go():
             if command is not None:
                 command.end()
-            command = _Command([*self._program, *self._words, *words], self._environment, self._descriptors)
+            command = self._started(*words)
         try:
             while command.process.poll() is None:
                 if is_over():
@@ -98,6 +99,10 @@ class AttemptStarter:
             return command.result()
         finally:
             command.end()
+
+    def _started(self, *words: str) -> _Command:
+        leave_deleted_directory(self._root)
+        return _Command([*self._program, *self._words, *words], self._environment, self._descriptors)
 
 
 class _Command:

@@ -21,6 +21,7 @@ from launch.slurm.sbatch import submit_script
 from launch.slurm.states import OVER
 from launch.slurm.this_job import ThisJob
 from rlhpc.deadline import Deadline
+from rlhpc.files import leave_deleted_directory
 from rlhpc.run_layout import RunLayout
 
 FAREWELL_S = 60.0  # for other jobs of the run to end on their own
@@ -143,6 +144,7 @@ def submit_again(
     record = next((record for record in read_records(layout) if record.job_id == job_id), None)
     if record is None:
         raise SlurmError(f"job {job_id} is not recorded in {layout.jobs}: its script is unknown")
+    leave_deleted_directory(layout.root)  # where no sbatch works
     old, only = record, None if tasks is None else sorted(tasks)
     words = [*options, *([] if only is None else [f"--array={','.join(map(str, only))}"])]
 

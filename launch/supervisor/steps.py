@@ -21,6 +21,7 @@ from launch.run_files.plan_file import JobPart, Part
 from launch.run_files.run_state import Attempt
 from launch.slurm.commands import srun_environment
 from rlhpc.deadline import Deadline
+from rlhpc.files import leave_deleted_directory
 from rlhpc.parent_death import die_with
 
 KILL_PATIENCE_S = 10.0  # for srun to have ended its tasks
@@ -105,6 +106,7 @@ def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attemp
 
     start: number of its earlier starts in this life of the job.
     """
+    leave_deleted_directory(plan.layout.root)
     words = ["srun", *([f"--het-group={het_group}"] if het_group is not None else []), *part.srun]
     # One task that dies must not end the others, and srun must not wait forever for tasks that never start.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", f"--job-name={part.name}"]
@@ -117,6 +119,7 @@ def start_beside(
     plan: JobPart, part: Part, role: str, index: int, attempt: Attempt, start: int, tether: Tether | None = None
 ) -> Step:
     """Start one process beside the supervisor: in the batch step, or, tethered, without Slurm."""
+    leave_deleted_directory(plan.layout.root)
     name = f"{role}-{part.share_of(role).first_replica + index}"
     words = [*_task(plan, part, role, attempt, start), "--index", str(index)]
     words += ["--hold", *map(str, tether.descriptors)] if tether is not None else []

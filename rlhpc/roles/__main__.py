@@ -7,9 +7,10 @@ from typing import NoReturn
 
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.files import leave_deleted_directory
 from rlhpc.host_address import tell_gloo
 from rlhpc.loading import loading_libraries
-from rlhpc.roles.common.lifecycle import leave_at_once, leave_deleted_directory, parse_role, run_role
+from rlhpc.roles.common.lifecycle import leave_at_once, parse_role, run_role
 
 
 def main() -> NoReturn:

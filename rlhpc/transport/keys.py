@@ -18,6 +18,7 @@ from pathlib import Path
 import zmq
 
 from rlhpc.errors import RunDirectoryError
+from rlhpc.files import link_new, set_mode
 from rlhpc.transport.sessions import checked_name, is_name
 
 _KEY_CHARACTERS = 40  # Z85 of 32 bytes
@@ -79,7 +80,7 @@ def _public_file(secrets: Path, name: str) -> Path:
 def _make_private_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700)
-        directory.chmod(0o700)  # mkdir's mode passes through the umask
+        set_mode(directory, 0o700)  # mkdir's mode passes through the umask
     except FileExistsError:
         _refuse_loose(directory)
 
@@ -89,13 +90,13 @@ def _create(file: Path, key: bytes) -> bool:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.fchmod(descriptor, 0o600)  # a umask of 0777 would remove even our own read permission
+        set_mode(descriptor, 0o600)  # a umask of 0777 would remove even our own read permission
         os.write(descriptor, key + b"\n")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     try:
-        file.hardlink_to(temporary)  # unlike rename it fails if the name is taken
+        link_new(temporary, file)  # unlike rename it fails if the name is taken
     except FileExistsError:
         return False
     finally:

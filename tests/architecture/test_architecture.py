@@ -329,7 +329,17 @@ _PLAIN = [
     *_BATCH,
     *(
         ROOT / "rlhpc" / f"{name}.py"
-        for name in ("__init__", "deadline", "errors", "exit_status", "files", "own_user", "parent_death", "privacy", "run_layout")
+        for name in (
+            "__init__",
+            "deadline",
+            "errors",
+            "exit_status",
+            "files",
+            "own_user",
+            "parent_death",
+            "privacy",
+            "run_layout",
+        )
     ),
 ]
 

@@ -60,14 +60,14 @@ class SlurmRun:
         self.submitted_at = time.time()
         return self.cli("submit", str(self.run_file), str(self.site_file), *words)
 
-    def cli(self, *words: str, status: int = 0, timeout_s: float = 180.0) -> str:
+    def cli(self, *words: str, status: int = 0, timeout_s: float = 180.0, cwd: Path | None = None) -> str:
         """Any rlhpc command, on this cluster; returns what it printed."""
         done = subprocess.run(
             [sys.executable, "-m", "launch.cli", *words],
             capture_output=True,
             text=True,
             timeout=timeout_s,
-            cwd=self.lab.root,
+            cwd=cwd or self.lab.root,
             env={**command_environment(), **self.cluster.environment()},
         )
         assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.story()}"

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,22 @@ def test_a_run_that_fails_again_and_again_without_progress_ends_and_says_so(slur
     assert "given_up" in text
     assert "SIGKILL" in text
     assert len(run.attempts()) == 2
+
+
+def test_a_run_goes_on_after_the_directory_that_it_was_submitted_from_is_gone(
+    slurm: DevCluster, lab: Lab, tmp_path: Path
+) -> None:
+    """srun, sbatch and Python do not start in a working directory that does not exist."""
+    place = tmp_path / "submitted-from"
+    place.mkdir()
+    run = SlurmRun(slurm, lab, "end-of-a-directory", run=ENDLESS, **LASTING)
+    run.cli("submit", str(run.run_file), str(run.site_file), cwd=place)
+    run.wait_step(1)
+    place.rmdir()
+    [trainer] = role_pids(run, "trainer")
+    os.kill(trainer, signal.SIGKILL)
+    run.wait(lambda: run.status().get("attempt") == 1 and run.status()["step"] >= 1, "a step of another attempt")
+    run.stop()
 
 
 @contextmanager

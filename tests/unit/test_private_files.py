@@ -25,9 +25,9 @@ from tests.unit.launch.site_kit import config_of
         (0o750, "chmod 700"),
         (0o705, "chmod 700"),
         (0o711, "chmod 700"),
-        (0o770, "chmod go-w"),
-        (0o702, "chmod go-w"),
-        (0o1777, "chmod go-w"),
+        (0o770, "chmod -R go-w"),
+        (0o702, "chmod -R go-w"),
+        (0o1777, "chmod -R go-w"),
     ],
 )
 def test_each_right_of_others_has_its_remedy(tmp_path: Path, mode: int, remedy: str) -> None:
@@ -59,9 +59,27 @@ def test_a_directory_that_others_may_change_is_refused_with_the_command_that_men
     layout = RunLayout(config.run_directory)
     layout.root.mkdir()
     layout.root.chmod(0o775)
-    with pytest.raises(RunDirectoryError, match=r"mode 0775: others may change .*`chmod go-w "):
+    with pytest.raises(RunDirectoryError, match=r"mode 0775: others may change .*`chmod -R go-w "):
         prepare_run_dir(config, layout, resume=False, fresh=False)
     assert list(layout.root.iterdir()) == []
+
+
+@pytest.mark.parametrize("opened", ["checkpoints", "jobs", "config.json", "rollouts/made.jsonl", "elsewhere"])
+def test_what_others_may_change_in_a_directory_that_they_may_enter_is_refused_too(tmp_path: Path, opened: str) -> None:
+    """`chmod -R g+rwX RUN`, and then `chmod go-w RUN`."""
+    config = config_of(f"run.directory={tmp_path / 'run'}")
+    layout = RunLayout(config.run_directory)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    layout.jobs.mkdir()
+    (layout.rollouts / "made.jsonl").touch()
+    (tmp_path / "elsewhere").mkdir()
+    (layout.root / "elsewhere").symlink_to(tmp_path / "elsewhere")  # scratch, perhaps
+    path = layout.root / opened
+    path.chmod(path.stat().st_mode | 0o070)
+    prepare_run_dir(config, layout, resume=True, fresh=False)  # nobody else may enter
+    layout.root.chmod(0o750)
+    with pytest.raises(RunDirectoryError, match=rf"/{opened} has mode .*: others may .*`chmod -R go-w {layout.root}`"):
+        prepare_run_dir(config, layout, resume=True, fresh=False)
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -115,6 +116,49 @@ def _replace_often(path: Path, contents: list[bytes]) -> float:
         partial.write_bytes(contents[index % 2])
         partial.replace(path)
     return 1000 * (time.monotonic() - began) / _RENAMES
+
+
+def check_operations(directory: Path) -> Iterator[Finding]:
+    """Modes, hard links and fsync of a directory, which some filesystems lack: SMB, FUSE, NFS with its own ACLs.
+
+    directory: an empty one on the shared filesystem.
+    """
+    file, key = directory / "made", "shared: modes"
+    file.touch(0o600)
+    try:
+        file.chmod(0o700)
+        refused = ""
+    except OSError as error:
+        refused = error.strerror or str(error)
+    found = stat.S_IMODE(file.stat().st_mode)
+    if found & 0o077:
+        text = f"a private file has mode {found:04o}: secrets/ would be open to others"
+        legal = "legal: a filesystem, or a mount, with modes (of SMB: file_mode=0600,dir_mode=0700)"
+        yield Finding(key, "", "fail", text, legal)
+    elif refused:
+        yield Finding(key, "", "warn", f"{refused}: files keep the mode that they are made with")
+    else:
+        yield Finding(key, "", "pass", "as asked for")
+    yield _tried("shared: hard links", lambda: (directory / "second").hardlink_to(file), "files are copied instead")
+    yield _tried("shared: fsync", lambda: _fsync(directory), "a power cut may lose the newest files' names")
+    for path in list(directory.iterdir()):
+        path.unlink()
+
+
+def _fsync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tried(key: str, action: Callable[[], object], otherwise: str) -> Finding:
+    try:
+        action()
+    except OSError as error:
+        return Finding(key, "", "warn", f"{error.strerror}: {otherwise}", "")
+    return Finding(key, "", "pass", "works")
 
 
 def check_caches(plan: JobPlan, shell: Mapping[str, str] = os.environ, mounts: str | None = None) -> Iterator[Finding]:

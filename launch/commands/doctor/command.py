@@ -88,6 +88,7 @@ def look_from_here(plan: JobPlan, config: Config | None) -> list[Finding]:
     if findings[0].verdict != "fail":
         with tempfile.TemporaryDirectory(prefix=".rlhpc-doctor-", dir=shared) as scratch:
             findings += login_checks.check_renames(Path(scratch))
+            findings += login_checks.check_operations(Path(scratch))
         findings += check_space(shared, forecast(config) if config else None)
     findings += [*check_sandboxes(config)] if config else []
     findings += [*login_checks.check_caches(plan), *login_checks.check_software(plan.prologue)]

@@ -26,7 +26,7 @@ from launch.slurm.sbatch import submit_script
 from launch.slurm.this_job import ThisJob
 from rlhpc.config import Config
 from rlhpc.deadline import Deadline
-from rlhpc.files import write_atomically
+from rlhpc.files import leave_deleted_directory, write_atomically
 from rlhpc.privacy import PRIVATE
 from rlhpc.run_layout import RunLayout
 
@@ -126,6 +126,7 @@ def look_again_later(layout: RunLayout, tell: Tell) -> int:
 
 
 def _succeed(layout: RunLayout, option: str) -> int:
+    leave_deleted_directory(layout.root)
     return submit_script(layout.evaluations / SCRIPT, (option,), record=partial(_record, layout), patience_s=PATIENCE_S)
 
 

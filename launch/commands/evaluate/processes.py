@@ -24,6 +24,7 @@ from launch.supervisor.local_run import private_temporary_directory
 from launch.supervisor.surroundings import caches_below
 from rlhpc.errors import RoleFailed
 from rlhpc.evaluation.settings import EvaluationSettings
+from rlhpc.files import leave_deleted_directory
 from rlhpc.parent_death import die_with
 
 BLOCK_BYTES = 1 << 20
@@ -92,6 +93,7 @@ def _start(
     if (devices := gpus.variable(f"generator-{index}")) is not None:
         environment[VARIABLE] = devices
     words = [sys.executable, "-P", "-m", "rlhpc.roles.evaluator", str(directory), "--share", f"{index}/{num_shares}"]
+    leave_deleted_directory(directory)
     with _log(directory, index).open("ab") as log:
         return subprocess.Popen(
             words,

@@ -143,14 +143,6 @@ def parse_role(arguments: list[str]) -> RoleContext:
     )
 
 
-def leave_deleted_directory(other: Path) -> None:
-    """Work in `other` if the directory that this process was started in is gone: libraries cannot be loaded there."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        os.chdir(other)
-
-
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     """Do a role's work in a process of its own; return its exit status, with which the process then leaves at once."""
     # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.

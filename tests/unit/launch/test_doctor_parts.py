@@ -92,6 +92,7 @@ def test_a_model_that_is_not_here_leaves_a_warning_and_no_forecast(tmp_path: Pat
 
 def test_renames_on_a_good_filesystem_are_atomic_and_leave_nothing(tmp_path: Path) -> None:
     assert [finding.verdict for finding in login_checks.check_renames(tmp_path)] == ["pass", "pass"]
+    assert [finding.verdict for finding in login_checks.check_operations(tmp_path)] == ["pass", "pass", "pass"]
     assert not list(tmp_path.iterdir())
 
 

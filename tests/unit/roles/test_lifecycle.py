@@ -29,6 +29,7 @@ from rlhpc.errors import (
     StarvedError,
 )
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT
+from rlhpc.files import leave_deleted_directory
 from rlhpc.roles import reward_service
 from rlhpc.roles.__main__ import main
 from rlhpc.roles.common.lifecycle import (
@@ -36,7 +37,6 @@ from rlhpc.roles.common.lifecycle import (
     RoleContext,
     StopRequest,
     first_leaf,
-    leave_deleted_directory,
     parse_role,
     run_role,
     run_until,
