@@ -36,9 +36,10 @@ class JudgeConfig(Section):
     template_file: NamedPath = ""
     """A file with the template instead."""
     grade_pattern: str = r"(?i)\bgrade:[\s*]*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match in the reply, group 1, is the grade."""
+    """Regular expression whose last match in the reply, group 1, is the grade; a match that the completion has, too,
+    counts only if there is no other."""
     grade_key: str = ""
-    """Instead: the reply is a JSON object, or ends with one, and this key of it is the grade."""
+    """Instead: the reply is or has a JSON object, and this key of the outermost one is the grade."""
     worst: float = 0.0
     """Grade that gives reward 0; a grade outside worst to best is no grade."""
     best: float = 10.0

@@ -1,11 +1,14 @@
 """Rows of Parquet and Arrow files, a batch in memory at a time.
 
-The module that imports pyarrow, which takes longer than reading a small JSONL file.
+The module that imports pyarrow, which takes longer than reading a small JSONL file.  In a table every object of a
+column has the keys of all of them, and null for a key that it does not have.  Such nulls are left out; a null that is a
+field of the row itself stays, and in files written here also one in objects that all have the same keys.
 """
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -14,6 +17,8 @@ import pyarrow
 import pyarrow.parquet
 
 from rlhpc.errors import DataError
+
+_NULLS_ARE_VALUES = {b"rlhpc": b"nulls in objects are values"}  # of a column whose objects all have the same keys
 
 
 def parquet_rows(file: Path, content: bytes | None) -> Iterator[dict[str, Any]]:
@@ -49,31 +54,59 @@ def _rows(file: Path, what: str, batches: Callable[[], Iterator[Any]]) -> Iterat
             names = batch.schema.names
             if twice := [name for place, name in enumerate(names) if name in names[:place]]:
                 raise DataError(f"{file}: two columns are called {twice[0]!r}; legal: a name of its own for each")
-            columns = [_values(file, name, column) for name, column in zip(names, batch.columns, strict=True)]
+            columns = [_values(file, *each) for each in zip(batch.schema, batch.columns, strict=True)]
             yield from (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} is not a readable {what} file: {error}") from error
 
 
-def _values(file: Path, name: str, column: Any) -> Sequence[Any]:
-    """Python's, of a column; times that Python has none for, between two microseconds, as text.  Raises DataError.
-
-    A number of 16 or 32 bits is the shortest one that it stands for: 0.1, and not 0.10000000149011612.
-    """
+def _values(file: Path, field: Any, column: Any) -> Sequence[Any]:
+    """Python's, of a column; times that Python has none for, between two microseconds, as text.  Raises DataError."""
     try:
         values = cast(Sequence[Any], column.to_pylist())
     except (ValueError, OverflowError) as error:
         if pyarrow.types.is_timestamp(column.type) or pyarrow.types.is_duration(column.type):
             return cast(Sequence[Any], column.cast(pyarrow.string()).to_pylist())
-        raise DataError(f"{file}: column {name!r}, of type {column.type}, cannot be read: {error}") from error
-    if pyarrow.types.is_float16(column.type) or pyarrow.types.is_float32(column.type):
-        narrow = column.type.to_pandas_dtype()
-        return [value if value is None else float(str(narrow(value))) for value in values]
-    return values
+        raise DataError(f"{file}: column {field.name!r}, of type {column.type}, cannot be read: {error}") from error
+    as_written = _as_written(column.type, keeps_nulls=_NULLS_ARE_VALUES.items() <= (field.metadata or {}).items())
+    return values if as_written is None else [None if value is None else as_written(value) for value in values]
+
+
+def _as_written(kind: Any, *, keeps_nulls: bool = False) -> Callable[[Any], Any] | None:
+    """How a value that is not null becomes what was written; None: it is that already.
+
+    A number of 16 or 32 bits is the shortest one that it stands for: 0.1, and not 0.10000000149011612.
+    """
+    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+        narrow = kind.to_pandas_dtype()
+        return lambda value: float(str(narrow(value)))
+    if pyarrow.types.is_struct(kind):
+        fields = {field.name: _as_written(field.type, keeps_nulls=keeps_nulls) or _same for field in kind}
+        return lambda value: {
+            name: each if each is None else fields[name](each)
+            for name, each in value.items()
+            if keeps_nulls or each is not None
+        }
+    if pyarrow.types.is_map(kind):
+        item = _as_written(kind.item_type, keeps_nulls=keeps_nulls)
+        return item and (lambda value: [(key, each if each is None else item(each)) for key, each in value])
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _as_written(kind.storage_type, keeps_nulls=keeps_nulls)
+    inner = getattr(kind, "value_type", None)
+    each_as_written = None if inner is None else _as_written(inner, keeps_nulls=keeps_nulls)
+    if each_as_written is None:
+        return None
+    if pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind):
+        return each_as_written
+    return lambda value: [each if each is None else each_as_written(each) for each in value]
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
-    """A Parquet file.  Raises ValueError where values of a field are of several types."""
+    """A Parquet file.  Raises ValueError for values of several types in a field, or that would not come back."""
     names = dict.fromkeys(name for row in rows for name in row)  # pyarrow takes those of the first row only
     columns = {name: [row.get(name) for row in rows] for name in names}
     for name, cells in columns.items():
@@ -84,11 +117,31 @@ def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
     return columns_as_parquet(columns)
 
 
+def _field_of(name: str, column: Any, cells: Sequence[Any]) -> Any:
+    """A field of the schema, which says whether nulls in objects are values.  Raises ValueError if they are both."""
+    field = pyarrow.field(name, column.type)
+    if not pyarrow.types.is_nested(column.type):
+        return field
+    for metadata in (_NULLS_ARE_VALUES, None):
+        marked = field.with_metadata(metadata)
+        again = _values(Path(name), marked, column)
+        differ = [pair for pair in zip(cells, again, strict=True) if _spelled(pair[0]) != _spelled(pair[1])]
+        if not differ:
+            return marked
+    raise ValueError(f"field {name!r}: {_spelled(differ[0][0])[:80]} would be read as {_spelled(differ[0][1])[:80]}")
+
+
+def _spelled(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
 def columns_as_parquet(columns: Mapping[str, Sequence[Any]]) -> bytes:
     """A Parquet file of columns of equal lengths; None is null.  Raises ValueError: a column has several types."""
     sink = pyarrow.BufferOutputStream()
     try:
-        pyarrow.parquet.write_table(pyarrow.table(dict(columns)), sink)
+        table = pyarrow.table(dict(columns))
+        fields = [_field_of(name, table.column(name), cells) for name, cells in columns.items()]
+        pyarrow.parquet.write_table(table.cast(pyarrow.schema(fields)), sink)
     except (pyarrow.ArrowException, OverflowError) as error:  # a column of numbers has 64 bits
         raise ValueError(str(error)) from error
     return bytes(sink.getvalue())

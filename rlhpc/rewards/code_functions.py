@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlhpc.sandbox import call_functions, values
 
 _TASK = "code_functions"
 _HASHED = ("$set", "$frozenset", "$dict")
-_RELATIVE = 1e-9  # of floating-point numbers: sums in another order
+_RELATIVE = 1e-9  # of floating-point numbers: sums in another order; absolute where 0.0 is wanted
 _HARNESS = b"\n".join(Path(str(module.__file__)).read_bytes() for module in (values, call_functions)).replace(
     b"from __future__ import annotations\n", b""
 )
@@ -40,7 +41,11 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     run = sandbox.run(_HARNESS, json.dumps(request).encode(), limits, wants_results=True)
     said = run.results.split(b"\n")[:-1]
     for number, output in enumerate(wanted):
-        why = _difference(said[number], output) if number < len(said) else failure(run) or "it ended before"
+        why = (
+            _difference(said[number], output, own.tolerance)
+            if number < len(said)
+            else failure(run) or "it ended before"
+        )
         if why:
             return RewardOutcome(0.0, is_correct=False, detail=f"test {number + 1} of {len(wanted)}: {why}")
     if why := failure(run):
@@ -71,8 +76,10 @@ def check_reference(reference: str, settings: SandboxConfig | None = None) -> No
 def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any], OwnLimits]:
     try:
         read = json.loads(reference)
-        calls = [{"args": test.get("args", []), "kwargs": test.get("kwargs", {})} for test in read["tests"]]
-        wanted = [values.decode(test["output"]) for test in read["tests"]]
+        tests = read["tests"]
+        calls = [{"args": _given(test, "args", []), "kwargs": _given(test, "kwargs", {})} for test in tests]
+        has_outputs = any("output" in test for test in tests)  # a table leaves out those that are null
+        wanted = [values.decode(test.get("output") if has_outputs else test["output"]) for test in tests]
         entry_point = read["entry_point"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -87,7 +94,11 @@ def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any], OwnLim
     return entry_point, calls, wanted, own
 
 
-def _difference(line: bytes, wanted: Any) -> str:
+def _given(test: dict[str, Any], key: str, none: Any) -> Any:
+    return none if test.get(key) is None else test[key]
+
+
+def _difference(line: bytes, wanted: Any, tolerance: float | None) -> str:
     """How a program's result differs from what was wanted; "": not at all."""
     try:
         said = json.loads(line)
@@ -96,9 +107,10 @@ def _difference(line: bytes, wanted: Any) -> str:
         # Not decoded where it cannot be right: a program can choose members of a set that all have the same hash, over
         # which this process would sit for minutes.
         may_be_same = _largest_set_said(said["value"]) <= _largest_set(wanted)
-        return "" if may_be_same and _is_same(values.decode(said["value"]), wanted) else "another value"
+        is_same = may_be_same and _Comparison(tolerance).is_same(values.decode(said["value"]), wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return "no value"
+    return "" if is_same else "another value"
 
 
 def _largest_set_said(said: Any) -> int:
@@ -122,31 +134,39 @@ def _largest_set(value: Any) -> int:
     return 0
 
 
-def _is_same(value: Any, wanted: Any) -> bool:
-    """Equal and of the same type, except that int and float are interchangeable, and a tuple answers a list."""
-    if isinstance(wanted, list):
-        return type(value) in (list, tuple) and _are_same(value, wanted)
-    if isinstance(wanted, int | float) and not isinstance(wanted, bool):
-        if type(value) not in (int, float):
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Of a returned value with the one that was wanted; tolerance: None for that of rounding errors."""
+
+    tolerance: float | None
+
+    def is_same(self, value: Any, wanted: Any) -> bool:
+        """Equal and of the same type, except that int and float are interchangeable, and a tuple answers a list."""
+        if isinstance(wanted, list):
+            return type(value) in (list, tuple) and self._are_same(value, wanted)
+        if isinstance(wanted, int | float) and not isinstance(wanted, bool):
+            return type(value) in (int, float) and self._is_number(value, wanted)
+        if type(value) is not type(wanted):
             return False
+        if isinstance(wanted, tuple):
+            return self._are_same(value, wanted)
+        if isinstance(wanted, dict):
+            return value.keys() == wanted.keys() and all(self.is_same(value[key], wanted[key]) for key in wanted)
+        if isinstance(wanted, complex):
+            return self._is_number(value.real, wanted.real) and self._is_number(value.imag, wanted.imag)
+        return bool(value == wanted)
+
+    def _is_number(self, value: float, wanted: float) -> bool:
+        if value == wanted or (value != value and wanted != wanted):
+            return True
         if isinstance(value, int) and isinstance(wanted, int):
-            return value == wanted
-        return value == wanted or (value != value and wanted != wanted) or _is_close(value, wanted)
-    if type(value) is not type(wanted):
-        return False
-    if isinstance(wanted, tuple):
-        return _are_same(value, wanted)
-    if isinstance(wanted, dict):
-        return value.keys() == wanted.keys() and all(_is_same(value[key], wanted[key]) for key in wanted)
-    return bool(value == wanted)
+            return False
+        relative = _RELATIVE if self.tolerance is None else self.tolerance
+        absolute = 0.0 if self.tolerance is None and wanted else relative
+        try:
+            return math.isclose(value, wanted, rel_tol=relative, abs_tol=absolute)
+        except OverflowError:  # a whole number that is larger than every float
+            return False
 
-
-def _is_close(value: float, wanted: float) -> bool:
-    try:
-        return math.isclose(value, wanted, rel_tol=_RELATIVE)
-    except OverflowError:  # a whole number that is larger than every float
-        return False
-
-
-def _are_same(value: Any, wanted: Any) -> bool:
-    return len(value) == len(wanted) and all(map(_is_same, value, wanted))
+    def _are_same(self, value: Any, wanted: Any) -> bool:
+        return len(value) == len(wanted) and all(map(self.is_same, value, wanted))

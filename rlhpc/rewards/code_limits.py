@@ -1,6 +1,7 @@
-"""Language and limits in the reference of a code task, beside its tests.
+"""Language, limits and tolerance in the reference of a code task, beside its tests.
 
-    {"inputs": […], "outputs": […], "language": "cpp", "time_limit_s": 2.0, "memory_limit_bytes": 268435456}
+    {"inputs": […], "outputs": […], "language": "cpp", "time_limit_s": 2.0, "memory_limit_bytes": 268435456,
+     "tolerance": 1e-4}
 
 Limits of a record are below those of the run ([sandbox]), by which its memory and time are planned.
 """
@@ -21,11 +22,12 @@ _LANGUAGES: tuple[Language, ...] = get_args(Language)
 
 @dataclass(frozen=True, slots=True)
 class OwnLimits:
-    """Limits of one record; empty where it has none."""
+    """What one record says for itself; empty where it says nothing."""
 
     language: Language | None = None
     cpu_s: float = 0.0  # of one test
     memory_bytes: int = 0
+    tolerance: float | None = None  # of numbers, relative where they are above 1; 0: none
 
     def languages(self, of_run: tuple[Language, ...]) -> tuple[Language, ...]:
         """The languages in which its programs may be written."""
@@ -41,7 +43,14 @@ def own_limits(reference: Mapping[str, Any], task: str) -> OwnLimits:
         raise ValueError(f"the reference of {task}: time_limit_s={cpu_s!r}; legal: seconds above 0")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0):
         raise ValueError(f"the reference of {task}: memory_limit_bytes={memory!r}; legal: a whole number above 0")
-    return OwnLimits(language, float(cpu_s or 0.0), memory or 0)
+    if (tolerance := reference.get("tolerance")) is not None:
+        is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+        if not is_number or not 0 <= tolerance < 1:
+            raise ValueError(
+                f"the reference of {task}: tolerance={tolerance!r}; legal: 0, for none, or a number below 1"
+            )
+        tolerance = float(tolerance)
+    return OwnLimits(language, float(cpu_s or 0.0), memory or 0, tolerance)
 
 
 def refuse_above(own: OwnLimits, sandbox: SandboxConfig, task: str) -> None:

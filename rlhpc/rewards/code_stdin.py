@@ -3,12 +3,15 @@
 Input: a completion whose last fenced block is a program in a language of sandbox.languages; reference: JSON,
 {"inputs": […], "outputs": […]}, with language and limits of its own (code_limits.py) or without, or a list of {"input",
 "output"}, all of them texts.  Output: a RewardOutcome of 1.0 or 0.0.  Outputs are compared here, outside the sandbox,
-where the program cannot see what is expected: by lines, without trailing blanks and blank lines at the end.
+where the program cannot see what is expected: by lines, without trailing blanks and blank lines at the end.  Where a
+decimal fraction is expected, a number close to it is as good: judges of contests ask for 1e-6.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +22,9 @@ from rlhpc.rewards.code_limits import OwnLimits, own_limits, refuse_above
 from rlhpc.rewards.code_place import executable, failure, last_program, limits_of, no_program, place
 
 _TASK = "code_stdin"
+_TOLERANCE = 1e-6  # where the reference has none of its own
+_NUMBER = re.compile(rb"(?<![\w.])([-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+)(?![\w.]*\w)")
+_FRACTION = re.compile(rb"\.|[eE][-+]")
 
 
 def judge(completion: str, reference: str) -> RewardOutcome:
@@ -37,8 +43,9 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     for number, (text, wanted) in enumerate(tests, 1):
         left_s = max(0.05, deadline - time.monotonic())
         limits = limits_of(settings, left_s, own, wanted_bytes=len(wanted.encode()))
-        run = sandbox.run(given, text.encode(), limits, kind=kind)
-        why = failure(run) or ("" if _lines(run.stdout) == _lines(wanted.encode()) else "another output")
+        run = sandbox.run(given, text.replace("\r\n", "\n").encode(), limits, kind=kind)
+        tolerance = _TOLERANCE if own.tolerance is None else own.tolerance
+        why = failure(run) or ("" if _is_same(run.stdout, wanted.encode(), tolerance) else "another output")
         if why:
             return RewardOutcome(0.0, is_correct=False, detail=f"test {number} of {len(tests)}: {why}")
     return RewardOutcome(1.0, is_correct=True, detail=f"{len(tests)} tests")
@@ -92,6 +99,30 @@ def _calls_a_function(test: Mapping[str, Any]) -> bool:
     return (
         bool(test.get("fn_name")) or {"functional", "function_call"} & {test.get("type"), test.get("testtype")} != set()
     )
+
+
+def _is_same(output: bytes, wanted: bytes, tolerance: float) -> bool:
+    lines, lines_wanted = _lines(output), _lines(wanted)
+    if lines == lines_wanted:
+        return True
+    return len(lines) == len(lines_wanted) and all(map(_is_same_line, lines, lines_wanted, [tolerance] * len(lines)))
+
+
+def _is_same_line(line: bytes, wanted: bytes, tolerance: float) -> bool:
+    """Whether they differ in numbers alone, each of them close to a decimal fraction that is wanted."""
+    if line == wanted or not tolerance:
+        return line == wanted
+    parts, parts_wanted = _NUMBER.split(line), _NUMBER.split(wanted)  # every second one is a number
+    if len(parts) != len(parts_wanted) or parts[::2] != parts_wanted[::2]:
+        return False
+    return all(map(_is_close, parts[1::2], parts_wanted[1::2], [tolerance] * len(parts)))
+
+
+def _is_close(number: bytes, wanted: bytes, tolerance: float) -> bool:
+    if number == wanted or not _FRACTION.search(wanted):
+        return number == wanted
+    value, right = float(number), float(wanted)
+    return math.isfinite(right) and math.isclose(value, right, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _lines(output: bytes) -> list[bytes]:

@@ -4,8 +4,9 @@ Input: a completion; reference: a JSON Schema, of the draft that its $schema nam
 Output: a RewardOutcome of 1.0 or 0.0; part `json` says whether it is JSON at all.
 
 The last fenced block is judged, if it is marked json or not at all, or the whole completion if nothing is fenced.
-Nothing is
-fetched: a $ref leads to a place in the schema.
+Nothing is fetched: a $ref leads to a place in the schema.  Differs from jsonschema: (1) multipleOf is exact, 19.99 is a
+multiple of 0.01; (2) formats are those of json_formats.py; (3) an object that constrains nothing is no schema, and one
+around a schema, as APIs of models have it ({"name", "strict", "schema"}), is taken off.
 """
 
 from __future__ import annotations
@@ -13,24 +14,30 @@ from __future__ import annotations
 import json
 import math
 import re
-from functools import lru_cache
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+from functools import cache, lru_cache
 from itertools import islice
 from typing import Any, NoReturn
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.exceptions import SchemaError, best_match
-from jsonschema.validators import validator_for
+from jsonschema.validators import extend, validator_for
 from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.fenced_blocks import last_block
+from rlhpc.rewards.json_formats import format_checker, pattern_checker
 from rlhpc.rewards.marked_answer import LONGEST_ANSWER
 
 _FENCE = re.compile(r"^[ ]{0,3}```", re.MULTILINE)
 _MOST_ERRORS = 50  # the most telling of these is shown
 _SHOWN_CHARACTERS = 200
+_OF_NUMBERS = {"multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_PLAIN_KEYWORDS = {"type", "enum", "const", "minLength", "maxLength", "pattern"} | _OF_NUMBERS
 _DEEPEST = 64  # a document that is deeper may be more than the validator can follow
 
 
@@ -53,9 +60,6 @@ def judge(completion: str, reference: str) -> RewardOutcome:
             raise
         why = f"nested more than {_DEEPEST} deep"
         return RewardOutcome(0.0, is_correct=False, parts={"json": 1.0}, detail=why)
-    except OverflowError:  # multipleOf divides by a float
-        why = "holds a whole number that is too large"
-        return RewardOutcome(0.0, is_correct=False, parts={"json": 1.0}, detail=why)
     detail = "valid" if fault is None else f"{fault.json_path}: {fault.message}"[:_SHOWN_CHARACTERS]
     return RewardOutcome(float(fault is None), fault is None, parts={"json": 1.0}, detail=detail, answer=answer)
 
@@ -68,7 +72,7 @@ def check_reference(reference: str) -> None:
 @lru_cache(maxsize=256)
 def _validator(reference: str) -> Any:
     try:
-        schema = json.loads(reference)
+        schema = _unwrapped(json.loads(reference, parse_constant=_refuse_constant))
     except ValueError as error:
         raise ValueError(f"reference {reference[:80]!r} is not JSON: {error}; legal: a JSON Schema") from error
     is_schema = isinstance(schema, dict | bool)
@@ -78,21 +82,69 @@ def _validator(reference: str) -> Any:
     if isinstance(schema, dict) and "$schema" in schema and validator_for(schema, default=None) is None:
         raise ValueError(f"$schema={schema['$schema']!r} is not known; legal: drafts 3 to 7, 2019-09 and 2020-12")
     try:
-        kind.check_schema(schema)
+        kind.check_schema(schema, format_checker=pattern_checker())
     except SchemaError as error:
         raise ValueError(
             f"no JSON Schema: at {error.json_path}: {error.message}; legal: what {kind.__name__} knows"
         ) from error
-    _follow_references(schema)
-    return kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
+    if schema and isinstance(schema, dict) and not schema.keys() & kind.VALIDATORS.keys():
+        raise ValueError(
+            f"reference {reference[:80]!r} has no keyword that constrains anything, its keys are "
+            f"{', '.join(map(repr, schema))}: every JSON would be valid; legal: a JSON Schema, or true if so meant"
+        )
+    exact = _exact(kind)
+    for part in _parts_followed(schema):
+        _refuse_what_nothing_satisfies(part, exact)
+    return exact(schema, registry=Registry(), format_checker=format_checker(kind.__name__))
 
 
-def _follow_references(schema: Any) -> None:
+def _unwrapped(document: Any) -> Any:
+    """The schema in {"name", "strict", "schema"}, alone or in {"type": "json_schema"}, as APIs of models have it."""
+    if not isinstance(document, dict) or document.get("type", "json_schema") != "json_schema":
+        return document
+    inner = document.get("json_schema", document)
+    is_wrapper = isinstance(inner, dict) and inner.keys() <= {"type", "name", "strict", "description", "schema"}
+    return inner["schema"] if is_wrapper and isinstance(inner.get("schema"), dict | bool) else document
+
+
+@cache
+def _exact(kind: Any) -> Any:
+    """The validator of a draft, with decimals for multiples."""
+    return extend(kind, {name: _is_multiple for name in ("multipleOf", "divisibleBy") if name in kind.VALIDATORS})
+
+
+def _is_multiple(validator: Any, divisor: Any, value: Any, _schema: Any) -> Iterator[ValidationError]:
+    """As written: a binary fraction is the shortest decimal that stands for it."""
+    if validator.is_type(value, "number") and Fraction(_decimal(value)) % Fraction(_decimal(divisor)):
+        yield ValidationError(f"{value!r} is not a multiple of {divisor!r}")
+
+
+def _decimal(number: float) -> Decimal:
+    return Decimal(number) if isinstance(number, int) else Decimal(repr(number))
+
+
+def _refuse_what_nothing_satisfies(part: Any, kind: Any) -> None:
+    """A const, or every value of an enum, that the keywords beside it refuse: tables pad objects with such nulls."""
+    if not isinstance(part, dict) or "$ref" in part:
+        return
+    beside = {key: part[key] for key in _PLAIN_KEYWORDS & part.keys()}
+    for key, values in (("const", [part.get("const")]), ("enum", part.get("enum") or [])):
+        rest = kind({name: value for name, value in beside.items() if name != key})
+        if key in part and not any(map(rest.is_valid, values)):
+            raise ValueError(
+                f"the schema has {key}={json.dumps(part[key])[:40]} beside {json.dumps(rest.schema)[:80]}: no value "
+                "is valid; legal: a value of that kind, or no such keyword (tables pad objects with nulls)"
+            )
+
+
+def _parts_followed(schema: Any) -> Iterator[Any]:
+    """Every schema in a schema.  Raises ValueError for a $ref to something else."""
     root: Resource[Any] = Resource.from_contents(schema, default_specification=DRAFT202012)
     registry: Registry[Any] = Registry().with_resource(root.id() or "", root)
     waiting = [(root, registry.resolver_with_root(root))]
     while waiting:
         resource, resolver = waiting.pop()
+        yield resource.contents
         target = resource.contents.get("$ref") if isinstance(resource.contents, dict) else None
         if isinstance(target, str):
             try:

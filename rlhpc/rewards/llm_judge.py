@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from string import Formatter
+from typing import Any
 
 from rlhpc.config_judge import JudgeConfig
 from rlhpc.contracts import RewardOutcome
@@ -22,6 +24,9 @@ from rlhpc.rewards.task_settings import task_settings
 
 COMPLETION, REFERENCE = "completion", "reference"
 _SHOWN_CHARACTERS = 120
+_LIKE_AN_OBJECT = re.compile(r"\{\s*[\"}]")
+_BRACES = re.compile(r'[{}]|"(?:[^"\\\n]|\\.)*+"?')
+_MARKS = " \t\r*_`#>."  # of Markdown, around a grade
 
 
 def judge(completion: str, reference: str) -> RewardOutcome:
@@ -53,15 +58,19 @@ class LlmJudge:
         if settings.system:
             messages.insert(0, {"role": "system", "content": settings.system})
         sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
+
+        def has_grade(text: str) -> bool:
+            return grade_in(text, settings, completion) is not None
+
         digest = digest_of({"model": settings.model, "messages": messages, **sampling})
         reply = self._cache.get(digest) if self._cache else None
-        if reply is not None and grade_in(reply, settings) is not None:
+        if reply is not None and has_grade(reply):
             costs["judge_cached"] = 1.0
         else:
-            reply = self._endpoint.ask(messages, lambda text: grade_in(text, settings) is not None, costs).text
+            reply = self._endpoint.ask(messages, has_grade, costs).text
             if self._cache:
                 self._cache.keep(digest, reply)
-        grade = grade_in(reply, settings)
+        grade = grade_in(reply, settings, completion)
         assert grade is not None
         reward = (grade - settings.worst) / (settings.best - settings.worst)
         detail = f"grade {grade:g}: {' '.join(reply.split())[-_SHOWN_CHARACTERS:]}"
@@ -114,30 +123,85 @@ def _fields(template: str, reference: str) -> dict[str, str]:
     return {name: value if isinstance(value := has[name], str) else json.dumps(value) for name in names}
 
 
-def grade_in(reply: str, settings: JudgeConfig) -> float | None:
-    """The grade that a reply gives; None: none, or one outside of worst and best."""
-    text = _value_of(reply, settings.grade_key) if settings.grade_key else _match(reply, settings.grade_pattern)
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A place in a reply that may be its grade."""
+
+    text: str
+    is_quoted: bool  # it stands in the completion, too
+    is_alone: bool  # an object on lines of its own
+
+
+def grade_in(reply: str, settings: JudgeConfig, completion: str = "") -> float | None:
+    """The grade that a reply gives; None: none, or one outside of worst and best.
+
+    A reply may quote the completion, in which a policy may grade itself: what stands there, too, counts only if nothing
+    else does.  Of the rest, an object on lines of its own precedes one within a sentence, and the last one counts.
+    """
+    found = list(
+        _objects_with(reply, settings.grade_key, completion)
+        if settings.grade_key
+        else _matches(reply, settings.grade_pattern, completion)
+    )
+    best = max(found, key=lambda each: (not each.is_quoted, each.is_alone), default=None)
+    same = [each for each in found if best and (each.is_quoted, each.is_alone) == (best.is_quoted, best.is_alone)]
     try:
-        grade = float(text)
-    except ValueError:
+        grade = float(same[-1].text)
+    except (IndexError, ValueError):
         return None
     return grade if settings.worst <= grade <= settings.best else None
 
 
-def _match(reply: str, pattern: str) -> str:
-    found = [match[1] for match in re.finditer(pattern, reply)]
-    return found[-1] or "" if found else ""
+def _matches(reply: str, pattern: str, completion: str) -> Iterator[_Found]:
+    for match in re.finditer(pattern, reply):
+        is_quoted = match[0].strip() in completion and re.search("[^\\W\\d_]", match[0]) is not None  # no bare number
+        yield _Found(match[1] or "", is_quoted, is_alone=False)
 
 
-def _value_of(reply: str, key: str) -> str:
-    """The key's value in the last JSON object that can be read and has it; "": there is none."""
-    decoder = json.JSONDecoder()
-    for begin in reversed([match.start() for match in re.finditer(r"\{", reply)]):
-        try:
-            found, _ = decoder.raw_decode(reply, begin)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict) and key in found:
-            value = found[key]
-            return str(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
+def _objects_with(reply: str, key: str, completion: str) -> Iterator[_Found]:
+    """Outermost JSON objects that have the key, or hold an object that has it; what is in a list is one part's."""
+    quoted = [value for _, _, value in _objects(completion)]
+    for begin, end, value in _objects(reply):
+        if text := _shallowest(value, key):
+            is_quoted = reply[begin:end] in completion or value in quoted
+            yield _Found(text, is_quoted, _is_alone(reply, begin, end))
+
+
+def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(begin, end, value) of the outermost JSON objects; what is in one that is malformed is none."""
+    decoder, begin = json.JSONDecoder(), text.find("{")
+    while begin >= 0:
+        end = begin + 1
+        if _LIKE_AN_OBJECT.match(text, begin):
+            try:
+                value, end = decoder.raw_decode(text, begin)
+                yield begin, end, value
+            except (ValueError, RecursionError):
+                end = _end_of_braces(text, begin)
+        begin = text.find("{", end)
+
+
+def _end_of_braces(text: str, begin: int) -> int:
+    """Where the brace at `begin` is closed, or where the text ends; braces in strings do not count."""
+    depth = 0
+    for token in _BRACES.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return token.end()
+    return len(text)
+
+
+def _shallowest(value: dict[str, Any], key: str) -> str:
+    """The value that fewest objects surround, "" where there is none, or more than one."""
+    level: list[Any] = [value]
+    while level:
+        found = [each[key] for each in level if isinstance(each.get(key), int | float | str)]
+        if found:
+            return "" if len(found) > 1 or isinstance(found[0], bool) else str(found[0])
+        level = [inner for each in level for inner in each.values() if isinstance(inner, dict)]
     return ""
+
+
+def _is_alone(text: str, begin: int, end: int) -> bool:
+    before, after = text[:begin].rpartition("\n")[2], text[end:].partition("\n")[0]
+    return not before.strip(_MARKS) and not after.strip(_MARKS)

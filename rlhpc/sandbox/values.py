@@ -7,14 +7,20 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, Dict
 
 _SEQUENCES: Dict[Any, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+_PLAIN: Any = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 _LARGEST = 1 << 63
 
 
 def encode(value: Any) -> Any:
-    """Encode built-in types exactly.  Raises TypeError for any other, RecursionError for one that holds itself."""
+    """Encode built-in types exactly, and what equals them as they do: see _as_plain.
+
+    Raises TypeError for any other, RecursionError for one that holds itself.
+    """
+    value = _as_plain(value)
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
@@ -35,6 +41,28 @@ def encode(value: Any) -> Any:
             return {key: encode(item) for key, item in value.items()}
         return {"$dict": [[encode(key), encode(item)] for key, item in value.items()]}
     raise TypeError("a value of type %s is no plain data" % kind.__name__)
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a Counter, a defaultdict, a named tuple as what it is made of; numbers and arrays of numpy as Python's.
+
+    A class of the program gains nothing by it: what it holds is compared elsewhere, and not by its own `==`.
+    """
+    kind = type(value)
+    if kind is bool or kind in _PLAIN:
+        return value
+    if kind.__module__.partition(".")[0] in ("numpy", "pandas") and hasattr(value, "shape"):
+        if value.shape:
+            return list(value)
+        is_narrow = str(value.dtype) in ("float16", "float32")
+        return float(str(value)) if is_narrow else value.item()  # 0.1, and not 0.10000000149011612
+    for plain in _PLAIN:
+        if isinstance(value, plain):
+            return str.__str__(value) if plain is str else plain(value)
+    if isinstance(value, numbers.Number):  # Fraction, Decimal
+        number: Any = value
+        return int(number) if number == int(number) else float(number)
+    return value
 
 
 def decode(value: Any) -> Any:

@@ -39,6 +39,53 @@ def test_a_text_that_looks_like_json_and_cannot_be_read_has_no_fields(text: str)
         Record({"info": text}, "a:1").text("info.0")
 
 
+UNION = [  # as a table has it: {"a": 1, "b": null}
+    {"tests": [{"args": [1], "kwargs": {"a": 1}, "output": 2}, {"args": [2], "kwargs": {"b": [None, 3]}, "output": 3}]},
+    {"tests": [{"args": [], "kwargs": {}, "output": 4}]},
+]
+
+
+def test_nulls_with_which_a_table_pads_objects_are_left_out(tmp_path: Path) -> None:
+    assert table_of(tmp_path, {"tests": [row["tests"] for row in UNION]}) == UNION
+    assert table_of(tmp_path, {"tests": [UNION[0]["tests"], None]})[1] == {"tests": None}  # a field of the row
+    write_records(tmp_path / "written.parquet", UNION)
+    assert [record.fields for record in read_records(tmp_path / "written.parquet")] == UNION
+
+
+def test_nulls_of_objects_with_the_same_keys_come_back_and_a_mixture_is_refused(tmp_path: Path) -> None:
+    rows = [{"schema": {"const": None, "type": "null"}}, {"schema": {"const": 1, "type": "integer"}}]
+    write_records(tmp_path / "same.parquet", rows)
+    assert [record.fields for record in read_records(tmp_path / "same.parquet")] == rows
+    with pytest.raises(DataError, match=r"field 'schema': \{\"const\": null\} would be read as \{\}; legal: \.jsonl"):
+        write_records(tmp_path / "mixed.parquet", [{"schema": {"const": None}}, {"schema": {"minimum": 1}}])
+
+
+NARROW = pyarrow.float32()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pyarrow.struct({"x": NARROW, "y": pyarrow.string()}), {"x": 0.1, "y": "a"}),
+        (pyarrow.list_(NARROW), [0.1, None, 0.7]),
+        (pyarrow.list_(NARROW, 2), [0.1, 0.7]),
+        (pyarrow.large_list(pyarrow.struct({"x": pyarrow.list_(NARROW)})), [{"x": [0.1]}, None]),
+        (pyarrow.map_(pyarrow.string(), NARROW), [("x", 0.1)]),
+        (pyarrow.float16(), 0.1),
+        (pyarrow.float64(), 0.10000000149011612),
+    ],
+    ids=str,
+)
+def test_narrow_numbers_are_as_written_wherever_they_are(tmp_path: Path, kind: Any, value: Any) -> None:
+    if pyarrow.types.is_float16(kind):
+        import numpy
+
+        column = pyarrow.array(numpy.array([value], numpy.float16))
+    else:
+        column = pyarrow.array([value], kind)
+    assert table_of(tmp_path, {"answer": column}) == [{"answer": value}]
+
+
 def test_a_name_with_two_dashes_is_no_place_in_a_list() -> None:
     with pytest.raises(DataError, match=r"no field 'a\.--1'.* is a list of 1"):
         Record({"a": [1]}, "a:1").text("a.--1")

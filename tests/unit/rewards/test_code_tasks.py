@@ -19,6 +19,7 @@ from rlhpc.rewards.code_place import (
     place,
 )
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.sandbox import values
 from rlhpc.sandbox.cpp import COMPILERS
 from rlhpc.types import Verdict
 from tests.patience import PATIENCE_S
@@ -207,6 +208,129 @@ def test_values_beyond_json_are_compared_by_their_type():
     assert not code_functions.judge(program, json.dumps(reference)).is_correct
 
 
+GUARDED = """
+import dataclasses, sys, unittest
+@dataclasses.dataclass
+class Point:
+    x: "int"
+def f(x): return Point(x).x
+class TestIt(unittest.TestCase): pass
+if __name__ == "__main__":
+    unittest.main()
+    sys.exit(int(input()))
+"""
+
+
+def test_what_a_program_does_when_it_is_run_is_not_done_where_its_function_is_called():
+    reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": 1}]})
+    assert code_functions.judge(fenced(GUARDED), reference).is_correct
+    postponed = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+    assert code_functions.judge(fenced(postponed + "def f(x): return P(x).x"), reference).is_correct
+    program = fenced("if __name__ == '__main__':\n    print(2 * int(input()))")
+    assert code_stdin.judge(program, ONE).is_correct
+
+
+def test_line_ends_of_windows_are_line_ends():
+    program = fenced("x = input()\nassert not x.endswith('\\r')\nprint(x)\nprint(input())").replace("\n", "\r\n")
+    reference = json.dumps({"inputs": ["3\r\n4\r\n"], "outputs": ["3\r\n4\r\n"]})
+    assert code_stdin.judge(program, reference).detail == "1 tests"
+    returned = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": 1}]})
+    assert code_functions.judge(fenced("def f(x):\n    return x").replace("\n", "\r\n"), returned).is_correct
+
+
+EQUAL = [
+    ("from collections import Counter", "Counter('aab')", {"a": 2, "b": 1}),
+    ("from collections import defaultdict", "defaultdict(list, a=[1])", {"a": [1]}),
+    ("from collections import OrderedDict", "OrderedDict([('b', 1), ('a', 2)])", {"a": 2, "b": 1}),
+    ("from collections import namedtuple", "namedtuple('P', 'x y')(1, 2)", {"$tuple": [1, 2]}),
+    ("import enum", "enum.IntEnum('E', 'A B').B", 2),
+    ("import enum", "enum.Enum('E', {'A': 'a'}, type=str).A", "a"),
+    ("from fractions import Fraction", "[Fraction(6, 2), Fraction(1, 2)]", [3, 0.5]),
+    ("from decimal import Decimal", "Decimal('0.1')", 0.1),
+    ("", "5e-17", 0.0),
+    ("", "[1 / 3, -5e-17, 0.1 + 0.2]", [0.3333333333333333, 0, 0.3]),
+    ("", "(0.1 + 0.2) * 1j", {"$complex": [0, 0.3]}),
+]
+OF_NUMPY = [
+    ("np.mean(x)", 1.5), ("np.array(x) * 2", [2, 4]), ("np.int64(7)", 7), ("np.bool_(True)", True), ("np.float32(0.1)", 0.1),
+    ("np.array([[1, 2], [3, 4]]).T", [[1, 3], [2, 4]]), ("np.array([0.1], dtype=np.float32)", [0.1]), ("[np.float64(2.0)]", [2]),
+    ("{'a': np.array(3)}", {"a": 3}), ("np.str_('a')", "a"), ("np.array([])", []),
+]  # fmt: skip
+UNEQUAL = [
+    ("", "1e-6", 0.0), ("", "1.6e-19", 1.7e-19), ("", "True", 1), ("", "1", True), ("", "{'a': 1}", {"a": 2}), ("", "'1'", 1),
+    ("class Yes(int):\n    def __eq__(self, other): return True", "Yes(3)", 1),
+    ("class Yes(int):\n    def __int__(self): return 1", "Yes(3)", 1.5),
+    ("from collections import deque", "deque([1])", [1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prelude", "value", "output"), EQUAL)
+def test_a_value_that_equals_a_plain_one_is_that(prelude, value, output):
+    reference = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": output}]})
+    assert code_functions.judge(fenced(f"{prelude}\ndef f(): return {value}"), reference).detail == "1 tests"
+
+
+@pytest.mark.parametrize(("prelude", "value", "output"), UNEQUAL)
+def test_a_value_that_does_not_equal_a_plain_one_is_another(prelude, value, output):
+    reference = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": output}]})
+    assert code_functions.judge(fenced(f"{prelude}\ndef f(): return {value}"), reference).reward == 0.0
+
+
+def test_values_of_numpy_are_those_of_python():
+    numpy = pytest.importorskip("numpy")
+    for value, output in OF_NUMPY:
+        made = eval(value, {"np": numpy, "x": [1, 2]})
+        assert code_functions._Comparison(None).is_same(values.decode(values.encode(made)), output), value
+
+
+PRINTED = [
+    ("0.333333", "0.333333333333", True), ("0.3333", "0.333333333333", False), ("2.5", "2.50", True), ("3", "3.0", True),
+    ("3.0", "3", False), ("3.0000001", "3", False), ("x = 0.1000000001, y", "x = 0.1, y", True), ("z = 0.1", "x = 0.1", False),
+    ("0.1 0.2", "0.1  0.2", False), ("1000000.4", "1000000.0", True), ("1000002.0", "1000000.0", False), ("1.2.4", "1.2.3", False),
+    ("1e-05", "0.00001", True), ("-0.0", "0.0", True), ("nan", "0.5", False), ("0.5 1", "0.5 2", False), ("1e999", "1.0", False),
+    ("a1.50", "a1.5", False), ("12e34568", "12e34567", False), ("0.50.", "0.5.", True), ("0.5\n0.25", "0.500\n0.250", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("printed", "wanted", "is_right"), PRINTED)
+def test_a_printed_number_is_close_to_a_decimal_fraction_that_is_wanted(printed, wanted, is_right):
+    assert code_stdin._is_same(printed.encode(), wanted.encode(), 1e-6) is is_right
+
+
+def test_a_reference_has_a_tolerance_of_its_own():
+    def judged(tolerance):
+        printed = json.dumps({"inputs": [""], "outputs": ["0.333333\n"], "tolerance": tolerance})
+        returned = json.dumps(
+            {"entry_point": "f", "tests": [{"args": [], "output": [0.333333]}], "tolerance": tolerance}
+        )
+        text = fenced("def f(): return [0.3334]\nprint(0.3334)")
+        return code_stdin.judge(text, printed).is_correct, code_functions.judge(text, returned).is_correct
+
+    assert judged(1e-3) == (True, True)
+    assert judged(1e-5) == judged(None) == judged(0) == (False, False)
+    exact = json.dumps({"inputs": [""], "outputs": ["2.50"], "tolerance": 0})
+    assert not code_stdin.judge(fenced("print(2.5)"), exact).is_correct
+
+
+def test_numbers_that_never_end_are_compared_in_little_time():
+    began = time.thread_time()
+    long = b"1" * 500_000 + b"a " + b"1." * 200_000 + b" " + b"+1e" * 100_000
+    assert not code_stdin._is_same(long, b"0.5", 1e-6)
+    assert code_stdin._is_same(long + b" 2.0", long + b" 2.00", 1e-6)
+    assert time.thread_time() - began < 2.0
+
+
+def test_nulls_with_which_a_table_pads_tests_are_no_arguments():
+    program = fenced("def f(x, a, b=None): return x + a if b is None else b")
+    padded = {"args": [1], "kwargs": {"a": 1, "b": None, "c": None}, "output": 2}
+    reference = {"entry_point": "f", "tests": [padded, {"args": [1, 1], "kwargs": None, "output": 2}]}
+    assert code_functions.judge(program, json.dumps(reference)).is_correct
+    padded["kwargs"]["c"] = 3
+    assert "unexpected keyword" in code_functions.judge(program, json.dumps(reference)).detail
+    with_none = {"entry_point": "f", "tests": [{"args": [1]}, {"args": [2], "output": 3}]}  # a null left out
+    assert code_functions.judge(fenced("def f(x): return None if x == 1 else 3"), json.dumps(with_none)).is_correct
+
+
 @pytest.mark.parametrize(
     "reference", ["", "3", "[]", '{"inputs": ["1"], "outputs": []}', '[{"input": 1, "output": "2"}]']
 )
@@ -294,6 +418,8 @@ def test_no_compiler_is_refused_before_a_run_with_the_remedy(monkeypatch, tmp_pa
         ({"memory_limit_bytes": 0.5}, "memory_limit_bytes=0.5; legal"),
         ({"language": "cpp"}, r"language='cpp'"),
         ({"language": "rust"}, "language='rust'; legal: 'python', 'cpp'"),
+        ({"tolerance": -1}, "tolerance=-1; legal: 0, for none, or a number below 1"),
+        ({"tolerance": "1e-6"}, "tolerance='1e-6'; legal"),
     ],
 )
 def test_limits_of_a_record_are_within_those_of_the_run(more, why):
