@@ -265,6 +265,8 @@ def _recipes(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if options.model_only is not None or options.like is not None:
+        return _demo_model(options)
     from launch.demo.run import RUN_FILE, run_demo, say
 
     run_file = options.run_file or RUN_FILE
@@ -279,6 +281,24 @@ def _demo(options: argparse.Namespace) -> int:
 
     overrides = [*slurm.OVERRIDES, *options.overrides]
     return run_demo(lambda config: slurm.run_on_slurm(config, options.time, say), run_file, overrides)
+
+
+def _demo_model(options: argparse.Namespace) -> int:
+    """Only the model of a demo: a stand-in for one's own run file."""
+    if options.model_only is None:
+        raise ConfigError(f"--like {options.like}: has a meaning only with --model-only DIR")
+    if options.slurm or options.run_file or options.overrides:
+        raise ConfigError("--model-only: writes a model and runs nothing; legal beside it: --like")
+    from launch.common.paths import quoted
+    from launch.demo.stand_in import make_stand_in
+
+    num_parameters = make_stand_in(options.model_only, options.like)
+    place = quoted(options.model_only)
+    print(f"{options.model_only}: {num_parameters:,} random parameters: no answer will be right.  With your run file:")
+    print(f"  rlhpc check RUN.toml model.path={place}")
+    more = "model.dtype=float32 run.name=try run.num_steps=3 admission.active_sampling=false"
+    print(f"  rlhpc run RUN.toml model.path={place} {more}")
+    return 0
 
 
 # Commands that take the options as they are.  Each is imported when it is called.

@@ -140,6 +140,10 @@ def _takes_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
     )
+    text = "write only a tiny model of random weights, to try a run file of yours with: model.path=DIR"
+    parser.add_argument("--model-only", type=Path, metavar="DIR", help=text)
+    text = "with --model-only: of this checkpoint's architecture, with its tokenizer (its weights are not needed)"
+    parser.add_argument("--like", type=Path, metavar="MODEL", help=text)
     takes_overrides(parser)
 
 

@@ -215,8 +215,11 @@ def _draw_batch(recipe: WarmStartRecipe, slip_rate: float, rng: random.Random) -
 
 
 def save_checkpoint(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """As an HF checkpoint directory."""
-    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    """Write an HF checkpoint directory; its tokens that begin, end and pad are those of the model's config."""
+    of_model = model.config
+    model.generation_config = GenerationConfig(
+        bos_token_id=of_model.bos_token_id, eos_token_id=of_model.eos_token_id, pad_token_id=of_model.pad_token_id
+    )
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # a bar for one file of a megabyte
     try:

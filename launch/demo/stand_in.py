@@ -1,0 +1,133 @@
+"""Write a tiny model in the place of a real one, to try a run file on a machine without a GPU.
+
+Input: a directory, and for a stand-in of a particular model the directory of its checkpoint, of which config.json and
+the tokenizer's files are enough.  Output: an HF checkpoint of random weights.  Without a particular model it is a Qwen2
+whose tokenizer knows every text (a token a byte) and whose chat template takes system messages, turns and tools; else
+it has the architecture of that model with two narrow layers, and its tokenizer and template as they are, so that
+prompts have the tokens that they will have.
+Guarantees: the same arguments give the same weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from launch.demo.warm_start import save_checkpoint
+from rlhpc.errors import ConfigError
+
+HEAD_SIZE, NUM_HEADS = 32, 2  # the smallest head that vLLM's CPU attention has
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2; then the bytes
+PAD_ID, _, END_ID = range(len(MARKS))
+# Of ChatML, as Qwen's models write it; calls as in rlhpc's environment "tools".
+CHAT_TEMPLATE = (
+    "{% set given = messages[0].content if messages and messages[0].role == 'system' else '' %}"
+    "{% if given or tools %}{{ '<|im_start|>system\\n' + given }}"
+    "{% if tools %}{{ '\\nTools, each a JSON schema; to call one, write ' }}"
+    """{{ '<tool_call>{"name": …, "arguments": {…}}</tool_call>:' }}"""
+    "{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}{% if not (loop.first and message.role == 'system') %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# What a checkpoint directory has of its tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+)
+# Settings of a model that become small where a model has them; its vocabulary stays.
+_SMALL = {
+    "hidden_size": NUM_HEADS * HEAD_SIZE,
+    "intermediate_size": 2 * NUM_HEADS * HEAD_SIZE,
+    "moe_intermediate_size": NUM_HEADS * HEAD_SIZE,
+    "num_attention_heads": NUM_HEADS,
+    "head_dim": HEAD_SIZE,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def make_stand_in(directory: Path, like: Path | None = None, *, seed: int = 0) -> int:
+    """Write the checkpoint into a directory that is empty or not there; return its number of parameters.
+
+    like: checkpoint directory of the model that it stands for.
+    Raises ConfigError: the directory holds something, or `like` is no causal language model; OSError.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"--model-only {directory}: is there already; legal: a new or empty directory")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(_byte_config()) if like is None else _small(like)
+    directory.mkdir(parents=True, exist_ok=True)
+    if like is None:
+        save_checkpoint(model, make_byte_tokenizer(), directory)
+    else:
+        model.save_pretrained(directory)
+        for pattern in (*_TOKENIZER_FILES, "generation_config.json"):
+            for file in sorted(like.glob(pattern)):
+                shutil.copyfile(file, directory / file.name)
+    return int(model.num_parameters())
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each byte of UTF-8, ChatML's marks, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate((*MARKS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, begin, end = MARKS
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=pad, additional_special_tokens=[begin]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _byte_config() -> Qwen2Config:
+    num_tokens = len(MARKS) + len(pre_tokenizers.ByteLevel.alphabet())
+    return Qwen2Config(
+        vocab_size=-(-num_tokens // 8) * 8,
+        hidden_size=_SMALL["hidden_size"],
+        intermediate_size=_SMALL["intermediate_size"],
+        num_hidden_layers=2,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+
+
+def _small(like: Path) -> Any:
+    """The architecture of a checkpoint, two layers deep and narrow; of layers of several kinds, one of each."""
+    try:
+        config = AutoConfig.from_pretrained(like, local_files_only=True)
+        for key, value in _SMALL.items():
+            if getattr(config, key, None) is not None:
+                setattr(config, key, value)
+        if getattr(config, "num_key_value_heads", None):
+            config.num_key_value_heads = min(config.num_key_value_heads, NUM_HEADS)
+        kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+        config.num_hidden_layers = max(2, len(kinds))
+        if kinds:
+            config.layer_types = (kinds * 2)[: config.num_hidden_layers]
+        config.dtype = "float32"
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError, OSError, AttributeError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"--like {like}: no small model can be made of it: {what}") from error
