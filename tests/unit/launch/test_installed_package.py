@@ -18,14 +18,28 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 pytestmark = pytest.mark.starts
 
 
+def image_sections() -> dict[str, list[str]]:
+    """Lines of the Apptainer definition by section, without comments."""
+    sections, lines = {}, list[str]()
+    for line in (ROOT / "slurm" / "rlhpc.def").read_text(encoding="utf-8").splitlines():
+        if line.startswith("%"):
+            lines = sections.setdefault(line.strip("% "), [])
+        elif line.strip() and not line.startswith("#"):
+            lines.append(line.strip())
+    return sections
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the working tree, unpacked."""
+    """A wheel of what the Apptainer definition copies of the working tree, unpacked."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for folder in ("launch", "rlhpc", "configs"):
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=IGNORED)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    for line in image_sections()["files"]:
+        name, target = line.split()
+        assert target == f"/opt/rlhpc/{name}"
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=IGNORED)
+        else:
+            shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*command, "--wheel-dir", built, source], check=True, capture_output=True, text=True)
     (wheel,) = built.glob("*.whl")
@@ -61,3 +75,17 @@ def test_the_demo_finds_its_run_file(installed: Path, tmp_path: Path) -> None:
     assert ended.returncode == EXIT_CONFIG
     assert "run.nme" in ended.stderr
     assert "no such run file" not in ended.stderr
+
+
+def test_the_apptainer_definition_installs_what_the_page_on_gpus_does() -> None:
+    sections = image_sections()
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    (install,) = [
+        line for line in page.splitlines() if line.startswith(".venv/bin/pip install") and line.endswith("'.[gpu]'")
+    ]
+    wanted = install.removeprefix(".venv/bin/pip install ")
+    assert f"pip install --no-cache-dir {wanted}" in sections["post"]
+    version = wanted.split("gpu-")[1].split(".txt")[0]
+    assert f"From: python:{version}-" in (ROOT / "slurm" / "rlhpc.def").read_text(encoding="utf-8")
+    for name in ("post", "environment", "runscript", "test"):
+        subprocess.run(["sh", "-n"], input="\n".join(sections[name]), text=True, check=True)
