@@ -206,10 +206,12 @@ def takes_metrics(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     text = "write a file, .csv or .parquet; default: print CSV"
     where.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "write an offline run of Weights & Biases below this directory"
-    where.add_argument("--wandb", type=Path, metavar="DIR", help=text)
+    text = "write an offline run of Weights & Biases below this directory (default: the current one)"
+    where.add_argument("--wandb", type=Path, nargs="?", const=Path(), metavar="DIR", help=text)
     text = "write a run of MLflow into mlflow.db in this directory"
     where.add_argument("--mlflow", type=Path, metavar="DIR", help=text)
+    text = "with --wandb: send steps as the run makes them, until it ends, to wandb's server"
+    parser.add_argument("-f", "--follow", action="store_true", help=text)
 
 
 def takes_charts(parser: argparse.ArgumentParser) -> None:

@@ -117,7 +117,7 @@ def _may_come(layout: RunLayout, role: str | None) -> bool:
     """True if a missing log may still appear: the role's name is valid, and the run is not over."""
     roles = ("controller", "trainer", "generator", "reward", SLURM)
     known = role is None or role in roles or (role.rpartition("-")[0] in roles and role.rpartition("-")[2].isdigit())
-    return known and not _is_over(layout)
+    return known and not is_over(layout)
 
 
 def _nothing(layout: RunLayout, role: str | None) -> str:
@@ -197,10 +197,10 @@ def _follow(layout: RunLayout, role: str | None, tails: dict[Path, _Tail], seen:
     seen: logs that existed before; those of earlier attempts have no tail, because they do not grow any more.
     """
     width = max((len(tail.file.name) for tail in tails.values()), default=0)
-    is_over = _now_and_then(lambda: _is_over(layout), ASK_SLURM_S if is_slurm_run(layout) else LOOK_S)
+    ended = now_and_then(lambda: is_over(layout), ASK_SLURM_S if is_slurm_run(layout) else LOOK_S)
     quiet = 0
     while quiet < 2:  # processes may still log while the run already counts as over
-        over = layout.summary.exists() or is_over()
+        over = layout.summary.exists() or ended()
         for file in log_files(layout, role):
             if file.path not in seen:
                 seen.add(file.path)
@@ -213,14 +213,14 @@ def _follow(layout: RunLayout, role: str | None, tails: dict[Path, _Tail], seen:
         tail.finish(width)
 
 
-def _is_over(layout: RunLayout) -> bool:
+def is_over(layout: RunLayout) -> bool:
     """True if nothing writes logs any more.  If Slurm does not answer the run counts as alive."""
     if layout.summary.exists():
         return True
     return not look_at_run(layout).is_alive if is_slurm_run(layout) else launcher_of(layout) is None
 
 
-def _now_and_then(ask: Callable[[], bool], every_s: float) -> Callable[[], bool]:
+def now_and_then(ask: Callable[[], bool], every_s: float) -> Callable[[], bool]:
     """Limit an expensive query to one in every_s; in between, return the last answer."""
     asked, answer = -every_s, False
 

@@ -1,7 +1,7 @@
 """`rlhpc metrics RUN_DIR`: the figures of a run as a table, or as files of other programs.
 
 Input: a run directory, of a run that goes on as well.  Output: CSV or Parquet, a row a step; or a run of Weights &
-Biases or MLflow in files.  Nothing is written into the run directory, and no network is used.
+Biases or MLflow in files.  Nothing is written into the run directory, and no network is used but by --wandb --follow.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from rlhpc.run_layout import RunLayout
 def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
     """Print or write them.  Raises ConfigError: no run, no such metric, no such form; OSError."""
     _check_name(options.out)
+    if options.follow:
+        if options.wandb is None:
+            raise ConfigError("--follow: legal only beside --wandb; `rlhpc tensorboard` shows a run that goes on")
+        from launch.commands.metrics.wandb_follow import follow_wandb  # an optional package
+
+        return follow_wandb(options.wandb, layout, options.tag)
     table = metric_table(layout, options.tag)
     if options.wandb is not None:
         from launch.commands.metrics.wandb_files import write_wandb  # an optional package

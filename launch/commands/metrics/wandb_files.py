@@ -5,8 +5,8 @@ account for it.  The step is the optimiser step, the time of a point is when the
 Guarantees: no network is used, whatever wandb's variables say; of one run there is one such directory below DIR: an
 earlier one is removed when the new one is whole.
 
-Why not from within, while the run trains: a history of wandb only grows, and a resume undoes steps; and nothing that
-waits for a service may stand in the way of a run.
+Why not from within, while the run trains: nothing that waits for a service may stand in the way of a run.  A run that
+goes on is sent by a command beside it (wandb_follow.py).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _write(wandb: ModuleType, directory: Path, exported: ExportedRun) -> Path:
         name=exported.name,
         dir=str(directory),
         config=exported.settings,
-        settings=_settings(wandb),
+        settings=settings_for(wandb, "offline"),
     )
     began = exported.table.unix_times_s[0]
     for step, unix_time_s, points in exported.table.rows():
@@ -76,9 +76,10 @@ def _write(wandb: ModuleType, directory: Path, exported: ExportedRun) -> Path:
     return written
 
 
-def _settings(wandb: ModuleType) -> Any:
+def settings_for(wandb: ModuleType, mode: str) -> Any:
+    """Return settings with which wandb records nothing but what it is given."""
     return wandb.Settings(
-        mode="offline",
+        mode=mode,
         console="off",  # what this command prints is nothing of the run
         silent=True,
         x_disable_stats=True,  # of this machine, which need not be the run's
