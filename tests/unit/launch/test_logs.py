@@ -149,8 +149,8 @@ def test_following_takes_up_new_lines_attempts_and_replicas_and_ends_with_the_ru
 ) -> None:
     register_launcher(layout)  # this process: the run lives
     follows = threading.Event()
-    is_over = logs._is_over
-    monkeypatch.setattr(logs, "_is_over", lambda layout: follows.set() or is_over(layout))
+    is_over = logs.is_over
+    monkeypatch.setattr(logs, "is_over", lambda layout: follows.set() or is_over(layout))
 
     def go_on() -> None:
         assert follows.wait(PATIENCE_S)
