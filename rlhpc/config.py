@@ -41,8 +41,10 @@ from rlhpc.config_statistics import STATISTICS
 from rlhpc.config_tasks import (
     CompositeConfig,
     InstructionsConfig,
+    MathConfig,
     Name,
     RewardsConfig,
+    TextConfig,
     composites_are_made_of_tasks,
     limits_are_of_tasks,
 )
@@ -76,6 +78,8 @@ class Config(Section):
     rewards: RewardsConfig = RewardsConfig()
     sandbox: SandboxConfig = SandboxConfig()
     instructions: InstructionsConfig = InstructionsConfig()
+    math: MathConfig = MathConfig()
+    text: TextConfig = TextConfig()
     judge: JudgeConfig = JudgeConfig()
     composite: dict[Name, CompositeConfig] = Field(default={})
     environment: EnvironmentConfig = EnvironmentConfig()

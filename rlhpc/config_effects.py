@@ -231,12 +231,17 @@ def somebody_asks_the_judge(config: Config) -> None:
             _refuse_without_effect(config, f"judge.{key}", beside, "the task 'llm_judge'")
 
 
-def instructions_are_judged(config: Config) -> None:
-    """One task follows them."""
-    if "instruction_following" not in config.judging_tasks:
-        beside = f"the tasks {', '.join(map(repr, config.judging_tasks))}"
-        for key in ("accuracy", "reward"):
-            _refuse_without_effect(config, f"instructions.{key}", beside, "the task 'instruction_following'")
+def tables_have_their_task(config: Config) -> None:
+    """[instructions], [math] and [text] say how certain tasks judge."""
+    for table, tasks in (
+        ("instructions", ("instruction_following",)),
+        ("math", ("math_answer",)),
+        ("text", ("exact_match", "token_f1")),
+    ):
+        if not {*tasks} & {*config.judging_tasks}:
+            beside = f"the tasks {', '.join(map(repr, config.judging_tasks))}"
+            for key in type(getattr(config, table)).model_fields:
+                _refuse_without_effect(config, f"{table}.{key}", beside, f"the task {' or '.join(map(repr, tasks))}")
 
 
 def composites_judge(config: Config) -> None:
@@ -272,7 +277,7 @@ EFFECTS = (
     environment_is_there,
     somebody_asks_the_judge,
     composites_judge,
-    instructions_are_judged,
+    tables_have_their_task,
     loss_knows_its_keys,
     own_loss_is_whole,
     clip_has_a_ratio,

@@ -57,6 +57,24 @@ class InstructionsConfig(Section):
     """1.0 when all instructions of a prompt are followed, or their fraction."""
 
 
+class MathConfig(Section):
+    """[math]: what counts as equal for the task math_answer."""
+
+    units: Literal["optional", "required", "ignored"] = "optional"
+    """Units: an answer and its reference may lack theirs, but two must agree ("optional"); an answer must have the
+    reference's ("required"); none is compared ("ignored")."""
+    fractions: Literal["any", "lowest"] = "any"
+    """Whether 2/4 answers 1/2 ("any"), or fractions of whole numbers must be in lowest terms ("lowest")."""
+
+
+class TextConfig(Section):
+    """[text]: what counts as equal for the tasks exact_match and token_f1."""
+
+    punctuation: Literal["words", "all"] = "words"
+    """Punctuation is left out of words and kept in numbers, so that 3.5 is not 35 ("words"), or left out everywhere, as
+    SQuAD's own program does ("all")."""
+
+
 class CompositeConfig(Section):
     """[composite.NAME]: a task that is made of others."""
 

@@ -32,7 +32,15 @@ from rlhpc.rewards.registry import validate_task
 from rlhpc.types import Verdict
 
 EXIT_NOT_JUDGED = 1  # a verifier failed
-OPEN = ("rewards", "sandbox", "instructions", "composite", "judge")  # sections that the words may change
+OPEN = (
+    "rewards",
+    "sandbox",
+    "instructions",
+    "math",
+    "text",
+    "composite",
+    "judge",
+)  # sections that the words may change
 _SHOWN_CHARACTERS = 60
 
 

@@ -33,7 +33,10 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
     made_of = {
         "data": data.model_dump(mode="json"),
         "references": with_references,
-        "task_tables": [table.model_dump(mode="json") for table in (config.judge, config.instructions, config.sandbox)],
+        "task_tables": [
+            table.model_dump(mode="json")
+            for table in (config.judge, config.instructions, config.math, config.text, config.sandbox)
+        ],
         "template": _states([Path(config.judge.template_file)] if config.judge.template_file else []),
         "composites": {name: table.model_dump(mode="json") for name, table in config.composite.items()},
         "tools": config.environment.tools if data.environment else (),  # prompts describe them

@@ -83,6 +83,9 @@ def _of_tasks(config: Config) -> dict[str, Any]:
         for part, key, table in (
             ("llm_judge", "judge", config.judge),
             ("instruction_following", "instructions", config.instructions),
+            ("math_answer", "math", config.math),
+            ("exact_match", "text", config.text),
+            ("token_f1", "text", config.text),
         ):
             if part in config.parts_of(task):
                 values = table.model_dump(mode="json", exclude=_EFFORT)

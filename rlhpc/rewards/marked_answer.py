@@ -1,6 +1,7 @@
 r"""The answer in a completion: the last marked part.
 
-A mark is \boxed{…}, \fbox{…}, or "#### …" up to the end of its line.
+A mark is \boxed{…}, \fbox{…}, both also without braces as TeX reads them (\boxed 5), or "#### …" up to the end of its
+line.  Marks of Markdown around what it holds (**5**, `5`) are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from rlhpc.contracts import RewardOutcome
 LONGEST_ANSWER = 1_000  # characters; a longer one is an attack on a parser or a loop, never an answer
 _HASH_MARK = re.compile(r"####([^\n]*)")
 _BOXED_MARK = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# \boxed 5, as TeX reads it: a number, a letter or a command up to the end of the formula.
+_BARE_MARK = re.compile(
+    r"\\(?:boxed|fbox)(?:\s+|(?=\\|[0-9]))([+-]?[$0-9][0-9.,/%]*|[A-Za-z](?![A-Za-z'])|\\[A-Za-z]+[^$\n]*)"
+)
+_EMPHASIS = re.compile(r"(\*\*\*|\*\*|\*|__|_|``|`)(.+)\1", re.DOTALL)
 _SHOWN_CHARACTERS = 80
 
 
@@ -21,7 +27,7 @@ def last_marked_answer(text: str) -> str | None:
     A brace that is never closed makes its mark void: the completion was cut off inside its answer.
     """
     mark = last_mark(text)
-    return None if mark is None else mark[1].strip()
+    return None if mark is None else _without_emphasis(mark[1])
 
 
 def last_mark(text: str) -> tuple[int, str] | None:
@@ -33,8 +39,18 @@ def last_mark(text: str) -> tuple[int, str] | None:
             marked.append((match.start(), content))
             break
         end = match.start()  # a box around one that is never closed is not closed either: each brace is looked at once
+    if bare := list(_BARE_MARK.finditer(text)):
+        marked.append((bare[-1].start(), bare[-1][1].rstrip(".,;")))
     # The one that begins last: in "#### \\boxed{18}" and in nested boxes that is the innermost.
     return max(marked, default=None)
+
+
+def _without_emphasis(text: str) -> str:
+    """Return a text without the marks of Markdown around it; "**#### 5**" leaves two at its end."""
+    text = text.strip()
+    while match := _EMPHASIS.fullmatch(text):
+        text = match[2].strip()
+    return text[:-2].rstrip() if text.endswith("**") and text.count("**") == 1 else text
 
 
 def braced(text: str, start: int, end: int | None = None) -> str | None:

@@ -3,45 +3,46 @@ r"""Task "math_answer": does the final answer equal the reference, as mathematic
 Input: a completion and a reference.  Output: a RewardOutcome of 1.0 or 0.0.
 
 Which text is the answer is decided strictly: the last marked answer of the completion (marked_answer.py).  Earlier ones
-do not count, and a completion without a mark is wrong however right its prose is.  What the text means is decided by
-plain_numbers.py for plain numbers (which is what GSM8K has) and by math-verify for everything else; small_numbers.py
-corrects its comparison.
-
-math-verify's own time limits are off: they are alarms, which work in a main thread only and do not interrupt C code.
-A comparison may therefore never end; the pool kills it.
+do not count, and a completion without a mark is wrong however right its prose is.  Plain numbers, which is what GSM8K
+has, are compared at once (plain_numbers.py); everything else is read into a term (math_reading.py) and compared as one
+(math_equality.py).  Every verdict is bounded: nothing here takes longer than a fraction of a second.
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import re
-from typing import Any
-
-import math_verify
+from dataclasses import dataclass
+from functools import lru_cache
 
 from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.marked_answer import LONGEST_ANSWER, braced, last_marked_answer
-from rlhpc.rewards.math_reference import answer_in
+from rlhpc.rewards.marked_answer import LONGEST_ANSWER, last_marked_answer
+from rlhpc.rewards.math_equality import Rules, are_equal, check_defined, is_in_lowest_terms
+from rlhpc.rewards.math_reading import Term, read
+from rlhpc.rewards.math_tokens import Unreadable
+from rlhpc.rewards.math_values import TooLarge, Undefined
 from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number
-from rlhpc.rewards.small_numbers import have_other_numbers
+from rlhpc.rewards.task_settings import task_settings
 from rlhpc.types import Verdict
 
-# math-verify adds juxtaposed numbers: it reads "18 19" as 37 and "1 234" as 235.
-_TWO_NUMBERS = re.compile(r"[0-9](?:\s|\\[,;:! ]|~)+[0-9]")
-_IN_DOLLARS = re.compile(r"^\$([^$]*)(?<!\\)\$$")
-_BARE_DOLLAR = re.compile(r"(?<!\\)\$")
-# Two words in a row, which math-verify would read as products of letters.
+_HOLES = ("nan", "null")  # of a table that was written as text
+# Two words in a row, outside of \text{…}: prose, where an answer was expected.
 _SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
-_COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
-_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?\$?$")  # math-verify passes over it
-_SPELLINGS = (("°", r"^\circ "), ("∞", r"\infty "), (r"\varnothing", r"\emptyset"))
-_HOLES = ("nan", "null")  # of a table that was written as text; math-verify reads products of letters
+_COMMANDS = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
 _SHOWN_CHARACTERS = 80
+_LEGAL = r"legal: a number, one expression in LaTeX, alone, in \boxed{…} or behind ####, or a JSON list of texts"
 
-_LATEX = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
 
-# It warns that its time limits are off, once per process, which is on purpose here.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One text that a reference stands for: a plain number, where it is one, and a term."""
+
+    text: str
+    number: PlainNumber | None
+
+    def term(self) -> Term:
+        """Return it as a term.  Raises Unreadable."""
+        return read(self.text)
 
 
 def verify(completion: str, reference: str) -> Verdict:
@@ -55,73 +56,89 @@ def verify(completion: str, reference: str) -> Verdict:
 def judge(completion: str, reference: str) -> RewardOutcome:
     r"""Return reward 1.0 or 0.0, and what was taken for the answer.
 
-    reference: a GSM8K solution ("… #### 1,234"), a text with \boxed{…}, or the bare answer (LaTeX or a number).
+    reference: a GSM8K solution ("… #### 1,234"), a text with \boxed{…}, or the bare answer (LaTeX or a number); or a
+    JSON list of such texts, of which any is right.
     Raises ValueError if the reference cannot be read: that says nothing about the completion.
     """
-    wanted = read_reference(reference)
+    wanted = read_references(reference)
     answer_text = last_marked_answer(completion)
     if answer_text is None:
         return RewardOutcome(0.0, is_correct=False, detail=r"no \boxed{…} and no ####")
     if not answer_text or len(answer_text) > LONGEST_ANSWER:
         return RewardOutcome(0.0, is_correct=False, detail=f"answer of {len(answer_text)} characters")
-    is_correct = not _have_other_bases(answer_in(reference), answer_text) and _is_equal(wanted, answer_text)
+    is_correct = any(_is_answered(each, answer_text) for each in wanted)
     shown = f"answer {answer_text[:_SHOWN_CHARACTERS]}"
     return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
 
 
-def read_reference(reference: str) -> PlainNumber | list[Any]:
-    """Return the number, or the expression as math-verify reads it.  Raises ValueError if it is neither."""
-    text = answer_in(reference)
-    number = parse_plain_number(text)
+def check_reference(reference: str) -> None:
+    """Raises ValueError if a text of it cannot be read, has no value, or does not answer itself."""
+    read_references(reference)
+
+
+@lru_cache(4096)
+def read_references(reference: str) -> tuple[Reference, ...]:
+    """Return the texts that a reference stands for.  Raises ValueError as check_reference."""
+    texts = _alternatives(reference)
+    if not texts:
+        raise ValueError(f"reference {reference[:_SHOWN_CHARACTERS]!r} is an empty list; {_LEGAL}")
+    return tuple(map(_read_reference, texts))
+
+
+def _alternatives(reference: str) -> list[str]:
+    """Return the texts of a JSON list of texts; [1, 2] is an interval."""
+    if reference.lstrip().startswith("["):
+        try:
+            texts = json.loads(reference)
+        except ValueError:
+            return [reference]
+        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+            return [str(text) for text in texts]
+    return [reference]
+
+
+def _read_reference(text: str) -> Reference:
+    marked = last_marked_answer(text)
+    answer = text.strip() if marked is None else marked
+    number = parse_plain_number(answer)
     if number is not None:
-        return number
-    is_none = text.lower() in _HOLES or _SENTENCE.search(_COMMANDS.sub("", text))
-    parsed = [] if is_none else _parse_latex(text)
-    if not parsed:
+        return Reference(answer, number)
+    is_prose = marked is None and _SENTENCE.search(_COMMANDS.sub("", answer)) is not None
+    try:
+        fault = "it is no mathematics" if is_prose or answer.lower() in _HOLES else _fault_of(answer)
+    except (Unreadable, Undefined, TooLarge) as error:
+        fault = str(error)
+    if fault:
         raise ValueError(
-            f"reference {text[:_SHOWN_CHARACTERS]!r} cannot be read as mathematics; legal: a number, or one expression "
-            r"in LaTeX, alone, in \boxed{…} or behind ####"
+            f"reference {answer[:_SHOWN_CHARACTERS]!r} cannot be read as mathematics; {_LEGAL}; here {fault}"
         )
-    return parsed
+    return Reference(answer, None)
 
 
-def _parse_latex(text: str) -> list[Any]:
-    """Return math-verify's reading, a list of one SymPy expression; an empty list where it has none.
-
-    Refused unread: what math-verify would misread, and what could break out of the braces it is put in.
-    """
-    text = _IN_DOLLARS.sub(r"\1", text)
-    for spelling, known in _SPELLINGS:
-        text = text.replace(spelling, known)
-    if not text or _TWO_NUMBERS.search(text) or _BARE_DOLLAR.search(text) or braced(text + "}", 0) != text:
-        return []
-    parsed: list[Any] = math_verify.parse(
-        rf"\boxed{{{text}}}", _LATEX, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True
-    )
-    return parsed
+def _fault_of(answer: str) -> str:
+    """Return why a text cannot be a reference; "": it can.  Raises Unreadable, Undefined, TooLarge, which say it."""
+    term = read(answer)
+    check_defined(term)
+    return "" if are_equal(term, read(answer), Rules()) else "it does not equal itself"
 
 
-def _is_equal(wanted: PlainNumber | list[Any], answer_text: str) -> bool:
+def _is_answered(wanted: Reference, answer_text: str) -> bool:
+    settings = task_settings().math
     answer = parse_plain_number(answer_text)
-    if isinstance(wanted, PlainNumber):
-        if answer is not None:
-            return wanted.equals(answer)
-        wanted = _parse_latex(wanted.as_latex())
-    parsed = _parse_latex(answer_text if answer is None else answer.as_latex())
-    if not parsed or not _are_equal(wanted, parsed):
+    if (
+        wanted.number is not None
+        and answer is not None
+        and settings.fractions == "any"
+        and settings.units != "required"
+    ):
+        return wanted.number.equals(answer)
+    try:
+        term = read(answer_text)
+    except Unreadable:
         return False
-    return not have_other_numbers(wanted[0], parsed[0])
-
-
-def _are_equal(wanted: list[Any], parsed: list[Any]) -> bool:
-    """An inequality may answer an interval, as an interval answers an inequality."""
-    equal: bool = math_verify.verify(
-        wanted, parsed, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
-    )
-    return equal
-
-
-def _have_other_bases(wanted: str, answer: str) -> bool:
-    """Whether both say in which base they are, and it is not the same one."""
-    ours, theirs = _BASE.search(wanted), _BASE.search(answer)
-    return ours is not None and theirs is not None and ours[1] != theirs[1]
+    if settings.fractions == "lowest" and not is_in_lowest_terms(term):
+        return False
+    try:
+        return are_equal(wanted.term(), term, Rules(settings.units, settings.fractions))
+    except TooLarge:
+        return False

@@ -42,7 +42,6 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 CHECKS: Mapping[str, str] = MappingProxyType(
     {name: f"{path.partition(':')[0]}:check_reference" for name, path in BUILT_IN.items() if name != "llm_judge"}
     | {
-        "math_answer": "rlhpc.rewards.math_reference:check_reference",
         "reasoning_gym": "rlhpc.rewards.reasoning_gym_reference:check_reference",
     }
 )

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rlhpc.config_judge import JudgeConfig
 from rlhpc.config_sections import Section
-from rlhpc.config_tasks import CompositeConfig, InstructionsConfig
+from rlhpc.config_tasks import CompositeConfig, InstructionsConfig, MathConfig, TextConfig
 from rlhpc.rewards import code_place
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class TaskSettings(Section):
 
     composite: dict[str, CompositeConfig] = Field(default={})
     instructions: InstructionsConfig = InstructionsConfig()
+    math: MathConfig = MathConfig()
+    text: TextConfig = TextConfig()
     judge: JudgeConfig = JudgeConfig()
     judge_cache: str = ""  # directory; "": no reply is kept
     num_workers: int = 1  # of all services, among which the judge's rate is shared
@@ -36,6 +38,8 @@ def worker_environment(config: Config, judge_cache: Path | None = None) -> dict[
     settings = TaskSettings(
         composite=config.composite,
         instructions=config.instructions,
+        math=config.math,
+        text=config.text,
         judge=config.judge,
         judge_cache=str(judge_cache or ""),
         num_workers=config.rewards.num_replicas * config.rewards.workers_per_replica,

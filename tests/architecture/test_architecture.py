@@ -36,7 +36,7 @@ DOORS = {
     "pyarrow": {"rlhpc/data"},
     "jinja2": {"rlhpc/data"},
     "tokenizers": {"rlhpc/data", "launch/demo"},
-    "math_verify": {"rlhpc/rewards"},
+    "mpmath": {"rlhpc/rewards"},
     "jsonschema": {"rlhpc/rewards"},
     "reasoning_gym": {"rlhpc/data", "rlhpc/rewards"},
     "transformers": {"rlhpc/training", "launch/demo"},

@@ -79,7 +79,7 @@ def test_an_engine_follows_a_bfloat16_trainer_by_what_has_changed(lab: Lab) -> N
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no copy of GSM8K beside the repository")
-def test_three_steps_of_gsm8k_are_judged_by_math_verify(lab: Lab) -> None:
+def test_three_steps_of_gsm8k_are_judged_as_mathematics(lab: Lab) -> None:
     layout = run_to_the_end(
         lab,
         "gsm8k",

@@ -18,7 +18,7 @@ from rlhpc.config_file import settled
 from rlhpc.errors import ConfigError
 
 # Sections that the words may change.
-OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "composite", "judge", "environment")
+OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "math", "text", "composite", "judge", "environment")
 OPEN_KEYS = ("model.dtype", "model.chat_template_kwargs", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 _NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "levels": [], "settings": {}}
@@ -91,10 +91,15 @@ def _limits_of_task(rewards: dict[str, Any], task: str) -> dict[str, Any]:
 def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
     """Tables of the run's file that are about the task alone; others would have no effect."""
     found: dict[str, Any] = {}
-    if "instruction_following" in run.parts_of(task):
-        found["instructions"] = run.instructions.model_dump(mode="json")
-    if "llm_judge" in run.parts_of(task):
-        found["judge"] = run.judge.model_dump(mode="json")
+    for part, key in (
+        ("instruction_following", "instructions"),
+        ("math_answer", "math"),
+        ("exact_match", "text"),
+        ("token_f1", "text"),
+        ("llm_judge", "judge"),
+    ):
+        if part in run.parts_of(task):
+            found[key] = getattr(run, key).model_dump(mode="json")
     if task in run.composite:
         found["composite"] = {task: run.composite[task].model_dump(mode="json")}
     return found

@@ -1,0 +1,574 @@
+"""Whether two answers of mathematics are equal.
+
+Input: two terms (math_reading.py) and the rules of the run.  Output: bool.
+
+Nothing is rewritten and nothing is expanded: numbers are compared exactly where they are fractions (math_values.py),
+otherwise to a hundred digits, and expressions with letters at several points where both are real.  So the time is
+bounded by the length of the answers: 9^{9^9} is never computed, and equals only what is written alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, Literal
+
+from rlhpc.rewards.math_reading import Term
+from rlhpc.rewards.math_values import (
+    HAS_NO_VALUE,
+    Point,
+    TooLarge,
+    Undefined,
+    are_near,
+    as_float,
+    is_real,
+    symbols,
+    value_of,
+    with_digits,
+)
+
+_NUM_POINTS = 12
+_FEWEST_POINTS = 3
+_COLLECTIONS = ("set", "list", "either")
+_REAL_SETS = ("bracketed", "union", "intersection", "difference", "set", "relation", "both", "either", "list", "symbol")
+_FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is a matter of choice.
+
+    units: "optional": one of both may lack its unit, two units must agree; "required": an answer has the reference's;
+    "ignored".  fractions: whether a fraction must be in lowest terms.
+    """
+
+    units: Literal["optional", "required", "ignored"] = "optional"
+    fractions: Literal["any", "lowest"] = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class _RealSet:
+    """A set of real numbers: which it contains, and where that may change."""
+
+    contains: Callable[[Any], bool]
+    marks: tuple[Any, ...]
+    is_explicit: bool = True  # the marks are all there are
+
+
+def are_equal(wanted: Term, answer: Term, rules: Rules) -> bool:
+    """Return whether an answer equals a reference.  Raises Undefined if the reference has no value, as 1/0."""
+    if wanted == answer:
+        return True
+    wanted, answer = _expanded(wanted), _expanded(answer)
+    for are_same in (_as_times, _as_words, _in_bases, _as_residues, _as_matrices, _as_relations, _as_collections):
+        verdict = are_same(wanted, answer, rules)
+        if verdict is not None:
+            return verdict
+    return _as_quantities(wanted, answer, rules)
+
+
+def is_in_lowest_terms(term: Term) -> bool:
+    """Whether no fraction of whole numbers in an answer can be shortened."""
+    if term.kind == "quotient" and all(part.kind == "number" for part in term.parts):
+        above, below = (part.value for part in term.parts)
+        if above.denominator == below.denominator == 1:
+            return below != 1 and (above / below if below else above).denominator == abs(below)
+    return all(is_in_lowest_terms(part) for part in term.parts)
+
+
+def check_defined(term: Term) -> None:
+    """Raises Undefined if a part of a term has no value anywhere."""
+    if term.kind in HAS_NO_VALUE:
+        for part in term.parts:
+            check_defined(part)
+        return
+    fault = Undefined("it has no value")
+    for seed in range(_NUM_POINTS if symbols(term) else 1):
+        try:
+            value_of(term, Point(seed))
+        except TooLarge:
+            return
+        except Undefined as error:
+            fault = error
+        else:
+            return
+    raise fault
+
+
+# ---------------------------------------------------------------------------------------- kinds that are no expressions
+
+
+def _as_times(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+    """Compare times of day; an answer such as 10:15 may be a ratio, where the reference is one."""
+    if wanted.kind != "time":
+        return are_equal(wanted, _as_ratio(answer), rules) if answer.kind == "time" else None
+    if answer.kind != "time":
+        return False
+    half_day = 43_200
+    ours, theirs = (_seconds(term) for term in (wanted, answer))
+    if wanted.name:
+        return bool(answer.name and ours == theirs) or (not answer.name and theirs >= half_day and ours == theirs)
+    return ours == theirs or bool(answer.name and ours < 13 * 3600 and (ours - theirs) % half_day == 0)
+
+
+def _seconds(time: Term) -> int:
+    seconds = int(time.value)
+    return seconds % 43_200 + (43_200 if time.name == "p" else 0) if time.name else seconds
+
+
+def _as_ratio(time: Term) -> Term:
+    hour, rest = divmod(time.value, 3600)
+    return Term("ratio", (Term("number", value=Fraction(hour)), Term("number", value=rest / 60)))
+
+
+def _as_words(wanted: Term, answer: Term, _rules: Rules) -> bool | None:
+    if "words" not in (wanted.kind, answer.kind):
+        return None
+    return all(term.kind in ("words", "symbol") for term in (wanted, answer)) and wanted.name == answer.name
+
+
+def _in_bases(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+    """Compare digits where one says its base; both bases where both do."""
+    if "based" not in (wanted.kind, answer.kind):
+        return None
+    if wanted.kind == answer.kind:
+        is_same = wanted.name.lstrip("0") == answer.name.lstrip("0")
+        return is_same and are_equal(wanted.parts[0], answer.parts[0], rules)
+    based, other = (wanted, answer) if wanted.kind == "based" else (answer, wanted)
+    if other.kind == "relation":
+        return None
+    return other.kind == "number" and other.value == Fraction(based.name)
+
+
+def _as_residues(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+    if "modulo" not in (wanted.kind, answer.kind):
+        return None
+    if wanted.kind != answer.kind:
+        first, second = (term.parts[0] if term.kind == "modulo" else term for term in (wanted, answer))
+        return are_equal(first, second, rules)
+    (ours, modulus), (theirs, other) = wanted.parts, answer.parts
+    if not are_equal(modulus, other, rules):
+        return False
+    ours, theirs = _assigned(ours) or ours, _assigned(theirs) or theirs
+    values = [term.value for term in (ours, theirs, modulus)]
+    if all(term.kind == "number" for term in (ours, theirs, modulus)) and modulus.value:
+        return (values[0] - values[1]) % values[2] == 0
+    return are_equal(ours, theirs, rules)
+
+
+def _as_matrices(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+    """Compare entry by entry; a column may be written as a tuple."""
+    if "matrix" not in (wanted.kind, answer.kind):
+        return None
+    ours, theirs = (_rows(term) for term in (wanted, answer))
+    if ours is None or theirs is None or len(ours) != len(theirs):
+        return False
+    return all(_in_order(row.parts, other.parts, rules) for row, other in zip(ours, theirs, strict=True))
+
+
+def _rows(term: Term) -> Sequence[Term] | None:
+    if term.kind == "matrix":
+        return term.parts
+    is_tuple = term.kind == "bracketed" and term.name == "()"
+    return [Term("list", (part,)) for part in term.parts] if is_tuple else None
+
+
+# --------------------------------------------------------------------------------------------------------- relations
+
+
+def _as_relations(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+    if "relation" not in (wanted.kind, answer.kind):
+        return None
+    if wanted.kind == answer.kind:
+        return _are_same_relations(wanted, answer, rules)
+    if wanted.kind == "relation":
+        value = _assigned(wanted)
+        return _are_same_sets(wanted, answer) if value is None else are_equal(value, answer, rules)
+    value = _assigned(answer)
+    if value is None and set(answer.name) == {"="} and not symbols(answer.parts[0]):
+        value = answer.parts[-1]  # a calculation, "9 · 2 = 18"
+    return _are_same_sets(wanted, answer) if value is None else are_equal(wanted, value, rules)
+
+
+def _are_same_relations(wanted: Term, answer: Term, rules: Rules) -> bool:
+    ours, theirs = _assigned(wanted), _assigned(answer)
+    if ours is not None and theirs is not None:
+        names = [term.parts[0] for term in (wanted, answer)]
+        if names[0] == names[1] or any(_is_function(name) for name in names):
+            return are_equal(ours, theirs, rules)
+    if len(wanted.name) == len(answer.name) == 1:
+        if _are_proportional(wanted, answer):
+            return True
+    elif _are_same_chains(wanted, answer, rules) or _are_same_chains(wanted, _reversed(answer), rules):
+        return True
+    return symbols(wanted) == symbols(answer) and _are_same_sets(wanted, answer)
+
+
+def _assigned(term: Term) -> Term | None:
+    """Return what "x = …", "f(x) = …", "x ∈ …" says of a name, the last member of a chain; None for other relations."""
+    if term.kind != "relation" or not (set(term.name) == {"="} or term.name == "∈"):
+        return None
+    name = term.parts[0]
+    factors = name.parts if name.kind == "product" else (name,)
+    is_name = factors[0].kind in ("symbol", "opaque", "bracketed") or _is_inverse(factors[0])
+    return term.parts[-1] if is_name and len(factors) <= 2 and not _has_letters_of(name, term.parts[-1]) else None
+
+
+def _is_inverse(term: Term) -> bool:
+    return term.kind == "power" and term.parts[0].kind == "symbol" and term.parts[1].value == -1
+
+
+def _has_letters_of(name: Term, value: Term) -> bool:
+    return name.kind == "symbol" and name.name in symbols(value)
+
+
+def _is_function(name: Term) -> bool:
+    return name.kind == "product" or (name.kind == "symbol" and name.name in ("y", "f", "g"))
+
+
+def _reversed(chain: Term) -> Term:
+    return Term("relation", chain.parts[::-1], "".join(_FLIPPED.get(sign, sign) for sign in reversed(chain.name)))
+
+
+def _are_same_chains(wanted: Term, answer: Term, rules: Rules) -> bool:
+    return wanted.name == answer.name and _in_order(wanted.parts, answer.parts, rules)
+
+
+def _are_proportional(wanted: Term, answer: Term) -> bool:
+    """Whether one relation is the other times a constant: 2x + 3y = 6 and 4x + 6y = 12, x − 3 ≥ 0 and x ≥ 3."""
+    first, second = (_reversed(term) if term.name in ">≥" else term for term in (wanted, answer))
+    if first.name != second.name or first.name in "∈∉":
+        return False
+    sides = [Term("sum", (term.parts[1], Term("negative", (term.parts[0],)))) for term in (first, second)]
+    ratios = []
+    for seed in range(_NUM_POINTS):
+        try:
+            ours, theirs = (as_float(value_of(side, Point(seed))) for side in sides)
+        except Undefined:
+            continue
+        except TooLarge:
+            return False
+        if ours == 0 or theirs == 0:
+            if ours != theirs:
+                return False
+            continue
+        with with_digits():
+            ratios.append(ours / theirs)
+    is_constant = len(ratios) >= _FEWEST_POINTS and all(are_near(ratio, ratios[0]) for ratio in ratios)
+    return is_constant and (first.name in "=≠" or (is_real(ratios[0]) and ratios[0] > 0))
+
+
+# ------------------------------------------------------------------------------------------------------- collections
+
+
+def _as_collections(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+    kinds = {wanted.kind, answer.kind}
+    if kinds == {"bracketed"}:
+        return wanted.name == answer.name and _in_order(wanted.parts, answer.parts, rules)
+    if "ratio" in kinds:
+        return _are_same_ratios(wanted, answer, rules)
+    if kinds == {"bracketed", "list"} and {wanted.name, answer.name} & {"()", "[]"}:
+        return _in_order(_values_in_order(wanted), _values_in_order(answer), rules)
+    if not kinds & {*_COLLECTIONS, "bracketed", "union", "intersection", "difference", "both"}:
+        return True if wanted == answer else None
+    if not kinds & {"bracketed", "union", "intersection", "difference", "both"}:
+        ours, theirs = (_elements(term) for term in (wanted, answer))
+        if _is_one_of_each(ours, theirs, rules):
+            return True
+    elif wanted.kind == answer.kind and _in_order(wanted.parts, answer.parts, rules):
+        return True
+    return _are_same_sets(wanted, answer)
+
+
+def _in_order(ours: Sequence[Term], theirs: Sequence[Term], rules: Rules) -> bool:
+    return len(ours) == len(theirs) and all(are_equal(a, b, rules) for a, b in zip(ours, theirs, strict=True))
+
+
+def _values_in_order(term: Term) -> list[Term]:
+    """Return the elements of (1, 2) and of "x = 1, y = 2"."""
+    return [value if (value := _assigned(part)) is not None else part for part in term.parts]
+
+
+def _elements(term: Term) -> list[Term]:
+    """Return the elements of a set, a list, "x = 1 or x = 2"; of another term that term."""
+    if term.kind not in _COLLECTIONS:
+        return [term]
+    names = {part.parts[0] if part.kind == "relation" else None for part in term.parts}
+    parts = _values_in_order(term) if len(names) == 1 else list(term.parts)
+    return [each for part in parts for each in (_elements(part) if part.kind == "list" else [part])]
+
+
+def _is_one_of_each(ours: list[Term], theirs: list[Term], rules: Rules) -> bool:
+    """Whether each element of one is among those of the other, in any order."""
+
+    def holds_all(some: list[Term], others: list[Term]) -> bool:
+        return all(any(are_equal(each, other, rules) for other in others) for each in some)
+
+    return bool(ours) == bool(theirs) and holds_all(ours, theirs) and holds_all(theirs, ours)
+
+
+def _are_same_ratios(wanted: Term, answer: Term, rules: Rules) -> bool:
+    """Whether two ratios are proportional; 2:3 is 2/3, too."""
+    if wanted.kind == answer.kind:
+        ours, theirs = wanted.parts, answer.parts
+        pairs = [
+            (Term("product", (a, theirs[0])), Term("product", (b, ours[0])))
+            for a, b in zip(ours[1:], theirs[1:], strict=False)
+        ]
+        return len(ours) == len(theirs) and all(are_equal(a, b, rules) for a, b in pairs)
+    ratio, other = (wanted, answer) if wanted.kind == "ratio" else (answer, wanted)
+    return len(ratio.parts) == 2 and are_equal(Term("quotient", ratio.parts), other, rules)
+
+
+def _are_same_sets(wanted: Term, answer: Term) -> bool:
+    """Whether two terms are the same set of real numbers, as far as marks and points between them tell."""
+    with with_digits():
+        for joint in ("both", "either"):  # "x > 1, x < 5" and "x < 1, x > 5"
+            terms = [Term(joint, term.parts) if term.kind == "list" else term for term in (wanted, answer)]
+            ours, theirs = map(_real_set, terms)
+            if ours is not None and theirs is not None and _agree(ours, theirs):
+                return True
+    return False
+
+
+def _agree(ours: _RealSet, theirs: _RealSet) -> bool:
+    marks = sorted({as_float(mark) for mark in (*ours.marks, *theirs.marks)})
+    places = list(marks)
+    ends = (
+        [marks[0] - 1000, marks[0] - 1, *marks, marks[-1] + 1, marks[-1] + 1000]
+        if marks
+        else [as_float(-50), as_float(50)]
+    )
+    for low, high in pairwise(ends):
+        places += [low + (high - low) * step / 31 for step in (0, 1, 7, 16, 24, 30, 31)]
+    if not (ours.is_explicit and theirs.is_explicit):
+        places += [as_float(Fraction(step, 2)) for step in range(-40, 41)]
+    return all(ours.contains(place) == theirs.contains(place) for place in places)
+
+
+def _real_set(term: Term) -> _RealSet | None:
+    """Return the set of real numbers that a term stands for; None where it stands for none."""
+    try:
+        match term.kind:
+            case "bracketed":
+                return _interval(term)
+            case "union" | "either":
+                return _joined(term, any)
+            case "intersection" | "both":
+                return _joined(term, all)
+            case "difference":
+                return _without(term)
+            case "relation":
+                return _solutions(term)
+            case "set" | "list":
+                return _points(term)
+            case "symbol":
+                return _RealSet(lambda _place: True, ()) if term.name == "set R" else None
+        return _points(Term("set", (term,)))
+    except (Undefined, TooLarge):
+        return None
+
+
+def _number(term: Term) -> Any:
+    """Return a real constant.  Raises Undefined for anything else."""
+    value = Undefined if symbols(term) or term.kind in HAS_NO_VALUE else value_of(term, Point(0))
+    if value is Undefined or not is_real(value):
+        raise Undefined("no real number")
+    return as_float(value)
+
+
+def _interval(term: Term) -> _RealSet | None:
+    if len(term.parts) != 2:
+        return None
+    low, high = map(_number, term.parts)
+
+    def contains(place: Any) -> bool:
+        if are_near(place, low):
+            return term.name[0] == "[" and (not are_near(place, high) or term.name[1] == "]")
+        return term.name[1] == "]" if are_near(place, high) else bool(low < place < high)
+
+    return _RealSet(contains, tuple(end for end in (low, high) if abs(end) != float("inf")))
+
+
+def _points(term: Term) -> _RealSet:
+    values = tuple(map(_number, _elements(term)))
+    return _RealSet(lambda place: any(are_near(place, value) for value in values), values)
+
+
+def _joined(term: Term, hold: Callable[[Iterator[bool]], bool]) -> _RealSet | None:
+    sets = [found for part in term.parts if (found := _real_set(part)) is not None]
+    if len(sets) != len(term.parts):
+        return None
+    marks = tuple(mark for each in sets for mark in each.marks)
+    is_explicit = all(each.is_explicit for each in sets)
+    return _RealSet(lambda place: hold(each.contains(place) for each in sets), marks, is_explicit)
+
+
+def _without(term: Term) -> _RealSet | None:
+    first, second = map(_real_set, term.parts)
+    if first is None or second is None:
+        return None
+    marks = (*first.marks, *second.marks)
+    return _RealSet(lambda place: first.contains(place) and not second.contains(place), marks, first.is_explicit)
+
+
+def _solutions(term: Term) -> _RealSet | None:
+    """Return the solutions of a relation in one letter."""
+    if term.name in "∈∉":
+        inside = _real_set(term.parts[1])
+        if inside is None or term.name == "∈":
+            return inside
+        return _RealSet(lambda place: not inside.contains(place), inside.marks, inside.is_explicit)
+    names = symbols(term)
+    if len(names) != 1 or "∈" in term.name or "∉" in term.name:
+        return None
+    (name,) = names
+
+    def contains(place: Any) -> bool:
+        try:
+            values = [value_of(part, Point(0, {name: place})) for part in term.parts]
+        except (Undefined, TooLarge):
+            return False
+        return all(map(is_real, values)) and all(
+            _holds(sign, as_float(low), as_float(high))
+            for sign, low, high in zip(term.name, values, values[1:], strict=False)
+        )
+
+    pairs = list(zip(term.parts, term.parts[1:], strict=False))
+    marks = tuple(mark for low, high in pairs if (mark := _where_equal(low, high, name)) is not None)
+    return _RealSet(contains, marks, is_explicit=len(marks) == len(pairs))
+
+
+def _holds(sign: str, low: Any, high: Any) -> bool:
+    if are_near(low, high):
+        return sign in "=≤≥"
+    return bool({"<": low < high, "≤": low < high, ">": low > high, "≥": low > high, "≠": True}.get(sign))
+
+
+def _where_equal(low: Term, high: Term, name: str) -> Any:
+    """Return where two sides that are linear in a letter are equal; None where they are not linear."""
+    gap = Term("sum", (low, Term("negative", (high,))))
+    try:
+        at_0, at_1, at_5 = (as_float(value_of(gap, Point(0, {name: as_float(place)}))) for place in (0, 1, 5))
+        slope = at_1 - at_0
+        is_linear = is_real(at_0) and is_real(at_5) and are_near(at_5 - at_0, 5 * slope) and not are_near(slope, 0)
+        return -at_0 / slope if is_linear else None
+    except (Undefined, TooLarge):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------- expressions
+
+
+def _as_quantities(wanted: Term, answer: Term, rules: Rules) -> bool:
+    ours, theirs = _pushed_in(wanted), _pushed_in(answer)
+    for one, other in ((ours, theirs), (theirs, ours)):
+        if one.kind == "quantity" and len(one.parts) == 2 and symbols(other) and other.kind != "quantity":
+            return _have_same_value(one.parts[1], other) if one is ours else _have_same_value(other, one.parts[1])
+    kinds = {ours.kind, theirs.kind}
+    if kinds & {"percent", "degree"}:
+        return _as_shares(ours, theirs)
+    if kinds == {"quantity"} and ours.unit.dimensions and theirs.unit.dimensions and rules.units != "ignored":
+        if ours.unit.dimensions != theirs.unit.dimensions:
+            return False
+        return _have_same_value(*(_times(term.parts[0], term.unit.factor) for term in (ours, theirs)))
+    is_lacking = ours.kind == "quantity" and ours.unit.dimensions and not theirs.unit.dimensions
+    if rules.units == "required" and is_lacking:
+        return False
+    return _have_same_value(*(term.parts[0] if term.kind == "quantity" else term for term in (ours, theirs)))
+
+
+def _pushed_in(term: Term) -> Term:
+    """Return −(5 cm) as (−5) cm."""
+    if term.kind == "negative" and term.parts[0].kind in ("quantity", "percent", "degree"):
+        inner = term.parts[0]
+        value = Term("negative", inner.parts[:1])
+        return Term(inner.kind, (value,), unit=inner.unit)
+    if term.kind == "quantity" and term.parts[0].kind in ("percent", "degree"):
+        return term.parts[0]
+    return term
+
+
+def _times(term: Term, factor: Fraction) -> Term:
+    return Term("product", (term, Term("number", value=factor)))
+
+
+def _as_shares(wanted: Term, answer: Term) -> bool:
+    """Compare percentages and degrees: with each other, as the number before the sign, and as what they amount to.
+
+    The number of a reference without a sign may be a percentage or degrees; an answer without one may be its share or
+    radians.
+    """
+    inner = [term.parts[0] if term.kind in ("percent", "degree", "quantity") else term for term in (wanted, answer)]
+    if _have_same_value(*inner):
+        return True
+    return wanted.kind != answer.kind and _have_same_value(
+        *(term.parts[0] if term.kind == "quantity" else term for term in (wanted, answer))
+    )
+
+
+def _have_same_value(wanted: Term, answer: Term) -> bool:
+    if wanted.kind in HAS_NO_VALUE or answer.kind in HAS_NO_VALUE:
+        return wanted == answer
+    is_open = any("log" in _calls(term) for term in (wanted, answer))
+    return any(_agree_at_points(wanted, answer, base) for base in ((None, 10) if is_open else (None,)))
+
+
+def _calls(term: Term) -> set[str]:
+    found = {term.name} if term.kind == "call" else set()
+    return found.union(*map(_calls, term.parts))
+
+
+def _agree_at_points(wanted: Term, answer: Term, log_base: int | None) -> bool:
+    """Whether both have the same value wherever both are real; everywhere, if they are never real together.
+
+    A root or a logarithm of a negative number is a matter of convention, so such points say nothing.
+    """
+    num_points = _NUM_POINTS if symbols(wanted) | symbols(answer) else 1
+    num_real, num_others, others_agree = 0, 0, True
+    for seed in range(num_points):
+        point = Point(seed, log_base=log_base)
+        try:
+            ours, theirs = value_of(wanted, point), value_of(answer, point)
+        except Undefined:
+            continue
+        except TooLarge:
+            return _key(wanted) == _key(answer)
+        if is_real(ours) and is_real(theirs):
+            if not are_near(ours, theirs):
+                return False
+            num_real += 1
+        else:
+            num_others += 1
+            others_agree = others_agree and are_near(ours, theirs)
+    fewest = min(_FEWEST_POINTS, num_points)
+    return num_real >= fewest or (num_others >= fewest and others_agree)
+
+
+def _key(term: Term) -> tuple[Any, ...]:
+    """Return what is equal for terms that differ in the order of sums and products only."""
+    parts = [_key(part) for part in term.parts]
+    if term.kind in ("sum", "product"):
+        parts.sort(key=repr)
+    return (term.kind, term.name, term.value, tuple(parts))
+
+
+def _expanded(term: Term) -> Term:
+    """Return a list of both values in place of ±."""
+    if not _has_two_values(term):
+        return term
+    return Term("list", tuple(_with_sign(term, is_upper=is_upper) for is_upper in (True, False)))
+
+
+def _has_two_values(term: Term) -> bool:
+    return term.kind == "plus-minus" or any(map(_has_two_values, term.parts))
+
+
+def _with_sign(term: Term, *, is_upper: bool) -> Term:
+    parts = tuple(_with_sign(part, is_upper=is_upper) for part in term.parts)
+    if term.kind != "plus-minus":
+        return Term(term.kind, parts, term.name, term.value, term.unit)
+    is_plus = is_upper == (term.name == r"\pm")
+    return Term("sum", (parts[0], parts[1] if is_plus else Term("negative", (parts[1],))))

@@ -1,0 +1,326 @@
+r"""Split an answer, in TeX or as people type, into tokens.
+
+Input: a text of LaTeX, Unicode and words.  Output: a list of tokens, in which one thing has one spelling: "½" and
+\tfrac12 are \frac, "twenty-five" is 25, "5 million" 5000000, "squared" is ^2, \text{…} and fonts are what they hold.
+Pure; the work grows with the length of the text, which is bounded.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from rlhpc.rewards.math_words import NUMBERS, OPERATIONS, PARTS, SCALES
+
+LONGEST_TEXT = 1_000  # characters
+MOST_DIGITS = 5_000  # that the exponent of 1e400 may ask for
+
+
+class Unreadable(ValueError):
+    """The text is no mathematics that is understood here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    r"""One sign, number, word, letter or command.
+
+    kind: "number" and "scale" (with their values), "letter", "word" (two letters or more), "command", "sign".
+    has_gap: whether blanks stand before it.  is_upright: whether it stands in \text{…} or \mathrm{…}.
+    """
+
+    kind: str
+    text: str
+    has_gap: bool = False
+    is_upright: bool = False
+    value: Fraction = Fraction(0)
+
+
+_CHARACTERS = str.maketrans(
+    {
+        "×": r"\times ", "✕": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "•": r"\cdot ",
+        "∗": "*", "÷": r"\div ", "∕": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-",
+        "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
+        "≡": r"\equiv ", "∈": r"\in ", "∉": r"\notin ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ",
+        "∖": r"\setminus ", "±": r"\pm ", "∓": r"\mp ", "′": "'", "’": "'", "″": "''", "…": r"\ldots ",
+        "⋯": r"\ldots ", "ℝ": r"\mathbb{R}", "ℕ": r"\mathbb{N}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}",
+        "ℂ": r"\mathbb{C}", "→": r"\to ", "⟨": r"\langle ", "⟩": r"\rangle ", "∣": r"\mid ", "⌊": r"\lfloor ",
+        "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ",
+        "∧": r"\land ", "∨": r"\lor ", "¬": r"\neg ", "\u00a0": " ", "\u2009": r"\,", "\u202f": r"\,", "º": "°",
+        "˚": "°", "ⅈ": "i", "ⅉ": "j", "ⅇ": "e", "“": '"', "”": '"', "\u200b": "", "\ufeff": "", "\t": " ", "\n": " ",
+        "\r": " ",
+    }
+)  # fmt: skip
+_GREEK = {
+    unicodedata.lookup(f"GREEK {case} LETTER {name}"): f"\\{tex} "
+    for name in (
+        "alpha beta gamma delta epsilon zeta eta theta iota kappa mu nu xi pi rho sigma tau upsilon phi chi psi omega"
+    )
+    .upper()
+    .split()
+    for case, tex in (("SMALL", name.lower()), ("CAPITAL", name.title()))
+} | {"λ": r"\lambda ", "Λ": r"\Lambda "}
+_GREEK["ϕ"] = _GREEK["φ"]
+_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣ", "0123456789+-=()nix", strict=True))
+_LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₓ", "0123456789+-=()nx", strict=True))
+_RAISED_RUN = re.compile(f"[{''.join(_RAISED)}]+")
+_LOWERED_RUN = re.compile(f"[{''.join(_LOWERED)}]+")
+_STYLED = re.compile("[\u2102-\u2149\U0001d400-\U0001d7ff\uff01-\uff5e]")
+_VULGAR = re.compile("[¼-¾⅐-⅞↉]")
+_ROOT = re.compile(r"([√∛∜])\s*([0-9]+(?:\.[0-9]+)?|)")
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_BARRED = re.compile("((?:[0-9]\u0305)+)")
+_DOTTED = re.compile("([0-9])\u0307")
+
+_REWRITTEN = tuple(
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", " "),
+        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|boldmath|rm|bf|it)(?![A-Za-z])", " "),
+        (r"\{,\}|,\\!|(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ","),
+        (r"\\(?:q?quad|enspace|thinspace|medspace|space|nobreakspace)(?![A-Za-z])|\\[,;:!> ]|~", " "),
+        (r"\\([$%#&_])", r"\1"),
+        (r"\\d?t?c?frac(?![A-Za-z])", r"\\frac"),
+        (r"\\d?t?binom(?![A-Za-z])", r"\\binom"),
+        (r"\\(?:var|p)nothing(?![A-Za-z])|\\O(?![A-Za-z])", r"\\emptyset"),
+        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])|\\textdegree(?![A-Za-z])", "°"),
+        (r"\\(?:text|mathrm)\s*\{\s*°\s*([CF])\s*\}", r"°\1"),
+        (r"°\s*(?:C(?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*C\s*\})", " ℃ "),
+        (r"°\s*(?:F(?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*F\s*\})", " ℉ "),
+        (r"(?<=[0-9])\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
+        (r"\*\*", "^"),
+        (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
+    )
+)  # fmt: skip
+_WRAPPED = tuple(
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"\$\$([^$]*)\$\$", r"\$([^$]*[^$\\])\$", r"\\\(((?:(?!\\\)).)*)\\\)", r"\\\[((?:(?!\\\]).)*)\\\]",
+        r"\"([^\"]*)\"",
+    )
+)  # fmt: skip
+
+_FONTS = frozenset(
+    {"text", "textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "mbox", "hbox", "emph", "mathrm", "mathbf",
+     "mathit", "mathsf", "mathtt", "mathnormal", "boldsymbol", "bm", "operatorname", "operatorname*", "mathop",
+     "ensuremath", "bold", "pmb", "underline", "boxed", "fbox", "mathbin", "mathrel", "mathord"}
+)  # fmt: skip
+_SLANTED = frozenset({"mathit", "boldsymbol", "bm", "ensuremath", "boxed", "fbox", "underline", "mathnormal"})
+_DIGITS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
+_SIMPLE_DIGITS = r"[0-9]+"
+_NUMBER = r"""
+    (?P<repeating> (?P<start>[0-9]*) \. (?P<fixed>[0-9]*)
+        (?: \\overline\s*(?: \{\s*(?P<bar>[0-9]+)\s*\} | (?P<digit>[0-9]) )
+          | (?P<dots> \\dot\s*\{?\s*[0-9]\s*\}? (?: [0-9]* \\dot\s*\{?\s*[0-9]\s*\}? )? )
+          | \( (?P<paren>[0-9]+) \) (?![A-Za-z0-9(^])
+          | (?P<ellipsis> (?: \.\.\. | \s*\\l?dots | \s*\\cdots ) (?![A-Za-z.]) ) ) )
+  | (?P<scientific> (?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+) [eE] [+-]?[0-9]+ (?![A-Za-z0-9.^]) )
+  | (?P<plain> (?:DIGITS) (?:\.[0-9]+)? (?:\.(?![0-9.]))? | \.[0-9]+ )
+"""
+_TOKEN = {
+    is_inside: re.compile(
+        rf"""(?P<gap>\s*)(?:(?P<number>{_NUMBER.replace("DIGITS", _SIMPLE_DIGITS if is_inside else _DIGITS)})
+          | (?P<command>\\[A-Za-z]+\*? | \\[^A-Za-z])
+          | (?P<letters>[^\W\d_]+)
+          | (?P<sign> <= | >= | != | == | <> | \.\.\. | [^\s]))""",
+        re.VERBOSE,
+    )
+    for is_inside in (False, True)
+}
+_BEHIND_A_COUNT = ("", "a", "an", "as", "each", "every", "in", "more", "per")  # "5 times a day" multiplies nothing
+_OPENING, _CLOSING = frozenset(("(", "[", r"\{")), frozenset((")", "]", r"\}"))
+
+
+def normalised(text: str) -> str:
+    """Return the text with one spelling for each sign, without what only moves signs about, and without its dollars."""
+    text = unicodedata.normalize("NFC", text)
+    text = _VULGAR.sub(_fraction, text)
+    text = _RAISED_RUN.sub(lambda run: "^{" + "".join(_RAISED[sign] for sign in run[0]) + "}", text)
+    text = _LOWERED_RUN.sub(lambda run: "_{" + "".join(_LOWERED[sign] for sign in run[0]) + "}", text)
+    text = _ROOT.sub(lambda root: _ROOTS[root[1]] + (f"{{{root[2]}}}" if root[2] else " "), text)
+    text = _BARRED.sub(lambda run: rf"\overline{{{run[0].replace(chr(0x305), '')}}}", text)
+    text = _DOTTED.sub(r"\\dot{\1}", text).translate(_CHARACTERS)
+    text = _STYLED.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]), text)
+    text = "".join(_GREEK.get(sign, sign) for sign in text).strip()
+    for pattern in _WRAPPED:
+        if match := pattern.fullmatch(text):
+            text = match[1].strip()
+    for pattern, plain in _REWRITTEN:
+        text = pattern.sub(plain, text)
+    return text.strip()
+
+
+def tokens_of(text: str) -> list[Token]:
+    """Return the tokens of a normalised text.  Raises Unreadable for braces that do not match."""
+    return _with_words_read(_split(text, is_upright=False))
+
+
+def _fraction(sign: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", sign[0]).partition("⁄")
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _split(text: str, *, is_upright: bool) -> list[Token]:
+    found: list[Token] = []
+    place, depth = 0, 0
+    while match := _TOKEN[depth > 0].match(text, place):
+        place = match.end()
+        token = _token(match, is_upright=is_upright)
+        if token.kind == "command" and token.text[1:] in _FONTS:
+            start = _brace(text, place)
+            if start is not None:
+                place = _end_of_braces(text, start)
+                inner = _split(text[start : place - 1], is_upright=token.text[1:] not in _SLANTED)
+                found += [replace(first, has_gap=first.has_gap or token.has_gap) for first in inner[:1]] + inner[1:]
+            continue
+        depth += (token.text in _OPENING) - (token.text in _CLOSING and depth > 0)
+        found.append(token)
+    return found
+
+
+def _brace(text: str, place: int) -> int | None:
+    """Return the place behind an opening brace that comes next; None where none does."""
+    match = re.compile(r"\s*\{").match(text, place)
+    return match.end() if match else None
+
+
+def _end_of_braces(text: str, start: int) -> int:
+    depth = 1
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.end()
+    raise Unreadable("a brace is not closed")
+
+
+def _token(match: re.Match[str], *, is_upright: bool) -> Token:
+    has_gap = bool(match["gap"])
+    if match["number"]:
+        return Token("number", match["number"].replace(",", ""), has_gap, is_upright, _number(match))
+    if match["command"]:
+        return Token("command", match["command"], has_gap, is_upright)
+    if letters := match["letters"]:
+        return Token("letter" if len(letters) == 1 else "word", letters, has_gap, is_upright)
+    return Token("sign", match["sign"], has_gap, is_upright)
+
+
+def _number(match: re.Match[str]) -> Fraction:
+    if match["plain"]:
+        return Fraction(match["plain"].replace(",", "").rstrip("."))
+    if match["scientific"]:
+        mantissa, _, exponent = match["scientific"].lower().partition("e")
+        if len(exponent) > 5 or abs(int(exponent)) > MOST_DIGITS:
+            raise Unreadable("an exponent is too large")
+        return Fraction(mantissa.rstrip(".")) * Fraction(10) ** int(exponent)
+    whole, fixed = match["start"] or "0", match["fixed"]
+    period = match["bar"] or match["digit"] or match["paren"] or "".join(re.findall("[0-9]", match["dots"] or ""))
+    if not period:
+        seen = re.fullmatch(r"([0-9]*?)([0-9]+?)\2{2,}|([0-9]*?)([0-9]{2,}?)\4", fixed)
+        if seen is None:
+            raise Unreadable("dots follow digits that do not repeat")
+        fixed, period = (seen[1], seen[2]) if seen[2] else (seen[3], seen[4])
+    value = Fraction(whole) + Fraction(int(period), 10 ** len(fixed) * (10 ** len(period) - 1))
+    return value + Fraction(int(fixed or 0), 10 ** len(fixed))
+
+
+# ------------------------------------------------------------------------------------------------------------- words
+
+
+def _with_words_read(tokens: list[Token]) -> list[Token]:
+    """Return the tokens with words for operations and numbers in place of these words."""
+    found: list[Token] = []
+    place = 0
+    while place < len(tokens):
+        token = tokens[place]
+        if token.kind in ("word", "letter") and (read := _operation(tokens, place) or _quantity(tokens, place, found)):
+            made, place = read
+            found += made
+        else:
+            found.append(token)
+            place += 1
+    return found
+
+
+def _lower(tokens: list[Token], place: int) -> str:
+    """Return the word at a place, "" where there is none; an article is one."""
+    if not 0 <= place < len(tokens) or tokens[place].kind not in ("word", "letter"):
+        return ""
+    return tokens[place].text.lower()
+
+
+def _operation(tokens: list[Token], place: int) -> tuple[list[Token], int] | None:
+    if _lower(tokens, place) == "times" and _lower(tokens, place + 1) in _BEHIND_A_COUNT:
+        return None
+    for phrase, tex in OPERATIONS:
+        if tokens[place].kind == "word" and all(_lower(tokens, place + n) == word for n, word in enumerate(phrase)):
+            made = _split(tex, is_upright=False)
+            return [replace(made[0], has_gap=True), *made[1:]], place + len(phrase)
+    return None
+
+
+def _quantity(tokens: list[Token], place: int, before: list[Token]) -> tuple[list[Token], int] | None:
+    """Read number words, scales and parts: "twenty-five", "million", "and a half"; joins the number before."""
+    has_article = _lower(tokens, place) in ("a", "an")
+    start = place + has_article
+    if has_article and not {_lower(tokens, start)} & (SCALES.keys() | PARTS.keys()):
+        return None
+    value, end = _cardinal(tokens, start)
+    scale, end = _scale(tokens, end)
+    if end == start:
+        return None
+    gap = tokens[place].has_gap
+    is_part = _lower(tokens, end - 1) in PARTS
+    if value is None and not has_article and before and _ends_factor(before[-1]):
+        if before[-1].kind != "number":
+            return [Token("scale", "scale", gap, value=scale)], end
+        last = before.pop()
+        return [replace(last, value=last.value * scale, text="")], end
+    if value is None and not has_article and is_part and _lower(tokens, end - 1) not in ("half", "quarter"):
+        return None  # "third" alone is a place in an order
+    amount = (1 if value is None else value) * scale
+    if is_part and amount < 1 and len(before) > 1 and _lower(before, len(before) - 1) == "and":
+        whole = before[-2]
+        if whole.kind == "number" and whole.value.denominator == 1:
+            del before[-2:]
+            return [replace(whole, value=whole.value + amount, text="")], end
+    return [Token("number", "", gap, value=Fraction(amount))], end
+
+
+def _ends_factor(token: Token) -> bool:
+    return token.kind in ("number", "letter", "scale") or token.text in ("}", ")", "]")
+
+
+def _cardinal(tokens: list[Token], place: int) -> tuple[int | None, int]:
+    """Return the value of "two hundred and twenty-five thousand six", and the place behind it; None: no number word."""
+    if _lower(tokens, place) not in NUMBERS:
+        return None, place
+    total, current, room = 0, 0, 10**30
+    while True:
+        step = place + (place < len(tokens) and tokens[place].text == "-" and not tokens[place].has_gap)
+        step += _lower(tokens, step) == "and" and current % 100 == 0 and current > 0
+        word = _lower(tokens, step)
+        if word in NUMBERS and NUMBERS[word] < room:
+            current += NUMBERS[word]
+            room = 10 if NUMBERS[word] in range(20, 100) else 1
+        elif word in ("hundred", "hundreds") and 0 < current < 100:
+            current, room = current * 100, 100
+        elif word in SCALES and SCALES[word] % 1000 == 0 and current:
+            total, current, room = total + current * SCALES[word], 0, 1000
+        else:
+            return total + current, place
+        place = step + 1
+
+
+def _scale(tokens: list[Token], place: int) -> tuple[Fraction, int]:
+    """Return the product of the scales and parts that follow: "hundred thousand", "-thirds", "half a million"."""
+    scale = Fraction(1)
+    while place < len(tokens):
+        step = place + (tokens[place].text == "-" and not tokens[place].has_gap)
+        step += _lower(tokens, step) in ("a", "of") and _lower(tokens, step + 1) in SCALES
+        word = _lower(tokens, step)
+        if word not in SCALES and word not in PARTS:
+            break
+        scale *= SCALES.get(word) or PARTS[word]
+        place = step + 1
+    return scale, place

@@ -1,0 +1,394 @@
+"""Compute the value of a term, within bounds.
+
+Input: a term (math_reading.py) and a point, which gives letters their values.  Output: a Fraction if it is rational,
+else a number of mpmath to 160 digits.  Numbers of more than _MOST_BITS are not computed (TooLarge), sums of more than
+_MOST_STEPS steps neither; what is undefined, as 1/0, is Undefined.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import mpmath
+
+from rlhpc.rewards.math_reading import Term
+
+_MOST_BITS = 1 << 17
+_MOST_STEPS = 4_000
+_LARGEST_ARGUMENT = 10**15
+_LARGEST_MAGNITUDE = 10**9  # of a power, in bits, where it is not computed exactly
+_LARGEST_FACTORIAL = 10_000
+_DIGITS = (40, 160)
+_NEAR, _TINY = mpmath.mpf(10) ** -100, mpmath.mpf(10) ** -60
+
+HAS_NO_VALUE = frozenset(
+    {"set", "list", "bracketed", "union", "intersection", "difference", "relation", "either", "both", "ratio", "time",
+     "based", "modulo", "matrix", "words", "plus-minus"}
+)  # fmt: skip
+
+
+class Undefined(ValueError):
+    """A term has no value, as 1/0 or the logarithm of 0."""
+
+
+class TooLarge(ValueError):
+    """A number is too large, or a sum too long, to be computed."""
+
+
+class Point:
+    """Values for letters: those that are given; for others numbers between −3 and 3 that depend on name and seed."""
+
+    def __init__(self, seed: int, given: Mapping[str, Any] | None = None, *, log_base: int | None = None) -> None:
+        self.seed = seed
+        self.given = dict(given or {})
+        self.log_base = log_base
+        self.steps = 0
+
+    def value(self, name: str) -> Any:
+        """Return the value of a letter; positive ones at each second point."""
+        if name in self.given:
+            return self.given[name]
+        draw = zlib.crc32(f"{self.seed} {name} {self.seed}".encode())
+        value = mpmath.mpf(draw % 29_989 + 7) / 10_007
+        return -value if self.seed % 2 and draw >> 16 & 1 else value
+
+
+def value_of(term: Term, point: Point) -> Any:
+    """Return the value: a Fraction, or mpf or mpc of 160 digits.  Raises Undefined and TooLarge.
+
+    It is computed with 40 digits, too: what shrinks with more digits is zero, what grows was divided by such a zero.
+    """
+    rough = _checked(term, point, _DIGITS[0])
+    if isinstance(rough, Fraction):
+        return rough
+    exact = _checked(term, point, _DIGITS[1])
+    if isinstance(exact, Fraction):
+        return exact
+    with with_digits():
+        sizes = [max(abs(mpmath.re(value)), abs(mpmath.im(value))) for value in (rough, exact)]
+        if sizes[1] < sizes[0] * _TINY:
+            return Fraction(0)
+        if sizes[0] < sizes[1] * _TINY and sizes[0] != 0:
+            raise Undefined("it divides by zero")
+        if isinstance(exact, mpmath.mpc) and abs(exact.imag) <= abs(exact.real) * _NEAR:
+            return exact.real
+        return exact
+
+
+def are_near(first: Any, second: Any) -> bool:
+    """Whether two values are equal: exactly, or to a hundred digits."""
+    if isinstance(first, Fraction | int) and isinstance(second, Fraction | int):
+        return first == second
+    if any(isinstance(value, mpmath.mpf) and mpmath.isinf(value) for value in (first, second)):
+        return bool(as_float(first) == as_float(second))
+    with with_digits():
+        first, second = as_float(first), as_float(second)
+        return bool(abs(first - second) <= _NEAR * max(abs(first), abs(second)))
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value has no imaginary part."""
+    return not isinstance(value, mpmath.mpc)
+
+
+def as_float(value: Any) -> Any:
+    """Return a value as a number of mpmath."""
+    if isinstance(value, Fraction):
+        with with_digits():
+            return mpmath.mpf(value.numerator) / value.denominator
+    return mpmath.mpmathify(value)
+
+
+@lru_cache(256)
+def symbols(term: Term) -> frozenset[str]:
+    """Return the letters and words of a term that stand for numbers."""
+    if term.kind == "symbol":
+        return frozenset({term.name})
+    if term.kind == "opaque":
+        return frozenset({_opaque_name(term)})
+    found: frozenset[str] = frozenset()
+    return found.union(*map(symbols, term.parts))
+
+
+def _opaque_name(term: Term) -> str:
+    return f"{term.name} {term.parts!r}"
+
+
+@contextmanager
+def with_digits(number: int = _DIGITS[1]) -> Iterator[None]:
+    """Compute with so many digits."""
+    with mpmath.workdps(number):
+        yield
+
+
+def _checked(term: Term, point: Point, digits: int) -> Any:
+    point.steps = 0
+    with with_digits(digits):
+        try:
+            value = _value(term, point)
+        except (ZeroDivisionError, OverflowError, mpmath.libmp.ComplexResult, mpmath.libmp.NoConvergence) as error:
+            raise Undefined(str(error)) from error
+        if not isinstance(value, Fraction) and mpmath.isnan(value):
+            raise Undefined("it has no value")
+        return value
+
+
+def _value(term: Term, point: Point) -> Any:
+    point.steps += 1
+    if point.steps > _MOST_STEPS:
+        raise TooLarge("it takes too many steps")
+    compute = _KINDS.get(term.kind)
+    if compute is None:
+        raise Undefined(f"a {term.kind} is no number")
+    return compute(term, point)
+
+
+def _float(value: Any) -> Any:
+    return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if value.numerator.bit_length() + value.denominator.bit_length() > _MOST_BITS:
+        raise TooLarge("a number has too many digits")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Fraction) and value.denominator == 1
+
+
+def _constant(term: Term, point: Point) -> Any:
+    if term.name in point.given:  # the i of a sum
+        return point.given[term.name]
+    return {"pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 1), "infinity": mpmath.inf}[term.name] * mpmath.mpf(1)
+
+
+def _sum(term: Term, point: Point) -> Any:
+    total: Any = Fraction(0)
+    for part in term.parts:
+        value = _value(part, point)
+        exact = isinstance(total, Fraction) and isinstance(value, Fraction)
+        total = _bounded(total + value) if exact else _float(total) + _float(value)
+    return total
+
+
+def _product(term: Term, point: Point) -> Any:
+    found: Any = Fraction(1)
+    for part in term.parts:
+        found = _multiplied(found, _value(part, point))
+    return found
+
+
+def _multiplied(first: Any, second: Any) -> Any:
+    if isinstance(first, Fraction) and isinstance(second, Fraction):
+        return _bounded(first * second)
+    return _float(first) * _float(second)
+
+
+def _quotient(term: Term, point: Point) -> Any:
+    above, below = (_value(part, point) for part in term.parts)
+    if below == 0:
+        raise Undefined("it divides by zero")
+    if isinstance(above, Fraction) and isinstance(below, Fraction):
+        return _bounded(above / below)
+    return _float(above) / _float(below)
+
+
+def _power(term: Term, point: Point) -> Any:
+    base, exponent = (_value(part, point) for part in term.parts)
+    return _raised(base, exponent)
+
+
+def _raised(base: Any, exponent: Any) -> Any:
+    if base == 0:
+        if isinstance(exponent, mpmath.mpc) or not exponent > 0:
+            raise Undefined("0 has positive powers only")
+        return Fraction(0)
+    if isinstance(base, Fraction) and _is_whole(exponent):
+        num_bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
+        if base not in (1, -1) and abs(exponent) * max(num_bits, 1) > _MOST_BITS:
+            raise TooLarge("a power has too many digits")
+        return base ** (int(exponent) if base not in (1, -1) else int(exponent) % 2)
+    base, exponent = _float(base), _float(exponent)
+    if mpmath.isinf(exponent) or mpmath.isinf(base):
+        return base**exponent
+    if abs(exponent) > _LARGEST_ARGUMENT or abs(exponent) * (abs(mpmath.mag(base)) + 1) > _LARGEST_MAGNITUDE:
+        raise TooLarge("a power is too large")
+    return base**exponent
+
+
+def _root(term: Term, point: Point) -> Any:
+    """Return the real root where there is one."""
+    base, degree = (_value(part, point) for part in term.parts)
+    if degree == 0:
+        raise Undefined("there is no root of degree 0")
+    if not (_is_whole(degree) and 1 < degree <= 1000):
+        return _raised(base, 1 / degree)
+    if isinstance(base, Fraction) and degree == 2 and base >= 0:
+        roots = math.isqrt(base.numerator), math.isqrt(base.denominator)
+        if roots[0] ** 2 == base.numerator and roots[1] ** 2 == base.denominator:
+            return Fraction(*roots)
+    base = _float(base)
+    if is_real(base) and base < 0 and degree % 2:
+        return -mpmath.root(-base, int(degree))
+    return mpmath.root(base, int(degree)) if degree > 2 else mpmath.sqrt(base)
+
+
+def _quantity(term: Term, point: Point) -> Any:
+    found = _multiplied(_value(term.parts[0], point), term.unit.factor)
+    for name, power in term.unit.dimensions:
+        found = _float(found) * point.value(f"[{name}]") ** power
+    return found
+
+
+def _repeated(term: Term, point: Point) -> Any:
+    """Return a sum or a product over a whole number."""
+    first, last = (_value(part, point) for part in term.parts[:2])
+    if not (_is_whole(first) and _is_whole(last)):
+        raise TooLarge("it has no whole bounds")
+    total: Any = Fraction(term.kind == "product-over")
+    if last - first > _MOST_STEPS:
+        raise TooLarge("it takes too many steps")
+    inner = Point(point.seed, point.given, log_base=point.log_base)
+    for index in range(int(first), int(last) + 1):
+        inner.given[term.name] = Fraction(index)
+        inner.steps = point.steps
+        value = _value(term.parts[2], inner)
+        point.steps = inner.steps
+        if term.kind == "product-over":
+            total = _multiplied(total, value)
+        else:
+            is_exact = isinstance(total, Fraction) and isinstance(value, Fraction)
+            total = _bounded(total + value) if is_exact else _float(total) + _float(value)
+    return total
+
+
+def _call(term: Term, point: Point) -> Any:
+    if term.name == "det":
+        return _determinant(term.parts[0], point)
+    values = [_value(part, point) for part in term.parts]
+    if term.name in ("log", "log_", "ln", "log10"):
+        return _logarithm(term.name, values, point)
+    if term.name in _EXACT:
+        return _EXACT[term.name](*values)
+    function = _REAL_FUNCTIONS.get(term.name)
+    if function is None or len(values) != 1:
+        return point.value(_opaque_name(term))
+    if abs(values[0]) > _LARGEST_ARGUMENT and not mpmath.isinf(_float(values[0])):
+        raise TooLarge("an argument is too large")
+    return function(_float(values[0]))
+
+
+def _logarithm(name: str, values: list[Any], point: Point) -> Any:
+    if values[0] == 0:
+        raise Undefined("0 has no logarithm")
+    bases = {"ln": None, "log": point.log_base, "log10": 10}
+    base = values[1] if name == "log_" else bases[name]
+    if base in (0, 1):
+        raise Undefined("there is no logarithm to that base")
+    found = mpmath.log(_float(values[0]))
+    return found if base is None else found / mpmath.log(_float(base))
+
+
+def _factorial(value: Any) -> Any:
+    if _is_whole(value):
+        if value < 0:
+            raise Undefined("a negative number has no factorial")
+        if value > _LARGEST_FACTORIAL:
+            raise TooLarge("a factorial has too many digits")
+        return Fraction(math.factorial(int(value)))
+    if abs(value) > _LARGEST_FACTORIAL:
+        raise TooLarge("a factorial is too large")
+    return mpmath.gamma(_float(value) + 1)
+
+
+def _binomial(above: Any, below: Any) -> Any:
+    if _is_whole(above) and _is_whole(below) and above >= 0:
+        if below < 0 or below > above:
+            return Fraction(0)
+        if min(below, above - below) * int(above).bit_length() > _MOST_BITS:
+            raise TooLarge("a binomial has too many digits")
+        return Fraction(math.comb(int(above), int(below)))
+    if max(abs(above), abs(below)) > _LARGEST_FACTORIAL:
+        raise TooLarge("a binomial is too large")
+    return mpmath.binomial(_float(above), _float(below))
+
+
+def _floor(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return Fraction(math.floor(value))
+    if not is_real(value) or mpmath.isinf(value) or abs(value) > _LARGEST_ARGUMENT:
+        raise TooLarge("it is no number to round")
+    nearest = mpmath.nint(value)
+    is_whole = abs(value - nearest) < mpmath.mpf(10) ** (-mpmath.mp.dps + 8)
+    return Fraction(int(nearest if is_whole else mpmath.floor(value)))
+
+
+def _whole_numbers(values: tuple[Any, ...]) -> list[int]:
+    if not all(map(_is_whole, values)):
+        raise Undefined("it is of whole numbers")
+    return [int(value) for value in values]
+
+
+def _largest(values: tuple[Any, ...], choose: Callable[..., Any]) -> Any:
+    if not all(map(is_real, values)):
+        raise Undefined("complex numbers have no order")
+    return choose(values, key=_float)
+
+
+def _determinant(matrix: Term, point: Point) -> Any:
+    rows = [[_float(_value(cell, point)) for cell in row.parts] for row in matrix.parts]
+    if not rows or any(len(row) != len(rows) for row in rows):
+        raise Undefined("it is no square matrix")
+    return mpmath.det(mpmath.matrix(rows))
+
+
+def _sign(value: Any) -> Any:
+    return Fraction((value > 0) - (value < 0))
+
+
+_KINDS: dict[str, Callable[[Term, Point], Any]] = {
+    "number": lambda term, _point: term.value,
+    "symbol": lambda term, point: point.value(term.name),
+    "opaque": lambda term, point: point.value(_opaque_name(term)),
+    "constant": _constant,
+    "sum": _sum,
+    "product": _product,
+    "quotient": _quotient,
+    "power": _power,
+    "root": _root,
+    "negative": lambda term, point: -_value(term.parts[0], point),
+    "percent": lambda term, point: _multiplied(_value(term.parts[0], point), Fraction(1, 100)),
+    "degree": lambda term, point: _float(_value(term.parts[0], point)) * mpmath.pi / 180,
+    "quantity": _quantity,
+    "sum-over": _repeated,
+    "product-over": _repeated,
+    "call": _call,
+}
+_EXACT: dict[str, Callable[..., Any]] = {
+    "factorial": _factorial,
+    "binom": _binomial,
+    "abs": abs,
+    "floor": _floor,
+    "ceil": lambda value: -_floor(-value),
+    "gcd": lambda *values: Fraction(math.gcd(*_whole_numbers(values))),
+    "lcm": lambda *values: Fraction(math.lcm(*_whole_numbers(values))),
+    "max": lambda *values: _largest(values, max),
+    "min": lambda *values: _largest(values, min),
+    "re": lambda value: value.real if isinstance(value, mpmath.mpc) else value,
+    "im": lambda value: value.imag if isinstance(value, mpmath.mpc) else Fraction(0),
+    "sgn": _sign,
+}
+_REAL_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "sin": mpmath.sin, "cos": mpmath.cos, "tan": mpmath.tan, "cot": mpmath.cot, "sec": mpmath.sec, "csc": mpmath.csc,
+    "arcsin": mpmath.asin, "arccos": mpmath.acos, "arctan": mpmath.atan, "arccot": mpmath.acot, "arcsec": mpmath.asec,
+    "arccsc": mpmath.acsc, "sinh": mpmath.sinh, "cosh": mpmath.cosh, "tanh": mpmath.tanh, "coth": mpmath.coth,
+    "arcsinh": mpmath.asinh, "arccosh": mpmath.acosh, "arctanh": mpmath.atanh, "exp": mpmath.exp, "arg": mpmath.arg,
+    "cis": lambda angle: mpmath.exp(mpmath.mpc(0, 1) * angle), "Gamma": mpmath.gamma,
+}  # fmt: skip
