@@ -7,22 +7,16 @@ names the file, what stands there and what is legal.  Reads headers of safetenso
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.common.safetensors_header import NotSafetensors, read_header
 from rlhpc.errors import ConfigError
-from rlhpc.files import is_lfs_pointer
+from rlhpc.model_weights import INDEX, ONE_FILE, object_in, refuse_other_weights
 from rlhpc.parallel_layout import LAYER_TYPES
 
 _NEEDED = ("config.json", "tokenizer.json")
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_EMBEDDING = "model.embed_tokens.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "vocab_size", "max_position_embeddings", "head_dim",
@@ -41,9 +35,9 @@ def read_model(directory: Path, key: str = "model.path") -> dict[str, Any]:
     value = f"{key}={str(directory)!r}"
     _refuse_incomplete(directory, value)
     place = directory / "config.json"
-    document = _object_in(place)
+    document = object_in(place)
     _refuse_sizes(document, place)
-    _refuse_weights(directory, document)
+    refuse_other_weights(directory, document)
     return document
 
 
@@ -93,7 +87,7 @@ def _refuse_incomplete(directory: Path, value: str) -> None:
         )
     missing = [name for name in _NEEDED if not (directory / name).exists()]
     names = {file.name for file in directory.iterdir()}
-    if "adapter_config.json" in names and _ONE_FILE not in names and _INDEX not in names:
+    if "adapter_config.json" in names and ONE_FILE not in names and INDEX not in names:
         raise ConfigError(
             f"{value}: an adapter (adapter_config.json) without its model; legal: merge it, and save that"
         )
@@ -112,16 +106,6 @@ def _what_is_there(directory: Path) -> str:
         return f" (did you mean {directory / inner[0]}?)"
     other = sorted(each.name for each in directory.iterdir() if each.suffix in (".bin", ".pth", ".pt", ".gguf"))
     return f" (there is {other[0]}, of a format that is not read here)" if other else ""
-
-
-def _object_in(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_bytes())
-    except ValueError as error:  # of json, or not UTF-8
-        raise ConfigError(f"{file}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{file}: a {type(document).__name__}; legal: a JSON object")
-    return document
 
 
 # -------------------------------------------------------------------------------------------------------- config.json
@@ -183,62 +167,3 @@ def _families_of_transformers() -> set[str]:
         _, _, table = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
         return set(re.findall(r'\(\s*"([^"]+)",\s*"', table.partition("\n)")[0]))
     return set()
-
-
-# ------------------------------------------------------------------------------------------------------------- weights
-
-
-def _refuse_weights(directory: Path, model: Mapping[str, Any]) -> None:
-    files = _files_of(directory)
-    shapes = {name: (shape, file) for file in files for name, shape in _shapes_in(file).items()}
-    wanted = [model.get("vocab_size"), model.get("hidden_size")]
-    if _EMBEDDING in shapes and None not in wanted and shapes[_EMBEDDING][0] != wanted:
-        shape, file = shapes[_EMBEDDING]
-        raise ConfigError(
-            f"{file}: {_EMBEDDING} has the shape {shape}, and by vocab_size and hidden_size of "
-            f"{directory / 'config.json'} it is {wanted}: they belong to different models"
-        )
-    layers = {int(found[1]) for name in shapes if (found := _LAYER.match(name))}
-    absent = sorted({*range(model.get("num_hidden_layers", 0))} - layers) if layers else []
-    if absent:
-        raise ConfigError(
-            f"{directory}: num_hidden_layers={model['num_hidden_layers']} in config.json, and {_names(files)} has no "
-            f"tensor of model.layers.{absent[0]}.; legal: all files of one checkpoint"
-        )
-
-
-def _names(files: list[Path]) -> str:
-    return files[0].name if len(files) == 1 else f"{files[0].name} to {files[-1].name}"
-
-
-def _files_of(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if not index.is_file():
-        return sorted(directory.glob("*.safetensors"))
-    named = _object_in(index).get("weight_map")
-    if not isinstance(named, dict) or not named:
-        raise ConfigError(f"{index}: no weight_map; legal: the index that save_pretrained writes")
-    files = [directory / str(name) for name in sorted({*map(str, named.values())})]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{file} does not exist, and {index.name} names it; legal: all files of the checkpoint")
-    if (one := directory / _ONE_FILE).is_file() and one not in files:
-        raise ConfigError(
-            f"{one}: beside {index.name}, which names other files: trainers take the one, engines the others; legal: "
-            "the files of one checkpoint"
-        )
-    return files
-
-
-def _shapes_in(file: Path) -> dict[str, list[int]]:
-    """By name, of a file that is whole."""
-    if is_lfs_pointer(file):
-        raise ConfigError(f"{file}: a pointer of Git LFS, not the weights; fetch them: git lfs pull")
-    try:
-        tensors = read_header(file)
-    except NotSafetensors as error:
-        raise ConfigError(f"{file}: {error}; copy it again") from error
-    size, end = file.stat().st_size, max((tensor.end for tensor in tensors.values()), default=0)
-    if size < end:
-        raise ConfigError(f"{file}: cut off: {size:,} of {end:,} bytes; copy it again")
-    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.checks.memory.engine_verdict import refuse_small_cache, refuse_unfit_ranks
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.model_files import (
     read_model,
     refuse_other_vocabulary,
@@ -29,6 +28,7 @@ from rlhpc.data.mixture import validate_datasets
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.megatron_models import refuse_unsupported
+from rlhpc.model_shape import ModelShape
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox, described_languages
 from rlhpc.rewards.composite import reference_check

@@ -10,6 +10,7 @@ from launch.checks.bias import biases
 from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens, thinking_in_answers
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
+from launch.checks.other_loaders import other_tokens, refuse_made_up_tensors
 from launch.checks.own_code import try_own_code, untried_code
 from launch.checks.preflight import preflight
 from launch.checks.site.login_checks import software_not_here
@@ -39,6 +40,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     has_gpus = bool(options.site or here.words)
     findings, evaluations = preflight(config), preview_evaluations(config, has_gpus=has_gpus)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
+    refuse_made_up_tensors(config.model.path, findings.model)
     own = untried_code(config) if options.site else try_own_code(config)
     print(describe_plan(config, RunLayout(config.run_directory), gpus))
     size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
@@ -58,6 +60,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     template = dialogue_template(config, findings.tokenizer) if has_dialogues else None
     tokenizer = findings.tokenizer
     warnings = [*date_in_prompts(config, tokenizer), *thinking_in_answers(config, tokenizer)]
+    warnings += other_tokens(config.model.path, tokenizer, [found.example for found in findings.datasets])
     print("\n".join([stop_tokens(tokenizer, template), *warnings]))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     software = software_not_here(load_site(options.site)) if options.site else []

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.checks.other_loaders import other_tokens
 from rlhpc.config_file import read_resolved
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, DamagedCheckpoint
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import Fate, KnownCheckpoints
@@ -39,7 +41,8 @@ def export_run(
             continue
         what = "average of weights" if is_average else "weights"
         rounded = "" if written == "float32" else ", rounded from float32 (--dtype float32 rounds nothing)"
-        return "\n".join([*skipped, f"{out}: {what} after step {candidate} of {config.run.name}, {written}{rounded}"])
+        said = f"{out}: {what} after step {candidate} of {config.run.name}, {written}{rounded}"
+        return "\n".join([*skipped, said, *other_tokens(out, PromptTokenizer(out))])
     what = "no usable checkpoint" if skipped else "no complete checkpoint"
     raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}", *skipped]))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.memory.host_verdict import judge_host
 from launch.checks.memory.verdict import judge_memory
+from launch.checks.other_loaders import refuse_made_up_tensors
 from launch.checks.preflight import Findings, preflight
 from launch.checks.site.login_checks import software_not_here
 from launch.checks.site.slurm_check import refuse_unfit
@@ -98,6 +99,8 @@ def check(run: Submission, tell: Tell) -> None:
     for line in software_not_here(run.site):
         tell(line)
     findings = preflight(run.config, roles_run_here=run_here)
+    if run_here:
+        refuse_made_up_tensors(run.config.model.path, findings.model)
     preview_evaluations(run.config, roles_run_here=run_here)
     refuse_small_memory(run.config, findings, run.site, run.site_file, tell)
     refuse_unfit(run.plan)

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import ELEMENT_BYTES
 from launch.prediction.rates import GUESS, Figure, Rates
 from launch.prediction.ring import PFLOP
 from rlhpc.config import Config
+from rlhpc.model_shape import ModelShape
 from rlhpc.packing.cost import FlopCost
 
 _TFLOPS_AND_GB_S = {

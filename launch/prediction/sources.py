@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.checks.memory.model_shape import ModelShape
 from launch.plan.site_file import Site
 from launch.prediction.guesses import NAMES, fixed_guesses, gpu_named, guessed
 from launch.prediction.lengths import LawfulLengths, LengthLaw, Lengths
@@ -17,6 +16,7 @@ from launch.prediction.measured import Measured
 from launch.prediction.rates import GUESS, Figure, Rates
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
+from rlhpc.model_shape import ModelShape
 
 GUESSED_LAW = "lognormal:0.8"
 GUESSED_SHARE_OF_LONGEST, GUESSED_DROPPED = 0.4, 0.2

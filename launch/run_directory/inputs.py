@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from launch.common.safetensors_header import NotSafetensors, read_header
 from rlhpc.config import Config
 from rlhpc.data.dataset_files import dataset_files
 from rlhpc.errors import DataError, RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
+from rlhpc.safetensors_header import NotSafetensors, read_header
 
 FORMAT_VERSION = 1
 FULL_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
-from rlhpc.errors import EngineError
+from rlhpc.errors import ConfigError, EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.core_thread import CoreThread
 from rlhpc.generation.engine_answer import answered, comes, unless
@@ -39,6 +39,7 @@ from rlhpc.generation.vllm_request import (
     vllm_sampling_params,
 )
 from rlhpc.generation.weight_updates import WeightUpdates
+from rlhpc.model_weights import object_in, refuse_other_weights
 from rlhpc.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class VllmEngine(GenerationEngine):
         environment variables of this process.  Raises EngineError and leaves no process behind.
         """
         is_apart = is_apart or config.weights.staging == "paused"  # whose tests fail with the core on a thread
+        _refuse_weights_it_would_make_up(config)
         profile = engine_profile(config, seed=seed, device=device_here(), is_apart=is_apart)
         engine = cls(*start_vllm(profile), config, clock)
         try:
@@ -348,3 +350,12 @@ class VllmEngine(GenerationEngine):
     def _require_life(self) -> None:
         if self._death:
             raise EngineError(f"the generation engine is dead: {self._death}")
+
+
+def _refuse_weights_it_would_make_up(config: Config) -> None:
+    """vLLM counts a matrix that it puts together from several tensors as loaded when one of them has come."""
+    path = config.model.path
+    try:
+        refuse_other_weights(path, object_in(path / "config.json"))
+    except (ConfigError, OSError) as error:
+        raise EngineError(f"vLLM is not started: {error}") from error

@@ -8,7 +8,7 @@ beside HF's own attention.  So is a mixture of experts whose tensors have other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.errors import ConfigError
+from rlhpc.model_weights import object_in, refuse_other_weights
 from rlhpc.parallel_layout import LAYER_TYPES
 from rlhpc.training.hf_attention import PACKED_ATTENTION
 from rlhpc.training.hf_names import on_disk
@@ -77,11 +78,14 @@ def load_causal_lm(
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         _rotate_as_engines(config, max_tokens)
-        module = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
+        refuse_other_weights(path, object_in(path / "config.json"))
+        module, loaded = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:  # the last for tensors of other shapes
         raise ConfigError(f"model.path={path}: transformers cannot load this model: {error}") from error
+    _refuse_made_up(loaded, path)
     layer_types = set(getattr(module.config, "layer_types", None) or {"full_attention"})
     if unknown := layer_types - LAYER_TYPES:
         raise ConfigError(
@@ -123,6 +127,16 @@ def _rotate_as_engines(config: Any, max_tokens: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and max_tokens > rope["original_max_position_embeddings"]:
         rope["short_factor"] = rope["long_factor"]
+
+
+def _refuse_made_up(loaded: Mapping[str, Any], path: Path) -> None:
+    """loaded: transformers' own report.  Raises ConfigError for parameters that it has drawn at random."""
+    if missing := sorted(loaded["missing_keys"]):
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"model.path={path}: the checkpoint has no tensor {missing[0]}{more}, for which transformers makes up "
+            "numbers; legal: all tensors of the model"
+        )
 
 
 def _without_logits(module: Any) -> CausalLM:

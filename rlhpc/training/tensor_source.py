@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.safetensors_header import REAL_DTYPES
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -89,8 +90,15 @@ class TensorSource:
         return part if dtype is None else part.to(dtype)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `error` naming the tensor if it is not there or of another shape."""
+        """Raise `error` naming the tensor if it is not there, of another shape, or of integers."""
         found = self.shape(name)
+        with self._mapped(name):
+            dtype = self._file_of(name).get_slice(name).get_dtype()
+        if dtype not in REAL_DTYPES:
+            raise self._error(
+                f"{self._origin}{self._files[name]}: {name} is stored as {dtype}: quantised weights are not trained; "
+                f"legal: {', '.join(REAL_DTYPES)}"
+            )
         if found != shape:
             raise self._error(
                 f"{self._origin}{self._files[name]}: {name} is {found}, not {shape} as config.json has it"

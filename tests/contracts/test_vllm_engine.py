@@ -16,14 +16,17 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlhpc.config import with_values
 from rlhpc.errors import EngineError
 from rlhpc.generation import engine_answer
 from rlhpc.generation.core_thread import CoreThread
+from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.types import FinishReason, Rollout
-from tests.contracts.engine_subjects import VllmSubject, living_children, remember_strangers, request_of
+from tests.contracts.engine_subjects import VllmSubject, living_children, remember_strangers, request_of, tiny_config
 from tests.patience import PATIENCE_S
+from tests.tiny_models import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 KV_CACHE_BYTES = 2 << 20  # five requests of the greatest length, or sixteen short ones
@@ -94,6 +97,17 @@ async def subject(
         yield made
         await made.engine.close()
         made.publisher.dissolve()
+
+
+async def test_weights_of_which_vllm_would_make_up_a_part_are_refused(tmp_path: Path) -> None:
+    """Of q, k and v, which it puts together, it asks for one."""
+    make_tiny_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    lost = "model.layers.1.self_attn.k_proj.weight"
+    save_file({name: each for name, each in tensors.items() if name != lost}, tmp_path / "model.safetensors")
+    config = tiny_config(tmp_path)
+    with pytest.raises(EngineError, match=f"not started: .*no tensor {lost}"):
+        await VllmEngine.start(config, seed=0)
 
 
 async def test_the_engines_processes_are_spawned_whatever_the_users_environment_says(subject: SharpSubject) -> None:

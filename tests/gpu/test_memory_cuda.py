@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import fullest, plan_memory
+from rlhpc.model_shape import ModelShape
 from rlhpc.training.checkpoint.background_save import BackgroundSaver
 from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.checks.memory.model_shape import ModelShape, layers_of_stage
 from rlhpc.config_sections import TrainerConfig
+from rlhpc.model_shape import ModelShape, layers_of_stage
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS, ParallelLayout
 
 ROUTING_IMBALANCE = 1.5  # tokens of the fullest rank of experts over the mean; a guess, routing is not bounded

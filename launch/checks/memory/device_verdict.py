@@ -15,13 +15,13 @@ from typing import Any
 
 from launch.checks.memory.engine import least_cache_bytes, plan_engine
 from launch.checks.memory.engine_verdict import BUCKETS, refuse_engine, refuse_small_cache
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, plan_memory
 from launch.checks.memory.trainer_verdict import Change, cheap_changes, refuse_trainer, without_needless
 from launch.plan.gpu_map import EVALUATION, GpuMap
 from rlhpc.config import Config, obeys_rules, with_values
 from rlhpc.config_effects import as_toml
 from rlhpc.errors import ConfigError
+from rlhpc.model_shape import ModelShape
 
 AN_ESTIMATE = "an estimate; nothing was measured"
 _CACHE_STEP = 64 << 20  # an advised cache is a multiple of it, so that it can be read

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import ELEMENT_BYTES, GIB, bucket_sizes
 from rlhpc.config import Config
+from rlhpc.model_shape import ModelShape
 
 ENGINE_ALLOWANCE = 2 * GIB  # guess: CUDA context, graphs, activations of a step
 STAGING_ALLOWANCE = GIB // 2  # guess: NCCL's buffers of the weights' group, fragments

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launch.checks.memory.engine import indivisible, least_cache_bytes, legal_ranks, plan_engine
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB
 from launch.checks.memory.trainer_verdict import Change
 from rlhpc.config import Config, with_values
 from rlhpc.errors import ConfigError
+from rlhpc.model_shape import ModelShape
 
 BUCKETS = (256 << 20, 64 << 20)  # below, a broadcast is all latency
 SHARES = (0.85, 0.8, 0.75, 0.7, 0.6, 0.5)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, plan_memory
 from launch.plan.site_file import Site
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
+from rlhpc.model_shape import ModelShape
 
 # Guess: Python, torch and other libraries, the host's part of CUDA, buffers of NCCL and gloo, rows and weights on their
 # way.  Imports alone took 0.4 GiB of it with torch for CPU; nothing was measured with CUDA.

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 from launch.checks.memory.activations import RowMemory
-from launch.checks.memory.model_shape import ModelShape, RankParameters
 from rlhpc.config import Config
+from rlhpc.model_shape import ModelShape, RankParameters
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.types import TensorSpec
 from rlhpc.weights.buckets import plan_buckets
@@ -158,7 +159,7 @@ def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
 
 @cache  # a mixture has 20,000 tensors, and advice tries dozens of settings that leave the buckets as they are
 def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int, ...]:
-    sizes = shape.tensors
+    sizes = [prod(each) for each in shape.tensors.values()]
     ends = plan_buckets([TensorSpec("", dtype, (size,)) for size in sizes], bucket_bytes)
     return tuple(ELEMENT_BYTES[dtype] * sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
 

@@ -12,11 +12,11 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, fullest, plan_memory
 from rlhpc.config import Config, obeys_rules, with_values
 from rlhpc.config_effects import as_toml
 from rlhpc.errors import ConfigError
+from rlhpc.model_shape import ModelShape
 from rlhpc.parallel_layout import ParallelLayout
 
 Change = dict[str, Any]  # key → value; of [trainer], where nothing else is said

@@ -15,12 +15,12 @@ from launch.checks.memory.device_verdict import AN_ESTIMATE, judge_devices
 from launch.checks.memory.engine import EngineMemory, plan_engine
 from launch.checks.memory.engine_verdict import refuse_engine
 from launch.checks.memory.host_verdict import judge_host
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, fullest, plan_memory
 from launch.checks.memory.trainer_verdict import refuse_trainer
 from launch.plan.gpu_map import GpuMap
 from launch.plan.site_file import Site, load_site
 from rlhpc.config import Config
+from rlhpc.model_shape import ModelShape
 
 NOBODY = GpuMap()
 NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})

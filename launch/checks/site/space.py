@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.checks.finding import Finding, Verdict
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import ELEMENT_BYTES, GIB
 from launch.checks.site.login_checks import output_of
 from launch.checks.site.shared_directory import filesystem_type
 from launch.common.counted import three_digits
 from rlhpc.config import Config
+from rlhpc.model_shape import ModelShape
 
 STATE_BYTES = 12  # a parameter: master and two moments in float32
 AVERAGE_BYTES = 4

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.checks.gpus import gpus_here
+from launch.checks.other_loaders import refuse_made_up_tensors
 from launch.checks.preflight import preflight_sampling
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.processes import sample_all
@@ -116,7 +117,9 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
     config = evaluation_config(target, request.data, request.words, has_gpus=gpus is None or bool(gpus.words))
     if gpus is not None:
         map_gpus(config, gpus)
-    num_records = preflight_sampling(config, roles_run_here=runs_here).datasets[0].num_records
+    findings = preflight_sampling(config, roles_run_here=runs_here)
+    refuse_made_up_tensors(config.model.path, findings.model)
+    num_records = findings.datasets[0].num_records
     settings = EvaluationSettings(
         config=config,
         title=f"{target.title} on {request.name}",

@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from rlhpc.model_shape import ModelShape
+
 _QWEN2_5: dict[str, Any] = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -148,7 +150,7 @@ ODD_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make_model_directory(directory: Path, model: dict[str, Any]) -> Path:
-    """Write what `rlhpc check` looks at: config.json, a tokenizer of single words, safetensors without tensors."""
+    """Write what `rlhpc check` looks at: config.json, a tokenizer of single words, headers of safetensors."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(model))
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "add": 1}, unk_token="<unk>"))
@@ -156,7 +158,11 @@ def make_model_directory(directory: Path, model: dict[str, Any]) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
-    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    shape = ModelShape.of(model)
+    tensors = {} if shape is None else shape.tensors
+    header = {name: {"dtype": "BF16", "shape": each, "data_offsets": [0, 0]} for name, each in tensors.items()}
+    encoded = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded)
     return directory
 
 

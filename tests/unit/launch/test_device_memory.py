@@ -11,13 +11,13 @@ from launch.checks import gpus
 from launch.checks.gpus import Gpu, memory_of, parse_listing, parse_memory
 from launch.checks.memory.device_verdict import judge_devices
 from launch.checks.memory.engine import plan_engine
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, plan_memory
 from launch.cli import main
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
+from rlhpc.model_shape import ModelShape
 from tests.unit.launch.public_models import CONFIGS, make_model_directory
 
 ROOT = Path(__file__).parents[3]

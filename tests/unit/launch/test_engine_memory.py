@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import pytest
 
 from launch.checks.memory.engine import legal_ranks, plan_engine, staging_bytes
 from launch.checks.memory.engine_verdict import refuse_unfit_ranks
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB
 from launch.checks.memory.verdict import judge_memory
 from launch.plan.site_file import Site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
+from rlhpc.model_shape import ModelShape
 from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, NUM_PARAMETERS, ODD_CONFIGS, RECIPES
 
 ROOT = Path(__file__).parents[3]
@@ -106,10 +107,11 @@ def test_a_cache_of_a_given_size_counts() -> None:
 def test_the_tensors_of_a_model_are_all_its_parameters(name: str) -> None:
     shape = ModelShape.of((CONFIGS | ODD_CONFIGS)[name])
     assert shape is not None
-    assert sum(shape.tensors) == shape.num_parameters
-    assert max(shape.tensors) == shape.largest_tensor
+    sizes = [math.prod(each) for each in shape.tensors.values()]
+    assert sum(sizes) == shape.num_parameters
+    assert max(sizes) == shape.largest_tensor
     if name in NUM_PARAMETERS:
-        assert sum(shape.tensors) == NUM_PARAMETERS[name]
+        assert sum(sizes) == NUM_PARAMETERS[name]
 
 
 @pytest.mark.parametrize(

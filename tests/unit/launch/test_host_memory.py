@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from launch.checks.memory.host_verdict import judge_host
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, plan_memory
 from launch.checks.memory.verdict import describe_memory
 from launch.cli import main
@@ -18,6 +17,7 @@ from launch.plan.site_file import Site
 from rlhpc.config import with_values
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.model_shape import ModelShape
 from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS
 from tests.unit.launch.test_memory_plan import ROOT, check_words, config_of, plan_of, shape_of
 

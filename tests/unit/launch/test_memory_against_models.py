@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from launch.checks.memory.activations import ROUTING_IMBALANCE, RowMemory
-from launch.checks.memory.model_shape import ModelShape
 from rlhpc.config_sections import TrainerConfig
+from rlhpc.model_shape import ModelShape
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.hf_model import cast_parameters, load_causal_lm
 from rlhpc.training.megatron.row_plan import held

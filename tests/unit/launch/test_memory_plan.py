@@ -12,7 +12,6 @@ import pytest
 
 from launch.checks.memory.activations import rows_in_flight
 from launch.checks.memory.engine import plan_engine
-from launch.checks.memory.model_shape import ModelShape, layers_of_stage
 from launch.checks.memory.plan import GIB, fullest, plan_memory
 from launch.checks.memory.trainer_verdict import advise
 from launch.checks.memory.verdict import describe_memory, judge_memory, memory_report
@@ -23,6 +22,7 @@ from rlhpc.config import Config, with_values
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.model_shape import ModelShape, layers_of_stage
 from rlhpc.parallel_layout import ParallelLayout
 from tests.unit.launch.public_models import (
     CONFIGS,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.preflight import Findings
 from launch.cli import main
 from launch.commands.resume import resume_run
@@ -24,6 +23,7 @@ from rlhpc.config import Config
 from rlhpc.config_file import load_config, override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.model_shape import ModelShape
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.unit.launch.launchers import launcher_elsewhere, living_launcher

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -180,6 +181,47 @@ def test_layers_of_another_kind_are_refused(tmp_path):
     config.layer_types = ["full_attention", "chunked_attention"]
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.path=.*chunked_attention"):
+        load_causal_lm(tmp_path, device=CPU)
+
+
+MISTRAL = MistralConfig(**SIZES, num_key_value_heads=2, intermediate_size=64)
+OF_LAYER = "model.layers.1.self_attn.k_proj.weight"
+
+
+def tiny(directory, family):
+    return make_tiny_checkpoint(directory) if family == "qwen2" else save_other(directory, MISTRAL)
+
+
+@pytest.mark.parametrize(
+    ("family", "lost"),
+    [
+        ("qwen2", OF_LAYER),
+        ("qwen2", "model.layers.0.self_attn.q_proj.bias"),
+        ("mistral", OF_LAYER),
+        ("mistral", "model.norm.weight"),
+        ("mistral", "lm_head.weight"),
+    ],
+)
+def test_a_checkpoint_without_one_of_its_tensors_is_refused(family, lost, tmp_path):
+    file = tiny(tmp_path, family) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[lost]
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=f"no tensor {lost}.*up numbers"):
+        load_causal_lm(tmp_path, device=CPU)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [(lambda it: it.to(torch.int8), f"{OF_LAYER} is stored as I8"), (lambda it: it[:-1].clone(), "cannot load|shape")],
+    ids=["integers", "another shape"],
+)
+def test_a_checkpoint_whose_tensor_is_another_is_refused(family, other, says, tmp_path):
+    file = tiny(tmp_path, family) / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {OF_LAYER: other(tensors[OF_LAYER])}, file)
+    with pytest.raises(ConfigError, match=says):
         load_causal_lm(tmp_path, device=CPU)
 
 

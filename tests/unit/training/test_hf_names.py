@@ -3,11 +3,13 @@ from __future__ import annotations
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhpc.model_shape import ModelShape
 from rlhpc.training.hf_names import on_disk, views_on_disk
 from rlhpc.types import TensorSpec
 from tests.tiny_models import FAMILIES, make_tiny_checkpoint
+from tests.unit.launch.public_models import ODD_CONFIGS
 
 
 def spec_of(name, parameter):
@@ -43,3 +45,17 @@ def test_a_parameter_that_is_no_experts_keeps_its_name():
         tensor = torch.zeros(2, 3)
         assert on_disk(spec_of(name, tensor)) == (spec_of(name, tensor),)
         assert [view.data_ptr() for view in views_on_disk(name, tensor)] == [tensor.data_ptr()]
+
+
+@pytest.mark.parametrize("name", ODD_CONFIGS)
+def test_the_tensors_that_a_check_expects_are_those_of_transformers(name):
+    document = ODD_CONFIGS[name]
+    settings = {key: value for key, value in document.items() if key != "model_type"}
+    config = AutoConfig.for_model(document["model_type"], **settings)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    module.tie_weights()
+    expected = {}
+    for name, parameter in module.named_parameters():
+        expected |= {spec.name: spec.shape for spec in on_disk(spec_of(name, parameter))}
+    assert ModelShape.of(document).tensors == expected

@@ -117,6 +117,15 @@ def test_a_tensor_of_another_shape_is_refused_by_name(model):
         source.require("matrix", (6, 4))
 
 
+def test_a_tensor_of_integers_is_refused_by_name(tmp_path):
+    save_file({"matrix": MATRIX.to(torch.int8)}, tmp_path / "model.safetensors")
+    with (
+        TensorSource.of_model(tmp_path) as source,
+        pytest.raises(ConfigError, match=r"matrix is stored as I8.*quantised.*legal: F64"),
+    ):
+        source.require("matrix", (4, 6))
+
+
 def test_a_directory_without_safetensors_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"model.path={tmp_path}: no .*safetensors file"):
         TensorSource.of_model(tmp_path)

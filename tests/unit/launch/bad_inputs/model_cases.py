@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.unit.launch.bad_inputs.desk import (
     Desk,
+    Spoil,
     both,
     case,
     config_json,
@@ -18,8 +20,10 @@ from tests.unit.launch.bad_inputs.desk import (
     with_header,
 )
 
-EMPTY = (2).to_bytes(8, "little") + b"{}"  # safetensors without tensors
 INDEX = "model.safetensors.index.json"
+
+
+FIRST = "model.layers.0."
 
 
 def _cut(share: float) -> Any:
@@ -35,9 +39,38 @@ def _other_shape(header: dict[str, Any]) -> None:
     header["model.embed_tokens.weight"]["shape"] = [rows // 2, columns * 2]
 
 
-def _without_layer(header: dict[str, Any]) -> None:
-    for name in [name for name in header if ".layers.1." in name]:
-        del header[name]
+def _without(part: str) -> Spoil:
+    """No tensor that has this in its name."""
+
+    def change(header: dict[str, Any]) -> None:
+        for name in [name for name in header if part in name]:
+            del header[name]
+
+    return weights(with_header(change))
+
+
+def _named(rename: Callable[[str], str]) -> Spoil:
+    """Every tensor under another name."""
+
+    def change(header: dict[str, Any]) -> None:
+        for name in [name for name in header if name != "__metadata__"]:
+            header[rename(name)] = header.pop(name)
+
+    return weights(with_header(change))
+
+
+def _with(name: str, **entry: Any) -> Spoil:
+    """A tensor like the last norm, or another one of that name."""
+    return weights(with_header(lambda header: header.update({name: header["model.norm.weight"] | entry})))
+
+
+def _tokens(number: int) -> Callable[[Path], object]:
+    """An embedding of another number of tokens."""
+    return with_header(lambda header: header["model.embed_tokens.weight"].update(shape=[number, 64]))
+
+
+def _shards(path: Path) -> None:
+    path.rename(path.with_name("model-00001-of-00001.safetensors"))
 
 
 def _lora(desk: Desk) -> None:
@@ -65,7 +98,7 @@ def _critic_of_another_vocabulary(desk: Desk) -> None:
     shutil.copytree(model, critic)
     config = json.loads((critic / "config.json").read_text())
     (critic / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
-    (critic / "model.safetensors").write_bytes(EMPTY)
+    _tokens(50)(critic / "model.safetensors")
     desk.settings["critic"] = {"path": "critic"}
     desk.settings["algorithm"] = {"advantage": "gae"}
 
@@ -113,7 +146,22 @@ MODEL = (
     case("a page of HTML for weights", weights(lambda path: path.write_text("<html>404</html>" * 9)), "model.safetensors", "safetensors"),
     case("a pointer of Git LFS for weights", weights(lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n")), "model.safetensors", "Git LFS", "git lfs pull"),
     case("weights of another shape", weights(with_header(_other_shape)), "model.embed_tokens.weight", "[50, 128]", "[100, 64]"),
-    case("weights of fewer layers", weights(with_header(_without_layer)), "model.safetensors", "model.layers.1."),
+    case("a matrix of another shape", _with(f"{FIRST}mlp.down_proj.weight"), "model.safetensors", "mlp.down_proj.weight", "[64]", "[64, 128]"),
+    case("weights of fewer layers", _without(".layers.1."), "model.safetensors", "model.layers.1."),
+    case("weights without a matrix", _without(f"{FIRST}self_attn.k_proj.weight"), f"no tensor {FIRST}self_attn.k_proj.weight", "make up numbers"),
+    case("weights without a bias", _without(f"{FIRST}self_attn.v_proj.bias"), f"no tensor {FIRST}self_attn.v_proj.bias"),
+    case("weights without any bias", _without(".bias"), f"no tensor {FIRST}self_attn.q_proj.bias", "5 more of qwen2"),
+    case("weights without a norm", _without("model.norm.weight"), "no tensor model.norm.weight"),
+    case("weights without a head", config_json(tie_word_embeddings=False), "no tensor lm_head.weight", "tie_word_embeddings is false"),
+    case("weights of a compiled model", _named("_orig_mod.{}".format), "_orig_mod.model.", "torch.compile", "save the model"),
+    case("weights of a model with an adapter", _named("base_model.model.{}".format), "base_model.model.model.", "merge_and_unload()"),
+    case("weights of a larger model's part", _named("policy.{}".format), "every name has 'policy.' in front"),
+    case("weights of a model without its head", _named(lambda name: name.removeprefix("model.")), "no tensor model.embed_tokens.weight", "AutoModelForCausalLM"),
+    case("weights of another head", _with("score.weight"), "model.safetensors: score.weight", "legal: the tensors of this model alone"),
+    case("more layers than config.json has", config_json(num_hidden_layers=1, layer_types=None, max_window_layers=None), "model.layers.1.", "num_hidden_layers=1"),
+    case("matrices of integers without their scales", _with(f"{FIRST}mlp.down_proj.weight", dtype="I8", shape=[64, 128]), f"{FIRST}mlp.down_proj.weight is stored as I8", "quantised"),
+    case("shards without their index", weights(_shards), "model-00001-of-00001.safetensors without model.safetensors.index.json", "legal"),
+    case("another file of weights beside the model", weights(lambda path: path.with_name("other.safetensors").write_bytes(path.read_bytes())), "other.safetensors: beside model.safetensors", "legal: model.safetensors alone"),
     case("more layers than weights", config_json(num_hidden_layers=3, layer_types=None, max_window_layers=None), "model.layers.2."),
     case("an index that names a file that is not there", model_file(INDEX, _index("model-00002.safetensors")), "model-00002.safetensors", INDEX),
     case("two saves in one directory", both(weights(lambda path: path.with_name("model-00001.safetensors").write_bytes(path.read_bytes())), model_file(INDEX, _index("model-00001.safetensors"))), "model.safetensors", INDEX, "legal: the files of one checkpoint"),
@@ -122,7 +170,7 @@ MODEL = (
     case("tokenizer.json cut off", model_file("tokenizer.json", '{"version": "1.0"'), "tokenizer.json", "not a tokenizer"),
     case("tokenizer_config.json cut off", model_file("tokenizer_config.json", "{"), "tokenizer_config.json", "JSON"),
     case("generation_config.json cut off", model_file("generation_config.json", "{"), "generation_config.json", "JSON"),
-    case("a tokenizer of a larger model", both(weights(lambda path: path.write_bytes(EMPTY)), config_json(vocab_size=60)), "tokenizer.json", "vocab_size=60", "100"),
+    case("a tokenizer of a larger model", both(weights(_tokens(60)), config_json(vocab_size=60)), "tokenizer.json", "vocab_size=60", "100"),
     case("an end of sequence that is no token", both(config_json(eos_token_id=5000), model_file("generation_config.json", '{"eos_token_id": 5000}')), "eos_token_id", "5000", "legal: 0 to 99"),
     case("an end of sequence that is a text", both(config_json(eos_token_id="<eos>"), model_file("generation_config.json", "{}")), "config.json", "eos_token_id='<eos>'"),
     case("a chat without a template", both(_no_template, key("data.use_chat_template", True)), "model.path=", "chat template", "use_chat_template=false"),

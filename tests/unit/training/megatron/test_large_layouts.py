@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import bucket_sizes
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
+from rlhpc.model_shape import ModelShape
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.hf_names import on_disk
 from rlhpc.training.megatron.hf_layout import ParameterMap, exported, fill_local, parameter_maps, tensor_specs

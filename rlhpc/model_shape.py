@@ -1,6 +1,6 @@
-"""Number of parameters of a model, from its config.json alone: in total, and on each rank of a layout.
+"""Tensors of a model and numbers of its parameters, from its config.json alone: in total, and on each rank of a layout.
 
-Input: the content of config.json and a ParallelLayout.  Output: parameter counts.  No torch, no weights, microseconds.
+Input: the content of config.json and a ParallelLayout.  Output: names, shapes, counts.  No torch, no weights.
 Legend: H hidden size, A heads, K key heads, D size of a head, F width of the MLP, V vocabulary, E experts.
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 
 from rlhpc.megatron_models import FAMILIES
 from rlhpc.parallel_layout import ParallelLayout, num_experts
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +90,15 @@ class ModelShape:
         return self.hidden * max(self.vocabulary, self.mlp_width, self.num_heads * self.head_size)
 
     @property
-    def tensors(self) -> tuple[int, ...]:
-        """Numbers in each tensor of the checkpoint, in the order in which weights are broadcast."""
-        heads, key_heads = self.num_heads * self.head_size, self.num_key_heads * self.head_size
-        sizes = [self.vocabulary * self.hidden]
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of the checkpoint by its name, in the order in which weights are broadcast."""
+        vocabulary: tuple[int, ...] = (self.vocabulary, self.hidden)
+        shapes = {EMBEDDING: vocabulary}
         for layer in range(self.num_layers):
-            for width in (heads, key_heads, key_heads):
-                sizes += [width * self.hidden] + [width] * self.has_qkv_bias
-            sizes += [heads * self.hidden] + [self.hidden] * self.has_output_bias
-            sizes += [self.head_size] * 2 * self.has_qk_norm
-            sizes += self._mlp_tensors(layer) + [self.hidden] * 2
-        return (*sizes, self.hidden, *([] if self.is_tied else [self.vocabulary * self.hidden]))
+            name = f"model.layers.{layer}."
+            shapes |= self._attention_tensors(f"{name}self_attn.") | self._mlp_tensors(layer, f"{name}mlp.")
+            shapes |= {f"{name}{norm}_layernorm.weight": (self.hidden,) for norm in ("input", "post_attention")}
+        return shapes | {"model.norm.weight": (self.hidden,)} | ({} if self.is_tied else {HEAD: vocabulary})
 
     @property
     def largest_module(self) -> int:
@@ -108,11 +108,34 @@ class ModelShape:
         sizes += [self._experts(layer) or 2 * self.hidden * self.mlp_width for layer in range(self.num_layers)]
         return max(sizes)
 
-    def _mlp_tensors(self, layer: int) -> list[int]:
+    def _attention_tensors(self, name: str) -> dict[str, tuple[int, ...]]:
+        heads, key_heads = self.num_heads * self.head_size, self.num_key_heads * self.head_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, width in {"q": heads, "k": key_heads, "v": key_heads}.items():
+            shapes[f"{name}{part}_proj.weight"] = (width, self.hidden)
+            if self.has_qkv_bias:
+                shapes[f"{name}{part}_proj.bias"] = (width,)
+        shapes[f"{name}o_proj.weight"] = (self.hidden, heads)
+        if self.has_output_bias:
+            shapes[f"{name}o_proj.bias"] = (self.hidden,)
+        return shapes | {f"{name}{part}_norm.weight": (self.head_size,) for part in "qk" * self.has_qk_norm}
+
+    def _mlp_tensors(self, layer: int, name: str) -> dict[str, tuple[int, ...]]:
         if layer in self.expert_layers:
-            return [self.num_experts * self.hidden] + [self.hidden * self.expert_width] * 3 * self.num_experts
-        matrices = [self.hidden * self.mlp_width] * 3
-        return matrices + [self.mlp_width, self.mlp_width, self.hidden] * self.has_mlp_bias
+            shapes: dict[str, tuple[int, ...]] = {f"{name}gate.weight": (self.num_experts, self.hidden)}
+            for expert in range(self.num_experts):
+                shapes |= self._matrices(f"{name}experts.{expert}.", self.expert_width, has_bias=False)
+            return shapes
+        return self._matrices(name, self.mlp_width, has_bias=self.has_mlp_bias)
+
+    def _matrices(self, name: str, width: int, *, has_bias: bool) -> dict[str, tuple[int, ...]]:
+        sizes = {"gate": (width, self.hidden), "up": (width, self.hidden), "down": (self.hidden, width)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, (rows, columns) in sizes.items():
+            shapes[f"{name}{part}_proj.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{name}{part}_proj.bias"] = (rows,)
+        return shapes
 
     def on_rank(self, layout: ParallelLayout, stage: int) -> RankParameters:
         """What Megatron holds on each rank of a pipeline stage.

@@ -1,6 +1,6 @@
 """The header of a safetensors file: its tensors and their positions.
 
-Input: a file.  Output: shapes and byte ranges by name.  The numbers are not read.
+Input: a file.  Output: shapes, dtypes and byte ranges by name.  The numbers are not read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+REAL_DTYPES = ("F64", "F32", "F16", "BF16")  # of weights that are trained; others are packed or scaled numbers
 _MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
 
 
@@ -22,6 +23,7 @@ class StoredTensor:
     """Its bytes are begin … end − 1 of the file."""
 
     shape: list[int]
+    dtype: str  # as the file spells it: F32, BF16, I8, …
     begin: int
     end: int
 
@@ -43,4 +45,4 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _stored(entry: dict[str, Any], data_begin: int) -> StoredTensor:
     begin, end = (data_begin + int(offset) for offset in entry["data_offsets"])
-    return StoredTensor([*map(int, entry["shape"])], begin, end)
+    return StoredTensor([*map(int, entry["shape"])], str(entry["dtype"]), begin, end)

@@ -1,0 +1,57 @@
+"""What transformers makes of a checkpoint, for checks in processes that have no torch: its tensors, its tokens.
+
+`python -m rlhpc.training.hf_view` reads {"directory": …, "texts": […]} and prints one JSON line: "tokens" of each text
+by AutoTokenizer, with its special tokens and without, and "tokenizer", its class; without texts "tensors", the shapes
+that AutoModelForCausalLM expects by their names on disk, {} where transformers renames what it loads.  No weights are
+read.  What libraries print goes to stderr, and what they raise ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rlhpc.types import TensorSpec
+
+
+def tokens_of(directory: Path, texts: Sequence[str]) -> dict[str, Any]:
+    """The tokens of texts as a serving engine or an evaluation harness reads them."""
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokens = [[tokenizer.encode(text, add_special_tokens=each) for each in (True, False)] for text in texts]
+    return {"tokens": tokens, "tokenizer": type(tokenizer).__name__}
+
+
+def tensors_of(directory: Path) -> dict[str, Any]:
+    """Shapes of the tensors on disk.  Needs the memory of none of them."""
+    import torch  # takes seconds, and tokens need none of it
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from rlhpc.training.hf_names import on_disk
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if get_model_conversion_mapping(model, add_legacy=False):
+        return {"tensors": {}}
+    model.tie_weights()
+    specs = [TensorSpec(name, "float32", tuple(each.shape)) for name, each in model.named_parameters()]
+    return {"tensors": {each.name: each.shape for spec in specs for each in on_disk(spec)}}
+
+
+def main() -> None:
+    """Answer the question on stdin."""
+    asked = json.load(sys.stdin)
+    out, sys.stdout = sys.stdout, sys.stderr
+    directory, texts = Path(asked["directory"]), asked["texts"]
+    found = tokens_of(directory, texts) if texts else tensors_of(directory)
+    out.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
