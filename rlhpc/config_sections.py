@@ -158,12 +158,13 @@ class AdmissionConfig(Section):
     """A generator that delivers nothing and makes no progress for this long loses the lease, which is granted to
     another."""
     max_attempts: Positive = 5
-    """Leases that one member may lose before its group is dropped; also consecutive groups of a prompt that no verifier
-    could judge before it is no longer sampled."""
+    """Leases that one member may lose before its group is dropped; also consecutive groups of a prompt whose
+    completions kill reward workers before it is no longer sampled."""
     active_sampling: bool = True
     """Replace zero-variance groups at once, so that batches are full; False trains on them."""
     max_groups_without_spread: Positive = 1000
-    """Stop with advice after this many consecutive zero-variance groups, instead of wasting the allocation."""
+    """Stop with advice after this many consecutive zero-variance groups, or errors without a verdict between them,
+    instead of wasting the allocation."""
 
     @property
     def longest_report_interval_s(self) -> float:

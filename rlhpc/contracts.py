@@ -129,6 +129,14 @@ class BlockingClientChannel(ABC):
 # ------------------------------------------------------------------------------------------------------------- data
 
 
+@dataclass(frozen=True, slots=True)
+class RecordName:
+    """A record of the datasets of a run."""
+
+    key: str  # its place in the dataset, with several datasets after the dataset's own: "17", "1:17"
+    source: str = ""  # its file and line, for people
+
+
 class PromptSource(ABC):
     """A seeded, endless, resumable order of prompts."""
 
@@ -165,6 +173,10 @@ class PromptSource(ABC):
     @abstractmethod
     def peek(self, prompt_id: int) -> Prompt:
         """Return prompt number prompt_id of the order, without effect."""
+
+    @abstractmethod
+    def record_of(self, prompt_id: int) -> RecordName:
+        """Name the record behind a prompt: the same in every epoch, attempt and resume, and of no other record."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@
     ├── TrainingError          too many consecutive optimiser steps were skipped                (user or bug)
     ├── GuardRollback          the guard has undone steps; another attempt continues before them (recovered)
     ├── GuardStop              metrics stayed outside their limits, and guard.action is "stop"  (user)
-    ├── StarvedError           active sampling found only zero-variance groups            (user)
+    ├── StarvedError           no batch can be filled: groups have no variance, or no verdict  (user)
     ├── SandboxError           programs cannot be run, or not as isolated as sandbox.require asks  (user or world)
     └── RoleFailed             a process of the run ended when it should not have                 (world)
 
@@ -140,7 +140,7 @@ class GuardStop(RlhpcError):
 
 
 class StarvedError(RlhpcError):
-    """More consecutive zero-variance groups than configured."""
+    """No batch can be filled: all groups have rewards of zero variance, or none.  Another try would not help."""
 
 
 class RoleFailed(RlhpcError):

@@ -126,6 +126,7 @@ class RewardReply:
     reward_parts: dict[str, float]
     detail: str
     rewards_at: dict[int, float] = field(default_factory=dict)  # characters of the completion → reward
+    failure: str = ""  # of a verifier_error, its kind (rewards/failures.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ class TurnReply:
     detail: str
     is_done: bool  # the environment is done
     is_over: bool  # no more turns
+    failure: str = ""  # as of a RewardReply
 
 
 @dataclass(frozen=True, slots=True)

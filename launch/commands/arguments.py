@@ -270,13 +270,15 @@ def is_family(options: argparse.Namespace) -> bool:
 
 
 def takes_resume_point(parser: argparse.ArgumentParser) -> None:
-    """Add --from-start, --step and --no-replay."""
+    """Add --from-start, --step, --no-replay and --lift-quarantine."""
     where = parser.add_mutually_exclusive_group()
     text = "resume at step 0: set all checkpoints and rollouts aside"
     where.add_argument("--from-start", action="store_true", help=text)
     where.add_argument("--step", type=number, metavar="N", help="resume from this checkpoint; set newer ones aside")
     text = "do not train the steps after the checkpoint again from the journal: sample new rollouts for them"
     where.add_argument("--no-replay", action="store_true", help=text)
+    text = "sample the prompts again that were given up because generators or reward workers died of them"
+    parser.add_argument("--lift-quarantine", action="store_true", help=text)
 
 
 def resume_point(options: argparse.Namespace) -> ResumePoint:
@@ -284,9 +286,9 @@ def resume_point(options: argparse.Namespace) -> ResumePoint:
     # Imports what reads checkpoints; --help need not wait for it.
     from launch.run_directory.checkpoint_choice import ResumePoint
 
-    point = ResumePoint(options.from_start, options.step, options.no_replay)
+    point = ResumePoint(options.from_start, options.step, options.no_replay, options.lift_quarantine)
     if point != ResumePoint() and not getattr(options, "resume", True):
-        raise ConfigError(f"{_spelt(options)} chooses where a resume begins: use it with --resume")
+        raise ConfigError(f"{_spelt(options)} says how a resume begins: use it with --resume")
     return point
 
 
@@ -298,7 +300,12 @@ def refuse_resume_point(options: argparse.Namespace) -> None:
 
 def _spelt(options: argparse.Namespace) -> str:
     """The one that was given; "": none."""
-    given = {"--from-start": options.from_start, "--step": options.step is not None, "--no-replay": options.no_replay}
+    given = {
+        "--from-start": options.from_start,
+        "--step": options.step is not None,
+        "--no-replay": options.no_replay,
+        "--lift-quarantine": options.lift_quarantine,
+    }
     return next((option for option, is_given in given.items() if is_given), "")
 
 

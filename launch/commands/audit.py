@@ -43,7 +43,9 @@ def as_table(layout: RunLayout, audit: Audit) -> str:
             lines.append(f"VIOLATED {check.name}: {check.num_offences - MOST_LINES} more; --json has them")
     broken = [check.name for check in audit.checks if check.verdict is Verdict.VIOLATED]
     sums = counted(audit.num_steps, "step") + (f", version {audit.version}" if audit.version >= 0 else "")
-    verdict = f"VIOLATED: {', '.join(broken)}" if broken else "clean"
+    remarked = [check.name for check in audit.checks if check.verdict is Verdict.REMARK]
+    clean = "clean" + (f", with remarks on {', '.join(remarked)}" if remarked else "")
+    verdict = f"VIOLATED: {', '.join(broken)}" if broken else clean
     lines.append(f"{layout.root}: {verdict}; {sums}")
     return "\n".join(lines)
 

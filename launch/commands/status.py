@@ -19,7 +19,7 @@ from launch.commands.overview.find import find_runs
 from launch.commands.overview.standing import Queue, State, standing_of
 from launch.commands.status_notes import Notes, read_notes
 from launch.common.json_text import json_text
-from launch.common.text_table import escaped, printable
+from launch.common.text_table import escaped, printable, shortened
 from launch.plan.processes import process_names
 from launch.run_directory.owner import launcher_of
 from rlhpc.config_file import read_resolved
@@ -124,6 +124,7 @@ def _expected(layout: RunLayout) -> Sequence[str]:
 
 def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
     reward = f"{status['reward']:.3f}" if status["step"] else "-"
+    in_flight, so_far = _counts_of_groups(status["queue"])
     age = max(time.time() - status["unix_time_s"], 0.0)  # the clock of its node may be ahead of this one
     return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
@@ -132,8 +133,10 @@ def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) 
         f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
         f"{status['staleness_bound']}",
         *verifier_lines(status.get("verifiers", {})),
+        *error_lines(status.get("errors", {})),
         *(f"disk    {trouble}" for trouble in status.get("disk_troubles", ())),
-        *_queue_lines(status["queue"]),
+        *in_flight,
+        *so_far,
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
         *(_row(role) for role in status["roles"]),
@@ -143,15 +146,16 @@ def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) 
 
 def _without_roles(status: dict[str, Any], lines: list[str]) -> list[str]:
     """What holds for a run that is over: the last states of its queue and roles are out of date."""
-    return lines[: NUM_FIGURES + len(verifier_lines(status.get("verifiers", {})))]
+    num_errors = len(verifier_lines(status.get("verifiers", {}))) + len(error_lines(status.get("errors", {})))
+    return [*lines[: NUM_FIGURES + num_errors], *_counts_of_groups(status["queue"])[1]]
 
 
-def _queue_lines(queue: dict[str, Any]) -> list[str]:
-    """Groups in flight and before, then those that are over; reasons that never came up are left out."""
+def _counts_of_groups(queue: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Lines about groups in flight and before, and about those that are over; of reasons, those that came up."""
     over = {name: count for name, count in queue.items() if name in _OVER or name.startswith("dropped_")}
     now = {name: count for name, count in queue.items() if name not in over}
     shown = {name: count for name, count in over.items() if count or not name.startswith("dropped_")}
-    return [*_counted("queue", now), *_counted("so far", shown)]
+    return _counted("queue", now), _counted("so far", shown) if shown else []
 
 
 def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
@@ -179,6 +183,12 @@ def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
                 f"verifier {task}   judged {figures.get(JUDGED, 0):.0f}, without a verdict: {', '.join(failed)}"
             )
     return lines
+
+
+def error_lines(errors: Mapping[str, Any]) -> list[str]:
+    """Return what had no verdict in this attempt, by cause, and the last of it."""
+    causes = [f"{cause.replace('_', ' ')} {number}" for cause, number in errors.get("causes", {}).items()]
+    return [f"errors   {', '.join(causes)}; the last: {shortened(errors['latest'])}"] if causes else []
 
 
 def _row(role: dict[str, Any]) -> str:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from launch.common.text_table import shortened
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
+
+if TYPE_CHECKING:
+    from rlhpc.buffer.lost_leases import Suspicion
 
 NUM_SHOWN = 5  # prompts
 
@@ -21,18 +25,22 @@ class Notes:
     """What there is to say."""
 
     guard: Sequence[dict[str, Any]]  # entries of guard.jsonl, oldest first
-    quarantined: Sequence[str]  # prompts, by digest, that are given to no generator any more
-    suspects: Sequence[str]  # prompts that lost leases to deaths of generators, and may still be completed
+    quarantined: Sequence[Suspicion]  # prompts that are given to no generator any more
+    suspects: Sequence[Suspicion]  # prompts that something died of, and that may still be completed
     evaluations: dict[str, dict[int, dict[str, Any]]]  # figures by dataset and step
 
     def lines(self) -> list[str]:
         """For people; none where nothing has happened."""
         found = []
         if self.quarantined:
-            shown = ", ".join(self.quarantined[:NUM_SHOWN]) + (", …" if len(self.quarantined) > NUM_SHOWN else "")
-            found.append(f"quarantined prompts   {len(self.quarantined)}; they ended generators or verifiers: {shown}")
+            more = [f"and {len(self.quarantined) - NUM_SHOWN} more"] * (len(self.quarantined) > NUM_SHOWN)
+            shown = "; ".join([*(shortened(each.text) for each in self.quarantined[:NUM_SHOWN]), *more])
+            found.append(
+                f"quarantined prompts   {len(self.quarantined)}: {shown}; "
+                "a resume with --lift-quarantine samples them again"
+            )
         if self.suspects:
-            found.append(f"suspect prompts   {len(self.suspects)}; a generator died with them or a verifier failed")
+            found.append(f"suspect prompts   {len(self.suspects)}; generators or reward workers died of them")
         if self.guard:
             last = self.guard[-1]
             number = f"{len(self.guard)} {'action' if len(self.guard) == 1 else 'actions'}"
@@ -49,8 +57,8 @@ class Notes:
         """For programs."""
         return {
             "guard": [*self.guard],
-            "quarantined": [*self.quarantined],
-            "suspects": [*self.suspects],
+            "quarantined": [asdict(each) for each in self.quarantined],
+            "suspects": [asdict(each) for each in self.suspects],
             "evaluations": self.evaluations,
         }
 
@@ -78,7 +86,7 @@ def _evaluations(layout: RunLayout) -> dict[str, dict[int, dict[str, Any]]]:
     return past_evaluations(layout)
 
 
-def _prompts(layout: RunLayout) -> tuple[list[str], list[str]]:
+def _prompts(layout: RunLayout) -> tuple[list[Suspicion], list[Suspicion]]:
     from rlhpc.buffer.lost_leases import LostLeaseFile
     from rlhpc.config_file import read_resolved
 
@@ -86,6 +94,6 @@ def _prompts(layout: RunLayout) -> tuple[list[str], list[str]]:
         max_attempts = read_resolved(layout)[0].admission.max_attempts
     except ConfigError:  # `rlhpc check` says so
         return [], []
-    strikes = {suspicion.prompt: suspicion.strikes for suspicion in LostLeaseFile(layout.strikes).read()}
-    quarantined = sorted(prompt for prompt, number in strikes.items() if number >= max_attempts)
-    return quarantined, sorted(prompt for prompt, number in strikes.items() if 0 < number < max_attempts)
+    found = LostLeaseFile(layout.strikes).suspicions()
+    quarantined = [each for each in found if each.is_quarantined(max_attempts)]
+    return quarantined, [each for each in found if not each.is_quarantined(max_attempts)]

@@ -19,14 +19,14 @@ from typing import Any, TextIO
 from launch.commands.disk_troubles import disk_troubles
 from launch.commands.status import read_status, waiting_for
 from launch.common.paths import quoted
-from launch.common.text_table import escaped
+from launch.common.text_table import escaped, shortened
 from rlhpc.contracts import Clock
 from rlhpc.metrics.progress import Progress, ProgressLine, format_duration
 from rlhpc.run_layout import RunLayout
 
 _TOLD = {
     "dropped_verifier_error": "no verifier could judge them; `rlhpc rollouts {root} --verdict verifier_error` says why",
-    "dropped_poison": "every lease of one of their members was lost; `rlhpc status {root}` lists the prompts",
+    "dropped_poison": "their prompts are quarantined; `rlhpc status {root}` lists them",
 }
 LOOK_AT_DISK_S = 2.0  # where the run itself says nothing
 BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
@@ -58,7 +58,7 @@ class Watch:
         status = read_status(self._layout)
         if status is None or self._is_quiet:
             return
-        self._warn(status["queue"])
+        self._warn(status["queue"], status.get("errors", {}).get("latest", ""))
         self._warn_of_disk(status)
         if self._line is None:
             self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
@@ -74,13 +74,14 @@ class Watch:
             self._last_step = status["step"]
             self._line.update(_progress(status))
 
-    def _warn(self, queue: dict[str, Any]) -> None:
+    def _warn(self, queue: dict[str, Any], latest: str) -> None:
         for reason, words in _TOLD.items():
             count = int(queue.get(reason, 0))
             if count >= max(1, 2 * self._told[reason]):
                 self._told[reason] = count
                 groups = "1 group is" if count == 1 else f"{count} groups are"
-                self.tell(f"{groups} dropped: {words.format(root=quoted(self._layout.root))}")
+                last = f"; the last error: {shortened(latest)}" if latest else ""
+                self.tell(f"{groups} dropped: {words.format(root=quoted(self._layout.root))}{last}")
 
     def _warn_of_disk(self, status: dict[str, Any]) -> None:
         if not status.get("disk_troubles") and self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:

@@ -73,3 +73,9 @@ def escaped(text: str, *, keeps_colours: bool = False) -> str:
     """Lines without characters that a terminal would obey, or that cannot be encoded: logs hold what models sample."""
     pattern = _OBEYED_BUT_COLOURS if keeps_colours else _OBEYED
     return pattern.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def shortened(text: str, most: int = 400) -> str:
+    """Return a text, such as an error, as one line of at most so many characters."""
+    words = " ".join(text.split())
+    return words if len(words) <= most else f"{words[: most - 2]} …"

@@ -28,11 +28,12 @@ class UnreadableCheckpoint(RunDirectoryError):
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a resume begins: by default at the newest sound checkpoint."""
+    """Where a resume begins: by default at the newest sound checkpoint.  And whether it samples all prompts again."""
 
     from_start: bool = False
     step: int | None = None
     no_replay: bool = False  # steps after the checkpoint are not trained again from the journal (journal_aside.py)
+    lift_quarantine: bool = False  # prompts that were given up are sampled again
 
 
 NEWEST = ResumePoint()

@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.common.counted import counted
 from launch.common.paths import quoted, written_unix_s
+from launch.common.text_table import shortened
 from launch.plan.processes import process_names
 from launch.run_directory.attempt_number import num_attempts
 from launch.run_directory.checkpoint_choice import (
@@ -38,6 +40,7 @@ from launch.run_directory.owner import OWN_FILES, holds_something, own_run, refu
 from launch.run_files.job_records import name_of_jobs, read_records
 from launch.run_files.run_state import saved_step
 from launch.slurm.queue import look_at_jobs
+from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.config import Config
 from rlhpc.config_file import SEVERAL, config_hash, read_resolved, write_resolved
 from rlhpc.errors import RunDirectoryError
@@ -288,7 +291,28 @@ def _go_back(
     _clear(layout)
     aside = put_aside(choice, tell)
     set_journal_aside(layout, resume_from, renewal.changed, num_attempts(layout), tell)
+    _tell_of_quarantine(layout, config.admission.max_attempts, tell, is_lifted=resume_from.lift_quarantine)
     return choice.step, aside
+
+
+def _tell_of_quarantine(layout: RunLayout, max_attempts: int, tell: Tell, *, is_lifted: bool) -> None:
+    """Report the prompts that are no longer sampled, and why; is_lifted: forget what is held against any prompt."""
+    file = LostLeaseFile(layout.strikes)
+    try:
+        book = LostLeases(file.read())
+    except OSError as error:
+        raise RunDirectoryError(f"{layout.strikes}: cannot be read: {error.strerror or error}") from error
+    quarantined = [each for each in book.all if each.is_quarantined(max_attempts)]
+    num, last = counted(len(quarantined), "prompt"), f" ({shortened(quarantined[-1].text)})" if quarantined else ""
+    if not is_lifted:
+        if quarantined:
+            tell(f"{num} of earlier attempts stay quarantined{last}; --lift-quarantine samples them again")
+        return
+    book.lift()
+    file.append(book)
+    if book.unwritten:
+        raise RunDirectoryError(f"{layout.strikes}: cannot be written, so --lift-quarantine would have no effect")
+    tell(f"the quarantine of {num} is lifted{last}" if quarantined else "no prompt is quarantined")
 
 
 def _clear(layout: RunLayout) -> None:

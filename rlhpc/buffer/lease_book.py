@@ -54,7 +54,8 @@ class LeaseBook:
             self._waiting.append(group)
             return
         if (suspicion := self._lost_leases.of(group.prompt)) is not None:
-            group.remember(suspicion.strikes)
+            is_quarantined = suspicion.is_quarantined(self.max_attempts)
+            group.remember(self.max_attempts if is_quarantined else suspicion.strikes)
             self._quarantine.set_company(group, suspicion.company(self.max_attempts))
         if group.attempts > 1:
             self._queue_returned(group)
@@ -119,7 +120,7 @@ class LeaseBook:
             self._queue_returned(group)  # the delivered member may be the one that was out of attempts
         if group.is_finished:
             self._quarantine.forget(group)
-            self._lost_leases.clear(group.prompt)
+            self._lost_leases.clear_strikes(group.prompt)
 
     def remove(self, group: GroupRecord) -> None:
         """Forget a dropped group: its leases end, and it is never granted again."""
@@ -192,7 +193,8 @@ class LeaseBook:
         for (_, index), group in held:
             self._give_back(group, index, is_lost=is_dead)
         if is_dead:
-            struck = self._lost_leases.record_death([(group.prompt, group.attempts - 1) for group in groups.values()])
+            lost = [(group.prompt, group.attempts - 1) for group in groups.values()]
+            struck = self._lost_leases.record_death(lost, f"{holder} died or fell silent")
             for group, suspicion in zip(groups.values(), struck, strict=True):
                 self._quarantine.set_company(group, suspicion.company(self.max_attempts))
         self._quarantine.holders.discard(holder)

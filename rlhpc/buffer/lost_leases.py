@@ -1,38 +1,43 @@
-"""Count the leases that each prompt has lost when a generator or reward worker died, which it may have caused.
+"""Count what each prompt may have killed: generators that sampled it, reward workers that judged it.
 
 Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is identified by its
-content, so that its count survives a restart of the run, and the next epoch, which draws it again.  Pure;
-`LostLeaseFile` keeps it on disk.
+record (PromptSource.record_of), so that its counts survive a restart of the run, and the next epoch, which draws it
+again.  Its tokens may be those of every other record: an agent or environment says the rest.  Pure; `LostLeaseFile`
+keeps the counts on disk.
 
 Most deaths are caused by the node or by another prompt, and hit many innocent prompts at once: the first lost lease has
 no consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent
-prompt ever loses enough leases to be dropped (docs/faults.md).
+prompt ever loses enough leases to be dropped (docs/faults.md).  A reward worker has one completion at a time: its death
+is that completion's.  Errors of verifiers, environments and agents that kill nothing are not counted here.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhpc.buffer.line_file import LineFile
+from rlhpc.contracts import RecordName
 from rlhpc.ownership import Fence
 from rlhpc.types import Prompt
 
 ANY_COMPANY = 0
-MANY = 1 << 20  # groups: no generator has died, so there is no limit
 COMPANY_SHRINKS_BY = 8  # from one death to the next
+MOST_WORDS = 500  # characters of an error that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """The leases that a prompt has lost to deaths of generators."""
+    """What a prompt may have killed."""
 
-    prompt: str  # key_of
-    strikes: int  # most leases lost by one of its samples since it was last completed; 0: cleared
+    prompt: str  # RecordName.key
+    strikes: int  # most leases lost by one of its samples to deaths of generators since it was last completed
     together: int  # groups that the generator held at the last death
+    workers: int = 0  # groups in a row that a completion ended whose reward worker died
+    source: str = ""  # file and line of the record, for people
+    why: str = ""  # the last death
 
     def company(self, max_attempts: int) -> int:
         """Groups that a generator may hold when this is one of them; ANY_COMPANY: any number.
@@ -43,12 +48,32 @@ class Suspicion:
             return 1
         return ANY_COMPANY if self.strikes <= 1 else max(1, self.together // COMPANY_SHRINKS_BY)
 
+    def is_quarantined(self, max_attempts: int) -> bool:
+        """Whether the prompt is given to no generator any more."""
+        return max(self.strikes, self.workers) >= max_attempts
+
+    @property
+    def text(self) -> str:
+        """Which record, what it may have killed, and how, for people."""
+        deaths = {"generators died while they sampled it": self.strikes, "reward workers died of it": self.workers}
+        counts = " and ".join(f"{number} {what}" for what, number in deaths.items() if number)
+        where = f" ({self.source})" if self.source else ""
+        return f"record {self.prompt}{where}: {counts}" + (f", the last: {self.why}" if self.why else "")
+
+
+def _by_prompt_id(prompt_id: int) -> RecordName:
+    return RecordName(str(prompt_id))
+
 
 class LostLeases:
     """Suspicions by prompt, and which have changed since they were last written."""
 
-    def __init__(self, known: Iterable[Suspicion] = ()) -> None:
-        """known: in the order in which they were recorded; later ones replace earlier ones."""
+    def __init__(self, known: Iterable[Suspicion] = (), record_of: Callable[[int], RecordName] = _by_prompt_id) -> None:
+        """known: in the order in which they were recorded; later ones replace earlier ones.
+
+        record_of: names the record behind a prompt, by its number.
+        """
+        self._record_of = record_of
         self._by_prompt: dict[str, Suspicion] = {}
         self.unwritten: list[Suspicion] = []
         for suspicion in known:
@@ -56,33 +81,55 @@ class LostLeases:
 
     def of(self, prompt: Prompt) -> Suspicion | None:
         """The suspicion of this prompt, if any."""
-        return self._by_prompt.get(key_of(prompt)) if self._by_prompt else None
+        return self._by_prompt.get(self._record_of(prompt.prompt_id).key) if self._by_prompt else None
 
-    def record_death(self, struck: Sequence[tuple[Prompt, int]]) -> list[Suspicion]:
+    @property
+    def all(self) -> list[Suspicion]:
+        """Every suspicion there is."""
+        return list(self._by_prompt.values())
+
+    def record_death(self, struck: Sequence[tuple[Prompt, int]], why: str = "") -> list[Suspicion]:
         """A generator has died that sampled these prompts, each with the leases it has lost so far."""
-        suspicions = [Suspicion(key_of(prompt), strikes, len(struck)) for prompt, strikes in struck]
+        suspicions = [
+            replace(self._known(prompt), strikes=strikes, together=len(struck), why=why) for prompt, strikes in struck
+        ]
+        self._change(suspicions)
+        return suspicions
+
+    def record_worker_death(self, prompt: Prompt, why: str) -> None:
+        """A reward worker has died of a completion."""
+        known = self._known(prompt)
+        self._change([replace(known, workers=known.workers + 1, why=why[:MOST_WORDS])])
+
+    def clear_strikes(self, prompt: Prompt) -> None:
+        """The prompt was sampled to the end: no generator has died of it."""
+        suspicion = self.of(prompt)
+        if suspicion is not None and suspicion.strikes:
+            self._change([replace(suspicion, strikes=0, together=0)])
+
+    def clear_workers(self, prompt: Prompt) -> None:
+        """All its completions were judged: no reward worker has died of one."""
+        suspicion = self.of(prompt)
+        if suspicion is not None and suspicion.workers:
+            self._change([replace(suspicion, workers=0)])
+
+    def lift(self) -> list[Suspicion]:
+        """Clear the counts of all prompts; return what they were."""
+        lifted = self.all
+        self._change([replace(suspicion, strikes=0, together=0, workers=0) for suspicion in lifted])
+        return lifted
+
+    def _known(self, prompt: Prompt) -> Suspicion:
+        record = self._record_of(prompt.prompt_id)
+        return self._by_prompt.get(record.key) or Suspicion(record.key, 0, 0, source=record.source)
+
+    def _change(self, suspicions: Sequence[Suspicion]) -> None:
         for suspicion in suspicions:
             self._note(suspicion)
         self.unwritten += suspicions
-        return suspicions
-
-    def record_error(self, prompt: Prompt) -> None:
-        """No reward could be computed for a completion, which may have killed the worker.  Counts as a lost lease."""
-        known = self.of(prompt) or Suspicion(key_of(prompt), 0, MANY)
-        suspicion = replace(known, strikes=known.strikes + 1)
-        self._note(suspicion)
-        self.unwritten.append(suspicion)
-
-    def clear(self, prompt: Prompt) -> None:
-        """The prompt was sampled to the end: clear its count."""
-        suspicion = self.of(prompt)
-        if suspicion is not None:
-            forgiven = Suspicion(suspicion.prompt, 0, 0)
-            self._note(forgiven)
-            self.unwritten.append(forgiven)
 
     def _note(self, suspicion: Suspicion) -> None:
-        if suspicion.strikes:
+        if suspicion.strikes or suspicion.workers:
             self._by_prompt[suspicion.prompt] = suspicion
         else:
             self._by_prompt.pop(suspicion.prompt, None)
@@ -100,6 +147,10 @@ class LostLeaseFile:
         """All lines, oldest first.  A line that a crash cut off is skipped.  Raises OSError."""
         return self._lines.read()
 
+    def suspicions(self) -> list[Suspicion]:
+        """What holds after the last line, by prompt.  Raises OSError."""
+        return LostLeases(self.read()).all
+
     def append(self, book: LostLeases) -> None:
         """Write the changes to disk; any thread may call this.
 
@@ -109,10 +160,3 @@ class LostLeaseFile:
             changes = book.unwritten[:]
             if changes and self._lines.append(changes):
                 del book.unwritten[: len(changes)]
-
-
-def key_of(prompt: Prompt) -> str:
-    """The identity of a prompt across epochs and attempts."""
-    digest = hashlib.sha256(prompt.task.encode("utf-8", "surrogatepass") + b"\0")
-    digest.update(prompt.token_ids.astype("<i4").tobytes())
-    return digest.hexdigest()[:24]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rlhpc.config import Config
 from rlhpc.config_curriculum import CurriculumConfig
-from rlhpc.contracts import PromptSource
+from rlhpc.contracts import PromptSource, RecordName
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.prompt_memory import NEVER, Outcome, PromptMemory
 from rlhpc.data.prompts import SeededPrompts, open_prompts, raw_draws, seed_of_dataset
@@ -78,6 +78,10 @@ class Curriculum(PromptSource):
     def peek(self, prompt_id: int) -> Prompt:
         """Return a prompt of the order.  Raises DataError for a record that makes none."""
         return self._prompts.peek(prompt_id)
+
+    def record_of(self, prompt_id: int) -> RecordName:
+        """Name the record by its place in the dataset."""
+        return RecordName(str(self._prompts.record_index(prompt_id)), self._prompts.source(prompt_id))
 
     def validate(self, check_of: CheckOf | None = None) -> DatasetSummary:
         """Make every prompt and reference once, without drawing.  Raises DataError as SeededPrompts.validate."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from rlhpc.config import Config
-from rlhpc.contracts import PromptSource
+from rlhpc.contracts import PromptSource, RecordName
 from rlhpc.data.checked_before import once
 from rlhpc.data.curriculum import Curriculum, open_curriculum
 from rlhpc.data.dataset_summary import DatasetSummary
@@ -49,6 +49,12 @@ class Mixture(PromptSource):
         """Return a prompt by its number.  Raises DataError for a record that makes none."""
         local, place = divmod(prompt_id, len(self._parts))
         return self._numbered(place, self._parts[place].peek(local))
+
+    def record_of(self, prompt_id: int) -> RecordName:
+        """Name the record by the place of its dataset in the run file, and its own there."""
+        local, place = divmod(prompt_id, len(self._parts))
+        record = self._parts[place].record_of(local)
+        return replace(record, key=f"{place}:{record.key}")
 
     def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
         """Remember what a finished group says of its prompt."""

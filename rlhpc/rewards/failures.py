@@ -16,6 +16,9 @@ DIED = "died"  # its worker ended
 OUT_OF_MEMORY = "out_of_memory"  # MemoryError; its worker was replaced
 UNSENT = "unsent"  # the completion cannot be sent to a worker
 FAILURES = (RAISED, INVALID, TIMED_OUT, DIED, OUT_OF_MEMORY, UNSENT)
+UNANSWERED = "unanswered"  # no reward service has answered; counted by who has asked
+OF_AGENTS = "agent_"  # before the kind of an agent's own failure, which no worker of ours has died of
+KILLS_ITS_WORKER = frozenset({DIED, OUT_OF_MEMORY})
 
 JUDGED = "judged"  # completions, with a verdict or without
 BATCH_FAILED = "batch_failed"  # batches without any verdict, whose completions were judged again, each alone

@@ -45,6 +45,7 @@ class Judgement:
     detail: str = ""
     answer: str = ""
     rewards_at: dict[int, float] = field(default_factory=dict)  # characters of the completion → part of the reward
+    failure: str = ""  # of a VERIFIER_ERROR: one of FAILURES
 
 
 class RewardPool:
@@ -84,6 +85,7 @@ class RewardPool:
         self._batches = Batches(self._turns, batch_size, num_workers, self._judge_together, self._judge_alone)
         self.failed_batches: dict[str, str] = {}  # by task: how the last one has failed
         self._replacements: set[asyncio.Task[None]] = set()
+        self._limits: dict[WorkerProcess, float] = {}  # seconds, of workers that are being asked
         self._end = ""  # why the pool accepts no more work
         self._num_restarts = 0
         self.counts = TaskCounts()
@@ -101,6 +103,12 @@ class RewardPool:
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers that are alive or being started."""
         return tuple(sorted(worker.pid for worker in self._workers))
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds in which something comes of what is going on: a verdict, a new worker, or the end of the pool."""
+        starting_s = (self._start_timeout_s + 2**_MAX_FAILED_STARTS * _FIRST_BACKOFF_S) * _MAX_FAILED_STARTS
+        return max([0.0, *self._limits.values(), starting_s if self._replacements else 0.0])
 
     @property
     def num_restarts(self) -> int:
@@ -129,7 +137,7 @@ class RewardPool:
             frame = encode_frame(Request(task, completion, reference, self._memory_of(task)))
         except ValueError as error:  # a lone surrogate, or 64 MiB of text
             self.counts.count(task, 0.0, UNSENT)
-            return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"cannot be sent to a worker: {error}")
+            return _failed(f"cannot be sent to a worker: {error}", UNSENT)
         if task in self._batched:
             return await self._batches.judge(task, completion, reference)
         return await self._judge_frame(task, frame)
@@ -143,7 +151,7 @@ class RewardPool:
         try:
             reply = await self._ask(task, worker, frame, self._timeout_of(task))
         except WorkerLost as loss:
-            return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
+            return _failed(f"{task}: {loss}", loss.failure)
         assert isinstance(reply, Reply)
         return _judgement(task, reply)
 
@@ -165,7 +173,7 @@ class RewardPool:
             return [_judgement(task, reply) for reply in said.replies]
         if len(batch) == 1:
             self.counts.count(task, took_s, failure, said.num_forked, said.costs)
-            return [Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {why}")]
+            return [_failed(f"{task}: {why}", failure)]
         self.counts.count_failed_batch(task, took_s)
         self.failed_batches[task] = why
         log.warning("%s failed on a batch of %d completions; judging them again one by one: %s", task, len(batch), why)
@@ -200,7 +208,7 @@ class RewardPool:
             frame = encode_frame(replace(dialogue, memory_limit_bytes=self._memory_of(dialogue.task)))
         except ValueError as error:
             self.counts.count(name, 0.0, UNSENT)
-            return Turn(error=f"cannot be sent to a worker: {error}")
+            return Turn(error=f"cannot be sent to a worker: {error}", failure=UNSENT)
         taken = await self._turns.take(name)
         holder = self._holders.pop(dialogue.key, None)
         worker = taken if holder is None else self._turns.exchange(taken, holder)
@@ -209,10 +217,10 @@ class RewardPool:
         try:
             turn = await self._ask(name, worker, frame, timeout_s * times)
         except WorkerLost as loss:
-            return Turn(error=f"{name}: {loss}")
+            return Turn(error=f"{name}: {loss}", failure=loss.failure)
         assert isinstance(turn, Turn)
         if turn.error:
-            return Turn(error=f"{name}: {turn.error}")
+            return Turn(error=f"{name}: {turn.error}", failure=turn.failure)
         if not turn.is_over:
             self._holders[dialogue.key] = worker
             if len(self._holders) > MOST_HELD:
@@ -227,6 +235,7 @@ class RewardPool:
         name: the task or environment that has the worker.
         """
         is_whole, failure, num_forked, costs, began = False, "", 0, NO_COSTS, time.monotonic()
+        self._limits[worker] = timeout_s
         try:
             reply = await worker.ask(frame, timeout_s)
             failure, num_forked, costs = reply.failure, reply.num_forked, reply.costs
@@ -237,6 +246,7 @@ class RewardPool:
             failure = loss.failure
             raise
         finally:
+            del self._limits[worker]
             # Also when this call was cancelled: a worker that may still reply to the old request cannot be used.
             if is_whole:
                 self._turns.give_back(name, worker)
@@ -273,7 +283,12 @@ class RewardPool:
             return  # close() kills it
         replacement = asyncio.create_task(self._replace(worker))
         self._replacements.add(replacement)
-        replacement.add_done_callback(self._replacements.discard)
+        replacement.add_done_callback(self._replaced)
+
+    def _replaced(self, replacement: asyncio.Task[None]) -> None:
+        self._replacements.discard(replacement)
+        if not replacement.cancelled() and (error := replacement.exception()) is not None:
+            self._finish(f"a worker could not be replaced: {error!r}")
 
     async def _replace(self, worker: WorkerProcess) -> None:
         await self._discard(worker)
@@ -302,6 +317,10 @@ class RewardPool:
 
 def _judgement(task: str, reply: Reply) -> Judgement:
     if reply.error:
-        return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {reply.error}")
+        return _failed(f"{task}: {reply.error}", reply.failure)
     verdict = Verdict.CORRECT if reply.is_correct else Verdict.WRONG
     return Judgement(reply.reward, verdict, reply.parts, reply.detail, reply.answer, reply.rewards_at)
+
+
+def _failed(why: str, failure: str) -> Judgement:
+    return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=why, failure=failure)

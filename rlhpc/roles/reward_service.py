@@ -14,7 +14,7 @@ from functools import partial
 
 from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import ClientChannel, ServerChannel
-from rlhpc.errors import ChannelFull, PeerUnreachable
+from rlhpc.errors import ChannelFull, PeerUnreachable, RoleFailed
 from rlhpc.messages import (
     Heartbeat,
     Reregister,
@@ -31,18 +31,20 @@ from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
-from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.lifecycle import RoleContext, run_loop, stop_event, unless_stopped
 from rlhpc.roles.common.stand_by import await_turn
 from rlhpc.roles.common.turn_calls import answered
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
 
+LOOK_S = 1.0  # between two looks at whether anything is judged
+STUCK_S = 15.0  # beyond the time limits of what is being judged
 NEWS_S = 2.0  # between two messages to who waits; a client is patient for SILENT_S more than one verdict takes
 
 
 def run(context: RoleContext) -> None:
     """Serve until asked to stop."""
-    asyncio.run(_serve(context))
+    run_loop(_serve(context))
 
 
 async def _serve(context: RoleContext) -> None:
@@ -91,16 +93,19 @@ class RewardService:
     A peer whose requests wait behind those of others is told so for as long as verdicts go on.
     """
 
-    def __init__(self, server: ServerChannel, pool: RewardPool, *, news_s: float = NEWS_S) -> None:
-        """news_s: between two messages to those who wait."""
-        self._server, self._pool, self._news_s = server, pool, news_s
+    def __init__(
+        self, server: ServerChannel, pool: RewardPool, *, news_s: float = NEWS_S, stuck_s: float = STUCK_S
+    ) -> None:
+        """news_s: between two messages to those who wait.  stuck_s: patience beyond the pool's."""
+        self._server, self._pool, self._news_s, self._stuck_s = server, pool, news_s, stuck_s
         self._waiting: defaultdict[str, set[int]] = defaultdict(set)  # ids of requests, by peer
         self._num_judged = 0
 
     async def serve(self) -> None:
-        """Receive requests, endlessly."""
+        """Receive requests, endlessly.  Raises RoleFailed if requests wait and none is judged for too long."""
         async with asyncio.TaskGroup() as judging:
             judging.create_task(self._tell_who_waits())
+            judging.create_task(self._watch_progress())
             while True:
                 peer, request = await self._server.receive()
                 judging.create_task(self._answer(peer, request))
@@ -149,6 +154,20 @@ class RewardService:
                     with suppress(PeerUnreachable, ChannelFull):  # it died, or has much to read
                         await self._server.send(peer, StillWaiting(tuple(sorted(waiting))), timeout_s=0.0)
 
+    async def _watch_progress(self) -> None:
+        """Fail where the workers are lost in a way that nobody has noticed: the next start has others.
+
+        Looks are counted, not seconds, in which this process may have been stopped.
+        """
+        stuck_s, before = 0.0, (0, 0)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            done, before = before, (self._num_judged, self._pool.num_restarts)
+            num_waiting = sum(map(len, self._waiting.values()))
+            stuck_s = stuck_s + LOOK_S if num_waiting and done == before else 0.0
+            if stuck_s > self._pool.patience_s + self._stuck_s:
+                raise RoleFailed(f"{num_waiting} requests wait, and nothing was judged for {stuck_s:g} s")
+
     async def _judged(self, request: RewardRequest) -> RewardReply:
         judgement = await self._pool.judge(request.task, request.completion, request.reference)
         return RewardReply(
@@ -158,4 +177,5 @@ class RewardService:
             judgement.parts,
             judgement.detail,
             judgement.rewards_at,
+            judgement.failure,
         )

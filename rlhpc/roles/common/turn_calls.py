@@ -54,4 +54,5 @@ async def answered(pool: RewardPool, request: TurnRequest) -> TurnReply:
         detail=turn.error or turn.detail,
         is_done=turn.is_done,
         is_over=turn.is_over,
+        failure=turn.failure,
     )

@@ -45,7 +45,7 @@ from rlhpc.messages import (
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
+from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, run_loop
 from rlhpc.roles.common.stand_by import await_turn_blocking
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.canary import open_canary
@@ -78,7 +78,7 @@ FAREWELL_S = 2.0  # for StopRole to reach the others
 
 def run(context: RoleContext) -> None:
     """Run to the last step, or until asked to stop; then stop all other roles."""
-    asyncio.run(_control(await_turn_blocking(context, warm_up)))
+    run_loop(_control(await_turn_blocking(context, warm_up)))
 
 
 async def _control(context: RoleContext) -> None:
@@ -147,7 +147,7 @@ class Controller:
         self._guarding.on_disk(self._journaling.durable, self._checkpoints.can_return_to)
         self._sealing = PatientSealing(self._state.segments, self._awake)
         writers = self._journaling, self._sealing, self._checkpoints
-        self._board = StatusBoard(context.layout, config, self._registry, buffer, context.fence, writers)
+        self._board = StatusBoard(context.layout, config, self._registry, buffer, context.fence, writers, gate)
         self._processes = RunProcesses(context, control, self._registry, self._weight_sync, self._state)
         self._recorder = RunRecorder(
             context,
@@ -293,8 +293,7 @@ class Controller:
                 self._loop.groups_changed()  # perhaps only generators without weights are left
             self._state.totals.leases_regranted += self._state.buffer.expire()
             for group_id in self._state.buffer.poisoned():
-                log.warning("group %d dropped: every lease of one of its members was lost", group_id)
-                self._sink.drop(group_id, DropReason.POISON)
+                self._sink.refuse(group_id)
                 self._loop.groups_changed()
             await asyncio.to_thread(self._sealing.tick)
             await self._processes.write()

@@ -21,6 +21,7 @@ from rlhpc.config_sections import AdmissionConfig
 from rlhpc.contracts import PromptSource
 from rlhpc.errors import LedgerError, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.rewards.failures import KILLS_ITS_WORKER
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.types import Rollout, RolloutGroup, ScoredRollout, Verdict
 
@@ -93,16 +94,19 @@ class RolloutSink:
             log.warning("rollout %d:%d was sampled with other weights: ignored", rollout.group_id, rollout.sample_index)
             return False  # a generator has kept it from before a restart that has not repeated its steps
         self.stats.num_tokens += len(rollout.token_ids)
-        self._gate.count(scored.verdict, scored.detail)
-        self._gate.check()
-        group = self._buffer.deliver(holder, self._with_own_reference(scored))
+        self._gate.count(scored.verdict, scored.detail, scored.failure)
         if scored.verdict is Verdict.VERIFIER_ERROR:
             log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
-            self.lost_leases.record_error(rollout.prompt)
+            if scored.failure in KILLS_ITS_WORKER:
+                self.lost_leases.record_worker_death(rollout.prompt, scored.detail)
+        self._gate.check(self._admission.max_groups_without_spread)
+        group = self._buffer.deliver(holder, self._with_own_reference(scored))
+        if scored.verdict is Verdict.VERIFIER_ERROR:
             self.drop(rollout.group_id, DropReason.VERIFIER_ERROR)
             return True
         if group is None:
             return False
+        self.lost_leases.clear_workers(group.prompt)
         self._count_finished(group)
         self._check_reward_variance(group)
         return True
@@ -144,6 +148,22 @@ class RolloutSink:
                 self._count_drop(resolved.drop_reason, group)
             elif self._buffer.is_open(group.group_id):
                 self._check_reward_variance(group)
+
+    def refuse(self, group_id: int) -> None:
+        """Drop a group that is no longer granted: its prompt is quarantined, or a member has lost all its leases.
+
+        Raises StarvedError or RoleFailed when that happens too often: a run must not go on with what it refuses.
+        """
+        record = self._buffer.open_record(group_id)
+        if record is None:
+            return
+        suspicion = self.lost_leases.of(record.prompt)
+        num_lost = record.attempts - 1
+        why = suspicion.text if suspicion else f"{num_lost} leases of one of its members expired or ended with a death"
+        log.warning("group %d is dropped, its prompt quarantined: %s", group_id, why)
+        self.drop(group_id, DropReason.POISON)
+        self._gate.count_refused(why)
+        self._gate.check(self._admission.max_groups_without_spread)
 
     @property
     def verifier_error_share(self) -> float:

@@ -70,7 +70,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     prompts, membership = open_prompt_source(config), Membership()
     if saved is not None:
         prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
-    lost_leases = _read_lost_leases(layout)
+    lost_leases = _read_lost_leases(layout, prompts)
     settings = _ledger_settings(context, tokenizer, clock) | {"lost_leases": lost_leases}
     ledger = (
         AdmissionLedger(**settings) if not saved else AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
@@ -169,9 +169,9 @@ def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock)
     )
 
 
-def _read_lost_leases(layout: RunLayout) -> LostLeases:
+def _read_lost_leases(layout: RunLayout, prompts: PromptSource) -> LostLeases:
     try:
-        return LostLeases(LostLeaseFile(layout.strikes).read())
+        return LostLeases(LostLeaseFile(layout.strikes).read(), prompts.record_of)
     except OSError as error:
         raise CheckpointError(f"{layout.strikes}: cannot be read: {error}") from error
 

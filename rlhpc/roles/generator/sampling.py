@@ -32,6 +32,7 @@ from rlhpc.errors import ChannelError, ChannelTimeout
 from rlhpc.generation.finished_request import prefix_of, prefix_of_failed, prefix_up_to
 from rlhpc.messages import LeaseProgress, LeaseReturn, RewardReply, RewardRequest, TurnReply, TurnRequest
 from rlhpc.metrics.meters import Rate
+from rlhpc.rewards.failures import UNANSWERED
 from rlhpc.roles.common.dialogue import Dialogue, Environment, Finished, Taken, Template
 from rlhpc.roles.common.turn_calls import turn_request
 from rlhpc.roles.generator.agents.agents import Agents
@@ -217,7 +218,7 @@ class Sampling:
             return rollout, None
         verdict = Verdict(reply.verdict)
         parts, token_rewards = reply.reward_parts, finished.token_rewards
-        return rollout, ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards)
+        return rollout, ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards, reply.failure)
 
     async def _with_agent(self, request: RolloutRequest, admitted_version: int) -> Finished:
         """One that fails is started again, as a verifier is asked again, and goes on from the tokens that there are."""
@@ -258,7 +259,7 @@ class Sampling:
         reply: RewardReply | ChannelTimeout = await self._ask(asked)
         if isinstance(reply, RewardReply):
             return reply
-        return RewardReply(0, 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply))
+        return RewardReply(0, 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply), failure=UNANSWERED)
 
     async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
         """What the environment answers to the turns so far; a failure is a verdict."""
@@ -266,7 +267,8 @@ class Sampling:
         reply: TurnReply | ChannelTimeout = await self._ask(turn_request(request, dataset, taken))
         if isinstance(reply, TurnReply):
             return reply
-        return TurnReply(0, (), 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply), is_done=False, is_over=True)
+        return TurnReply(0, (), 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply),
+                         is_done=False, is_over=True, failure=UNANSWERED)  # fmt: skip
 
     async def _return(self, request: RolloutRequest, rollout: Rollout) -> None:
         newest = self._recalled.get(request.request_id)
@@ -286,11 +288,12 @@ class Sampling:
         request = RewardRequest(0, prompt.task, answer, prompt.reference)  # the RPC client numbers calls
         reply: RewardReply | ChannelTimeout = await self._ask(request)
         if isinstance(reply, ChannelTimeout):
-            return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(reply))
+            return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(reply), failure=UNANSWERED)
         rewards_at = {start + place: reward for place, reward in reply.rewards_at.items()}
         token_rewards = self._tokenizer.on_tokens(rewards_at, rollout.token_ids)
         verdict = Verdict(reply.verdict)
-        return ScoredRollout(rollout, reply.reward, verdict, reply.reward_parts, reply.detail, token_rewards)
+        parts, failure = reply.reward_parts, reply.failure
+        return ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards, failure)
 
     async def _ask(self, request: RewardRequest | TurnRequest) -> Any:
         """The reply, of the next session where this one ends; or ChannelTimeout: every replica was asked."""

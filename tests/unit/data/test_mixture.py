@@ -61,6 +61,17 @@ def test_every_dataset_has_its_share_in_every_stretch_of_prompts(make) -> None:
     assert {name: drawn.count(name) for name in WEIGHTS} == {"math": 200, "code": 80, "chat": 20}
 
 
+def test_a_record_is_named_the_same_in_every_epoch_and_attempt_and_as_no_other(make) -> None:
+    source, records = make(), {}
+    for prompt in (source.draw(0) for _ in range(100)):
+        name = source.record_of(prompt.prompt_id)
+        assert records.setdefault(name.key, prompt.reference) == prompt.reference
+        assert name.source.endswith(f"{dataset_of(prompt)}.jsonl:{int(prompt.reference.split()[1]) + 1}")
+        assert make().record_of(prompt.prompt_id) == name
+    assert len(records) == sum(SIZES.values())
+    assert make(("math",)).record_of(3).key in map(str, range(SIZES["math"]))
+
+
 def test_the_number_of_a_prompt_tells_its_dataset_and_grows_within_it(make) -> None:
     source = make()
     drawn = [source.draw(0) for _ in range(60)]

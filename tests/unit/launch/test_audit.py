@@ -424,9 +424,19 @@ def test_a_loss_that_prefers_long_completions_and_poisoned_prompts_are_remarked_
     assert before.lengths["lost"]["mean"] > before.lengths["trained"]["mean"] + 20
 
     lines = [{"prompt": "abc", "strikes": 3, "together": 4}, {"prompt": "def", "strikes": 1, "together": 4}]
+    lines.append({"prompt": "1:7", "strikes": 0, "together": 0, "workers": 9, "source": "b.jsonl:8", "why": "SIGSEGV"})
     layout.strikes.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (remark,) = check_of(audited(layout), "poison and quarantine").remarks
-    assert remark == "1 prompt under suspicion, granted with few others or alone: abc (3 deaths)"
+    dropped, quarantined, suspects = check_of(audited(layout), "poison and quarantine").remarks
+    assert dropped.startswith("dropped because no verifier, environment or agent could judge them: ")
+    assert quarantined == (
+        "1 prompt quarantined, sampled again only after a resume with --lift-quarantine: record 1:7 (b.jsonl:8): "
+        "9 reward workers died of it, the last: SIGSEGV"
+    )
+    said = "1 prompt under suspicion, granted with few others or alone: record abc: "
+    said += "3 generators died while they sampled it"
+    assert suspects == said
+    last = as_table(layout, audited(layout)).splitlines()[-1]
+    assert last.startswith(f"{layout.root}: clean, with remarks on members, length bias, poison and quarantine; ")
 
 
 def make_long(groups: list[ResolvedGroup]) -> None:

@@ -20,6 +20,7 @@ from launch.slurm.this_job import ThisJob
 from launch.supervisor.begin import AttemptStarter, BeginError
 from launch.supervisor.signals import Signals
 from rlhpc.buffer.event_log import Began, GroupEventLog, RolledBack
+from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
 from rlhpc.config import Config
 from rlhpc.config_file import override
 from rlhpc.errors import RunDirectoryError
@@ -215,6 +216,27 @@ def test_jobs_from_the_start_find_no_checkpoint_when_they_begin(config: Config, 
     prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
     assert len(told) == 3
     assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] is None
+
+
+def test_a_resume_says_what_stays_quarantined_and_lifts_it_if_asked_to(config: Config, layout: RunLayout) -> None:
+    lines = [
+        Suspicion("7", 0, 0, workers=5, source="train.jsonl:8", why="parity: worker died: signal SIGSEGV"),
+        Suspicion("9", 5, 4, why="generator-0 died or fell silent"),
+        Suspicion("8", 1, 4),
+    ]
+    book = LostLeases()
+    book.unwritten = [*lines]
+    LostLeaseFile(layout.strikes).append(book)
+    last = "record 9: 5 generators died while they sampled it, the last: generator-0 died or fell silent"
+    stays = f"2 prompts of earlier attempts stay quarantined ({last}); --lift-quarantine samples them again"
+    assert resume(config, layout)[1] == [stays]
+    told: list[str] = []
+    lifting = ResumePoint(lift_quarantine=True)
+    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False, resume_from=lifting, tell=told.append)
+    assert told == [f"the quarantine of 2 prompts is lifted ({last})"]
+    assert LostLeaseFile(layout.strikes).suspicions() == []
+    assert resume(config, layout, lifting)[1] == ["no prompt is quarantined"]
+    assert resume(config, layout)[1] == []
 
 
 @pytest.fixture

@@ -310,9 +310,15 @@ def test_whoever_stops_a_run_is_told_all_that_was_typed_to_start_it(
 
 
 def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--from-start"], ["--step", "4"], ["--no-replay"], ["--fresh", "--from-start"]):
+    for words in (
+        ["--from-start"],
+        ["--step", "4"],
+        ["--no-replay"],
+        ["--lift-quarantine"],
+        ["--fresh", "--from-start"],
+    ):
         assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_CONFIG
-        assert capsys.readouterr().err.endswith("chooses where a resume begins: use it with --resume\n")
+        assert capsys.readouterr().err.endswith("says how a resume begins: use it with --resume\n")
     family = ["submit", str(lab.run_file("bench")), "site.toml", "--seeds", "2", "--resume", "--step", "4"]
     assert main(family) == EXIT_CONFIG
     assert "--step applies to one run" in capsys.readouterr().err

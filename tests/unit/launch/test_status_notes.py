@@ -40,9 +40,12 @@ def test_prompts_that_ended_generators_too_often_are_listed_and_others_counted(l
     strike(layout, killer=1, other=1, innocent=1)
     strike(layout, killer=3, innocent=0)
     notes = read_notes(layout)
-    assert (notes.quarantined, notes.suspects) == (["killer"], ["other"])
-    assert notes.lines()[0].startswith("quarantined prompts   1;")
-    assert "killer" in notes.lines()[0]
+    assert [each.prompt for each in notes.quarantined] == ["killer"]
+    assert [each.prompt for each in notes.suspects] == ["other"]
+    assert notes.lines()[0] == (
+        "quarantined prompts   1: record killer: 3 generators died while they sampled it; a resume with "
+        "--lift-quarantine samples them again"
+    )
     assert notes.lines()[1].startswith("suspect prompts   1;")
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from rlhpc.errors import RoleFailed
+from rlhpc.errors import RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.types import Verdict
 
@@ -56,3 +56,20 @@ def test_a_limit_of_one_lets_everything_pass():
     gate = ErrorGate(1.0, window=10)
     count(gate, Verdict.VERIFIER_ERROR, 100)
     gate.check()
+
+
+def test_the_message_counts_errors_by_their_cause():
+    gate = ErrorGate(0.5, window=10)
+    for failure in ("agent_died", "timed_out", "agent_died"):
+        gate.count(Verdict.VERIFIER_ERROR, "exit status 1: HTTP 400", failure)
+    gate.count(Verdict.WRONG)
+    for _ in range(3):
+        gate.count_refused("record 3: 5 reward workers died of it")
+    said = (
+        r"6 of the last 7 verdicts .*\(window 10; quarantined 3, agent died 2, timed out 1\).*record 3: .*-quarantine$"
+    )
+    with pytest.raises(RoleFailed, match=said):
+        gate.check()
+    gate.count_refused("record 3: 5 reward workers died of it")  # most are refusals: another attempt would not help
+    with pytest.raises(StarvedError):
+        gate.check()

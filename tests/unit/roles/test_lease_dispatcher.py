@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.contracts import PromptSource
+from rlhpc.contracts import PromptSource, RecordName
 from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.topology import LEASES
 from rlhpc.transport.memory import MemoryServer
@@ -46,6 +46,9 @@ class CountedPrompts(PromptSource):
 
     def peek(self, prompt_id: int) -> Prompt:
         return prompt(prompt_id)
+
+    def record_of(self, prompt_id: int) -> RecordName:
+        return RecordName(str(prompt_id))
 
     def state(self) -> dict[str, int]:
         return {}

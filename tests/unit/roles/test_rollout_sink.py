@@ -13,6 +13,7 @@ from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.config_algorithm import ShapingConfig
 from rlhpc.errors import LedgerError, RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.rewards.failures import KILLS_ITS_WORKER
 from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.types import FinishReason, RolloutGroup, Verdict
@@ -219,36 +220,94 @@ def test_in_a_deterministic_run_a_lease_that_other_weights_have_sampled_ends_the
         strict.receive("generator-0", later)
 
 
-def test_a_prompt_of_which_no_completion_can_be_judged_is_quarantined_after_so_many_tries(tmp_path: Path) -> None:
-    """Each try may have killed reward workers; other epochs draw the prompt again."""
-    config, book = small_config(max_attempts=3), LostLeases()
-    ledger = make_ledger(config, lost_leases=book)
-    buffer = make_buffer(config, tmp_path, ledger)
-    sink = RolloutSink(buffer, ErrorGate(1.0), config.admission)
-    sink.lost_leases = book
+class Judged:
+    """Groups of a prompt, one after the other, and what was said of their first member."""
 
-    def fail_once(group_id: int) -> None:
-        assert buffer.admit(prompt(7), 0) == group_id
-        assert buffer.poisoned() == []
-        member = scored(group_id, 0, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="killed")
-        sink.receive("generator-0", replace(member, rollout=replace(member.rollout, prompt=prompt(7))))
-        assert not buffer.is_open(group_id)
+    def __init__(self, directory: Path, gate: ErrorGate | None = None, **admission: object) -> None:
+        config = small_config(max_attempts=3, **admission)
+        self.book, self.gate = LostLeases(), gate or ErrorGate(1.0)
+        self.buffer = make_buffer(config, directory, make_ledger(config, lost_leases=self.book))
+        self.sink = RolloutSink(self.buffer, self.gate, config.admission)
+        self.sink.lost_leases = self.book
 
-    for group_id in range(2):
-        fail_once(group_id)
-    assert buffer.admit(prompt(8), 0) == 2  # another one
-    buffer.drop(2, DropReason.CANCELLED)
-    assert buffer.admit(prompt(7), 0) == 3
-    for index in (0, 1):
-        member = scored(3, index)
-        buffer.deliver("generator-0", replace(member, rollout=replace(member.rollout, prompt=prompt(7))))
-    assert book.of(prompt(7)) is None  # it was completed: cleared
-    buffer.drop(3, DropReason.CANCELLED)
-    for group_id in range(4, 7):
-        fail_once(group_id)
-    assert buffer.admit(prompt(7), 0) == 7
-    assert buffer.poisoned() == [7]
-    assert buffer.grant("generator-0", 2) is None
+    def admit(self, prompt_id: int = 7) -> int:
+        return self.buffer.admit(prompt(prompt_id), 0)
+
+    def fail(self, failure: str, prompt_id: int = 7, detail: str = "killed") -> None:
+        group_id = self.admit(prompt_id)
+        assert self.buffer.poisoned() == []
+        self.bring(group_id, 0, prompt_id, Verdict.VERIFIER_ERROR, detail, failure)
+        assert not self.buffer.is_open(group_id)
+
+    def succeed(self, prompt_id: int = 7) -> None:
+        group_id = self.admit(prompt_id)
+        for index in (0, 1):
+            self.bring(group_id, index, prompt_id, Verdict.CORRECT)
+
+    def bring(
+        self, group_id: int, index: int, prompt_id: int, verdict: Verdict, detail: str = "", failure: str = ""
+    ) -> None:
+        member = scored(group_id, index, 0.0, verdict=verdict, detail=detail)
+        rollout = replace(member.rollout, prompt=prompt(prompt_id))
+        self.sink.receive("generator-0", replace(member, rollout=rollout, failure=failure))
+
+
+@pytest.mark.parametrize("failure", sorted(KILLS_ITS_WORKER))
+def test_a_prompt_whose_completions_kill_reward_workers_is_quarantined_after_so_many_groups_in_a_row(
+    tmp_path: Path, failure: str
+) -> None:
+    """Other epochs draw it again."""
+    judged = Judged(tmp_path)
+    for _ in range(2):
+        judged.fail(failure)
+    judged.succeed()
+    assert judged.book.of(prompt(7)) is None  # it was judged: cleared
+    for _ in range(3):
+        judged.fail(failure)
+    refused = judged.admit()
+    assert judged.buffer.poisoned() == [refused]
+    assert judged.buffer.grant("generator-0", 2) is None
+    judged.sink.refuse(refused)
+    assert judged.buffer.poisoned() == []
+    assert judged.gate.document() == {
+        "causes": {failure: 5, "quarantined": 1},
+        "latest": "record 7: 3 reward workers died of it, the last: killed",
+    }
+
+
+@pytest.mark.parametrize("failure", ["raised", "invalid", "timed_out", "unsent", "unanswered", "agent_died", ""])
+def test_errors_that_kill_no_worker_never_quarantine_a_prompt(tmp_path: Path, failure: str) -> None:
+    """A tool server that is away for a while, an agent that exits: once they are mended, their prompts are sampled."""
+    judged = Judged(tmp_path)
+    for _ in range(50):
+        judged.fail(failure)
+    assert judged.book.all == judged.book.unwritten == []
+    judged.succeed()
+    assert judged.gate.error_share < 1.0
+
+
+def test_a_run_in_which_nothing_but_quarantined_prompts_is_left_ends_and_says_why(tmp_path: Path) -> None:
+    judged = Judged(tmp_path, ErrorGate(0.05))
+    for prompt_id in range(1, 3):
+        for _ in range(3):
+            judged.book.record_worker_death(prompt(prompt_id), "parity: worker died: signal SIGSEGV")
+    for turn in range(10):
+        judged.sink.refuse(judged.admit(1 + turn % 2))
+    last = judged.admit(1)
+    said = r"11 of the last 11 verdicts .* quarantined 11\).*SIGSEGV.*--lift-quarantine"
+    with pytest.raises(StarvedError, match=said):
+        judged.sink.refuse(last)
+
+
+def test_whoever_tolerates_every_error_is_told_all_the_same_when_no_batch_can_be_filled(tmp_path: Path) -> None:
+    judged = Judged(tmp_path, max_groups_without_spread=12)
+    for prompt_id in range(11):
+        judged.fail("raised", prompt_id, "no tool server")
+    judged.succeed(20)
+    for prompt_id in range(11):
+        judged.fail("raised", prompt_id, "no tool server")
+    with pytest.raises(StarvedError, match=r"12 errors in a row .* raised 23\).*the latest: no tool server$"):
+        judged.fail("raised", 12, "no tool server")
 
 
 def test_a_rollout_of_another_prompt_than_its_group_s_is_ignored(door: Door, caplog: pytest.LogCaptureFixture) -> None:

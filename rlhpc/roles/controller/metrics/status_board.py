@@ -16,6 +16,7 @@ from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
+from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.rewards.failures import PREFIX, by_task
 from rlhpc.roles.controller.metrics.timeline import Timeline
 from rlhpc.roles.controller.process_registry import ProcessRegistry
@@ -63,9 +64,10 @@ class StatusBoard:
         buffer: RolloutBuffer,
         fence: Fence | None = None,
         writers: Sequence[Writer] = (),
+        gate: ErrorGate | None = None,
     ) -> None:
         self._path, self._config, self._registry, self._buffer = layout.status, config, registry, buffer
-        self._fence, self._writers = fence, writers
+        self._fence, self._writers, self._gate = fence, writers, gate
         self._timeline = Timeline(layout.timeline, fence)
         self.figures = LiveFigures()
 
@@ -81,6 +83,7 @@ class StatusBoard:
             "queue": self._buffer.counts() | {"oldest_in_flight_s": round(self._buffer.oldest_in_flight_age_s)},
             "roles": roles,
             "disk_troubles": [each.disk_trouble for each in self._writers if each.disk_trouble],
+            "errors": self._gate.document() if self._gate is not None else {},
             "verifiers": by_task(self._registry.totals(PREFIX, "reward", "generator")),
             **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from rlhpc.contracts import RewardOutcome
 from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.errors import ConfigError
 from rlhpc.messages import RewardReply, TurnReply
-from rlhpc.rewards.failures import DIED, INVALID, TIMED_OUT
+from rlhpc.rewards.failures import DIED, INVALID, OF_AGENTS, TIMED_OUT
 from rlhpc.roles.common.dialogue import Taken
 from rlhpc.roles.generator.agents.replies import Turn, turn_of
 from rlhpc.roles.generator.agents.requests import Asked, Message, Refused, first_difference, is_same
@@ -304,7 +304,8 @@ class AgentSession:
         self.is_settled = True
         if isinstance(event, Failed):
             self.failure = event.failure
-            return _reply(0.0, Verdict.VERIFIER_ERROR, {}, f"agent: {event.why}")
+            failed = _reply(0.0, Verdict.VERIFIER_ERROR, {}, f"agent: {event.why}")
+            return replace(failed, failure=OF_AGENTS + event.failure)
         reported = event.outcome or RewardOutcome(0.0, is_correct=False)
         if self._judge is None:
             verdict = Verdict.CORRECT if reported.is_correct else Verdict.WRONG
@@ -312,7 +313,8 @@ class AgentSession:
         judged = await self._judge(taken.answer)
         detail = "; ".join(filter(None, (reported.detail, judged.detail)))
         parts = {**reported.parts, **judged.reward_parts}
-        return _reply(reported.reward + judged.reward, Verdict(judged.verdict), parts, detail)
+        replied = _reply(reported.reward + judged.reward, Verdict(judged.verdict), parts, detail)
+        return replace(replied, failure=judged.failure)
 
 
 def _no_room() -> Refused:
