@@ -35,7 +35,7 @@ from rlhpc.rewards.environments.settings import judged_tasks
 from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import Judgement, RewardPool
 from rlhpc.roles.common.dialogue import Dialogue, Taken
-from rlhpc.roles.common.lifecycle import exit_status_of, stop_event
+from rlhpc.roles.common.lifecycle import exit_status_of, run_loop, stop_event
 from rlhpc.roles.common.turn_calls import answered, turn_request
 from rlhpc.types import FinishReason, Rollout, RolloutRequest, SamplingParams, Verdict
 
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         format=f"%(asctime)s evaluator-{index} %(name)s %(levelname)s %(message)s",
     )
     leave_no_core_file()
-    return exit_status_of(lambda: asyncio.run(_evaluate(options.directory, index, num_shares)), log)
+    return exit_status_of(lambda: run_loop(_evaluate(options.directory, index, num_shares)), log)
 
 
 async def _evaluate(directory: Path, index: int, num_shares: int) -> None:

@@ -1,8 +1,9 @@
-"""One of two reward services stops answering, alive: the other one judges for both, and nothing is lost."""
+"""A reward service stops answering, alive: another one judges for both, or it is started again; nothing is lost."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -36,6 +37,31 @@ def test_a_reward_service_that_is_frozen_holds_up_nobody_and_loses_nothing(tmp_p
         finally:
             os.kill(frozen, signal.SIGCONT)
         run.wait_for_step(run.status()["step"] + 4)
+        assert rlhpc("stop", str(layout.root)).returncode == 0
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+        num_steps = run.status()["step"]
+    assert_full_batches_trained_once(layout.rollouts, num_steps, 4, 4)
+
+
+@pytest.mark.ring
+@pytest.mark.long
+def test_the_only_reward_service_runs_out_of_memory_and_is_started_again(tmp_path: Path) -> None:
+    """Its event loop survives that in its callbacks, and heartbeats need little memory."""
+    lab = make_lab(tmp_path)
+    run_file = lab.run_file(
+        "starved",
+        run={"num_steps": 100_000},
+        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        transport={"dead_after_s": 900.0},
+    )
+    layout = lab.layout("starved")
+    with Run(run_file, layout) as run:
+        run.wait_for_step(2)
+        starved = run.role("reward").pid
+        resource.prlimit(starved, resource.RLIMIT_AS, (1 << 20, 1 << 20))  # what it has stays; it gets no more
+        status = run.wait_until(lambda s: any(r["name"] == "reward-0" and r["pid"] != starved for r in s["roles"]))
+        run.wait_for_step(status["step"] + 4)
         assert rlhpc("stop", str(layout.root)).returncode == 0
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()

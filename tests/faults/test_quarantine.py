@@ -133,8 +133,8 @@ def test_a_run_of_which_quarantine_leaves_nothing_says_so_and_goes_on_once_it_is
     assert "6 prompts quarantined" in audit.stdout
     assert audit.stdout.splitlines()[-1].startswith(f"{layout.root}: clean, with remarks on poison and quarantine")
     status = rlhpc("status", str(layout.root)).stdout
-    assert "quarantined prompts   6: record 0 (" in status
-    assert "train.jsonl:1)" in status
+    assert "quarantined prompts   6: record " in status
+    assert "train.jsonl:" in status
 
     mend(tmp_path / "faults")
     with run_of(lab, "environment", "--resume", **deadly) as run:

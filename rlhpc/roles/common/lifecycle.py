@@ -15,11 +15,12 @@ import math
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypedDict, TypeVar
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 from rlhpc.code_digest import code_digest
 from rlhpc.config import Config
@@ -45,6 +46,7 @@ from rlhpc.run_layout import RunLayout
 Result = TypeVar("Result")
 MEET_TIMEOUT_S = 120.0  # without a supervisor's limit
 INTERRUPT_PATIENCE_S = 3.0  # for the step that is being trained
+_THREADS = ("guard", "zap")  # they end with the process: without them it is left alone, or lets nobody in
 LOOK_S = 0.2  # polling interval, for a signal that shortens the limit
 
 
@@ -153,6 +155,7 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     )
     log = logging.getLogger("rlhpc.lifecycle")
     log.info("started: pid %d, incarnation %s, attempt %d", os.getpid(), context.incarnation, context.attempt)
+    end_with_threads()
     leave_no_core_file()
     keep_others_from_writing()
     if text := openness(context.layout.root).text:
@@ -229,6 +232,55 @@ def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
 def _in_one_line(error: BaseException) -> str:
     """The launcher shows the last line of a log, so a message of several lines is joined to one."""
     return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run a role's coroutine in an event loop of its own; an exception in a callback of the loop ends the process.
+
+    By itself asyncio logs it and goes on, without what the callback was to do: a pipe that is never read again, while
+    heartbeats tell that all is well.  Another start of the process is better, whatever the callback belongs to.
+    """
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_exception_handler(_end_after)
+        runner.run(work)
+
+
+def _end_after(loop: asyncio.AbstractEventLoop, said: dict[str, Any]) -> None:
+    """Log what asyncio says, and end the process, unless all of it is a task whose result nobody wants."""
+    error = said.get("exception")
+    is_out_of_memory = isinstance(error, MemoryError)
+    if not is_out_of_memory and "handle" not in said and "transport" not in said:
+        loop.default_exception_handler(said)
+        return
+    try:
+        loop.default_exception_handler(said)
+    finally:
+        _end_of(error, f"in the event loop: {said.get('message', '')}")
+
+
+def end_with_threads() -> None:
+    """End this process when a thread of it runs out of memory, or one fails that nobody waits for."""
+
+    def end_after(failed: threading.ExceptHookArgs) -> None:
+        name = failed.thread.name if failed.thread is not None else ""
+        try:
+            threading.__excepthook__(failed)
+        finally:
+            if isinstance(failed.exc_value, MemoryError) or name in _THREADS:
+                _end_of(failed.exc_value, f"in the thread {name!r}")
+
+    threading.excepthook = end_after
+
+
+def _end_of(error: BaseException | None, where: str) -> NoReturn:
+    """End this process; the reason is the last line of its log."""
+    status = EXIT_FAULT if isinstance(error, MemoryError) else EXIT_BUG
+    try:
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        logging.getLogger("rlhpc.lifecycle").error("%s, %s", what, where)
+        leave_at_once(status)
+    finally:  # there may be no memory for words either
+        os._exit(status)
 
 
 def stop_event() -> asyncio.Event:

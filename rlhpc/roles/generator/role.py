@@ -37,7 +37,7 @@ from rlhpc.messages import (
 )
 from rlhpc.roles.common.controller_session import ControllerSession, follow_services, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
-from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.lifecycle import RoleContext, run_loop, stop_event, unless_stopped
 from rlhpc.roles.common.stand_by import await_turn
 from rlhpc.roles.generator.canary_taker import CanaryTaker
 from rlhpc.roles.generator.command_queue import CommandQueue
@@ -54,7 +54,7 @@ SILENT_S = 5.0  # beyond the time of one verdict, for a replica that answers nob
 
 def run(context: RoleContext) -> None:
     """Generate until asked to stop."""
-    asyncio.run(_generate(context))
+    run_loop(_generate(context))
 
 
 async def _generate(context: RoleContext) -> None:

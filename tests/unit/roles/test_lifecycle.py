@@ -237,6 +237,63 @@ def test_the_first_error_of_our_own_is_the_reason_however_deep_it_lies() -> None
     assert first_leaf(ExceptionGroup("all", list(foreign))) is foreign[0]
 
 
+CALLBACK = """
+import asyncio, logging, sys
+from rlhpc.roles.common.lifecycle import end_with_threads, run_loop
+from threading import Thread
+
+logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+
+def break_down():
+    raise {error}
+
+async def forgotten():
+    raise ValueError("nobody asks")
+
+async def work():
+    loop = asyncio.get_running_loop()
+    asyncio.ensure_future(forgotten())  # what nobody asks for ends nothing
+    await asyncio.sleep(0.1)
+    {fail}
+    await asyncio.sleep(3600)
+
+end_with_threads()
+run_loop(work())
+"""
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize(
+    ("error", "fail", "status", "last_line"),
+    [
+        ("KeyError('seat')", "loop.call_soon(break_down)", EXIT_BUG, "KeyError: 'seat', in the event loop: "),
+        ("MemoryError()", "loop.add_writer(1, break_down)", EXIT_FAULT, "MemoryError, in the event loop: Exception in"),
+        ("", "raise KeyError('seat')", 1, "KeyError: 'seat'"),
+        (
+            "OSError('dry')",
+            "Thread(target=break_down, name='zap').start()",
+            EXIT_BUG,
+            "OSError: dry, in the thread 'zap'",
+        ),
+        ("MemoryError()", "Thread(target=break_down, name='x').start()", EXIT_FAULT, "MemoryError, in the thread 'x'"),
+    ],
+)
+def test_an_exception_that_nobody_waits_for_ends_the_process(
+    error: str, fail: str, status: int, last_line: str
+) -> None:
+    """The loop would go on without what the callback had to do, and heartbeats with it."""
+    program = CALLBACK.format(error=error or "AssertionError", fail=fail)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert last_line in done.stderr.splitlines()[-1]
+
+
 async def test_endless_loops_end_when_stop_is_set_and_the_first_failure_is_raised() -> None:
     stop, beats = asyncio.Event(), []
 

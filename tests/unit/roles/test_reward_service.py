@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config_file import config_hash
-from rlhpc.errors import ChannelTimeout
+from rlhpc.errors import ChannelTimeout, RoleFailed
 from rlhpc.messages import Hello, Reregister, RewardRequest
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession
@@ -118,3 +118,26 @@ async def test_a_verdict_on_what_a_dead_generator_asked_is_none_for_its_next_lif
         alive = RpcClient([server.connect("generator-0", "0.0.1-b")], max_attempts=1)
         async with alive:
             assert (await alive.call(RewardRequest(0, f"{task}zero", "x", ""), PATIENCE_S)).reward == 0.0
+
+
+@pytest.mark.starts
+async def test_a_service_that_judges_nothing_while_requests_wait_fails_and_one_that_has_none_does_not(
+    task: str,
+) -> None:
+    """A worker is gone, and nobody has noticed: to its supervisor it is as if the process had died."""
+    server = MemoryServer(REWARDS)
+    client = RpcClient([server.connect("generator-0")], max_attempts=1)
+    async with RewardPool(1, PATIENCE_S) as pool, client:
+        service = asyncio.create_task(RewardService(server, pool, stuck_s=2.0).serve())
+        zero = RewardRequest(0, f"{task}zero", "x", "")
+        assert (await client.call(zero, PATIENCE_S)).reward == 0.0
+        await pool._turns.take("somebody who never gives it back")
+        await asyncio.sleep(4.0)
+        assert not service.done()
+        asked = asyncio.create_task(client.call(zero, 10 * PATIENCE_S))
+        with pytest.raises(ExceptionGroup) as failed:
+            async with asyncio.timeout(PATIENCE_S):
+                await service
+        assert failed.group_contains(RoleFailed, match="1 requests wait, and nothing was judged for 3 s")
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
