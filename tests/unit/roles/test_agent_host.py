@@ -1,7 +1,8 @@
-"""The process that starts agents: what it cannot start costs it nothing."""
+"""The process that starts agents: what it cannot start costs it nothing, and what it has loaded its agents share."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.roles.generator.agents.host import Host
+from rlhpc.roles.generator.agents.processes import AgentProcesses, Ended
+from tests.patience import PATIENCE_S
 
 
 def test_an_agent_that_cannot_be_forked_leaves_no_open_file_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +30,21 @@ def test_an_agent_that_cannot_be_forked_leaves_no_open_file_behind(monkeypatch: 
     assert (said["ended"], said["why"]) == ("one", "no process can be started: Resource temporarily unavailable")
     for descriptor in (inbox, outbox):
         os.close(descriptor)
+
+
+@pytest.mark.starts
+async def test_agents_share_what_was_loaded_and_no_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "import os, random, numpy.random\nLOADED_BY = os.getpid()\ndef draw(record):\n"
+    module += "    return {'reward': 0, 'detail': f'{LOADED_BY} {random.random()} {numpy.random.random()}'}\n"
+    (tmp_path / "agents_that_draw.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    processes, told = AgentProcesses("agents_that_draw:draw", ()), asyncio.Queue[Ended]()
+    for session in range(8):
+        await processes.start(str(session), "{}", {}, told.put_nowait)
+    async with asyncio.timeout(PATIENCE_S):
+        ended = [await told.get() for _ in range(8)]
+    await processes.close()
+    hosts, python, numpy = zip(*(json.loads(each.said)["detail"].split() for each in ended), strict=True)
+    assert (len({*hosts}), len({*python}), len({*numpy})) == (1, 8, 8)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
 import os
@@ -153,6 +154,7 @@ class Host:
                 os.close(descriptor)
             if self._function is None:
                 self._execute(record, output)
+            _draw_anew()
             status = _call(self._function, record, output)
         except BaseException:  # noqa: BLE001  a copy of the host must never come back into its loop
             traceback.print_exc()
@@ -168,6 +170,17 @@ class Host:
             os.dup2(file.fileno(), 0)
         os.dup2(output, 1)
         os.execvp(self._command[0], list(self._command))
+
+
+def _draw_anew() -> None:
+    """Seed the random numbers of libraries that the host has loaded: those of all forks would be the same.
+
+    Python seeds its own (random) at each fork.
+    """
+    for name in ("numpy.random", "torch"):
+        library = sys.modules.get(name)
+        if library is not None:
+            library.seed()
 
 
 def _woken_by_children() -> int:
@@ -246,6 +259,9 @@ def main(parent_pid: int, what: Sequence[str]) -> int:
     except ConfigError as error:
         host.say(ready=str(error.__cause__ if isinstance(error.__cause__, ConfigError) else error))
         return 1
+    # What was loaded is shared with every agent, unless its collector writes into it.
+    gc.collect()
+    gc.freeze()
     host = Host(loaded, command, inbox, outbox)
     host.say(ready="")
     host.run()
