@@ -18,7 +18,7 @@ from functools import lru_cache
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.marked_answer import LONGEST_ANSWER, last_marked_answer
 from rlhpc.rewards.math_equality import Rules, are_equal, check_defined, is_in_lowest_terms
-from rlhpc.rewards.math_reading import Term, read
+from rlhpc.rewards.math_reading import Term, has_phrase, read
 from rlhpc.rewards.math_tokens import Unreadable
 from rlhpc.rewards.math_values import TooLarge, Undefined
 from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number
@@ -103,9 +103,9 @@ def _read_reference(text: str) -> Reference:
     number = parse_plain_number(answer)
     if number is not None:
         return Reference(answer, number)
-    is_prose = marked is None and _SENTENCE.search(_COMMANDS.sub("", answer)) is not None
+    may_be_prose = marked is None and _SENTENCE.search(_COMMANDS.sub("", answer)) is not None
     try:
-        fault = "it is no mathematics" if is_prose or answer.lower() in _HOLES else _fault_of(answer)
+        fault = "it is no mathematics" if answer.lower() in _HOLES else _fault_of(answer, may_be_prose=may_be_prose)
     except (Unreadable, Undefined, TooLarge) as error:
         fault = str(error)
     if fault:
@@ -115,9 +115,11 @@ def _read_reference(text: str) -> Reference:
     return Reference(answer, None)
 
 
-def _fault_of(answer: str) -> str:
+def _fault_of(answer: str, *, may_be_prose: bool) -> str:
     """Return why a text cannot be a reference; "": it can.  Raises Unreadable, Undefined, TooLarge, which say it."""
     term = read(answer)
+    if may_be_prose and has_phrase(term):
+        return "it is prose"
     check_defined(term)
     return "" if are_equal(term, read(answer), Rules()) else "it does not equal itself"
 
@@ -125,12 +127,8 @@ def _fault_of(answer: str) -> str:
 def _is_answered(wanted: Reference, answer_text: str) -> bool:
     settings = task_settings().math
     answer = parse_plain_number(answer_text)
-    if (
-        wanted.number is not None
-        and answer is not None
-        and settings.fractions == "any"
-        and settings.units != "required"
-    ):
+    is_plain = settings.fractions == "any" and settings.units == "optional"
+    if is_plain and wanted.number is not None and answer is not None:
         return wanted.number.equals(answer)
     try:
         term = read(answer_text)

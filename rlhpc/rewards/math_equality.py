@@ -62,7 +62,7 @@ def are_equal(wanted: Term, answer: Term, rules: Rules) -> bool:
     if wanted == answer:
         return True
     wanted, answer = _expanded(wanted), _expanded(answer)
-    for are_same in (_as_times, _as_words, _in_bases, _as_residues, _as_matrices, _as_relations, _as_collections):
+    for are_same in (_as_times, _as_words, _in_bases, _as_residues, _as_relations, _as_matrices, _as_collections):
         verdict = are_same(wanted, answer, rules)
         if verdict is not None:
             return verdict
@@ -74,12 +74,13 @@ def is_in_lowest_terms(term: Term) -> bool:
     if term.kind == "quotient" and all(part.kind == "number" for part in term.parts):
         above, below = (part.value for part in term.parts)
         if above.denominator == below.denominator == 1:
-            return below != 1 and (above / below if below else above).denominator == abs(below)
+            return below > 1 and (above / below).denominator == below
     return all(is_in_lowest_terms(part) for part in term.parts)
 
 
 def check_defined(term: Term) -> None:
     """Raises Undefined if a part of a term has no value anywhere."""
+    term = _expanded(term)
     if term.kind in HAS_NO_VALUE:
         for part in term.parts:
             check_defined(part)
@@ -101,9 +102,12 @@ def check_defined(term: Term) -> None:
 
 
 def _as_times(wanted: Term, answer: Term, rules: Rules) -> bool | None:
-    """Compare times of day; an answer such as 10:15 may be a ratio, where the reference is one."""
+    """Compare times of day; an answer such as 10:15 may be a ratio, where the reference is one in lowest terms."""
     if wanted.kind != "time":
-        return are_equal(wanted, _as_ratio(answer), rules) if answer.kind == "time" else None
+        if answer.kind != "time":
+            return None
+        is_lowest = wanted.kind != "ratio" or is_in_lowest_terms(Term("quotient", wanted.parts[:2]))
+        return is_lowest and not answer.name and are_equal(wanted, _as_ratio(answer), rules)
     if answer.kind != "time":
         return False
     half_day = 43_200
@@ -325,12 +329,23 @@ def _are_same_ratios(wanted: Term, answer: Term, rules: Rules) -> bool:
 def _are_same_sets(wanted: Term, answer: Term) -> bool:
     """Whether two terms are the same set of real numbers, as far as marks and points between them tell."""
     with with_digits():
-        for joint in ("both", "either"):  # "x > 1, x < 5" and "x < 1, x > 5"
-            terms = [Term(joint, term.parts) if term.kind == "list" else term for term in (wanted, answer)]
+        for joint in _joints(wanted, answer):
+            terms = [Term(joint, term.parts) if _is_system(term) else term for term in (wanted, answer)]
             ours, theirs = map(_real_set, terms)
             if ours is not None and theirs is not None and _agree(ours, theirs):
                 return True
     return False
+
+
+def _joints(*terms: Term) -> tuple[str, ...]:
+    """Return how lists of relations may be meant: "x > 1, x < 5", "x < 1, x > 5"; "x = 1, x = 2" in one way only."""
+    has_equation = any(part.name == "=" for term in terms if _is_system(term) for part in term.parts)
+    return ("either",) if has_equation else ("both", "either")
+
+
+def _is_system(term: Term) -> bool:
+    """Whether a list is of relations, which hold together or one by one."""
+    return term.kind == "list" and all(part.kind in ("relation", "both", "either") for part in term.parts)
 
 
 def _agree(ours: _RealSet, theirs: _RealSet) -> bool:

@@ -88,7 +88,7 @@ _NO_ATOM = frozenset(
 )  # fmt: skip
 _TIME = re.compile(
     r"([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])(?::([0-5][0-9]))?\s*(?:\\(?:text|mathrm)\s*\{)?\s*"
-    r"(?:([ap])\.?\s*m\.?|o['’]?clock|h(?:ours|rs|r)?)?\s*\}?\.?",
+    r"(?:([ap])\.?\s*m\.?|(noon|midnight)|o['’]?clock|h(?:ours|rs|r)?)?\s*\}?\.?",
     re.IGNORECASE,
 )
 # Letters in a row that are multiplied, "xy", "abc", "bi", "xe"; all others are a word.
@@ -109,7 +109,8 @@ def read(text: str) -> Term:
         raise Unreadable("it is empty")
     if match := _TIME.fullmatch(text):
         hour, minute, second = int(match[1]), int(match[2]), int(match[3] or 0)
-        return Term("time", name=(match[4] or "").lower(), value=Fraction(hour * 3600 + minute * 60 + second))
+        half = {"noon": "p", "midnight": "a"}.get((match[5] or "").lower(), (match[4] or "").lower())
+        return Term("time", name=half, value=Fraction(hour * 3600 + minute * 60 + second))
     try:
         found = _Parser(tokens_of(text)).whole()
     except Unreadable:
@@ -119,6 +120,11 @@ def read(text: str) -> Term:
     if _depth_of(found) > _DEEPEST_TERM:
         raise Unreadable("it is nested too deeply")
     return found
+
+
+def has_phrase(term: Term) -> bool:
+    """Whether several words in a row are part of a term, as a name or as all of it."""
+    return (term.kind in ("words", "symbol") and " " in term.name) or any(map(has_phrase, term.parts))
 
 
 def _depth_of(term: Term) -> int:
@@ -148,6 +154,7 @@ class _Parser(UnitReader):
         super().__init__(tokens)
         self._depth = 0
         self._bars = 0  # open |
+        self._is_outward = False  # in ]a, b[
 
     def _deeper(self, parse: Callable[[], Term]) -> Term:
         self._depth += 1
@@ -304,6 +311,8 @@ class _Parser(UnitReader):
                 raise Unreadable("two numbers stand beside one another")
             return True
         if token.kind in ("end", "scale") or token.text in _NO_ATOM or token.text in CURRENCY_SIGNS:
+            return False
+        if token.text == "[" and self._is_outward:
             return False
         return not (token.text in ("|", r"\vert", r"\|") and self._bars)
 
@@ -473,7 +482,9 @@ class _Parser(UnitReader):
     def _outward(self) -> Term:
         """Read ]a, b[ and ]a, b], which is how an open interval is written in some countries."""
         self._expect("]")
+        outward, self._is_outward = self._is_outward, True
         found = self._deeper(self._items)
+        self._is_outward = outward
         closing = "]" if self._accept("]") else ")"
         if closing == ")":
             self._expect("[")

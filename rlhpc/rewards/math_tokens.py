@@ -79,7 +79,7 @@ _REWRITTEN = tuple(
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", " "),
         (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|boldmath|rm|bf|it)(?![A-Za-z])", " "),
         (r"\{,\}|,\\!|(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ","),
-        (r"\\(?:q?quad|enspace|thinspace|medspace|space|nobreakspace)(?![A-Za-z])|\\[,;:!> ]|~", " "),
+        (r"\\(?:q?quad|enspace|thinspace|medspace|space|nobreakspace)(?![A-Za-z])|(?<!\\)\\[,;:!> ]|~", " "),
         (r"\\([$%#&_])", r"\1"),
         (r"\\d?t?c?frac(?![A-Za-z])", r"\\frac"),
         (r"\\d?t?binom(?![A-Za-z])", r"\\binom"),
@@ -128,7 +128,7 @@ _TOKEN = {
     )
     for is_inside in (False, True)
 }
-_BEHIND_A_COUNT = ("", "a", "an", "as", "each", "every", "in", "more", "per")  # "5 times a day" multiplies nothing
+_BEHIND_A_COUNT = ("a", "an", "as", "each", "every", "in", "more", "per")  # "5 times a day" multiplies nothing
 _OPENING, _CLOSING = frozenset(("(", "[", r"\{")), frozenset((")", "]", r"\}"))
 
 
@@ -250,7 +250,8 @@ def _lower(tokens: list[Token], place: int) -> str:
 
 
 def _operation(tokens: list[Token], place: int) -> tuple[list[Token], int] | None:
-    if _lower(tokens, place) == "times" and _lower(tokens, place + 1) in _BEHIND_A_COUNT:
+    is_last = place + 1 == len(tokens)
+    if _lower(tokens, place) == "times" and (is_last or _lower(tokens, place + 1) in _BEHIND_A_COUNT):
         return None
     for phrase, tex in OPERATIONS:
         if tokens[place].kind == "word" and all(_lower(tokens, place + n) == word for n, word in enumerate(phrase)):

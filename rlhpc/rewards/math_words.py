@@ -133,7 +133,7 @@ _SHORT = {"mph": "mi/h", "mpg": "mi/gal", "kph": "km/h", "kmh": "km/h", "kmph": 
 
 def _plurals(word: str) -> Iterator[str]:
     yield word
-    if len(word) > 2 and word.isalpha() and not word.endswith("s"):
+    if len(word) > 1 and word.isalpha() and not word.endswith("s"):
         yield word + "s"
 
 
@@ -229,12 +229,12 @@ OPERATIONS: tuple[tuple[tuple[str, ...], str], ...] = tuple(
     (tuple(phrase.split()), tex)
     for phrase, tex in (
         ("to the power of", "^"),
-        ("the square root of", r"\sqrt"),
-        ("the cube root of", r"\cbrt"),
-        ("square root of", r"\sqrt"),
-        ("cube root of", r"\cbrt"),
-        ("root of", r"\sqrt"),
-        ("root", r"\sqrt"),
+        ("the square root of", "sqrt"),
+        ("the cube root of", "cbrt"),
+        ("square root of", "sqrt"),
+        ("cube root of", "cbrt"),
+        ("root of", "sqrt"),
+        ("root", "sqrt"),
         ("divided by", "/"),
         ("multiplied by", r"\times"),
         ("times", r"\times"),

@@ -7,7 +7,9 @@ import string
 
 import pytest
 
-from rlhpc.rewards import multiple_choice, regex, returned
+from rlhpc.config_tasks import TextConfig
+from rlhpc.rewards import multiple_choice, regex, returned, text_match
+from rlhpc.rewards.task_settings import TaskSettings
 from rlhpc.rewards.text_match import exact_match, normalised, token_f1
 
 
@@ -33,6 +35,48 @@ from rlhpc.rewards.text_match import exact_match, normalised, token_f1
 def test_exact_match_compares_as_squad_does(completion, reference, is_right):
     outcome = exact_match(completion, reference)
     assert (outcome.reward, outcome.is_correct) == (float(is_right), is_right)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "is_right"),
+    [
+        ("3.5", "35", False),
+        ("1/2", "12", False),
+        ("-5", "5", False),
+        ("−5", "-5", True),
+        ("It is -5.", "it is 5", False),
+        ("x=-5", "x=5", False),
+        ("(-5)", "-5", True),
+        ("$-5", "-5", True),
+        ("1,000", "1000", True),
+        ("1,000,000.5", "1000000.5", True),
+        ("3,5", "35", False),
+        (".5", "5", False),
+        (".5", "0.5", True),
+        ("10:30", "1030", False),
+        ("2019–2020", "2019-2020", True),
+        ("2019-2020", "20192020", False),
+        ("1e-05", "1e05", False),
+        ("3.5.", "3.5", True),
+        ("5-year", "5year", True),  # as SQuAD's program has it
+        ("U.S.", "us", True),
+        ("Cafe\u0301", "Café", True),
+        ("It’s “here”", 'it\'s "here"', True),
+        ("«Paris»…", "Paris", True),
+        ("well—done", "welldone", True),
+        ("5²", "52", False),
+    ],
+)
+def test_numbers_keep_what_they_say_and_letters_count_however_they_are_composed(completion, reference, is_right):
+    assert exact_match(completion, reference).is_correct is is_right
+    assert exact_match(reference, completion).is_correct is is_right
+
+
+def test_punctuation_of_numbers_may_be_left_out_as_by_squads_own_program(monkeypatch):
+    settings = TaskSettings(text=TextConfig(punctuation="all"))
+    monkeypatch.setattr(text_match, "task_settings", lambda: settings)
+    assert exact_match("3.5", "35").is_correct
+    assert exact_match("-1,000", "1000").is_correct
 
 
 @pytest.mark.parametrize("reference", ["[]", '["a", 1]'])
