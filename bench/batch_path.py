@@ -48,6 +48,7 @@ from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.canary import Canary
+from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.metrics.recorder import RunRecorder
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
 from rlhpc.roles.controller.process_registry import ProcessRegistry
@@ -258,14 +259,24 @@ class Ring:
         )  # fmt: skip
         registry = ProcessRegistry(digest, 15.0, time.monotonic)
         return RunRecorder(
-            context, state, LiveFigures(), registry, self.weights, self.sink, channels=(), clock=time.monotonic
+            context,
+            state,
+            LiveFigures(),
+            registry,
+            self.weights,
+            self.sink,
+            DiskLane("metrics"),
+            channels=(),
+            clock=time.monotonic,
         )
 
     async def run(self) -> None:
         await self.link.ready(60.0, list)
         await self.loop.begin()
         self.generate()
+        writing = asyncio.create_task(self.recorder.run())
         await self.loop.run(asyncio.Event(), self.recorder.record, NoCheckpoints())
+        writing.cancel()
         await self.link.tell(StopRole("done"))
 
 

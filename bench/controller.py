@@ -235,7 +235,7 @@ async def measure(layout: RunLayout, config: Config, seconds: float) -> tuple[Ma
     finally:
         running.cancel()
         await asyncio.wait((running,))
-        controller.close()
+        await controller.close()
         for channel in channels:
             await channel.close()
     return {name: after[name] - before[name] for name in after}, num_rollouts, took_s

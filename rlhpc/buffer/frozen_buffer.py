@@ -24,13 +24,18 @@ class FrozenBuffer:
     segments: SegmentWriter  # cut at that moment
     position: Position  # of the journal, at that moment
 
-    def write(self, directory: Path) -> dict[str, Any]:
-        """Seal what was resolved before that moment and write what was not into `directory`.
+    def seal(self) -> int:
+        """Seal what was resolved before that moment; return the number of the first segment that a resume undoes.
 
-        Returns the JSON that goes with it: the ledger, and the number of the first segment that a resume undoes.
-        Raises SegmentError when it cannot be written.
+        Raises SegmentError when it cannot be written, OwnershipLost.
         """
-        next_index = self.segments.seal_to_cut()
+        return self.segments.seal_to_cut()
+
+    def write(self, directory: Path, next_index: int) -> dict[str, Any]:
+        """Write what was not resolved into `directory`; return the JSON that goes with it: ledger and positions.
+
+        next_index: what `seal` has returned.  Raises SegmentError when it cannot be written.
+        """
         # Uncompressed: it is read once, by a resume, or never.
         write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, compress=False))
         return {"ledger": self.ledger, "next_segment_index": next_index, "journal": asdict(self.position)}

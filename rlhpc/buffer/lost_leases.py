@@ -13,7 +13,6 @@ is that completion's.  Errors of verifiers, environments and agents that kill no
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +140,6 @@ class LostLeaseFile:
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
         """fence: checked before each change; a line being written may follow a take-over: at worst one lost lease."""
         self._lines = LineFile(path, Suspicion, fence)
-        self._writing = threading.Lock()
 
     def read(self) -> list[Suspicion]:
         """All lines, oldest first.  A line that a crash cut off is skipped.  Raises OSError."""
@@ -152,11 +150,10 @@ class LostLeaseFile:
         return LostLeases(self.read()).all
 
     def append(self, book: LostLeases) -> None:
-        """Write the changes to disk; any thread may call this.
+        """Write the changes to disk; one thread at a time, while another one records more.
 
         A failed write is a warning: the next call tries again.  Raises OwnershipLost.
         """
-        with self._writing:
-            changes = book.unwritten[:]
-            if changes and self._lines.append(changes):
-                del book.unwritten[: len(changes)]
+        changes = book.unwritten[:]
+        if changes and self._lines.append(changes):
+            del book.unwritten[: len(changes)]

@@ -8,7 +8,6 @@ written by the next one, in the same order.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from rlhpc.buffer.event_log import Event, GroupEventLog
@@ -33,14 +32,14 @@ def open_journal(
 class RolloutJournal:
     """Collects in memory and writes many at once.
 
-    `add` and `note` do no input or output and may be called by one thread while another one commits.
+    `add` and `note` do no input or output and may be called by one thread while another one commits; only one commits
+    at a time.
     """
 
     def __init__(self, files: JournalFiles, events: GroupEventLog, attempt: int) -> None:
         self._files, self._events, self._attempt = files, events, attempt
         self._pending: list[JournalRecord] = []
         self._last = files.next_sequence - 1
-        self._committing = threading.Lock()
 
     @property
     def num_added(self) -> int:
@@ -77,17 +76,16 @@ class RolloutJournal:
 
         Raises JournalError when something cannot be written, which stays in memory; OwnershipLost.
         """
-        with self._committing:
-            num_events = self._events.num_pending  # read first: rollouts added before these events are pending now
-            records: Sequence[JournalRecord] = self._pending[:]
-            try:
-                if records:
-                    self._files.append(records)
-            finally:
-                done = sum(record.sequence < self._files.next_sequence for record in records)
-                del self._pending[:done]
-            self._events.commit(num_events)
-            return self.num_durable
+        num_events = self._events.num_pending  # read first: rollouts added before these events are pending now
+        records: Sequence[JournalRecord] = self._pending[:]
+        try:
+            if records:
+                self._files.append(records)
+        finally:
+            done = sum(record.sequence < self._files.next_sequence for record in records)
+            del self._pending[:done]
+        self._events.commit(num_events)
+        return self.num_durable
 
     def close(self) -> None:
         """Close the files; what was not committed is lost."""

@@ -33,7 +33,7 @@ MAX_SEGMENT_TOKENS = 1 << 23  # of completions, 109 MB of arrays: sealing or rea
 class SegmentWriter:
     """The only writer of a run's rollouts directory.
 
-    `add` and `cut` do no input or output; one thread may call them while others seal.  Only one seals at a time.
+    `add` and `cut` do no input or output; one thread may call them while another one seals.  Only one seals at a time.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class SegmentWriter:
         self._pending_since_s = 0.0
         self._num_before_cut = 0  # pending groups that were added before the last cut
         self._index_after_cut = first_index
-        self._sealing = threading.Lock()  # held while a segment is written
         self._counting = threading.Lock()  # held briefly only: pending groups, and the position of the cut
 
     @property
@@ -115,23 +114,22 @@ class SegmentWriter:
         stay pending.  OwnershipLost: another attempt owns the run directory, and the groups are part of an abandoned
         timeline.
         """
-        with self._sealing:
-            with self._counting:
-                groups = self._oldest()
-            if not groups:
-                return None
-            path = self._directory / RunLayout(Path()).segment(self._next_index).name
-            attributes: Attributes = {
-                **self._attributes,
-                "segment_index": self._next_index,
-                "sealed_unix_s": self._wall_clock(),
-            }
-            try:
-                write_sealed(path, to_hdf5(groups, attributes), staging=self._staging())
-            except SegmentError as error:
-                raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
-            self._count_sealed(groups)
-            return path
+        with self._counting:
+            groups = self._oldest()
+        if not groups:
+            return None
+        path = self._directory / RunLayout(Path()).segment(self._next_index).name
+        attributes: Attributes = {
+            **self._attributes,
+            "segment_index": self._next_index,
+            "sealed_unix_s": self._wall_clock(),
+        }
+        try:
+            write_sealed(path, to_hdf5(groups, attributes), staging=self._staging())
+        except SegmentError as error:
+            raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
+        self._count_sealed(groups)
+        return path
 
     def _oldest(self) -> list[ResolvedGroup]:
         """At most max_groups, and as many tokens as a segment holds unless the first has more."""

@@ -3,7 +3,8 @@
 Input: a seed, coroutines that belong to simulated processes.  Output: the same course of events, every time.
 A process may be killed or stood still between any two of its callbacks, that is at each of its awaits: they are thrown
 away from then on, or kept until it goes on.  What asyncio.to_thread runs, runs at once as a callback of its own;
-a random time passes before it and until the loop hears of its end, so that a process may die on either side.
+a random time passes before it and until the loop hears of its end, so that a process may die on either side.  What an
+executor of the product is given, it does one after the other, in order: all of them have one thread.
 Within one loop everything happens in one thread of this process; nobody waits for real time.
 """
 
@@ -13,9 +14,11 @@ import asyncio
 import heapq
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from typing import Any
 
 THREAD_S = 0.02  # the longest time that passes before a thread does its work, and after it
@@ -89,6 +92,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, _Handle]] = []
         self._serial = itertools.count(1)
         self._tasks: list[_Task] = []
+        self._jobs: dict[Any, deque[Callable[[], None]]] = {}  # by executor: the first one is under way
         self._is_closed = False
         self.num_events = 0
         self.after_event: Callable[[Process], None] = lambda process: None
@@ -187,17 +191,24 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
-        done = self.create_future()
-        self.call_later(self._random() * THREAD_S, self._work, done, func, args)
+        done, jobs = self.create_future(), self._jobs.setdefault(executor, deque()) if executor else deque()
+        jobs.append(partial(self._work, done, func, args, jobs))
+        if len(jobs) == 1:
+            self.call_later(self._random() * THREAD_S, jobs[0])
         return done
 
-    def _work(self, done: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _work(
+        self, done: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...], jobs: deque[Any]
+    ) -> None:
         """As a thread would."""
         try:
             result, error = func(*args), None
         except Exception as raised:  # noqa: BLE001  whoever awaits it gets it
             result, error = None, raised
         self.call_later(self._random() * THREAD_S, self._report, done, result, error)
+        jobs.popleft()
+        if jobs:
+            self.call_later(self._random() * THREAD_S, jobs[0])
 
     @staticmethod
     def _report(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -258,7 +258,7 @@ class World:
             finally:
                 await controller.say_farewell()
         finally:
-            controller.close()
+            await controller.close()
 
     async def _keep_alive(self, name: str) -> None:
         """Start a generator again and again."""

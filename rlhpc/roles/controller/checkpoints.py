@@ -5,8 +5,8 @@
 
 Guarantees: one checkpoint is written at a time; nothing that an older checkpoint needs is deleted before the new one is
 complete, for a run that is killed in between goes on from the older one; a checkpoint that cannot be written to disk is
-skipped and another is tried soon; only when this has gone on for long is it an error.  All input and output is done by
-threads: the event loop must receive rollouts and heartbeats, however slow the disk.
+skipped and another is tried soon; only when this has gone on for long is it an error.  All input and output is done in
+lanes (disk_writer.py): the event loop must receive rollouts and heartbeats, however slow the disk.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rlhpc.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
 from rlhpc.roles.controller.disk_patience import LONGEST_CHECKPOINT_PAUSE_S, DiskPatience
+from rlhpc.roles.controller.disk_writer import DiskWriter
 from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.saved_state import SavedState, Totals, delete_needless_journals, write_saved_state
 from rlhpc.roles.controller.state import ControllerState
@@ -42,6 +43,7 @@ class CheckpointWriter:
         keep: int,
         trainer: TrainerLink,
         state: ControllerState,
+        disk: DiskWriter,
         *,
         fence: Fence | None = None,
         clock: Clock = time.monotonic,
@@ -52,7 +54,7 @@ class CheckpointWriter:
 
         totals: of the run at this moment; None: as they were when the last step was recorded.
         """
-        self._durable, self._totals = durable, totals or (lambda: state.totals)
+        self._durable, self._totals, self._disk = durable, totals or (lambda: state.totals), disk
         self._layout, self._keep, self._trainer, self._state = layout, keep, trainer, state
         self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
@@ -94,7 +96,7 @@ class CheckpointWriter:
         requested, final = time.monotonic(), self._layout.checkpoint(step)
         write_own_part = self._freeze(step, policy_version)
         try:
-            temporary = await asyncio.to_thread(write_own_part, final)
+            temporary = await write_own_part(final)
         except CheckpointError as error:
             self._leave_out(error)
             self.raise_failure()
@@ -131,30 +133,42 @@ class CheckpointWriter:
         if self._failure is not None:
             raise self._failure
 
+    def give_up(self) -> None:
+        """Begin nothing more for the one that is being written; what its lane has begun is done."""
+        if self._completing is not None:
+            self._completing.cancel()
+
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _freeze(self, step: int, policy_version: int) -> Callable[[Path], Path]:
+    def _freeze(self, step: int, policy_version: int) -> Callable[[Path], Awaitable[Path]]:
         """Snapshot the controller's part, before anything can be delivered; return what writes it to disk.
 
-        That may run in a thread.  It takes the path of the checkpoint, returns the directory to complete it in, and
-        raises CheckpointError, leaving nothing behind, or OwnershipLost.
+        That takes the path of the checkpoint, returns the directory to complete it in, and raises CheckpointError,
+        leaving nothing behind, or OwnershipLost.
         """
         state, fence = self._state, self._fence
         frozen = state.buffer.freeze(step)
         prompts, membership, totals = state.prompts.state(), state.membership.state(), self._totals().to_json()
         guard, progress = state.guard.state(), state.progress.state()
 
-        def write_own_part(final: Path) -> Path:
+        def write(final: Path, next_segment: int) -> Path:
             self._check_ownership()
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
-                own = frozen.write(temporary)
+                own = frozen.write(temporary, next_segment)
                 saved = SavedState(step, policy_version, own, prompts, membership, totals, guard, progress)
                 write_saved_state(temporary, saved)
             except (SegmentError, OSError) as error:
                 discard(temporary)
                 raise CheckpointError(f"{final}: the controller could not save: {error}") from error
             return temporary
+
+        async def write_own_part(final: Path) -> Path:
+            try:
+                next_segment = await self._disk.segments.run(frozen.seal)
+            except SegmentError as error:
+                raise CheckpointError(f"{final}: the controller could not save: {error}") from error
+            return await self._disk.checkpoints.run(write, final, next_segment)
 
         return write_own_part
 
@@ -183,19 +197,14 @@ class CheckpointWriter:
         began = time.monotonic()
         report = await reported
         await self._durable()
-        if problem := await asyncio.to_thread(self._put_together, report, temporary, final, manifest):
-            await asyncio.to_thread(discard, temporary)
+        if problem := await self._disk.checkpoints.run(self._put_together, report, temporary, final, manifest):
             self._leave_out(problem)
             return
-        await asyncio.to_thread(self._known.note_sound, final)
         self._patience.succeeded()
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
+        may_delete = not self._state.guard.may_lead_back  # to before all that would be kept
         try:
-            await asyncio.to_thread(self._check_ownership)
-            if not self._state.guard.may_lead_back:  # to before all that would be kept
-                await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
-                kept = [step for step, _ in self._known.steps()]
-                await asyncio.to_thread(delete_needless_journals, self._layout, kept)
+            await self._disk.checkpoints.run(self._delete_needless if may_delete else self._check_ownership)
         except (CheckpointError, JournalError, OSError) as error:
             log.warning("%s", error)
         self.write_s = time.monotonic() - began
@@ -204,15 +213,27 @@ class CheckpointWriter:
     def _put_together(
         self, report: SaveReport, temporary: Path, final: Path, manifest: Mapping[str, int]
     ) -> CheckpointError | None:
-        """Complete the checkpoint, which reads every byte again; return why it could not be, if so."""
+        """Complete the checkpoint, which reads every byte again; return why it could not be, if so, and delete it."""
+        problem: CheckpointError | None = None
         if report.error:
-            return CheckpointError(f"{final}: the trainer could not save: {report.error}")
-        try:
-            self._check_ownership()
-            complete(temporary, final, manifest)
-        except CheckpointError as error:
-            return error
-        return None
+            problem = CheckpointError(f"{final}: the trainer could not save: {report.error}")
+        else:
+            try:
+                self._check_ownership()
+                complete(temporary, final, manifest)
+            except CheckpointError as error:
+                problem = error
+        if problem is None:
+            self._known.note_sound(final)
+        else:
+            discard(temporary)
+        return problem
+
+    def _delete_needless(self) -> None:
+        """Delete older checkpoints and journals than are kept.  Raises CheckpointError, JournalError, OSError."""
+        self._check_ownership()
+        prune(self._layout.checkpoints, self._keep, self._known)
+        delete_needless_journals(self._layout, [step for step, _ in self._known.steps()])
 
     def _leave_out(self, error: CheckpointError) -> None:
         """Skip this checkpoint; what older ones need is kept."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.contracts import Clock
@@ -56,7 +56,7 @@ class DiskPatience:
         self._failing_since, self.trouble = None, ""
 
 
-async def written_patiently(write: Callable[[], object]) -> None:
+async def written_patiently(write: Callable[[], Awaitable[object]]) -> None:
     """Call until it can write, for as long as `DiskPatience` allows.  Raises what it raises then: SegmentError.
 
     For the end of a run, where nothing else goes on: a full disk must not cost a run that is done.
@@ -64,7 +64,7 @@ async def written_patiently(write: Callable[[], object]) -> None:
     patience = DiskPatience(asyncio.get_running_loop().time)
     while True:
         try:
-            write()
+            await write()
         except (OSError, SegmentError) as error:
             patience.failed(error)
             if patience.is_exhausted:

@@ -8,7 +8,6 @@ undone and done again may have two lines, of different attempts.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,13 +37,12 @@ def read_guard_file(path: Path) -> list[GuardEntry]:
 
 
 class GuardFile:
-    """Appends entries; any thread may call it."""
+    """Appends entries; one thread at a time."""
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
         """fence: checked before each change."""
         self._lines = LineFile(path, GuardEntry, fence)
         self._unwritten: list[GuardEntry] = []
-        self._writing = threading.Lock()
 
     def count(self, action: str) -> int:
         """Entries of this action, of all attempts.  Raises OSError."""
@@ -55,7 +53,6 @@ class GuardFile:
 
         A failed write is a warning: the next call tries again.  Raises OwnershipLost.
         """
-        with self._writing:
-            self._unwritten.append(entry)
-            if self._lines.append(self._unwritten):
-                self._unwritten.clear()
+        self._unwritten.append(entry)
+        if self._lines.append(self._unwritten):
+            self._unwritten.clear()

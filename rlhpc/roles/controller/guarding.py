@@ -8,7 +8,6 @@ was, and leads to no second entry.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from rlhpc.config_sections import AdmissionConfig
 from rlhpc.errors import GuardRollback, GuardStop, TrainingError
 from rlhpc.messages import StepReport
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
 from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.state import ControllerState
@@ -64,15 +64,17 @@ class Guarding:
         admission: AdmissionConfig,
         *,
         file: GuardFile | None = None,
+        lane: DiskLane | None = None,
         attempt: int = 0,
         may_tighten: bool = True,
     ) -> None:
-        """file: where actions are noted; None: nowhere.
+        """file: where actions are noted; None: nowhere.  lane: that writes it; None: one of its own.
 
         may_tighten: False for a deterministic run, where which groups are admitted under which weights is settled.
         """
         self.on_disk(at_once, lambda _: False)
-        self._guard, self._buffer, self._file, self._attempt = guard, buffer, file, attempt
+        self._guard, self._buffer, self._attempt = guard, buffer, attempt
+        self._file, self._lane = file, lane or DiskLane("guard")
         self._tight_staleness = admission.max_staleness // 2 if may_tighten else admission.max_staleness
         self._num_slots = admission.num_slots
         self._num_tight_slots = admission.model_copy(update={"max_staleness": self._tight_staleness}).num_slots
@@ -82,7 +84,7 @@ class Guarding:
         self._set_admission()
 
     @classmethod
-    def of(cls, context: RoleContext, state: ControllerState) -> Guarding:
+    def of(cls, context: RoleContext, state: ControllerState, lane: DiskLane) -> Guarding:
         """Of a run that begins or goes on."""
         config = context.config
         return cls(
@@ -90,6 +92,7 @@ class Guarding:
             state.buffer,
             config.admission,
             file=GuardFile(context.layout.guard, context.fence),
+            lane=lane,
             attempt=context.attempt,
             may_tighten=not config.run.deterministic,
         )
@@ -215,7 +218,7 @@ class Guarding:
             bad_step.groups,
             text,
         )
-        await asyncio.to_thread(self._file.append, entry)
+        await self._lane.run(self._file.append, entry)
 
 
 def _skipped(report: StepReport) -> str:

@@ -1,6 +1,6 @@
 """Write the journal as fast as the disk allows, and tell generators what they may forget.
 
-    Delivery ─▶ buffer, journal ─▶ commit, in a thread ─▶ Delivered       one commit for all that came meanwhile
+    Delivery ─▶ buffer, journal ─▶ commit, in its lane ─▶ Delivered       one commit for all that came meanwhile
 
 A failed write is reported and retried with growing pauses (disk_patience.py): meanwhile nothing is acknowledged,
 and no weights are published.
@@ -18,6 +18,7 @@ from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.errors import ChannelError, JournalError
 from rlhpc.messages import Delivered, Delivery
 from rlhpc.roles.controller.disk_patience import DiskPatience
+from rlhpc.roles.controller.disk_writer import DiskLane
 
 log = logging.getLogger("rlhpc.journal")
 SEND_S = 1.0  # for a generator to take an acknowledgement; the next one says more
@@ -51,8 +52,9 @@ async def at_once() -> None:
 class Journaling:
     """Commits and acknowledges."""
 
-    def __init__(self, journal: RolloutJournal, leases: ServerChannel, clock: Clock) -> None:
-        self._journal, self._leases = journal, leases
+    def __init__(self, journal: RolloutJournal, leases: ServerChannel, clock: Clock, lane: DiskLane) -> None:
+        """lane: that commits."""
+        self._journal, self._leases, self._lane = journal, leases, lane
         self._patience = DiskPatience(clock)
         self._receipts: dict[str, _Receipts] = {}  # by generator
         self._work, self._committed = asyncio.Event(), asyncio.Event()
@@ -93,7 +95,7 @@ class Journaling:
             await self._work.wait()
             self._work.clear()
             try:
-                num_durable = await asyncio.to_thread(self._journal.commit)
+                num_durable = await self._lane.run(self._journal.commit)
             except JournalError as error:
                 self._patience.failed(error)
                 if self._patience.is_exhausted:

@@ -1,6 +1,6 @@
 """Receive what generators report of running rollouts, and keep it on disk beside the journal.
 
-    LeaseProgress ─▶ prefixes in the ledger ─▶ partials_*.bin, in a thread      one write for all that came meanwhile
+    LeaseProgress ─▶ prefixes in the ledger ─▶ partials_*.bin, in their lane    one write for all that came meanwhile
                   └─▶ ShowWhole, to a generator whose beginning is not known here
 
 Nothing waits for these files, neither weights nor acknowledgements.  A failed write is dropped with one warning, and
@@ -20,6 +20,7 @@ from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, JournalError, OwnershipLost
 from rlhpc.messages import CancelGroup, LeaseProgress, LeaseReturn, ShowWhole
+from rlhpc.roles.controller.disk_writer import DiskLane
 
 log = logging.getLogger("rlhpc.partials")
 SEND_S = 1.0  # for a generator to take a message; its next report asks for another
@@ -35,17 +36,20 @@ class PartialKeeping:
         intake: PartialIntake,
         files: PartialLog,
         leases: ServerChannel,
+        lane: DiskLane,
         *,
         timeline: int,
         newest_version: Callable[[], int],
         commit_groups: Callable[[], None],
     ) -> None:
-        """timeline: of this controller; reports of others are ignored, as their weights do not count.
+        """lane: that writes.
+
+        timeline: of this controller; reports of others are ignored, as their weights do not count.
 
         newest_version: that any generator can have sampled with.
         commit_groups: called when something was received: without its admission a rollout is not continued.
         """
-        self._timeline, self._commit_groups = timeline, commit_groups
+        self._timeline, self._commit_groups, self._lane = timeline, commit_groups, lane
         self._intake, self._files, self._leases, self._newest_version = intake, files, leases, newest_version
         self._news: list[PartialRollout] = []
         self._work = asyncio.Event()
@@ -80,7 +84,7 @@ class PartialKeeping:
 
     async def run(self) -> None:
         """Write, endlessly."""
-        if not self._files.is_empty:
+        if not await self._lane.run(lambda: self._files.is_empty):
             # What an earlier attempt has left is replaced by what this one took up, before it makes versions anew that
             # the rest may be of.
             self._work.set()
@@ -90,12 +94,12 @@ class PartialKeeping:
             await self._write()
             await asyncio.sleep(REFUSED_PAUSE_S if self._has_refused else BATCH_S)
 
-    def close(self, *, is_complete: bool) -> None:
+    async def close(self, *, is_complete: bool) -> None:
         """Close the files.  is_complete: nothing will be continued."""
         if is_complete:
             with suppress(JournalError, OwnershipLost):  # they are small, and a run that is complete reads none
-                self._files.discard()
-        self._files.close()
+                await self._lane.run(self._files.discard)
+        await self._lane.run(self._files.close)
 
     def _keep(self, pieces: list[PartialRollout]) -> None:
         if pieces:
@@ -107,9 +111,9 @@ class PartialKeeping:
         pieces, self._news = self._news, []
         try:
             if self._files.wants_all:
-                await asyncio.to_thread(self._files.begin, self._intake.all())
+                await self._lane.run(self._files.begin, self._intake.all())
             else:
-                await asyncio.to_thread(self._files.append, pieces)
+                await self._lane.run(self._files.append, pieces)
         except JournalError as error:
             if not self._has_refused:
                 log.warning("%s; after a restart, running rollouts may be sampled again; nothing else is lost", error)

@@ -15,7 +15,8 @@ their channel, the last one for the clock.  The others wait for each other (a te
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
     CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
 
-The train loop waits for the trainer's answers besides (trainer_link.py), and for weights to be live before it saves.
+The train loop waits for the trainer's answers besides (trainer_link.py), for weights to be live before it saves, and
+for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of disk_writer.py.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 
 from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.buffer.partial_files import PartialLog
 from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, CheckpointError, JournalError, OwnershipLost, SegmentError
+from rlhpc.errors import (
+    ChannelError,
+    CheckpointError,
+    JournalError,
+    OwnershipLost,
+    RunDirectoryError,
+    SegmentError,
+)
 from rlhpc.messages import (
     CanaryTaken,
     Delivery,
@@ -52,6 +60,7 @@ from rlhpc.roles.controller.canary import open_canary
 from rlhpc.roles.controller.cancelling import Cancelling
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing, written_patiently
+from rlhpc.roles.controller.disk_writer import DiskWriter
 from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import Journaling
 from rlhpc.roles.controller.last_save import LastSave
@@ -74,6 +83,8 @@ log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
 PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
 FAREWELL_S = 2.0  # for StopRole to reach the others
+SHOWN_S = 10.0  # for the disk to take the status by which the others are told to leave
+CLOSING_S = 60.0  # for the disk to take what only this process has
 
 
 def run(context: RoleContext) -> None:
@@ -90,7 +101,7 @@ async def _control(context: RoleContext) -> None:
             stack.push_async_callback(channel.close)
             channels.append(channel)
         controller = Controller(context, *channels)
-        stack.callback(controller.close)
+        stack.push_async_callback(controller.close)
         try:
             await controller.run(stop)
         finally:
@@ -106,7 +117,7 @@ class Controller:
         self._context, self._control, self._leases = context, control, leases
         config, clock = context.config, asyncio.get_running_loop().time
         self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
-        self._state = open_controller_state(context, self._awake)
+        self._state, self._disk = open_controller_state(context, self._awake), DiskWriter()
         self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake, context.code)
         self._trainer = TrainerLink(batches)
         self._weight_sync = WeightSync(
@@ -119,7 +130,7 @@ class Controller:
             canary=open_canary(config, self._state.prompts),
             clock=self._awake,
         )
-        self._journaling = Journaling(self._state.journal, leases, self._awake)
+        self._journaling = Journaling(self._state.journal, leases, self._awake, self._disk.journal)
         gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
         buffer, prompts, shaping = self._state.buffer, self._state.prompts, RewardShaping.of(config)
         self._sink = RolloutSink(buffer, gate, config.admission, shaping, prompts, of_one_version=is_exact)
@@ -127,17 +138,10 @@ class Controller:
         saved = self._journaling.durable if config.curriculum.goes_by_memory else None
         self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, saved, is_exact)
         self._cancelling = Cancelling(buffer, self._sink, leases, self._weight_sync, config.admission)
-        self._guarding = Guarding.of(context, self._state)
+        self._guarding = Guarding.of(context, self._state, self._disk.notes)
         self._loop = self._make_loop()
-        self._partials = PartialKeeping(
-            PartialIntake(self._state.buffer, config.generation.max_completion_tokens),
-            PartialLog(context.layout.rollouts, context.attempt, context.fence),
-            leases,
-            timeline=self._state.replay.timeline,
-            newest_version=lambda: max(self._loop.version, self._state.replay.version),
-            commit_groups=self._journaling.commit_soon,
-        )
-        facts = context.layout, config.checkpoint.keep, self._trainer, self._state
+        self._partials = self._make_partials()
+        facts = context.layout, config.checkpoint.keep, self._trainer, self._state, self._disk
         self._checkpoints = CheckpointWriter(
             *facts,
             fence=context.fence,
@@ -148,7 +152,8 @@ class Controller:
         self._sealing = PatientSealing(self._state.segments, self._awake)
         writers = self._journaling, self._sealing, self._checkpoints
         self._board = StatusBoard(context.layout, config, self._registry, buffer, context.fence, writers, gate)
-        self._processes = RunProcesses(context, control, self._registry, self._weight_sync, self._state)
+        sync, notes = self._weight_sync, self._disk.notes
+        self._processes = RunProcesses(context, control, self._registry, sync, self._state, notes)
         self._recorder = RunRecorder(
             context,
             self._state,
@@ -156,6 +161,7 @@ class Controller:
             self._registry,
             self._weight_sync,
             self._sink,
+            self._disk.metrics,
             channels=(control, leases, batches),
             clock=clock,
         )
@@ -175,6 +181,18 @@ class Controller:
             clear_way=self._cut,
             guarding=self._guarding,
             progress=self._state.progress,
+        )
+
+    def _make_partials(self) -> PartialKeeping:
+        context, state = self._context, self._state
+        return PartialKeeping(
+            PartialIntake(state.buffer, context.config.generation.max_completion_tokens),
+            PartialLog(context.layout.rollouts, context.attempt, context.fence),
+            self._leases,
+            self._disk.partials,
+            timeline=state.replay.timeline,
+            newest_version=lambda: max(self._loop.version, state.replay.version),
+            commit_groups=self._journaling.commit_soon,
         )
 
     # ---------------------------------------------------------------------------------------------------------- running
@@ -295,10 +313,10 @@ class Controller:
             for group_id in self._state.buffer.poisoned():
                 self._sink.refuse(group_id)
                 self._loop.groups_changed()
-            await asyncio.to_thread(self._sealing.tick)
+            await self._disk.segments.run(self._sealing.tick)
             await self._processes.write()
             self._dispatcher.wake()
-            await asyncio.to_thread(self._board.write, self._board.document())
+            await self._show()
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
@@ -309,17 +327,17 @@ class Controller:
         if is_complete:
             for group_id in state.buffer.open_groups():
                 self._sink.drop(group_id, DropReason.CANCELLED)
-            await written_patiently(state.segments.seal_all)
+            await written_patiently(lambda: self._disk.segments.run(state.segments.seal_all))
             self._recorder.close_totals()
             facts = state.totals, state.buffer.staleness_bound, context.config.admission.group_size, context.fence
-            await written_patiently(lambda: summarise(context.layout, *facts))
+            await written_patiently(lambda: self._disk.segments.run(summarise, context.layout, *facts))
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
         """Send StopRole to every process, and whether another controller will follow."""
         self._board.figures.is_ending = True
         with suppress(OwnershipLost):  # first: whoever sees a process end knows that it was told to
-            self._board.write(self._board.document())
+            await self._show(SHOWN_S)
         is_complete = self._board.figures.phase == "complete"
         farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
         ranks = self._registry.names("trainer")
@@ -330,16 +348,49 @@ class Controller:
         if self._trainer.obeys and RANK_0 in ranks:  # which tells the other ranks
             with suppress(ChannelError):
                 await self._trainer.tell(farewell)
-        self._board.write(self._board.document())
+        await self._show(SHOWN_S)
 
-    def close(self) -> None:
-        """Write to disk what is only in memory: rollouts that a failed run still holds, then metrics."""
-        with ExitStack() as closing:  # all of it, whatever becomes of one
-            closing.callback(self._recorder.close)
-            closing.callback(self._partials.close, is_complete=self._board.figures.phase == "complete")
-            closing.callback(self._state.journal.close)
-            try:
-                self._state.journal.commit()
-                self._state.segments.seal_all()
-            except (JournalError, SegmentError, OwnershipLost):
-                log.exception("%d groups could not be sealed", self._state.segments.num_pending)
+    async def close(self) -> None:
+        """Write to disk what is only in memory: rollouts that a failed run still holds, lost leases, metrics.
+
+        Whatever becomes of one of them, all are tried; then the first failure is raised.  RunDirectoryError: the disk
+        has not answered for CLOSING_S.
+        """
+        self._checkpoints.give_up()
+        is_complete = self._board.figures.phase == "complete"
+        last = [
+            asyncio.ensure_future(each)
+            for each in (
+                self._keep_rollouts(),
+                self._partials.close(is_complete=is_complete),
+                self._processes.write(),
+                self._recorder.close(),
+            )
+        ]
+        _, late = await asyncio.wait(last, timeout=CLOSING_S)
+        unfinished = await self._disk.close(0.0 if late else CLOSING_S)
+        if unfinished:
+            for each in late:
+                each.cancel()
+            names = ", ".join(unfinished)
+            raise RunDirectoryError(
+                f"{self._context.layout.root}: the disk has not answered for {CLOSING_S:g} s: {names}"
+            )
+        for each in last:
+            each.result()
+
+    async def _keep_rollouts(self) -> None:
+        journal, segments = self._state.journal, self._state.segments
+        try:
+            await self._disk.journal.run(journal.commit)
+            await self._disk.segments.run(segments.seal_all)
+        except (JournalError, SegmentError, OwnershipLost):
+            log.exception("%d groups could not be sealed", segments.num_pending)
+        finally:
+            await self._disk.journal.run(journal.close)
+
+    async def _show(self, limit_s: float | None = None) -> None:
+        """Write the status; after limit_s leave it to be written.  Raises OwnershipLost."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._disk.notes.run(self._board.write, self._board.document())

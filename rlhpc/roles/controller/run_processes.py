@@ -8,7 +8,6 @@ roles.  The prompts that a lost generator sampled each lose a lease, which is re
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import suppress
 
@@ -17,6 +16,7 @@ from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, RoleFailed
 from rlhpc.messages import Heartbeat, Hello, Reregister, StopRole
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.weight_sync import WeightSync
@@ -37,7 +37,10 @@ class RunProcesses:
         registry: ProcessRegistry,
         weight_sync: WeightSync,
         state: ControllerState,
+        lane: DiskLane,
     ) -> None:
+        """lane: that writes lost leases."""
+        self._lane = lane
         self._control, self._registry, self._weight_sync, self._state = control, registry, weight_sync, state
         self._file = LostLeaseFile(context.layout.strikes, context.fence)
         self._dead_after_s = context.config.transport.dead_after_s
@@ -92,7 +95,7 @@ class RunProcesses:
     async def write(self) -> None:
         """Write new lost leases, and completions of suspect prompts, to disk.  Raises OwnershipLost."""
         if self._state.lost_leases.unwritten:
-            await asyncio.to_thread(self._file.append, self._state.lost_leases)
+            await self._lane.run(self._file.append, self._state.lost_leases)
 
     async def _lose(self, name: str, why: str) -> bool:
         """Part with one process.  True: it was a generator.  Raises RoleFailed for a trainer."""

@@ -115,7 +115,7 @@ class TrainLoop:
         replay: Replay,
         stop: asyncio.Event,
         restored: Callable[[Sequence[ResolvedGroup]], None],
-        record: Callable[[StepRecord], None],
+        record: Callable[[StepRecord], Awaitable[None]],
     ) -> None:
         """Train again what was trained after the checkpoint, on the same batches; publish nothing.
 
@@ -133,7 +133,7 @@ class TrainLoop:
             restored([left.popleft() for _ in range(sum(group.group.group_id <= newest for group in left))])
             done = await self._step(self._buffer.take_again(recorded.groups, self.step))
             self._buffer.release(recorded.groups)
-            record(done)
+            await record(done)
             await self._guarding.enforce()
         restored(left)
         if self.step > first:
@@ -151,7 +151,7 @@ class TrainLoop:
     async def run(
         self,
         stop: asyncio.Event,
-        record: Callable[[StepRecord], None],
+        record: Callable[[StepRecord], Awaitable[None]],
         checkpoints: Checkpoints,
     ) -> None:
         """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
@@ -168,7 +168,7 @@ class TrainLoop:
                 groups, waited_s = await self._full_batch(stop)
                 if groups is None:
                     break
-                record(await self._train(groups, waited_s, checkpoints))
+                await record(await self._train(groups, waited_s, checkpoints))
                 await self._guarding.enforce()
                 checkpoints.raise_failure()
                 is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0

@@ -175,7 +175,8 @@ def test_a_checkpoint_carries_finished_prefetched_and_half_assembled_groups(buff
     buffer.consume(batch, step=0, trained_version=0, applied=True)  # trained; its weights are not live yet
     deliver(buffer, 2)
     buffer.deliver("g-0", make_scored(3, 1))
-    state = buffer.freeze(next_step=1).write(tmp_path)
+    frozen = buffer.freeze(next_step=1)
+    state = frozen.write(tmp_path, frozen.seal())
     assert [path.name for path in tmp_path.glob("*.h5")] == ["buffered.h5"]
 
     restored = restore(tmp_path, rollouts, state)
@@ -193,7 +194,8 @@ def test_a_prefetched_batch_is_trained_once_over_a_restart(buffer, rollouts, tmp
     admit(buffer, 0, 1)
     deliver(buffer, 0, 1)
     prefetched = buffer.take(2, step=1)
-    state = buffer.freeze(next_step=1).write(tmp_path)
+    frozen = buffer.freeze(next_step=1)
+    state = frozen.write(tmp_path, frozen.seal())
     buffer.consume(prefetched, step=1, trained_version=1, applied=True)  # the timeline that will be lost
     buffer.release([0, 1])
     buffer.segments.seal()
@@ -217,7 +219,7 @@ def test_what_is_resolved_while_a_checkpoint_is_written_belongs_to_the_time_afte
     deliver(buffer, 2)
     buffer.drop(1, DropReason.CANCELLED)
     buffer.segments.tick()
-    state = frozen.write(tmp_path)
+    state = frozen.write(tmp_path, frozen.seal())
     buffer.segments.seal_all()
     assert [[r.group.group_id for r in read_segment(path)] for path in segment_paths(rollouts)] == [[0], [1]]
 
@@ -239,9 +241,9 @@ def test_buffered_rollouts_that_contradict_the_ledger_are_refused(buffer, rollou
     (tmp_path / "earlier").mkdir()
     admit(buffer, 0, 1)
     deliver(buffer, 0)
-    buffer.freeze(next_step=0).write(tmp_path / "earlier")
+    buffer.freeze(next_step=0).write(tmp_path / "earlier", 0)
     deliver(buffer, 1)
-    state = buffer.freeze(next_step=0).write(tmp_path)
+    state = buffer.freeze(next_step=0).write(tmp_path, 0)
     (tmp_path / "earlier" / "buffered.h5").replace(tmp_path / "buffered.h5")
     with pytest.raises(CheckpointError, match=r"holds 2 rollouts and the ledger counts 4"):
         restore(tmp_path, rollouts, state)
@@ -251,7 +253,7 @@ def test_a_rollout_that_a_checkpoint_holds_twice_is_refused(buffer, rollouts, tm
     admit(buffer, 0)
     deliver(buffer, 0)
     frozen = buffer.freeze(next_step=0)
-    state = replace(frozen, groups=frozen.groups * 2).write(tmp_path)
+    state = replace(frozen, groups=frozen.groups * 2).write(tmp_path, 0)
     with pytest.raises(CheckpointError, match=r"holds 4 rollouts and the ledger counts 2.*held twice"):
         restore(tmp_path, rollouts, state)
 
@@ -259,7 +261,7 @@ def test_a_rollout_that_a_checkpoint_holds_twice_is_refused(buffer, rollouts, tm
 def test_damaged_buffered_rollouts_are_refused(buffer, rollouts, tmp_path):
     admit(buffer, 0)
     deliver(buffer, 0)
-    state = buffer.freeze(next_step=0).write(tmp_path)
+    state = buffer.freeze(next_step=0).write(tmp_path, 0)
     path = tmp_path / "buffered.h5"
     data = np.frombuffer(path.read_bytes(), np.uint8).copy()
     data[-1] ^= 1

@@ -6,7 +6,7 @@ Rollouts are made on the spot for every admitted group; no process, no model, no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -318,6 +318,7 @@ class SmallRing:
         self.is_generating, self.stragglers = True, set[int]()  # groups that are never finished
         self.records: list[StepRecord] = []
         self.on_record: Callable[[StepRecord], None] = self.records.append
+        self.record: Callable[[StepRecord], Awaitable[None]] = self._call_on_record
         self.saving = FakeCheckpoints(self.weight_sync)
         self.stop = asyncio.Event()
         self.guard = StepGuard(config.guard)
@@ -366,7 +367,10 @@ class SmallRing:
     async def _train(self) -> None:
         await self.loop.begin()
         self.generate()
-        await self.loop.run(self.stop, self.on_record, self.saving)
+        await self.loop.run(self.stop, self.record, self.saving)
+
+    async def _call_on_record(self, record: StepRecord) -> None:
+        self.on_record(record)
 
     async def _hear(self) -> None:
         while True:

@@ -18,7 +18,7 @@ from rlhpc.types import RolloutGroup
 from tests.unit.roles.small_ring import scored
 
 
-def refuse() -> None:
+async def refuse() -> None:
     raise OSError("the disk of metrics hangs")
 
 
@@ -36,5 +36,5 @@ async def test_metrics_that_cannot_be_written_keep_no_rollouts_from_the_disk(
     controller._state.segments.add(ResolvedGroup(group, consumed_step=0, trained_version=0, applied=True))
     monkeypatch.setattr(controller._recorder, "close", refuse)
     with pytest.raises(OSError, match="metrics hangs"):
-        controller.close()
+        await controller.close()
     assert [resolved.group.group_id for resolved in read_rollouts_directory(layout.rollouts)] == [7]

@@ -204,7 +204,7 @@ def test_the_end_of_a_run_waits_for_room(place: Place, caplog: pytest.LogCapture
     async def write_the_end() -> None:
         fill(place.filler, 0)
         end = asyncio.create_task(
-            written_patiently(lambda: summarise(place.layout, totals, 1, 2, place.fence)), name="end"
+            written_patiently(lambda: asyncio.to_thread(summarise, place.layout, totals, 1, 2, place.fence)), name="end"
         )
         while not end.done() and "the end of the run cannot be written" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -223,7 +223,7 @@ def test_a_disk_without_room_for_five_minutes_ends_the_run_by_name(monkeypatch: 
     async def sleep(seconds: float) -> None:
         passed[0] += seconds
 
-    def refuse() -> None:
+    async def refuse() -> None:
         tries[0] += 1
         raise OSError(errno.ENOSPC, "No space left on device")
 

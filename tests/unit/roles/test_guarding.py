@@ -185,7 +185,7 @@ async def repeat(ring: SmallRing, trained: dict[int, Trained], num_steps: int) -
     await ring.loop.begin()
     ring.generate()
     steps = tuple(RecordedStep(step, (2 * step, 2 * step + 1), trained.get(step)) for step in range(num_steps))
-    await asyncio.wait_for(ring.loop.replay(Replay(steps), ring.stop, lambda _: None, ring.on_record), PATIENCE_S)
+    await asyncio.wait_for(ring.loop.replay(Replay(steps), ring.stop, lambda _: None, ring.record), PATIENCE_S)
 
 
 async def test_a_repeated_step_is_skipped_or_applied_as_it_was_and_noted_once(tmp_path: Path) -> None:

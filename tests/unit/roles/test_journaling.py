@@ -16,6 +16,7 @@ from rlhpc.buffer.rollout_journal import open_journal
 from rlhpc.errors import JournalError
 from rlhpc.messages import Delivered, Delivery
 from rlhpc.roles.controller import disk_patience
+from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.journaling import Journaling
 from rlhpc.roles.generator import outbox as outbox_module
 from rlhpc.roles.generator.outbox import Outbox
@@ -35,7 +36,7 @@ class Pair:
         self.journal = open_journal(self.layout, "small", 0, 0, None)
         self.leases = MemoryServer(LEASES)
         self.client: Any = self.leases.connect("generator-0")
-        self.journaling = Journaling(self.journal, self.leases, asyncio.get_running_loop().time)
+        self.journaling = Journaling(self.journal, self.leases, asyncio.get_running_loop().time, DiskLane("journal"))
         self.outbox = Outbox()
 
     async def hear(self, *, has: bool = True) -> Delivery:
@@ -137,7 +138,7 @@ async def test_the_next_controller_gets_what_the_last_one_did_not_acknowledge(tm
         await pair.outbox.deliver(pair.client, scored(index, 0), 0)  # and the controller is killed
     successor = MemoryServer(LEASES)
     pair.leases, pair.client = successor, successor.connect("generator-0")
-    pair.journaling = Journaling(pair.journal, successor, asyncio.get_running_loop().time)
+    pair.journaling = Journaling(pair.journal, successor, asyncio.get_running_loop().time, DiskLane("journal"))
     repeating = asyncio.create_task(pair.outbox.repeat(pair.client))
     async with running(pair):
         assert [(await pair.hear()).number for _ in range(2)] == [2, 3]

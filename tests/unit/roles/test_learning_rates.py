@@ -99,7 +99,7 @@ def test_a_critic_has_its_own_rate_and_a_head_start_and_follows_the_schedule_if_
 
 async def run_on(ring: SmallRing, replay: Replay | None = None) -> list[float]:
     if replay is not None:
-        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.on_record), PATIENCE_S)
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.record), PATIENCE_S)
     await ring.add_generator()
     await asyncio.wait_for(ring.start_training(), PATIENCE_S)
     return [batch.learning_rate for batch in ring.trainer.batches]

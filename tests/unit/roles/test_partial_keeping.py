@@ -18,6 +18,7 @@ from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.messages import CancelGroup, LeaseProgress, LeaseReturn, ShowWhole
 from rlhpc.roles.controller import partial_keeping
+from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.partial_keeping import PartialKeeping
 from rlhpc.topology import LEASES
 from rlhpc.transport.memory import MemoryServer
@@ -53,6 +54,7 @@ class Controller:
             PartialIntake(self.buffer, 200),
             PartialLog(self.directory, 1),
             self.leases,
+            DiskLane("partials"),
             timeline=0,
             newest_version=lambda: NEWEST,
             commit_groups=self.commit_groups,
@@ -84,7 +86,7 @@ async def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[C
     running = asyncio.create_task(controller.keeping.run())
     yield controller
     running.cancel()
-    controller.keeping.close(is_complete=False)
+    await controller.keeping.close(is_complete=False)
 
 
 async def test_reports_are_on_disk_soon_and_so_are_the_admissions_that_they_need(it: Controller) -> None:
@@ -188,5 +190,5 @@ async def test_a_disk_that_refuses_costs_one_warning_and_later_all_is_there_agai
 async def test_a_run_that_is_complete_leaves_none(it: Controller) -> None:
     await it.takes(piece_of(DRAFT, 0, 50))
     await it.until_on_disk(50)
-    it.keeping.close(is_complete=True)
+    await it.keeping.close(is_complete=True)
     assert partial_paths(it.directory) == []

@@ -10,6 +10,7 @@ import pytest
 from rlhpc.config_file import config_hash
 from rlhpc.messages import Heartbeat, Hello, Reregister
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.run_processes import RunProcesses
 from rlhpc.roles.controller.saved_state import Totals
@@ -33,7 +34,7 @@ async def test_what_a_generator_had_not_reported_when_it_was_lost_is_counted(tmp
         registry = ProcessRegistry(config_hash(config), 15.0, clock)
         buffer: Any = ring.buffer
         state: Any = ControllerState(Any, None, buffer.segments, buffer.journal, buffer, Membership(), totals, 0, 0)
-        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state)
+        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state, DiskLane("notes"))
         await processes.greet("generator-0", hello("0.0.0-first"))
         for unreported in (900.0, 70.0):
             await processes.beat("generator-0", Heartbeat("running", "", 3, 8, {"tokens_unreported": unreported}))
@@ -53,7 +54,7 @@ async def test_a_generator_that_connects_again_has_lost_nothing(tmp_path: Path) 
         registry = ProcessRegistry(config_hash(config), 15.0, ManualClock())
         buffer: Any = ring.buffer
         state: Any = ControllerState(Any, None, buffer.segments, buffer.journal, buffer, Membership(), totals, 0, 0)
-        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state)
+        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state, DiskLane("notes"))
         buffer.admit(prompt(0), 0)
         await processes.greet("generator-0", hello("0.0.0-first"))
         lease = buffer.grant("generator-0", 2)
@@ -76,7 +77,7 @@ async def test_who_was_taken_for_dead_and_is_heard_again_is_asked_to_register(tm
         registry, client = ProcessRegistry(config_hash(config), 15.0, clock), ring.control.connect(name)
         buffer: Any = ring.buffer
         state: Any = ControllerState(Any, None, buffer.segments, buffer.journal, buffer, Membership(), Totals(), 0, 0)
-        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state)
+        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state, DiskLane("notes"))
         await processes.greet(name, hello("0.0.0-first", role))
         clock.advance(16.0)
         await processes.lose_silent()
@@ -97,7 +98,7 @@ async def test_a_lease_on_its_way_to_one_that_leaves_is_nobodys_fault(tmp_path: 
         registry = ProcessRegistry(config_hash(config), 15.0, clock)
         buffer: Any = ring.buffer
         state: Any = ControllerState(Any, None, buffer.segments, buffer.journal, buffer, Membership(), Totals(), 0, 0)
-        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state)
+        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state, DiskLane("notes"))
         buffer.admit(prompt(0), 0)
         await processes.greet("generator-0", hello("0.0.0-first"))
         lease = buffer.grant("generator-0", 2)

@@ -21,6 +21,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.messages import Hello, WeightsLive
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.metrics.recorder import NUM_RECENT_STEPS, RunRecorder
 from rlhpc.roles.controller.metrics.status_board import StatusBoard
 from rlhpc.roles.controller.process_registry import ProcessRegistry
@@ -71,13 +72,21 @@ async def recorded_ring(
         board = StatusBoard(layout, config, registry, buffer)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
         recorder = RunRecorder(
-            context, state, board.figures, registry, ring.weight_sync, sink, channels=(), clock=clock
+            context,
+            state,
+            board.figures,
+            registry,
+            ring.weight_sync,
+            sink,
+            DiskLane("metrics"),
+            channels=(),
+            clock=clock,
         )
-        ring.on_record = recorder.record
+        ring.record = recorder.record
         try:
             yield ring, recorder, board
         finally:
-            recorder.close()
+            await recorder.close()
 
 
 def told(board: StatusBoard) -> dict[str, Any]:
@@ -95,33 +104,34 @@ async def test_before_the_first_step_the_figures_are_those_of_the_attempt(tmp_pa
 async def test_the_longest_of_the_last_ten_steps_is_told_until_ten_more_have_passed(tmp_path: Path) -> None:
     clock = ManualClock()
     async with recorded_ring(tmp_path, 1, clock=clock) as (ring, recorder, board):
-        ring.on_record = ring.records.append
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
-        (step,) = ring.records
+        step = recorder._unwritten[0].record
+        writing = asyncio.create_task(recorder.run())
         recorder.training_begins()
         clock.advance(7.0)
-        recorder.record(step)
+        await recorder.record(step)
         assert told(board)["step_s"] == 7.0
         for _ in range(NUM_RECENT_STEPS - 1):
             clock.advance(2.0)
-            recorder.record(step)
+            await recorder.record(step)
             assert told(board)["step_s"] == 7.0
         clock.advance(1.0)
-        recorder.record(step)
+        await recorder.record(step)
         assert told(board)["step_s"] == 2.0
+        writing.cancel()
 
 
 async def test_the_longest_save_is_told_from_the_step_after_it_on(tmp_path: Path) -> None:
     async with recorded_ring(tmp_path, 3) as (ring, recorder, board):
         seen: list[float] = []
 
-        def record(step: StepRecord) -> None:
-            recorder.record(step)
+        async def record(step: StepRecord) -> None:
+            await recorder.record(step)
             seen.append(told(board)["save_s"])
             ring.saving.longest_s = 7.5
 
-        ring.on_record = record
+        ring.record = record
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
         assert seen == [0.0, 7.5, 7.5]

@@ -495,7 +495,7 @@ async def test_recorded_steps_are_trained_on_their_own_batches_before_anything_i
         def restored(groups: Iterable[ResolvedGroup]) -> None:
             counted.append([group.group.group_id for group in groups])
 
-        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, restored, ring.on_record), PATIENCE_S)
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, restored, ring.record), PATIENCE_S)
         assert [batch.step for batch in ring.trainer.batches] == [0, 1, 2]
         assert ring.trainer.published == []
         assert [[group.group_id for group in record.groups] for record in ring.records] == [[1, 0], [3, 2], [5, 4]]
@@ -515,19 +515,19 @@ async def test_a_repeated_step_that_goes_another_way_is_told_with_both_values(
 ) -> None:
     async with small_ring(small_config(num_steps=5), tmp_path) as ring:
         replay = record_of(ring, 1, loss=0.25)
-        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.on_record), PATIENCE_S)
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.record), PATIENCE_S)
     assert "step 0, repeated, went differently: loss 0.25 then, 0.5 now" in caplog.text
 
 
 async def test_a_replay_ends_at_a_stop_and_at_the_last_step(tmp_path: Path) -> None:
     async with small_ring(small_config(num_steps=2), tmp_path) as ring:
         replay = record_of(ring, 3)
-        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.on_record), PATIENCE_S)
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.record), PATIENCE_S)
         assert ring.loop.step == 2
     async with small_ring(small_config(num_steps=5), tmp_path) as ring:
         replay = record_of(ring, 3)
         ring.stop.set()
-        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.on_record), PATIENCE_S)
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.record), PATIENCE_S)
         assert ring.loop.step == 0
 
 

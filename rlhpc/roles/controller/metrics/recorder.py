@@ -2,7 +2,7 @@
 
 Input: StepRecord.  Called between steps; nothing is decided from what it measures.
 
-    record ──▶ totals, live line ──▶ unwritten ──▶ figures of every rollout, TensorBoard, in a thread
+    record ──▶ totals, live line ──▶ unwritten ──▶ figures of every rollout, TensorBoard, in their lane
 
 What a checkpoint holds, the totals, is up to date when `record` returns; what people look at follows.
 """
@@ -10,7 +10,6 @@ What a checkpoint holds, the totals, is up to date when `record` returns; what p
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from rlhpc.metrics.recorder import Recorder, Sample
 from rlhpc.packing.layout import packing_fill, tokens_trained
 from rlhpc.rewards.failures import PREFIX, by_task
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
 from rlhpc.roles.controller.metrics.step_figures import (
     cut_figures,
@@ -42,7 +42,7 @@ RATE_WINDOW_S = 20.0
 DETAILS_EVERY_STEPS = 10  # histograms and completions: large beside the numbers, and segments hold everything
 NUM_SAMPLES = 2  # completions
 NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, and plans must allow for them
-MAX_UNWRITTEN = 4  # steps, with their rollouts: if the thread is slower than steps are, these wait for it
+MAX_UNWRITTEN = 4  # steps, with their rollouts: if the lane is slower than steps are, these wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class RunRecorder:
         registry: ProcessRegistry,
         weight_sync: WeightSync,
         sink: RolloutSink,
+        lane: DiskLane,
         *,
         channels: Sequence[ServerChannel],
         clock: Clock,
@@ -73,7 +74,7 @@ class RunRecorder:
         self._config, self._totals, self._live = context.config, state.totals, live
         self._buffer, self._prompts, self._tokenizer = state.buffer, state.prompts, state.tokenizer
         self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
-        self._channels = channels
+        self._channels, self._lane = channels, lane
         self.lag = LoopLag(clock)  # of the event loop, while its run() runs
         self._clock = clock
         self._recorder = Recorder(context.layout.tensorboard, seam=state.step if context.attempt > 0 else None)
@@ -88,7 +89,7 @@ class RunRecorder:
         self._last_step_at: float | None = None
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
         self._unwritten: deque[_Unwritten] = deque()
-        self._has_work, self._writing = asyncio.Event(), threading.Lock()
+        self._has_work, self._has_room = asyncio.Event(), asyncio.Event()
         live.attempt, live.resume_step = context.attempt, context.resume_step
         live.step, live.version = state.step, state.policy_version
         self._show_totals()
@@ -101,8 +102,8 @@ class RunRecorder:
         self._generators.look()
         self._live.phase = "training"
 
-    def record(self, record: StepRecord) -> None:
-        """Record one step."""
+    async def record(self, record: StepRecord) -> None:
+        """Record one step; wait while many are unwritten."""
         now, stats = self._clock(), self._sink.drain()
         step_s = now - (self._last_step_at if self._last_step_at is not None else now)
         self._last_step_at = now
@@ -112,33 +113,34 @@ class RunRecorder:
         samples = self._samples(record.groups) if has_details else []
         self._show(record, stats, figures, now)
         self._unwritten.append(_Unwritten(record, stats, figures, samples))
-        if len(self._unwritten) > MAX_UNWRITTEN:
-            self._write_all()
         self._has_work.set()
+        while len(self._unwritten) > MAX_UNWRITTEN:
+            self._has_room.clear()
+            await self._has_room.wait()
 
     async def run(self) -> None:
         """Write what was recorded, endlessly."""
         while True:
             await self._has_work.wait()
             self._has_work.clear()
-            await asyncio.to_thread(self._write_all)
+            await self._write_all()
 
     def close_totals(self) -> None:
         """Update the seconds in the totals."""
         self._totals.wall_s = self._clock() - self._wall_from
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Write what is left, and flush."""
-        self._write_all()
-        self._recorder.close()
+        await self._write_all()
+        await self._lane.run(self._recorder.close)
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _write_all(self) -> None:
-        """Any thread may do it; all of it is written when it returns."""
-        with self._writing:
-            while self._unwritten:
-                self._write(self._unwritten.popleft())
+    async def _write_all(self) -> None:
+        while self._unwritten:
+            step = self._unwritten.popleft()
+            self._has_room.set()
+            await self._lane.run(self._write, step)
 
     def _write(self, step: _Unwritten) -> None:
         record, stats = step.record, step.stats

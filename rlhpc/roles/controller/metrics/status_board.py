@@ -90,7 +90,7 @@ class StatusBoard:
         return json.dumps(document).encode()
 
     def write(self, document: bytes) -> None:
-        """Replace the file, append to the timeline.  May run in a thread, so that a slow disk does not block the loop.
+        """Replace the file, append to the timeline.  One thread at a time, while another one calls `document`.
 
         Raises OwnershipLost.
         """

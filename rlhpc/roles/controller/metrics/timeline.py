@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from rlhpc.buffer.line_file import LineFile
@@ -58,11 +59,12 @@ class _Watched:
 
 
 class Timeline:
-    """Watches, and writes.  `look` and `write` may be called by different threads, one after the other."""
+    """Watches, and writes.  One thread may call `look` while another one calls `write`."""
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
         self._lines = LineFile(path, TimelineEntry, fence)
-        self._pending: deque[TimelineEntry] = deque(maxlen=_MOST_PENDING)
+        self._news: SimpleQueue[TimelineEntry] = SimpleQueue()  # from one to the other
+        self._pending: deque[TimelineEntry] = deque(maxlen=_MOST_PENDING)  # of the one that writes
         self._watched: dict[str, _Watched] = {}
         self._first_s = _first_line_s(path)  # of an earlier attempt, if there was one
         self._since_s = 0.0
@@ -83,18 +85,18 @@ class Timeline:
 
     def write(self, now_s: float) -> None:
         """Append what is pending; it stays if that fails.  Raises OwnershipLost."""
+        while not self._news.empty():
+            self._pending.append(self._news.get())
         if not self._pending or now_s - self._tried_s < (RETRY_S if self._failed_since_s is not None else 0.0):
             return
         self._tried_s = now_s
         entries = [*self._pending]
-        num_pending = len(entries)
         if self._failed_since_s is not None:
             text = f"the run directory could not be written for {now_s - self._failed_since_s:.0f} s"
             last = entries[-1]
             entries.append(TimelineEntry(now_s, last.attempt, last.step, last.phase, event="disk", text=text))
         if self._lines.append(entries):
-            for _ in range(num_pending):  # others may have come meanwhile
-                self._pending.popleft()
+            self._pending.clear()
             self._failed_since_s = None
         elif self._failed_since_s is None:
             self._failed_since_s = now_s
@@ -104,12 +106,12 @@ class Timeline:
         for name, watched in [*self._watched.items()]:
             row, known = present.get(name), watched.row
             if row is None or row["pid"] != known["pid"] or row["host"] != known["host"]:
-                self._pending.append(TimelineEntry(now_s, **where, **_loss(known)))
+                self._news.put(TimelineEntry(now_s, **where, **_loss(known)))
                 del self._watched[name]
         for name, row in present.items():
             if name not in self._watched:
                 text = f"pid {row['pid']} on {row['host']}"
-                self._pending.append(TimelineEntry(now_s, **where, event="joined", name=name, text=text))
+                self._news.put(TimelineEntry(now_s, **where, event="joined", name=name, text=text))
                 self._watched[name] = _Watched(row, busy_s=row["metrics"].get("busy_s"))
             self._watched[name].row = row
 
@@ -119,7 +121,7 @@ class Timeline:
     def _close_interval(self, now_s: float, where: Mapping[str, Any]) -> None:
         seconds = now_s - self._since_s
         work = {name: _shares(watched, seconds) for name, watched in self._watched.items() if watched.looks}
-        self._pending.append(TimelineEntry(now_s, **where, seconds=round(seconds, 3), work=work))
+        self._news.put(TimelineEntry(now_s, **where, seconds=round(seconds, 3), work=work))
         self._since_s = now_s
         for watched in self._watched.values():
             watched.looks.clear()
