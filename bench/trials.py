@@ -5,31 +5,45 @@
     python -m bench.trials kills --trials 200    any process is killed at a random instant; the run goes on by itself,
                                                  or is resumed if it was the launcher; every tenth time it is, and the
                                                  newest checkpoint is damaged in between
+    python -m bench.trials stops --trials 500    `rlhpc run` is stopped at a random instant, by SIGINT, SIGTERM or
+                                                 `rlhpc stop`, some a second time; then resumed, and stopped again
+    python -m bench.trials controller-stops      the same for the controller alone, in this process, on a disk that is
+                                                 slow at random: its threads are in the middle of a write
 
-Exit status 1 if a process was left, or a group was lost, trained twice, or trained on by two timelines.
+Exit status 1 if a process was left, a group was lost, trained twice, or trained on by two timelines, or a stop did not
+end with 0 and a clean audit.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import logging
+import math
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from launch.checks.audit.evidence import Depth
+from launch.checks.audit.history import audit_run
 from rlhpc.deadline import Deadline
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
+from tests.simulator.real_time import Attempted, RealTime, WatchedDisk
 
 GROUPS, GROUP_SIZE = 4, 4
 SLOW = {"task": "tests.ring.ring_rewards:slow_parity"}
@@ -42,20 +56,19 @@ DAMAGE_EVERY = 10
 def main() -> int:
     """Do one kind of trial."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("orphans", "zombies", "kills"))
-    parser.add_argument("--trials", type=int, default=20, help="of zombies and kills (20)")
+    parser.add_argument("kind", choices=tuple(TRIALS))
+    parser.add_argument("--trials", type=int, default=20, help="of all but orphans (20)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress ends, too
     root = Path(tempfile.mkdtemp(prefix="rlhpc-trials-"))
-    trials: dict[str, Callable[[Trial], int]] = {"orphans": orphans, "zombies": zombies, "kills": kills}
     try:
         trial = Trial(make_lab(root), options.engine, options.trials, random.Random(options.seed))
-        failures = trials[options.kind](trial)
+        failures = TRIALS[options.kind](trial)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    print(json.dumps({"kind": options.kind, "engine": options.engine, "failures": failures}))
+    print(json.dumps({"kind": options.kind, "engine": options.engine, "seed": options.seed, "failures": failures}))
     return 1 if failures else 0
 
 
@@ -68,6 +81,12 @@ class Trial:
     def start(self, name: str, *words: str) -> Run:
         """`rlhpc run` of a run that lasts, with a checkpoint every four steps."""
         sections = {"run": ENDLESS, "data": SLOW, "generation": {"engine": self.engine}}
+        run_file = self.lab.run_file(name, **sections, checkpoint={"every_steps": 4})
+        return Run(run_file, self.lab.layout(name), *words)
+
+    def start_short(self, name: str, *words: str) -> Run:
+        """`rlhpc run` of a run of 40 steps, with a checkpoint every four."""
+        sections = {"run": {"num_steps": 40}, "data": SLOW, "generation": {"engine": self.engine}}
         run_file = self.lab.run_file(name, **sections, checkpoint={"every_steps": 4})
         return Run(run_file, self.lab.layout(name), *words)
 
@@ -174,6 +193,120 @@ def kills(trial: Trial) -> int:
     problem = trial.verdict(name)
     print(problem or "every step has one whole batch, no group stands twice, and the audit is clean")
     return failures + bool(problem)
+
+
+def stops(trial: Trial) -> int:
+    """Stop one run again and again, at an instant of its start, replay, training, farewell or closing.
+
+    Every run that has done all its steps is followed by another.
+    """
+    failures, runs = 0, 0
+    for number in range(trial.num_trials):
+        name = f"stopped-{runs}"
+        layout, chance = trial.lab.layout(name), trial.chance
+        resume = ("--resume",) if layout.config.exists() else ()
+        began = time.monotonic()
+        with trial.start_short(name, *resume) as run:
+            how = _stop_at_random(run, chance)
+            status = run.finish(300.0)
+            said = run.output.strip().splitlines()
+            run.assert_nothing_is_left(within_s=20.0)
+        problem = "" if status in _LEGAL[how] else f"ended with {status}: {said[-1] if said else ''}"
+        if layout.rollouts.exists():
+            problem = problem or _audited(layout)
+        failures += bool(problem)
+        runs += layout.summary.exists() or bool(problem)
+        took_s = time.monotonic() - began
+        print(f"stop {number}: {how}, {took_s:.1f} s, step {_saved_step(layout)} saved {problem}", flush=True)
+    return failures
+
+
+# An interrupt that leaves no time to save ends with 130, as Ctrl-C does.
+_LEGAL = {"SIGTERM": (0,), "rlhpc stop": (0,), "SIGINT": (0, 130), "SIGINT twice": (0, 130), "not stopped": (0,)}
+
+
+def _stop_at_random(run: Run, chance: random.Random) -> str:
+    """Wait for the instant and stop it; return how."""
+    how = chance.choice(("SIGTERM", "SIGTERM", "SIGINT", "SIGINT twice", "rlhpc stop"))
+    if chance.random() < 0.5:  # else within the start, which takes as long
+        _wait_for_a_step(run)
+    waited = Deadline(chance.choice((3.0, 10.0)) * chance.random())
+    while not waited.is_over and run.process.poll() is None:
+        time.sleep(0.01)
+    if run.process.poll() is not None:
+        return "not stopped"
+    if how == "rlhpc stop":
+        subprocess.run([sys.executable, "-m", "launch.cli", "stop", str(run.layout.root)], check=False,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    else:
+        run.interrupt(signal.SIGTERM if how == "SIGTERM" else signal.SIGINT)
+    if how == "SIGINT twice":
+        time.sleep(3.0 * chance.random())
+        if run.process.poll() is None:
+            run.interrupt()
+    return how
+
+
+def controller_stops(trial: Trial) -> int:
+    """Stop the controller of tests/simulator/real_time.py, in this process, at random instants."""
+    failures, runs, run = 0, 0, None
+    logging.disable(logging.WARNING)
+    for number in range(trial.num_trials):
+        if run is None:
+            run = RealTime(trial.lab.root / f"run-{runs}", trial.chance.randrange(1 << 30), run={"num_steps": 8})
+            runs += 1
+        slow_s = trial.chance.choice((0.0, 0.01, 0.1))
+        disk = WatchedDisk(partial(trial.chance.uniform, 0.0, slow_s))
+        instant = Instant.drawn(trial.chance)
+        with disk.installed():
+            status = run.attempt(instant.stop)
+        problem = "; ".join(filter(None, (f"ended with {status}" if status else "", *disk.overlaps, run.problem())))
+        failures += bool(problem)
+        is_complete = run.layout.summary.exists()
+        print(f"stop {number}: {instant}, {instant.phase}, disk {slow_s:g} s {problem}", flush=True)
+        if is_complete or problem:
+            run = None
+    return failures
+
+
+@dataclass
+class Instant:
+    """When a controller is stopped, and how."""
+
+    at_s: float  # after its start
+    patience_s: float  # for the step that is being trained; 0: a write is cut short where it is
+    again_s: float  # between the first request and one without patience
+    phase: str = "it ended before"  # of the run at that instant
+
+    @classmethod
+    def drawn(cls, chance: random.Random) -> Instant:
+        at_s = chance.uniform(0.0, chance.choice((0.2, 1.0, 4.0)))
+        return cls(at_s, chance.choice((0.0, 0.0, 0.3, math.inf)), chance.uniform(0.0, 0.5))
+
+    def __str__(self) -> str:
+        return f"after {self.at_s:.3f} s, patience {self.patience_s:.1f} s, again after {self.again_s:.3f} s"
+
+    async def stop(self, attempted: Attempted) -> None:
+        await asyncio.sleep(self.at_s)
+        self.phase = "closing" if attempted.is_closing else attempted.controller._board.figures.phase
+        attempted.stop._request(self.patience_s)
+        await asyncio.sleep(self.again_s)
+        attempted.stop._request(0.0)
+
+
+TRIALS: dict[str, Callable[[Trial], int]] = {
+    "orphans": orphans,
+    "zombies": zombies,
+    "kills": kills,
+    "stops": stops,
+    "controller-stops": controller_stops,
+}
+
+
+def _audited(layout: RunLayout) -> str:
+    """What `rlhpc audit` objects to; "": nothing."""
+    audit = audit_run(layout, Depth(is_quick=False), lambda _: None)
+    return "; ".join(f"{check.name}: {offence}" for check in audit.checks for offence in check.offences)
 
 
 def _wait_for_a_step(run: Run, *, in_another_attempt: bool = False) -> bool:
