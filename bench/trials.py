@@ -38,6 +38,7 @@ import psutil
 
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
+from launch.run_directory.attempt_number import num_attempts
 from rlhpc.deadline import Deadline
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
@@ -205,13 +206,15 @@ def stops(trial: Trial) -> int:
         name = f"stopped-{runs}"
         layout, chance = trial.lab.layout(name), trial.chance
         resume = ("--resume",) if layout.config.exists() else ()
-        began = time.monotonic()
+        began, attempts = time.monotonic(), num_attempts(layout) if resume else 0
         with trial.start_short(name, *resume) as run:
             how = _stop_at_random(run, chance)
             status = run.finish(300.0)
             said = run.output.strip().splitlines()
             run.assert_nothing_is_left(within_s=20.0)
-        problem = "" if status in _LEGAL[how] else f"ended with {status}: {said[-1] if said else ''}"
+        has_begun = layout.config.exists() and num_attempts(layout) > attempts
+        is_legal = status in _LEGAL[how] or (not has_begun and status in (-signal.SIGTERM, -signal.SIGINT))
+        problem = "" if is_legal else f"ended with {status}: {said[-1] if said else ''}"
         if layout.rollouts.exists():
             problem = problem or _audited(layout)
         failures += bool(problem)
@@ -221,7 +224,7 @@ def stops(trial: Trial) -> int:
     return failures
 
 
-# An interrupt that leaves no time to save ends with 130, as Ctrl-C does.
+# An interrupt that leaves no time to save ends with 130.  Before an attempt begins, a signal ends the command as any.
 _LEGAL = {"SIGTERM": (0,), "rlhpc stop": (0,), "SIGINT": (0, 130), "SIGINT twice": (0, 130), "not stopped": (0,)}
 
 

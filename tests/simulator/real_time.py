@@ -8,6 +8,7 @@ The simulator does the work of threads at once: only here can a write outlive th
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import random
@@ -194,8 +195,9 @@ class WatchedDisk:
 
     @staticmethod
     def _path_of(descriptor: int) -> str:
-        """Of a regular file; "": it is none."""
+        """Of a regular file that is open for writing; "": it is none."""
         with suppress(OSError):
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            is_read_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if stat.S_ISREG(os.fstat(descriptor).st_mode) and not is_read_only:
                 return os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115  it need not exist
         return ""

@@ -220,13 +220,17 @@ class EventEvidence:
         elif attempt.expected_step not in (-1, step):
             self._accuse(attempt, f"step {step} follows, where step {attempt.expected_step} is due", step=step)
         known = self.steps.get(step)
-        if step <= self.last_step and (known is None or list(known.groups) != list(groups)):
+        if known is not None and list(known.groups) != list(groups):
+            known = None
+        if step <= self.last_step and known is None:
             self._void_from(step)
         for group in groups:
             self._take(attempt, number, group, step)
         if len({*groups}) != len(groups):
             self._accuse(attempt, f"step {step} has a group twice: {sorted(groups)}", step=step)
-        self.steps[step] = RecordedStep(groups, number, attempt.num_lines)
+        self.steps[step] = taken = RecordedStep(groups, number, attempt.num_lines)
+        if known is not None:  # it is repeated: how it went counts until it has gone anew
+            taken.is_trained, taken.version, taken.applied = known.is_trained, known.version, known.applied
         self.last_step = max(self.last_step, step)
         attempt.untrained = attempt.expected_step = step
 
@@ -256,7 +260,7 @@ class EventEvidence:
         if known is None or known.attempt != number:
             self._accuse(attempt, f"step {step} is trained, and no batch was taken for it", step=step)
             return
-        if known.is_trained:
+        if attempt.untrained != step:
             self._accuse(attempt, f"step {step} is trained a second time", step=step)
             return
         known.is_trained, known.version, known.applied = True, int(event["version"]), bool(event["applied"])

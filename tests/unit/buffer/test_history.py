@@ -212,7 +212,8 @@ def test_what_a_checkpoint_knows_is_not_read_again(layout: RunLayout, tmp_path: 
     train(buffer, 0)
     directory = tmp_path / "checkpoint"
     directory.mkdir()
-    state = buffer.freeze(1).write(directory)
+    frozen = buffer.freeze(1)
+    state = frozen.write(directory, frozen.seal())
     buffer.deliver("g-0", make_scored(3, 1))
     buffer.admit(make_prompt(4), 1)
     journal_of(buffer).commit()

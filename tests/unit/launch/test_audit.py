@@ -19,13 +19,14 @@ import h5py
 import numpy as np
 import pytest
 
+from launch.checks.audit.events import EventEvidence
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
 from launch.checks.audit.lengths import compare, describe
 from launch.checks.audit.report import Audit, Check, Verdict
 from launch.cli import main
 from launch.commands.audit import as_table
-from rlhpc.buffer.event_log import event_paths
+from rlhpc.buffer.event_log import Admitted, Began, GroupEventLog, Taken, Trained, event_paths
 from rlhpc.buffer.journal_reader import read_journals
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_files import segment_paths
@@ -307,6 +308,31 @@ def test_events_and_files_that_are_not_known_are_no_accusation(originals: list[R
         (layout.rollouts / name).write_bytes(b"x")
     audit = assert_clean(layout)
     assert check_of(audit, "files").remarks == ["events that are not known here were passed over: partial (1)"]
+
+
+def test_a_step_that_was_to_be_repeated_when_the_run_was_stopped_is_as_it_went_before(tmp_path: Path) -> None:
+    rollouts = RunLayout(tmp_path).rollouts
+    rollouts.mkdir()
+    first, second = GroupEventLog(rollouts, 0), GroupEventLog(rollouts, 1)
+    for event in (
+        Began(0, 0, goes_on=True),
+        *(Admitted(group, group, 0) for group in range(4)),
+        *(Taken(0, [0, 1]), Trained(0, 0, applied=True), Taken(1, [2, 3]), Trained(1, 1, applied=True)),
+    ):
+        first.add(event)
+    for event in (Began(0, 8, goes_on=True, timeline=0), Taken(0, [0, 1])):
+        second.add(event)
+    for log in (first, second):
+        log.commit(log.num_pending)
+    evidence = EventEvidence(rollouts)
+    evidence.look(is_last=True)
+    assert [(step, known.version) for step, known in evidence.trained_steps()] == [(0, 0), (1, 1)]
+    assert evidence.offences == []
+    second.add(Trained(0, 0, applied=True))
+    second.add(Trained(0, 0, applied=True))
+    second.commit(2)
+    evidence.look(is_last=True)
+    assert ["trained a second time" in offence.text for offence in evidence.offences] == [True]
 
 
 @pytest.mark.parametrize("step", [1, 3])
