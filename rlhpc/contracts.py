@@ -136,6 +136,10 @@ class RecordName:
     key: str  # its place in the dataset, with several datasets after the dataset's own: "17", "1:17"
     source: str = ""  # its file and line, for people
 
+    def __str__(self) -> str:
+        """Return the record's name for people."""
+        return f"record {self.key} ({self.source})" if self.source else f"record {self.key}"
+
 
 class PromptSource(ABC):
     """A seeded, endless, resumable order of prompts."""

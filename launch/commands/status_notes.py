@@ -40,7 +40,7 @@ class Notes:
                 "a resume with --lift-quarantine samples them again"
             )
         if self.suspects:
-            found.append(f"suspect prompts   {len(self.suspects)}; generators or reward workers died of them")
+            found.append(f"suspect prompts   {len(self.suspects)}; generators or reward workers died with them")
         if self.guard:
             last = self.guard[-1]
             number = f"{len(self.guard)} {'action' if len(self.guard) == 1 else 'actions'}"

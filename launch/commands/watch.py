@@ -26,7 +26,7 @@ from rlhpc.run_layout import RunLayout
 
 _TOLD = {
     "dropped_verifier_error": "no verifier could judge them; `rlhpc rollouts {root} --verdict verifier_error` says why",
-    "dropped_poison": "their prompts are quarantined; `rlhpc status {root}` lists them",
+    "dropped_poison": "their leases were lost, or their prompts are quarantined: `rlhpc status {root}` lists these",
 }
 LOOK_AT_DISK_S = 2.0  # where the run itself says nothing
 BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained

@@ -54,10 +54,10 @@ class Suspicion:
     @property
     def text(self) -> str:
         """Which record, what it may have killed, and how, for people."""
-        deaths = {"generators died while they sampled it": self.strikes, "reward workers died of it": self.workers}
-        counts = " and ".join(f"{number} {what}" for what, number in deaths.items() if number)
-        where = f" ({self.source})" if self.source else ""
-        return f"record {self.prompt}{where}: {counts}" + (f", the last: {self.why}" if self.why else "")
+        deaths = (("generator", self.strikes, "sampling"), ("reward worker", self.workers, "judging"))
+        counts = [f"{number} {who}{'s' * (number > 1)} died {what} it" for who, number, what in deaths if number]
+        last = f", the last: {self.why}" if self.why else ""
+        return f"{RecordName(self.prompt, self.source)}: {' and '.join(counts)}{last}"
 
 
 def _by_prompt_id(prompt_id: int) -> RecordName:
@@ -72,7 +72,7 @@ class LostLeases:
 
         record_of: names the record behind a prompt, by its number.
         """
-        self._record_of = record_of
+        self.record_of = record_of
         self._by_prompt: dict[str, Suspicion] = {}
         self.unwritten: list[Suspicion] = []
         for suspicion in known:
@@ -80,7 +80,7 @@ class LostLeases:
 
     def of(self, prompt: Prompt) -> Suspicion | None:
         """The suspicion of this prompt, if any."""
-        return self._by_prompt.get(self._record_of(prompt.prompt_id).key) if self._by_prompt else None
+        return self._by_prompt.get(self.record_of(prompt.prompt_id).key) if self._by_prompt else None
 
     @property
     def all(self) -> list[Suspicion]:
@@ -119,7 +119,7 @@ class LostLeases:
         return lifted
 
     def _known(self, prompt: Prompt) -> Suspicion:
-        record = self._record_of(prompt.prompt_id)
+        record = self.record_of(prompt.prompt_id)
         return self._by_prompt.get(record.key) or Suspicion(record.key, 0, 0, source=record.source)
 
     def _change(self, suspicions: Sequence[Suspicion]) -> None:

@@ -3,7 +3,7 @@
 Input: verdicts, and groups that are refused because their prompt is quarantined.  Raises RoleFailed, or StarvedError
 where another attempt would refuse the same prompts again.  Looks at the last `window` of these; the limit is a share of
 the whole window, so that one early error does not stop a run, while a verifier that always fails is found after
-max_share · window.  Errors are counted by cause: the kind of failure (failures.py), or QUARANTINED.
+max_share · window.  Errors are counted by cause: the kind of failure (failures.py), QUARANTINED, LEASES_LOST.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rlhpc.errors import RoleFailed, StarvedError
 from rlhpc.types import Verdict
 
 QUARANTINED = "quarantined"  # cause: nothing was sampled, because of what happened before
+LEASES_LOST = "leases_lost"  # cause: a sample was leased so often in vain
 _UNNAMED = "verifier_error"
 _SHOWN_DETAILS = 3
 
@@ -36,9 +37,9 @@ class ErrorGate:
         is_error = verdict is Verdict.VERIFIER_ERROR
         self._count((failure or _UNNAMED) if is_error else "", detail)
 
-    def count_refused(self, why: str) -> None:
-        """Record a group that was dropped without a verdict, because its prompt is quarantined."""
-        self._count(QUARANTINED, why)
+    def count_refused(self, cause: str, why: str) -> None:
+        """Record a group that was dropped without a verdict; cause: QUARANTINED or LEASES_LOST."""
+        self._count(cause, why)
 
     def _count(self, cause: str, detail: str) -> None:
         self._last.append(cause)

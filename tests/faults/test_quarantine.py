@@ -126,7 +126,7 @@ def test_a_run_of_which_quarantine_leaves_nothing_says_so_and_goes_on_once_it_is
         assert run.finish() == EXIT_CONFIG, run.story()
     assert "40 errors in a row and no verdict between them" in run.output
     assert "quarantined 34" in run.output
-    assert "1 reward workers died of it, the last:" in run.output
+    assert "1 reward worker died judging it, the last:" in run.output
     assert "--lift-quarantine" in run.output
     audit = rlhpc("audit", str(layout.root))
     assert audit.returncode == 0, audit.stdout

@@ -246,10 +246,10 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _end_after(loop: asyncio.AbstractEventLoop, said: dict[str, Any]) -> None:
-    """Log what asyncio says, and end the process, unless all of it is a task whose result nobody wants."""
+    """Log what asyncio says, and end the process, unless it is a lost connection or the result of a forgotten task."""
     error = said.get("exception")
     is_out_of_memory = isinstance(error, MemoryError)
-    if not is_out_of_memory and "handle" not in said and "transport" not in said:
+    if not is_out_of_memory and "handle" not in said:
         loop.default_exception_handler(said)
         return
     try:

@@ -20,7 +20,7 @@ from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.contracts import PromptSource
 from rlhpc.errors import LedgerError, StarvedError
-from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.rewards.error_gate import LEASES_LOST, QUARANTINED, ErrorGate
 from rlhpc.rewards.failures import KILLS_ITS_WORKER
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.types import Rollout, RolloutGroup, ScoredRollout, Verdict
@@ -150,7 +150,7 @@ class RolloutSink:
                 self._check_reward_variance(group)
 
     def refuse(self, group_id: int) -> None:
-        """Drop a group that is no longer granted: its prompt is quarantined, or a member has lost all its leases.
+        """Drop a group that is no longer granted: its prompt is quarantined, or one of its members has lost its leases.
 
         Raises StarvedError or RoleFailed when that happens too often: a run must not go on with what it refuses.
         """
@@ -158,11 +158,14 @@ class RolloutSink:
         if record is None:
             return
         suspicion = self.lost_leases.of(record.prompt)
-        num_lost = record.attempts - 1
-        why = suspicion.text if suspicion else f"{num_lost} leases of one of its members expired or ended with a death"
-        log.warning("group %d is dropped, its prompt quarantined: %s", group_id, why)
+        if suspicion is not None and suspicion.is_quarantined(self._admission.max_attempts):
+            cause, why = QUARANTINED, suspicion.text
+        else:
+            name, num_lost = self.lost_leases.record_of(record.prompt.prompt_id), record.attempts - 1
+            cause, why = LEASES_LOST, f"{name}: {num_lost} leases of one of its samples expired or ended with a death"
+        log.warning("group %d is dropped: %s: %s", group_id, cause.replace("_", " "), why)
         self.drop(group_id, DropReason.POISON)
-        self._gate.count_refused(why)
+        self._gate.count_refused(cause, why)
         self._gate.check(self._admission.max_groups_without_spread)
 
     @property

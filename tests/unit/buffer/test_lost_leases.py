@@ -206,7 +206,7 @@ def test_who_completes_is_forgiven_and_a_prompt_that_is_drawn_again_keeps_its_st
     found = again.of(make_prompt(71))  # the same record in another epoch
     assert found == Suspicion("1", 1, 2, source="questions.jsonl:2", why="g-0 died or fell silent")
     assert found.text == (
-        "record 1 (questions.jsonl:2): 1 generators died while they sampled it, the last: g-0 died or fell silent"
+        "record 1 (questions.jsonl:2): 1 generator died sampling it, the last: g-0 died or fell silent"
     )
 
 
@@ -236,7 +236,7 @@ def test_deaths_of_reward_workers_are_counted_apart_and_cost_no_company() -> Non
     assert ledger.admit(make_prompt(0), 0) == 1
     assert ledger.poisoned() == [1]
     assert [each.text for each in book.lift()] == [
-        "record 0: 3 reward workers died of it, the last: worker died: signal SIGSEGV"
+        "record 0: 3 reward workers died judging it, the last: worker died: signal SIGSEGV"
     ]
     assert book.all == []
 

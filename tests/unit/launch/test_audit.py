@@ -456,10 +456,10 @@ def test_a_loss_that_prefers_long_completions_and_poisoned_prompts_are_remarked_
     assert dropped.startswith("dropped because no verifier, environment or agent could judge them: ")
     assert quarantined == (
         "1 prompt quarantined, sampled again only after a resume with --lift-quarantine: record 1:7 (b.jsonl:8): "
-        "9 reward workers died of it, the last: SIGSEGV"
+        "9 reward workers died judging it, the last: SIGSEGV"
     )
     said = "1 prompt under suspicion, granted with few others or alone: record abc: "
-    said += "3 generators died while they sampled it"
+    said += "3 generators died sampling it"
     assert suspects == said
     last = as_table(layout, audited(layout)).splitlines()[-1]
     assert last.startswith(f"{layout.root}: clean, with remarks on members, length bias, poison and quarantine; ")

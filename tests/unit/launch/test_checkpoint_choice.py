@@ -227,7 +227,7 @@ def test_a_resume_says_what_stays_quarantined_and_lifts_it_if_asked_to(config: C
     book = LostLeases()
     book.unwritten = [*lines]
     LostLeaseFile(layout.strikes).append(book)
-    last = "record 9: 5 generators died while they sampled it, the last: generator-0 died or fell silent"
+    last = "record 9: 5 generators died sampling it, the last: generator-0 died or fell silent"
     stays = f"2 prompts of earlier attempts stay quarantined ({last}); --lift-quarantine samples them again"
     assert resume(config, layout)[1] == [stays]
     told: list[str] = []

@@ -43,7 +43,7 @@ def test_prompts_that_ended_generators_too_often_are_listed_and_others_counted(l
     assert [each.prompt for each in notes.quarantined] == ["killer"]
     assert [each.prompt for each in notes.suspects] == ["other"]
     assert notes.lines()[0] == (
-        "quarantined prompts   1: record killer: 3 generators died while they sampled it; a resume with "
+        "quarantined prompts   1: record killer: 3 generators died sampling it; a resume with "
         "--lift-quarantine samples them again"
     )
     assert notes.lines()[1].startswith("suspect prompts   1;")

@@ -1,7 +1,7 @@
 import pytest
 
 from rlhpc.errors import RoleFailed, StarvedError
-from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.rewards.error_gate import QUARANTINED, ErrorGate
 from rlhpc.types import Verdict
 
 
@@ -64,12 +64,14 @@ def test_the_message_counts_errors_by_their_cause():
         gate.count(Verdict.VERIFIER_ERROR, "exit status 1: HTTP 400", failure)
     gate.count(Verdict.WRONG)
     for _ in range(3):
-        gate.count_refused("record 3: 5 reward workers died of it")
+        gate.count_refused(QUARANTINED, "record 3: 5 reward workers died judging it")
     said = (
         r"6 of the last 7 verdicts .*\(window 10; quarantined 3, agent died 2, timed out 1\).*record 3: .*-quarantine$"
     )
     with pytest.raises(RoleFailed, match=said):
         gate.check()
-    gate.count_refused("record 3: 5 reward workers died of it")  # most are refusals: another attempt would not help
+    gate.count_refused(
+        QUARANTINED, "record 3: 5 reward workers died judging it"
+    )  # most are refusals: another attempt would not help
     with pytest.raises(StarvedError):
         gate.check()

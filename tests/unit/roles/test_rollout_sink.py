@@ -271,7 +271,7 @@ def test_a_prompt_whose_completions_kill_reward_workers_is_quarantined_after_so_
     assert judged.buffer.poisoned() == []
     assert judged.gate.document() == {
         "causes": {failure: 5, "quarantined": 1},
-        "latest": "record 7: 3 reward workers died of it, the last: killed",
+        "latest": "record 7: 3 reward workers died judging it, the last: killed",
     }
 
 
@@ -284,6 +284,21 @@ def test_errors_that_kill_no_worker_never_quarantine_a_prompt(tmp_path: Path, fa
     assert judged.book.all == judged.book.unwritten == []
     judged.succeed()
     assert judged.gate.error_share < 1.0
+
+
+def test_leases_that_expired_so_often_are_told_from_a_quarantine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has died of it: the next epoch samples it again."""
+    judged = Judged(tmp_path)
+    group_id = judged.admit()
+    for member in judged.buffer.open_record(group_id).members:
+        member.lost_leases = 3
+    judged.sink.refuse(group_id)
+    words = "record 7: 3 leases of one of its samples expired or ended with a death"
+    assert judged.gate.document() == {"causes": {"leases_lost": 1}, "latest": words}
+    assert f"group {group_id} is dropped: leases lost: {words}" in caplog.text
+    assert judged.book.all == []
 
 
 def test_a_run_in_which_nothing_but_quarantined_prompts_is_left_ends_and_says_why(tmp_path: Path) -> None:
