@@ -21,7 +21,7 @@ from launch.commands.arguments import (
     refuse_without_predict,
     resume_point,
 )
-from launch.commands.parser import command_parser
+from launch.commands.parser import command_parser, similar_command
 from launch.common.standard_output import (
     print_or_lose,
     print_whatever_happens,
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_whatever_happens()
     parser = command_parser()
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed and (meant := similar_command(typed[0])):
+        parser.error(f"{typed[0]!r}: no such command (did you mean {meant}?); `rlhpc --help` lists all")
     options, rest = parser.parse_known_args(typed)
     options.typed = typed
     # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`

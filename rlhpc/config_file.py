@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails, to_json
 from rlhpc.config import HAS_BEGUN, Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
+from rlhpc.foreign_keys import counterpart_of, in_words, is_theirs, section_in_words
 from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
 from rlhpc.toml_text import beyond_64_bits, read_toml, shown
@@ -184,26 +185,6 @@ _PATTERNS = {
     r"^[A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
 }
 MOST_HINTS = 2
-# Names that other libraries have for keys, where ours are not similar.
-_ELSEWHERE = {
-    "lr": "trainer.learning_rate",
-    "batch_size": "admission.groups_per_step",
-    "train_batch_size": "admission.groups_per_step",
-    "per_device_train_batch_size": "admission.groups_per_step",
-    "num_generations": "admission.group_size",
-    "rollout_n": "admission.group_size",
-    "max_steps": "run.num_steps",
-    "total_training_steps": "run.num_steps",
-    "max_tokens": "generation.max_completion_tokens",
-    "max_response_length": "generation.max_completion_tokens",
-    "max_completion_length": "generation.max_completion_tokens",
-    "max_prompt_length": "generation.max_prompt_tokens",
-    "beta": "algorithm.kl_coefficient",
-    "kl_coef": "algorithm.kl_coefficient",
-    "save_steps": "checkpoint.every_steps",
-    "eval_steps": "evaluation.every_steps",
-    "model_name_or_path": "model.path",
-}
 _OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")
 _RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
 
@@ -270,7 +251,7 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
     if detail["type"] == "extra_forbidden":
         *section, name = map(str, detail["loc"])
         legal = [*_SECTIONS[section[0]].model_fields] if section else [*_SECTIONS]
-        said = unknown_key(key, detail["input"], legal, _places_of(name))
+        said = _unknown_key_of_a_run(key, detail["input"], legal, name)
         return f"{said}; [{name}] is a section of site files" if not section and name in _OF_SITE_FILES else said
     if detail["type"] == "value_error":  # raised by a rule over several keys names them, of one key says what is legal
         cause = str(detail["ctx"]["error"])
@@ -283,6 +264,18 @@ def _is_of_a_key(place: tuple[str | int, ...]) -> bool:
     return len(place) > 1 and place[-1] in _SECTIONS[str(place[0])].model_fields
 
 
+def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: str) -> str:
+    """What another system has under this name is meant before what is similar."""
+    if isinstance(value, dict) and (section := section_in_words(key, value)):
+        return f"{key}: unknown section, of another system; here {section}"
+    found = counterpart_of(key)
+    if found is None or (name in _KEYS and not is_theirs(key)):
+        return unknown_key(key, value, legal, _places_of(name))
+    note = f" {found.note}" if found.note else ""
+    hint = f"did you mean {found.ours}?{note}" if found.ours else in_words(found)
+    return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)} ({hint})"
+
+
 def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
     """Say that a key does not exist, which do, and which one may be meant: one of a similar name, or one elsewhere."""
     close = difflib.get_close_matches(key.rpartition(".")[2], legal, n=1)
@@ -292,9 +285,7 @@ def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequen
 
 
 def _places_of(name: str) -> list[str]:
-    """Every place at which a key of this name is legal, or else of a similar one, or what other libraries call so."""
-    if (known := _ELSEWHERE.get(name)) is not None:
-        return [known]
+    """Every place at which a key of this name is legal, or else of a similar one."""
     keys = {f"{section}.{key}": key for section, model in _SECTIONS.items() for key in model.model_fields}
     similar = difflib.get_close_matches(name, set(keys.values()), n=1, cutoff=0.8)
     wanted = name if name in keys.values() else similar[0] if similar else None
@@ -318,6 +309,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 
 _SECTIONS = sections()
+_KEYS = frozenset(key for model in _SECTIONS.values() for key in model.model_fields)
 SEVERAL = ("data", "evaluation")  # tables that may be there several times
 
 

@@ -6,6 +6,7 @@ Output: a parser whose result has the command's name as `command`.
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,3 +194,11 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("recipes", _takes_recipe, "List run files for published runs, or copy one."),
     ("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),
 )
+
+
+def similar_command(word: str) -> str:
+    """The command that a mistyped word may mean; "" for a command, an option, or a word like none."""
+    names = [name for name, _, _ in _COMMANDS]
+    if word in names or word.startswith("-"):
+        return ""
+    return next(iter(difflib.get_close_matches(word, names, n=1)), "")

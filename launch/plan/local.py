@@ -34,7 +34,8 @@ def local_plan_document(
     """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between; num_cores: of the machine.
 
     again: words of the command that continues the run; it is kept with the directory in which they were typed.
-    Ranks get their share of the cores where they can use it.
+    What the machine has, and how much of it the run leaves, is kept for whoever reads figures of the run later.  Ranks
+    get their share of the cores where they can use it.
     """
     meet_s = ClusterConfig.model_fields["meet_s"].default
     limits = Limits(meet_s, STALL_S, max_retries, config.transport.dead_after_s, config.run.log_bytes, is_attended=True)
@@ -47,8 +48,9 @@ def local_plan_document(
         _component("generation", [generation], gpus),
     ]
     job = {"name": LOCAL, "array_size": None, "components": components}
+    machine = {"num_cores": num_cores, "num_gpus_left": len(gpus.spare), "uses_gpus": bool(gpus.devices)}
     typed = {"again": [*again], "typed_in": str(Path.cwd())} if again else {}
-    return plan_text(layout.root, LOCAL, [job], "requeue", limits, num_cores=num_cores, **typed)
+    return plan_text(layout.root, LOCAL, [job], "requeue", limits, machine=machine, **typed)
 
 
 def _component(

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from launch.common.counted import counted
+from launch.common.paths import written_unix_s
 from launch.reading.run_figures import RunFigures
+from launch.run_files.events import read_document
 from rlhpc.config import obeys_rules, with_values
 
 FEWEST_STEPS = 10
@@ -52,9 +55,10 @@ def _balance(figures: RunFigures, mean: Reader) -> Iterator[str]:
     if generators > IDLE and trainer < _OTHER:
         enough = max(1, math.ceil(number * (1 - generators) / 0.95))
         fewer = f"{enough} instead of {number} would do" if enough < number else "fewer would not do"
+        more = "" if _no_room_for(figures, 1, 1) else "; or give the trainer more GPUs (trainer.num_ranks)"
         yield (
             f"Generators idle {generators:.0%}, trainer {trainer:.0%}: a step waits for the trainer. Generators: "
-            f"{fewer}; or give the trainer more GPUs (trainer.num_ranks)."
+            f"{fewer}{more}."
         )
     planned = figures.config.generation.num_replicas if figures.config is not None else 0
     if trainer > IDLE and mean("generator/live") < planned - 0.2:
@@ -64,6 +68,13 @@ def _balance(figures: RunFigures, mean: Reader) -> Iterator[str]:
         )
     elif trainer > IDLE and generators < _OTHER:
         wanted = math.ceil(number / max(0.05, 1 - trainer))
+        per_engine = figures.config.generation.tensor_parallel if figures.config is not None else 1
+        if taken := _no_room_for(figures, wanted - number, per_engine):
+            yield (
+                f"Trainer idle {trainer:.0%}, generators {generators:.0%}: batches wait for rollouts, and {taken}: "
+                "more generators would only share it. Shorter completions, or a larger machine, would help."
+            )
+            return
         how = f"generation.num_replicas={wanted}"
         if figures.layout.job_plan.exists() and not figures.summary:  # submitted and still running
             how = f"`rlhpc scale RUN_DIR --generators +{wanted - number}`"
@@ -73,6 +84,24 @@ def _balance(figures: RunFigures, mean: Reader) -> Iterator[str]:
         )
     elif trainer > IDLE and generators > IDLE:
         yield _both_wait(figures, mean, generators, trainer)
+
+
+def _no_room_for(figures: RunFigures, num_processes: int, gpus_each: int) -> str:
+    """Why this many processes more would find no place on the machine of a run without Slurm; "": they would."""
+    layout = figures.layout
+    if written_unix_s(layout.job_plan) > written_unix_s(layout.local_plan):
+        return ""  # the site grants what is asked for
+    machine = read_document(layout.local_plan).get("machine")
+    if not isinstance(machine, dict) or figures.config is None:
+        return ""
+    if machine.get("uses_gpus"):
+        left, needed = machine.get("num_gpus_left", 0), num_processes * gpus_each
+        has = "no GPU" if not left else counted(left, "GPU")
+        return "" if left >= needed else f"this machine has {has} left"
+    cores, busy = machine.get("num_cores", 0), figures.config.trainer.num_ranks + figures.config.generation.num_replicas
+    if busy + num_processes <= cores:
+        return ""
+    return f"{busy} busy processes have this machine's {counted(cores, 'core')}"
 
 
 def _both_wait(figures: RunFigures, mean: Reader, generators: float, trainer: float) -> str:

@@ -146,7 +146,9 @@ def _span(values: Numbers) -> tuple[float, float]:
     if not values.size:
         return 0.0, 1.0
     low, high = float(values.min()), float(values.max())
-    return (low, high) if high > low else (low - abs(low) / 2 - 1e-9, high + abs(high) / 2 + 1e-9)
+    if high > low:
+        return low, high
+    return (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
 
 
 def _pieces(steps: Numbers, values: Numbers) -> list[list[tuple[float, float]]]:

@@ -309,6 +309,15 @@ def test_whoever_stops_a_run_is_told_all_that_was_typed_to_start_it(
     assert command_to_continue(layout).startswith(f"`cd {tmp_path} && rlhpc run 'my run.toml' ")
 
 
+@pytest.mark.parametrize(("word", "meant"), [("runn", "run"), ("sumbit", "submit"), ("evalute", "evaluate")])
+def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([word, "run.toml"])
+    assert f"{word!r}: no such command (did you mean {meant}?)" in capsys.readouterr().err
+
+
 def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ["--from-start"],
@@ -435,7 +444,7 @@ def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, lay
 @pytest.mark.parametrize(
     ("trained", "saved", "words", "status", "said"),
     [
-        (7, 7, (), 0, "stopped, saved at step 7; `rlhpc run … --resume` continues it"),
+        (7, 7, (), 0, "stopped, saved at step 7; `rlhpc run RUN.toml --resume` continues it"),
         (35, 7, (), 1, "ended at step 35 without saving; the last checkpoint is of step 7, so 28 steps are lost"),
         (35, 7, ("--now",), 0, "ended at step 35 without saving; the last checkpoint is of step 7"),
         (
@@ -443,7 +452,7 @@ def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, lay
             0,
             ("--now",),
             0,
-            "there is no checkpoint, so 3 steps are lost; `rlhpc run … --resume` starts over",
+            "there is no checkpoint, so 3 steps are lost; `rlhpc run RUN.toml --resume` starts over",
         ),
     ],
 )
@@ -533,7 +542,7 @@ def test_stop_says_that_steps_in_the_journal_are_not_lost(
     with living_launcher(layout) as launcher:
         threading.Timer(0.5, launcher.kill).start()
         assert main(["stop", str(layout.root)]) == 0
-    said = f"{where}: `rlhpc run … --resume` trains the {35 - saved} steps after it again, from the journal"
+    said = f"{where}: `rlhpc run RUN.toml --resume` trains the {35 - saved} steps after it again, from the journal"
     assert said in capsys.readouterr().out
 
 

@@ -78,12 +78,15 @@ def test_a_controller_with_a_long_save_is_not_killed_before_it_can_have_saved(la
     assert process.is_killed
 
 
-@pytest.mark.parametrize(("roles", "waits"), [([], False), (["reward-0"], False), (["trainer-0"], True)])
+@pytest.mark.parametrize(
+    ("roles", "attempt", "waits"),
+    [([], 0, False), (["reward-0"], 0, False), (["trainer-0"], 0, True), (["trainer-0"], 3, False)],
+)
 def test_only_a_trainer_that_has_registered_is_waited_for_after_the_controller(
-    layout: RunLayout, roles: list[str], waits: bool
+    layout: RunLayout, roles: list[str], attempt: int, waits: bool
 ) -> None:
-    status = {"phase": "stopped", "step": 0, "roles": [{"name": name} for name in roles], "unix_time_s": time.time()}
-    layout.status.write_text(json.dumps(status))
+    said = {"phase": "stopped", "step": 0, "roles": [{"name": name} for name in roles], "unix_time_s": time.time()}
+    layout.status.write_text(json.dumps(said | {"attempt": attempt}))
     patience_s: list[float] = []
     plan, log = plan_of(layout, "controller"), EventLog(layout.job_events("7"), 0)
     supervisor = ControllerJobSupervisor(plan, ThisJob.without_slurm(), NoTimeLimit(), log, Signals())

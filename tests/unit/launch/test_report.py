@@ -429,6 +429,41 @@ def test_steps_in_parts_are_advised_to_runs_that_can_have_them(
     assert ("admission.step_parts=4 at the same bound" in advice) == is_advised
 
 
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (
+            {"num_cores": 2, "uses_gpus": False},
+            "4 busy processes have this machine's 2 cores: more generators",
+        ),
+        ({"num_cores": 64, "num_gpus_left": 0, "uses_gpus": True}, "this machine has no GPU left: more generators"),
+        ({"num_cores": 64, "num_gpus_left": 1, "uses_gpus": True}, "this machine has 1 GPU left: more generators"),
+        ({"num_cores": 64, "num_gpus_left": 2, "uses_gpus": True}, "4 generators instead of 2"),
+        ({"num_cores": 64, "uses_gpus": False}, "4 generators instead of 2"),
+    ],
+)
+def test_generators_are_recommended_where_the_machine_has_room_for_them(
+    tmp_path: Path, machine: dict[str, object], said: str
+) -> None:
+    """On two cores "2 generators instead of 1 would feed it" was slower."""
+    run = ToldRun(tmp_path / "told", {"trainer/idle_ratio": 0.5, "generator/live": 2.0})
+    run.layout.local_plan.write_text(json.dumps({"machine": machine}))
+    advice = advice_for(read_figures(run.layout))
+    assert [each for each in advice if said in each], advice
+
+
+def test_a_trainer_that_others_wait_for_is_promised_no_gpus_of_a_machine_without(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told", {"generator/idle_ratio": 0.5, "trainer/idle_ratio": 0.02, "generator/live": 2.0})
+    run.layout.local_plan.write_text(json.dumps({"machine": {"num_cores": 2, "uses_gpus": False}}))
+    assert [each for each in advice_for(read_figures(run.layout)) if each.endswith("Generators: fewer would not do.")]
+
+
+def test_a_chart_of_zeros_has_an_axis_that_a_reader_expects() -> None:
+    chart = line_chart("Clipped", np.arange(5), {"policy/clip_low_share": np.zeros(5)})
+    labels = [float(label) for label in re.findall(r">([-+.0-9e]+)</text>", chart)]
+    assert all(label == 0 or abs(label) >= 0.1 for label in labels), labels
+
+
 def test_more_generators_are_added_to_a_run_that_is_submitted(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told", {"trainer/idle_ratio": 0.5, "generator/live": 2.0})
     run.layout.job_plan.write_text("{}")

@@ -97,11 +97,10 @@ def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 def cut_figures(totals: Totals) -> dict[str, float]:
     """What cutting stragglers off has cost, and how long they were; since the start."""
-    return {
-        "cut/groups_total": float(totals.groups_cut),
-        "cut/tokens_total": float(totals.tokens_cut),
-        "cut/completion_mean": totals.running_tokens_cut / max(1, totals.completions_cut),
-    }
+    figures = {"cut/groups_total": float(totals.groups_cut), "cut/tokens_total": float(totals.tokens_cut)}
+    if totals.completions_cut:
+        figures["cut/completion_mean"] = totals.running_tokens_cut / totals.completions_cut
+    return figures
 
 
 def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, float]:

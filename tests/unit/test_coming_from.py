@@ -1,0 +1,101 @@
+"""docs/coming_from.md says of keys of other systems what a message about them says: both have one table.
+
+`python -m tests.unit.test_coming_from` prints the page's tables.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config_file import sections, settled
+from rlhpc.errors import ConfigError
+from rlhpc.foreign_keys import SYSTEMS, USUAL, Counterpart
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+LEAST = 40  # keys of each system
+
+
+def table_of(keys: Mapping[str, Counterpart]) -> str:
+    """Markdown: their key, ours, a note."""
+    rows = [f"| `{theirs}` | {_ours(each.ours)} | {_shown(each)} |" for theirs, each in keys.items()]
+    return "\n".join(["| theirs | here | |", "|---|---|---|", *rows])
+
+
+def _ours(key: str) -> str:
+    if not key:
+        return "no counterpart"
+    return key if key.startswith("`") else f"`{key}`"
+
+
+def _shown(each: Counterpart) -> str:
+    return each.note if each.ours or not each.note else f"because {each.note}"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_page_has_the_table_that_messages_use(system: str) -> None:
+    assert len(SYSTEMS[system]) >= LEAST
+    assert table_of(SYSTEMS[system]) in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("keys", [*SYSTEMS.values(), USUAL])
+def test_what_takes_the_place_of_a_key_is_a_key_or_a_command(keys: Mapping[str, Counterpart]) -> None:
+    for theirs, each in keys.items():
+        assert each.ours or each.note, theirs
+        if each.ours and not re.fullmatch(r"`rlhpc [a-z].*`", each.ours):
+            section, _, key = each.ours.partition(".")
+            assert key.removeprefix("NAME.") in sections()[section].model_fields, (theirs, each.ours)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "each"), [(theirs, each) for keys in SYSTEMS.values() for theirs, each in keys.items()]
+)
+def test_a_message_about_a_key_says_what_the_page_says(theirs: str, each: Counterpart) -> None:
+    """As an override, with the name that the other system has."""
+    said = refusal(theirs)
+    if each.ours == theirs or "this key was removed" in said:
+        return
+    section, _, key = each.ours.partition(".")
+    if theirs.partition(".")[0] in sections() and "unknown key" not in said and "unknown section" not in said:
+        assert theirs in said  # our own key, of that name
+    elif each.ours:
+        assert each.ours in said or (key and key in said and section in said), said
+    else:
+        assert each.note in said
+
+
+def refusal(word: str) -> str:
+    document: dict[str, Any] = {"run": {"name": "a"}}
+    with pytest.raises(ConfigError) as refused:
+        settled(document, [f"{word}=17"], "run.toml")
+    return "\n".join(line for line in str(refused.value).splitlines() if "missing; it has no default" not in line)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("lora_rank", "(no counterpart, because all weights are trained"),
+        ("report_to", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
+        ("wandb", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
+        ("run.wandb", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
+        ("trainer.gradient_accumulation_steps", "(did you mean trainer.token_budget?"),
+        ("generation.n", "(did you mean admission.group_size?)"),
+        ("generation.stop", "no counterpart, because a completion ends with"),
+        ("trainer.total_epochs", "(did you mean run.num_steps?"),
+        ("trainer.group_size", "(did you mean admission.group_size?)"),
+        ("actor_rollout_ref.rollout.n", "of another system; here actor_rollout_ref.rollout.n: admission.group_size"),
+        ("trainer.optim.lr", "of another system; here trainer.optim.lr: trainer.learning_rate"),
+    ],
+)
+def test_a_key_of_another_system_is_answered_with_ours(word: str, said: str) -> None:
+    assert said in refusal(word)
+
+
+if __name__ == "__main__":
+    for name, keys in SYSTEMS.items():
+        sys.stdout.write(f"## {name}\n\n{table_of(keys)}\n\n")
