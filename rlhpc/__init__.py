@@ -1,7 +1,8 @@
 """The code that runs inside a job: asynchronous RL post-training of language models.
 
-`rlhpc.Run` and `rlhpc.submit` are the API for notebooks and sweeps (docs/python.md).  They belong to the launcher,
-which is layered above this package, and are loaded on first access: `import rlhpc` loads nothing.
+`rlhpc.Run`, `run`, `submit`, `evaluate` and `compare` are the API for notebooks and sweeps (docs/python.md).  They
+belong to the launcher, which is layered above this package, and are loaded on first access: `import rlhpc` loads
+nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 
 __version__ = "0.1.0"
-_DOOR = ("Run", "submit")
+_DOOR = ("Run", "compare", "evaluate", "run", "submit")
 
 
 def __getattr__(name: str) -> object:

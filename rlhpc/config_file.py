@@ -269,7 +269,8 @@ def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: s
     if isinstance(value, dict) and (section := section_in_words(key, value)):
         return f"{key}: unknown section, of another system; here {section}"
     found = counterpart_of(key)
-    if found is None or (name in _KEYS and not is_theirs(key)):
+    is_ours = found is not None and found.ours.rpartition(".")[2] == name  # and may be in several of our tables
+    if found is None or is_ours or (name in _KEYS and not is_theirs(key)):
         return unknown_key(key, value, legal, _places_of(name))
     note = f" {found.note}" if found.note else ""
     hint = f"did you mean {found.ours}?{note}" if found.ours else in_words(found)

@@ -401,6 +401,7 @@ USUAL: Mapping[str, Counterpart] = {
     "reward_fn": _REWARD,
     "staleness": _ASYNC,
 }
+_TOO_COMMON = ("name", "type", "path", "dtype", "time", "step", "dir", "port", "file", "level", "seed", "model")
 MOST_NAMED = 12  # keys of a section of theirs that one message explains
 
 
@@ -413,6 +414,8 @@ def counterpart_of(key: str) -> Counterpart | None:
     parts = key.split(".")
     for start in range(len(parts)):
         name = ".".join(parts[start:])
+        if name in _TOO_COMMON and start:
+            return None
         if (found := USUAL.get(name)) is not None or (found := _named(name)) is not None:
             return found
     return None

@@ -102,6 +102,8 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help=text)
     text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+    text = "run file or run directory whose settings an HF checkpoint is evaluated with: template, limits, reward"
+    parser.add_argument("--run", type=Path, metavar="RUN", help=text)
     parser.add_argument("--step", type=number, metavar="N", help="checkpoint of the run; default: the newest sound one")
     text = "the moving average of the run's weights (trainer.ema_decay) instead of its weights"
     parser.add_argument("--ema", action="store_true", default=None, help=text)

@@ -54,8 +54,10 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
         raise RunDirectoryError(_nothing(layout, role))
     tails = {file.path: _Tail(file) for file in found}
     width = max((len(file.name) for file in found), default=0)
-    for tail in tails.values():
-        tail.print_last(LAST_LINES, width)
+    shortened = [tail.file for tail in tails.values() if tail.print_last(LAST_LINES, width)]
+    if shortened:
+        where = layout.logs if len(shortened) > 1 else shortened[0].path
+        say_or_lose(f"rlhpc: only the last {LAST_LINES} lines of {len(shortened)} of {len(tails)} logs; whole: {where}")
     if not follow:
         for tail in tails.values():
             tail.finish(width)
@@ -144,18 +146,19 @@ class _Tail:
         self.file = file
         self._offset, self._rest = 0, b""
 
-    def print_last(self, lines: int, width: int) -> None:
-        """Print the last lines."""
+    def print_last(self, lines: int, width: int) -> bool:
+        """Print the last lines; True if there are others before them."""
         try:
             size = self.file.path.stat().st_size
             with self.file.path.open("rb") as stream:
                 stream.seek(max(0, size - _TAIL_BYTES))
                 content = stream.read(_TAIL_BYTES)
         except OSError:
-            return
+            return False
         self._offset = max(0, size - _TAIL_BYTES) + len(content)
         *whole, self._rest = content.split(b"\n")
         self._print(whole[-lines:], width)
+        return size > _TAIL_BYTES or len(whole) > lines
 
     def print_new(self, width: int) -> bool:
         """Print new lines; True if there were any."""

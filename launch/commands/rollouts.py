@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from launch.common.counted import counted
 from launch.common.json_text import json_text
 from launch.common.pager import print_paged
 from launch.common.paths import without_dots
@@ -29,17 +30,26 @@ def show_rollouts(options: argparse.Namespace) -> int:
     rollouts = RunRollouts(RunLayout(without_dots(options.run_dir)), tokenizer_dir=options.tokenizer, tell=_tell)
     if options.html is not None:
         return _write_page(rollouts, selection, options)
-    chosen = _chosen(rollouts.each(selection), options.sample)
+    shown = [0]
+    chosen = _counted(_chosen(rollouts.each(selection), options.sample), shown)
     if options.json:
         for seen in chosen:
             print(json_text(as_document(seen)))
+        _tell(counted(shown[0], "rollout"))
         return 0
     first = next(iter(chosen), None)
     if first is None:
         _tell("no rollout of this run is selected")
         return 0
     print_paged(transcripts(chain([first], chosen)))
+    _tell(f"{counted(shown[0], 'rollout')} shown")
     return 0
+
+
+def _counted(rollouts: Iterator[SeenRollout], shown: list[int]) -> Iterator[SeenRollout]:
+    for seen in rollouts:
+        shown[0] += 1
+        yield seen
 
 
 def selection_of(options: argparse.Namespace) -> Selection:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from launch.commands.evaluate.past import past_evaluations
 from launch.common.optional_package import optional_module
 from launch.common.paths import without_dots
-from launch.reading.metric_table import metric_table
+from launch.reading.metric_table import hint, metric_table
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection
 from launch.run_files.events import read_document
 from launch.run_files.run_state import run_name
@@ -98,7 +98,7 @@ class Run:
     @property
     def figures(self) -> Mapping[str, Curve]:
         """Metrics by their names in docs/metrics.md, each with `steps`, `values`, `unix_times_s`.  Raises OSError."""
-        return read_curves(self._layout.tensorboard)
+        return _Figures(read_curves(self._layout.tensorboard))
 
     @property
     def evaluations(self) -> Mapping[str, Mapping[int, Mapping[str, Any]]]:
@@ -159,6 +159,13 @@ class Run:
         Raises ConfigError: no metrics yet, a pattern matches none, the library is not installed; OSError.
         """
         return _frame(library, metric_table(self._layout, patterns).columns)
+
+
+class _Figures(dict[str, Curve]):
+    """Curves by name, of which one that is not there is answered with those that may be meant."""
+
+    def __missing__(self, name: str) -> Curve:
+        raise KeyError(f"{name!r}: not a metric of this run{hint(name, list(self))}")
 
 
 def _frame(library: str, columns: Callable[[], Mapping[str, list[Any]]]) -> Any:

@@ -33,7 +33,7 @@ def metric_table(layout: RunLayout, patterns: Sequence[str] = ()) -> CurveTable:
         raise ConfigError(f"{layout.root}: no metrics yet: the first ones are written after the first step")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in curves):
-            raise ConfigError(f"--tag {pattern!r}: no metric of this run matches{_hint(pattern, [*curves])}")
+            raise ConfigError(f"--tag {pattern!r}: no metric of this run matches{hint(pattern, [*curves])}")
     is_wanted = {name: not patterns or any(fnmatchcase(name, each) for each in patterns) for name in curves}
     return tabulated({name: curve for name, curve in curves.items() if is_wanted[name]})
 
@@ -52,7 +52,8 @@ def _of_evaluations(layout: RunLayout) -> dict[str, Curve]:
     return {name: curve for name, curve in curves.items() if len(curve.steps)}
 
 
-def _hint(pattern: str, names: list[str]) -> str:
+def hint(pattern: str, names: list[str]) -> str:
+    """What may be meant instead of a name, or pattern, that none of these matches."""
     close = difflib.get_close_matches(pattern, names, n=1)
     families = sorted({name.partition("/")[0] for name in names})
     return f" (did you mean {close[0]}?)" if close else f"; it has {', '.join(f'{each}/*' for each in families)}"

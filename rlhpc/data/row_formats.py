@@ -153,6 +153,11 @@ def _refuse_columns(columns: list[str], file: Path) -> None:
             legal = "commas, or tabs in a .tsv file"
             raise DataError(f"{file}:1: one column, {columns[0]!r}; are its values separated by {name}? legal: {legal}")
     for place, name in enumerate(columns):
+        if not name and place == 0 and len(columns) > 1:
+            raise DataError(
+                f"{file}:1: the first column has no name: an index, as pandas writes it? legal: a name for each; "
+                "to_csv(…, index=False) leaves it out"
+            )
         if not name or name in columns[:place]:
             raise DataError(f"{file}:1: column {place + 1} is called {name!r}; legal: a name of its own for each")
 

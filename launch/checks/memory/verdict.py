@@ -62,11 +62,15 @@ def memory_report(
     site = load_site(site_file) if site_file else None
     if shape is None:
         return f"memory      not known for model_type={model.get('model_type')!r}"
-    table = f"{describe_memory(plan_memory(config, shape))}\n{describe_engine(plan_engine(config, shape))}"
-    if site is None and gpus.devices:
-        return f"{table}\n{judge_devices(config, model, shape, gpus, memory_gib)}"
+    plan, engine = plan_memory(config, shape), plan_engine(config, shape)
+    if site is None and not gpus.devices:  # there is no GPU here
+        return (
+            f"memory      on GPUs about {fullest(plan).peak / GIB:.1f} GiB a rank and {engine.total / GIB:.1f} GiB an "
+            "engine; --site SITE.toml shows the estimate and judges it"
+        )
+    table = f"{describe_memory(plan)}\n{describe_engine(engine)}"
     if site is None or site_file is None:
-        return f"{table}\nfits        not judged: no --site SITE.toml"
+        return f"{table}\n{judge_devices(config, model, shape, gpus, memory_gib)}"
     if config.trainer.device == "cpu":
         return f"{table}\nfits        not judged: trainer.device='cpu'"
     fits = judge_memory(config, model, shape, site, site_file)

@@ -19,7 +19,7 @@ from launch.commands.evaluate.job import EvaluationJob
 from launch.commands.evaluate.processes import caches_on_this_node
 from launch.commands.evaluate.report import Report
 from launch.commands.evaluate.request import requests_of
-from launch.commands.evaluate.target import find_target, target_of_run
+from launch.commands.evaluate.target import find_target, target_of_run, with_settings_of
 from launch.common.paths import without_dots
 from launch.common.standard_output import print_or_lose, say_or_lose
 from launch.common.text_table import escaped
@@ -46,6 +46,8 @@ def _evaluate(options: argparse.Namespace, site: Site | None) -> int:
     if options.follow:
         return follow_run(options, partial(_show, options, indent=None), _tell)
     target = find_target(without_dots(options.model), options.step)
+    if options.run is not None:
+        target = with_settings_of(target, without_dots(options.run))
     if options.ema and target.checkpoint is None:
         raise ConfigError(
             f"--ema: {options.model} is an HF checkpoint; only what a run saves has an average of weights"

@@ -57,6 +57,8 @@ Show = Callable[[Report], None]
 def refuse_how(options: argparse.Namespace) -> None:
     """Raises ConfigError for options that mean nothing with, or without, --follow."""
     if options.follow:
+        if options.run is not None:
+            raise ConfigError(f"--run {options.run}: not with --follow, which follows a run with its own settings")
         for option, value in (("--step", options.step), ("--out", options.out)):
             if value is not None:
                 raise ConfigError(f"{option} {value}: not with --follow, which evaluates the newest checkpoints")

@@ -40,12 +40,21 @@ def requests_of(options: argparse.Namespace, target: Target) -> list[Request]:
         return [_of_command(options)]
     settings = target.settings
     if settings is None or not settings.evaluation:
-        raise ConfigError(f"{options.model}: DATA is missing; only a run has default datasets, in [[evaluation]]")
+        raise ConfigError(f"{options.model}: DATA is missing, {_why_needed(options, settings)}")
     for key in _OF_TABLES:
         if (value := getattr(options, key)) is not None:
             option = f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise ConfigError(f"{option}: without DATA, [[evaluation]] of the run file says it; name DATA")
     return of_run_file(settings)
+
+
+def _why_needed(options: argparse.Namespace, settings: Config | None) -> str:
+    if settings is not None:
+        return (
+            "and the run has no [[evaluation]] that names any; legal: a file or directory, such as the run's data.path"
+        )
+    also = "" if options.follow else ", here or of --run RUN"
+    return f"and only a run has datasets of its own{also}, in [[evaluation]]"
 
 
 def of_run_file(config: Config) -> list[Request]:

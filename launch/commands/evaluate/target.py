@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.run_directory.inputs import look_at_model
 from rlhpc.config import Config
-from rlhpc.config_file import read_resolved
+from rlhpc.config_file import load_config, read_resolved
 from rlhpc.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import COMPLETE, Fate, KnownCheckpoints
@@ -81,6 +81,19 @@ def find_target(path: Path, step: int | None) -> Target:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: neither an HF checkpoint directory (no config.json) nor a run directory")
     return Target(path.name, Path("evaluations").absolute(), None, None, path)
+
+
+def with_settings_of(target: Target, run: Path) -> Target:
+    """An HF checkpoint, with the settings of a run: its template, limits, reward and default datasets.
+
+    run: a run file, or a run directory.  Raises ConfigError: also for what is of a run already.
+    """
+    if target.settings is not None:
+        raise ConfigError(
+            f"--run {run}: {target.title} is of a run, whose settings it has; legal: with an HF checkpoint"
+        )
+    settings = read_resolved(RunLayout(run))[0] if run.is_dir() else load_config(run)
+    return replace(target, settings=settings)
 
 
 def target_of(config: Config) -> Target:

@@ -37,7 +37,7 @@ from launch.commands.evaluate.processes import caches_on_this_node
 from launch.commands.evaluate.report import Report, report_of
 from launch.commands.evaluate.request import Request, requests_of
 from launch.commands.evaluate.settings import evaluation_config
-from launch.commands.evaluate.target import Target, checkpoint_digest, find_target
+from launch.commands.evaluate.target import Target, checkpoint_digest, find_target, with_settings_of
 from launch.commands.status_notes import read_notes
 from launch.demo.task import write_dataset
 from launch.plan.gpu_map import VisibleGpus
@@ -501,9 +501,29 @@ def test_words_that_contradict_the_run_file_are_refused(
 
 
 def test_only_a_run_says_what_it_is_evaluated_on(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for place in (model, a_run(model, 4).root):
+    for place, why in (
+        (model, "only a run has datasets of its own, here or of --run RUN"),
+        (a_run(model, 4).root, "the run has no [[evaluation]] that names any; legal: a file or directory"),
+    ):
         assert main(["evaluate", str(place)]) == EXIT_CONFIG
-        assert f"{place}: DATA is missing" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"{place}: DATA is missing, and {why}" in said
+
+
+def test_an_hf_checkpoint_is_evaluated_with_the_settings_of_a_run_that_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout, data = a_run(model, 4), model.parent / "test.jsonl"
+    settings, _ = read_resolved(layout)
+    target = with_settings_of(find_target(model, None), layout.root)
+    assert (target.model, target.checkpoint) == (model, None)
+    config = evaluation_config(target, data, ())
+    assert config.data[0].task == settings.data[0].task
+    assert config.generation.max_completion_tokens == settings.generation.max_completion_tokens
+    assert main(["evaluate", str(layout.root), str(data), "--run", str(layout.root)]) == EXIT_CONFIG
+    assert "is of a run, whose settings it has; legal: with an HF checkpoint" in capsys.readouterr().err
+    assert main(["evaluate", str(layout.root), "--run", str(layout.root), "--follow"]) == EXIT_CONFIG
+    assert "not with --follow" in capsys.readouterr().err
 
 
 def test_what_an_evaluation_would_fail_by_is_told_before_the_run(model: Path) -> None:

@@ -99,6 +99,17 @@ def test_the_last_lines_are_shown_of_a_long_log_and_progress_bars_are_one_line(
     assert lines[-2:] == ["trainer-0 | line 49999", "trainer-0 | 100%"]
 
 
+def test_that_earlier_lines_are_not_shown_is_said(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    write(layout, "trainer", 0, 2, "".join(f"line {k}\n" for k in range(LAST_LINES + 1)))
+    write(layout, "generator", 0, 2, "one\n")
+    assert show_logs(layout, None, follow=False) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"rlhpc: only the last {LAST_LINES} lines of 1 of ")
+    assert said.endswith(f" logs; whole: {layout.log('trainer', 0, 2)}\n")
+    assert show_logs(layout, "generator", follow=False) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_colour_ends_with_its_line_so_that_no_text_can_hide_what_follows(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:

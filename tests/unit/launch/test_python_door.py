@@ -22,6 +22,7 @@ from launch.run_files.events import EventLog
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.metrics.recorder import Recorder
 from rlhpc.training.checkpoint.directory import begin, complete
+from tests.ring.run_kit import make_lab
 from tests.unit.doc_pages import ROOT
 from tests.unit.launch.runs_kit import Runs
 from tests.unit.launch.seen_runs import TextRun
@@ -129,6 +130,24 @@ except AttributeError as error:
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
+def test_a_figure_that_is_not_there_is_answered_with_one_that_is(first: FirstRun) -> None:
+    with pytest.raises(KeyError, match=r"not a metric of this run \(did you mean reward/mean\?\)"):
+        rlhpc.Run.load(first.layout.root).figures["reward/meen"]
+
+
+@pytest.mark.starts
+def test_a_run_from_python_is_the_command_and_an_error_of_its_settings_is_ours(tmp_path: Path) -> None:
+    lab, told = make_lab(tmp_path), list[str]()
+    run_file = lab.run_file("short", data={"task": "exact_match"})
+    with pytest.raises(ConfigError, match=r"overrides: run\.num_steps='many'"):
+        rlhpc.run(run_file, ["run.num_steps=many"])
+    run = rlhpc.run(run_file, ["run.num_steps=2", "admission.active_sampling=false"], tell=told.append)
+    assert (run.phase, run.step) == ("complete", 2)
+    assert any("complete, saved at step 2" in line for line in told)
+    with pytest.raises(ConfigError, match="exists already; use --resume"):
+        rlhpc.run(run_file)
+
+
 def blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
@@ -139,7 +158,7 @@ def test_the_page_for_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first.layout.root.rename(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    ours = [block for block in blocks() if not block.startswith("# needs Slurm")]
+    ours = [block for block in blocks() if not block.startswith(("# needs Slurm", "# needs a model"))]
     has_pandas = importlib.util.find_spec("pandas") is not None
     assert ["run.frame(" in block for block in ours] == [False, False, True]
     for block in ours if has_pandas else ours[:-1]:

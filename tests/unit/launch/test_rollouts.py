@@ -192,7 +192,9 @@ def test_a_terminal_obeys_nothing_that_a_model_has_sampled(text_run: TextRun) ->
 
 def test_json_lines_are_json_and_hold_every_array(text_run: TextRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollouts", str(text_run.layout.root), "--json", "--verdict", "verifier_error"]) == 0
-    (document,) = map(json.loads, capsys.readouterr().out.splitlines())
+    printed = capsys.readouterr()
+    assert printed.err.endswith("rlhpc: 1 rollout\n")
+    (document,) = map(json.loads, printed.out.splitlines())
     assert document["reward"] is None
     assert document["token_ids"] == text_run.tokens("?<eos>").tolist()
     assert len(document["versions"]) == len(document["behaviour_logprobs"]) == 2

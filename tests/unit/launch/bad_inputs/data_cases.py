@@ -70,6 +70,7 @@ FILES = (
     case("CSV with a comma that is not quoted", data_file("train.csv", "prompt,answer\n1+1=,2\nadd 1, 2,3\n"), "train.csv:3", "3 values", "2 columns"),
     case("CSV with a quote that is not closed", data_file("train.csv", 'prompt,answer\n"1+1=,2\n'), "train.csv", "malformed"),
     case("CSV with one name twice", data_file("train.csv", "prompt,prompt\na,b\n"), "train.csv:1", "'prompt'", "legal: a name of its own"),
+    case("CSV with pandas' index", data_file("train.csv", ",prompt,answer\n0,1+1=,2\n"), "train.csv:1", "index=False", "legal: a name"),
     case("CSV with an empty answer", data_file("train.csv", "prompt,answer\n1+1=,\n"), "train.csv:2", "answer", "legal"),
     case("two datasets of one name", _two(), "data.0 and data.1", "'train'", "another name"),
 )  # fmt: skip
