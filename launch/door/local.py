@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from launch.commands.evaluate.compare import comparison_of
 from launch.commands.evaluate.evaluation import plan_evaluation
 from launch.commands.evaluate.processes import caches_on_this_node
-from launch.commands.evaluate.request import Request
+from launch.commands.evaluate.request import requests_of
 from launch.commands.evaluate.target import find_target, with_settings_of
 from launch.common.paths import without_dots
 from launch.door.run import Run
@@ -99,8 +100,14 @@ def evaluate(
     target = find_target(without_dots(Path(model)), step)
     if run is not None:
         target = with_settings_of(target, without_dots(Path(run)))
-    place = None if out is None else Path(out)
-    request = Request(Path(data).stem, Path(data), tuple(overrides), samples, prompts, temperature, place)
+    how = {
+        "samples": samples,
+        "prompts": prompts,
+        "temperature": temperature,
+        "out": None if out is None else Path(out),
+    }
+    of_following = dict.fromkeys(("every", "keep_best", "stop_after", "ema"))
+    (request,) = requests_of(Namespace(data=Path(data), overrides=list(overrides), **how, **of_following), target)
     with caches_on_this_node():
         return plan_evaluation(target, request, runs_here=True).report(tell, is_fresh=fresh).as_json()
 

@@ -107,6 +107,9 @@ class _Task:
         self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
         self._starts = 0
         self._is_expendable = options.role in ("generator", "reward")
+        # What the role is sent for a signal to this process; of the others it has its own, or is to have none.
+        notices = dict.fromkeys(_NOTICES, signal.SIGTERM) if self._is_expendable else {}
+        self._asks: dict[int, signal.Signals] = {number: number for number in _ENDS} | notices
 
     def run(self) -> int:
         """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
@@ -122,7 +125,7 @@ class _Task:
             except NotNow as error:
                 self._write_down(1, str(error))
                 return 1
-            if status - 128 in _SIGNALS:  # it had no handler yet: what it was asked to do it has done
+            if status - 128 in [self._asks.get(number) for number in _SIGNALS]:  # it had no handler yet: it has obeyed
                 self._write_down(0, ASKED)
                 return 0
             fruitless = 1 if self._step() > step else fruitless + 1
@@ -189,9 +192,7 @@ class _Task:
 
     def _pass_on_signals(self, role: subprocess.Popen[bytes]) -> None:
         """Send it those that came before it was started; and that a generator is to leave, which USR2 asks for, too."""
-        asks: dict[int, signal.Signals] = {number: number for number in _ENDS}
         if self._is_expendable:
-            asks |= dict.fromkeys(_NOTICES, signal.SIGTERM)
 
             def pass_on(number: int, _: object) -> None:
                 _SIGNALS.append(number)
@@ -199,8 +200,8 @@ class _Task:
 
             for number in _NOTICES:
                 signal.signal(number, pass_on)
-        for received in [each for each in _SIGNALS if each in asks]:
-            role.send_signal(asks[received])
+        for received in [each for each in _SIGNALS if each in self._asks]:
+            role.send_signal(self._asks[received])
 
     def _say_it_stands_still(self) -> None:
         limit_s = self._plan.limits.dead_after_s

@@ -202,6 +202,26 @@ def test_who_asks_a_generator_to_leave_between_two_starts_is_heard(tmp_path: Pat
 
 
 @pytest.mark.starts
+def test_a_generator_that_still_loads_leaves_by_sruns_notice_and_has_not_failed(tmp_path: Path) -> None:
+    """By SIGUSR2, which it ignores until it listens; it loaded on until it was killed."""
+    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
+    role.write_text(f"#!/bin/sh\ntouch {tmp_path}/loads\nexec sleep 600\n")
+    role.chmod(0o700)
+    plan = plan_with(role, layout)
+    plan.write_text(plan.read_text().replace('"role": "trainer"', '"role": "generator"'))
+    task = subprocess.Popen(task_command(plan, role="generator"), env=in_job(tmp_path))
+    try:
+        assert Deadline(PATIENCE_S).wait_for((tmp_path / "loads").exists, 0.05)
+        task.send_signal(signal.SIGUSR2)
+        assert task.wait(PATIENCE_S) == 0
+    finally:
+        task.kill()
+        task.wait()
+    record = read_records(layout, "generator", 3)[0]
+    assert (record.status, record.starts, record.last_words) == (0, 1, "asked to leave")
+
+
+@pytest.mark.starts
 def test_a_role_that_stands_still_is_killed_also_where_nobody_can_write_that_into_its_log(tmp_path: Path) -> None:
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
     log = layout.log("trainer", 0, 3)
