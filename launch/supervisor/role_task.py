@@ -108,8 +108,9 @@ class _Task:
         self._starts = 0
         self._is_expendable = options.role in ("generator", "reward")
         # What the role is sent for a signal to this process; of the others it has its own, or is to have none.
-        notices = dict.fromkeys(_NOTICES, signal.SIGTERM) if self._is_expendable else {}
-        self._asks: dict[int, signal.Signals] = {number: number for number in _ENDS} | notices
+        self._asks: dict[int, signal.Signals] = {number: number for number in _ENDS}
+        if self._is_expendable:
+            self._asks.update(dict.fromkeys(_NOTICES, signal.SIGTERM))
 
     def run(self) -> int:
         """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""

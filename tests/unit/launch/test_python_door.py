@@ -148,6 +148,17 @@ def test_a_run_from_python_is_the_command_and_an_error_of_its_settings_is_ours(t
         rlhpc.run(run_file)
 
 
+@pytest.mark.starts
+def test_an_evaluation_from_python_is_the_commands_and_two_are_compared(tmp_path: Path) -> None:
+    lab = make_lab(tmp_path)
+    words, how = ["generation.engine=scripted"], {"run": lab.run_file("like"), "prompts": 3, "samples": 2}
+    figures = [rlhpc.evaluate(lab.model, lab.dataset, words, out=tmp_path / out, **how) for out in ("a", "b")]
+    assert figures[0]["num_prompts"] == 3
+    assert rlhpc.compare(tmp_path / "a", tmp_path / "b")["figures"]["reward"]["difference"]["value"] == 0
+    with pytest.raises(ConfigError, match="--samples 0; legal: 1 or more"):
+        rlhpc.evaluate(lab.model, lab.dataset, samples=0)
+
+
 def blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
