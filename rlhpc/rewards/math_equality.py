@@ -31,6 +31,7 @@ from rlhpc.rewards.math_values import (
 
 _NUM_POINTS = 12
 _FEWEST_POINTS = 3
+_SETS = frozenset({"set", "bracketed", "union", "intersection", "difference", "both"})
 _COLLECTIONS = ("set", "list", "either")
 _REAL_SETS = ("bracketed", "union", "intersection", "difference", "set", "relation", "both", "either", "list", "symbol")
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
@@ -277,13 +278,25 @@ def _as_collections(wanted: Term, answer: Term, rules: Rules) -> bool | None:
         return _in_order(_values_in_order(wanted), _values_in_order(answer), rules)
     if not kinds & {*_COLLECTIONS, "bracketed", "union", "intersection", "difference", "both"}:
         return True if wanted == answer else None
+    if (
+        "list" in kinds
+        and not kinds & _SETS
+        and {len(_elements(term)) > 1 for term in (wanted, answer)} == {True, False}
+    ):
+        return False  # "5, 5" is not 5
     if not kinds & {"bracketed", "union", "intersection", "difference", "both"}:
         ours, theirs = (_elements(term) for term in (wanted, answer))
         if _is_one_of_each(ours, theirs, rules):
             return True
-    elif wanted.kind == answer.kind and _in_order(wanted.parts, answer.parts, rules):
+    elif wanted.kind == answer.kind and _are_same_parts(wanted, answer, rules):
         return True
     return _are_same_sets(wanted, answer)
+
+
+def _are_same_parts(wanted: Term, answer: Term, rules: Rules) -> bool:
+    if wanted.kind in ("union", "intersection"):
+        return _is_one_of_each(list(wanted.parts), list(answer.parts), rules)
+    return _in_order(wanted.parts, answer.parts, rules)
 
 
 def _in_order(ours: Sequence[Term], theirs: Sequence[Term], rules: Rules) -> bool:

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from rlhpc.rewards.math_tokens import LONGEST_TEXT, Token, Unreadable, normalised, tokens_of
 from rlhpc.rewards.math_units import TIMES, UnitReader
@@ -75,6 +76,7 @@ _ACCENTS = frozenset(
     {"overline", "bar", "hat", "widehat", "vec", "tilde", "widetilde", "dot", "ddot", "overrightarrow", "mathcal",
      "mathfrak", "mathscr", "overleftrightarrow", "wideparen", "overarc"}
 )  # fmt: skip
+_SAME_ACCENT = {"bar": "overline", "widehat": "hat", "widetilde": "tilde", "overrightarrow": "vec"}
 _BRACKETS = {"(": ")", "[": "]", r"\{": r"\}", "|": "|", r"\lvert": r"\rvert", r"\vert": r"\vert", r"\|": r"\|",
              r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\langle": r"\rangle", r"\lbrace": r"\rbrace",
              r"\lbrack": r"\rbrack", r"\lVert": r"\rVert"}  # fmt: skip
@@ -100,6 +102,7 @@ _ENDING = re.compile(r"(?:(?<!\.)\.|[,;\s])+$")  # the end of a sentence, but no
 _A_WORD = re.compile(r"[^\W\d_]+")
 
 
+@lru_cache(4096)
 def read(text: str) -> Term:
     """Return what a text says.  Raises Unreadable if it is no mathematics, no word and no phrase."""
     if len(text) > LONGEST_TEXT:
@@ -169,6 +172,8 @@ class _Parser(UnitReader):
     def whole(self) -> Term:
         """Read all tokens."""
         found = self._items()
+        if self._accept(r"\over"):
+            found = Term("quotient", (found, self._items()))
         if self._next.kind != "end":
             raise Unreadable(f"{self._next.text!r} is left over")
         return found
@@ -383,13 +388,16 @@ class _Parser(UnitReader):
         found = Term("number", value=token.value)
         if self._next.text == "_" and token.text:
             self._take()
-            base = self._tex_argument()
-            if base.kind != "number" or not token.text.isdigit() or int(max(token.text)) >= base.value:
-                raise Unreadable("digits are below their base")
-            return Term("based", (base,), token.text)
+            return self._based(token.text)
         if (part := self._mixed_part(token)) is not None:
             return Term("number", value=token.value + part)
         return found
+
+    def _based(self, digits: str) -> Term:
+        base = self._tex_argument()
+        if base.kind != "number" or not digits.isdigit() or int(max(digits)) >= base.value:
+            raise Unreadable("digits are below their base")
+        return Term("based", (base,), digits)
 
     def _mixed_part(self, whole: Token) -> Fraction | None:
         r"""Read what makes a mixed number: "1/4" behind "1 ", "\frac14" behind "1"; None where it is none."""
@@ -474,7 +482,8 @@ class _Parser(UnitReader):
             if found.kind == "list":
                 return Term("bracketed", found.parts, opening + ending)
             if opening + ending in ("()", "[]"):
-                return found
+                is_based = found.kind == "number" and found.value.denominator == 1 and self._accept("_")
+                return self._based(str(found.value)) if is_based else found
             raise Unreadable("brackets do not match")
         self._expect(closing)
         return Term("call", (found,), _AS_CALL[opening])
@@ -523,6 +532,7 @@ class _Parser(UnitReader):
         if name in _CONSTANTS:
             return Term("constant", name=_CONSTANTS[name])
         if name in _ACCENTS:
+            name = _SAME_ACCENT.get(name, name)
             return self._subscripted(Term("opaque", (self._tex_argument(),), name), name)
         if not name.isalpha() or "\\" + name in _NO_ATOM:
             raise Unreadable(f"\\{name} stands where a value is due")
@@ -623,6 +633,8 @@ class _Parser(UnitReader):
         while self._next.text not in ("}", ""):
             name += self._take().text
         self._expect("}")
+        if name in ("cases", "aligned", "align", "split"):
+            return self._cases()
         if name.strip("*") not in ("pmatrix", "bmatrix", "matrix", "vmatrix", "Bmatrix", "array", "smallmatrix"):
             raise Unreadable(f"{name} is not understood")
         if name == "array":
@@ -639,6 +651,19 @@ class _Parser(UnitReader):
             self._take()
         found = Term("matrix", tuple(rows))
         return Term("call", (found,), "det") if name == "vmatrix" else found
+
+    def _cases(self) -> Term:
+        """Read lines of relations, or cases with their conditions, which are compared as they are written."""
+        parts, has_conditions = [self._item()], False
+        while not self._accept(r"\end"):
+            if not (joint := self._accept(r"\\", "&", ",")):
+                raise Unreadable("lines end with \\\\")
+            has_conditions = has_conditions or joint.text == "&"
+            if self._next.text not in (r"\end", r"\\", "&"):
+                parts.append(self._item())
+        while not self._accept("}"):
+            self._take()
+        return Term("opaque", tuple(parts), "cases") if has_conditions else Term("list", tuple(parts))
 
     def _repeated(self, kind: str) -> Term:
         self._expect("_")
@@ -681,7 +706,7 @@ class _Parser(UnitReader):
         """Read a unit such as "m" once more as letters that are multiplied."""
         found = value
         while self._place < end:
-            is_below = self._accept("/") is not None
+            is_below = self._accept("/", *TIMES) is not None and self._tokens[self._place - 1].text == "/"
             factor = self._factor()
             found = Term("quotient", (found, factor)) if is_below else _times(found, factor)
         return found

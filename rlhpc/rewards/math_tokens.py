@@ -90,6 +90,8 @@ _REWRITTEN = tuple(
         (r"°\s*(?:F(?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*F\s*\})", " ℉ "),
         (r"(?<=[0-9])\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
         (r"\*\*", "^"),
+        (r"\b(sq|cu)\.", r"\1 "),
+        (r"\\mu\s*(?=(?:m|s|g|L|A|C|F|W)(?![A-Za-z]))", "µ"),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
     )
 )  # fmt: skip
@@ -230,7 +232,7 @@ def _number(match: re.Match[str]) -> Fraction:
 def _with_words_read(tokens: list[Token]) -> list[Token]:
     """Return the tokens with words for operations and numbers in place of these words."""
     found: list[Token] = []
-    place = 0
+    place = int(_lower(tokens, 0) in ("a", "an", "the") and len(tokens) > 1 and _is_plain_word(tokens[1]))
     while place < len(tokens):
         token = tokens[place]
         if token.kind in ("word", "letter") and (read := _operation(tokens, place) or _quantity(tokens, place, found)):
@@ -240,6 +242,11 @@ def _with_words_read(tokens: list[Token]) -> list[Token]:
             found.append(token)
             place += 1
     return found
+
+
+def _is_plain_word(token: Token) -> bool:
+    """Whether an article may stand before a word: it is no number, scale or part."""
+    return token.kind == "word" and token.has_gap and token.text.lower() not in {*NUMBERS, *SCALES, *PARTS, "and", "or"}
 
 
 def _lower(tokens: list[Token], place: int) -> str:
@@ -253,7 +260,7 @@ def _operation(tokens: list[Token], place: int) -> tuple[list[Token], int] | Non
     is_last = place + 1 == len(tokens)
     if _lower(tokens, place) == "times" and (is_last or _lower(tokens, place + 1) in _BEHIND_A_COUNT):
         return None
-    for phrase, tex in OPERATIONS:
+    for phrase, tex in OPERATIONS.get(_lower(tokens, place), ()):
         if tokens[place].kind == "word" and all(_lower(tokens, place + n) == word for n, word in enumerate(phrase)):
             made = _split(tex, is_upright=False)
             return [replace(made[0], has_gap=True), *made[1:]], place + len(phrase)

@@ -58,12 +58,18 @@ class UnitReader:
             while self._next.text in ("/", "per", "a", "an", "every") and found is not None:
                 place = self._place
                 self._take()
-                below = self._one_unit(is_first=False)
+                below = self._grouped() if self._next.text == "(" else self._one_unit(is_first=False)
                 if below is None:
                     self._place = place
                     return found if self._next.text == "/" else None
                 found = found.times(below, -1)
         return found
+
+    def _grouped(self) -> Unit | None:
+        """Read the "(kg K)" of "J/(kg K)"."""
+        self._take()
+        unit = self._unit()
+        return unit if self._accept(")") else None
 
     def _one_unit(self, *, is_first: bool) -> Unit | None:
         token = self._next
@@ -75,7 +81,7 @@ class UnitReader:
         if token.kind == "word" and word == "in" and self._ahead(1).text in ("total", "all"):
             self._place += 2
             return COUNT
-        if token.kind in ("word", "letter", "sign") and (unit := unit_of(token.text)) is not None:
+        if token.kind in ("word", "letter", "sign", "command") and (unit := unit_of(token.text)) is not None:
             return self._powered(unit) if self._is_unit_here(is_first=is_first) else None
         if token.kind == "word" and (spelt := abbreviation(word)):
             self._take()
@@ -99,7 +105,11 @@ class UnitReader:
         token, before = self._next, self._tokens[self._place - 1]
         if token.kind != "letter" or token.is_upright or not is_first or not may_be_variable(token.text):
             return True
-        is_last = self._ahead(1).kind == "end" or self._ahead(1).text in ("/", "^", ",")
+        behind = self._ahead(1)
+        is_product = (behind.text in TIMES and may_be_variable(self._ahead(2).text)) or (
+            may_be_variable(behind.text) and self._ahead(2).text == "^"
+        )
+        is_last = behind.kind == "end" or behind.text in ("/", "^", ",") or is_product
         return before.kind == "number" and token.has_gap and is_last
 
     def _powered(self, unit: Unit) -> Unit | None:

@@ -132,7 +132,9 @@ def _checked(term: Term, point: Point, digits: int) -> Any:
     with with_digits(digits):
         try:
             value = _value(term, point)
-        except (ZeroDivisionError, OverflowError, mpmath.libmp.ComplexResult, mpmath.libmp.NoConvergence) as error:
+        except (Undefined, TooLarge):
+            raise
+        except (ArithmeticError, ValueError, mpmath.libmp.NoConvergence) as error:  # ValueError: at a pole
             raise Undefined(str(error)) from error
         if not isinstance(value, Fraction) and mpmath.isnan(value):
             raise Undefined("it has no value")
@@ -315,7 +317,7 @@ def _binomial(above: Any, below: Any) -> Any:
         if min(below, above - below) * int(above).bit_length() > _MOST_BITS:
             raise TooLarge("a binomial has too many digits")
         return Fraction(math.comb(int(above), int(below)))
-    if max(abs(above), abs(below)) > _LARGEST_FACTORIAL:
+    if any(abs(value) > _LARGEST_FACTORIAL for value in (above, below)):
         raise TooLarge("a binomial is too large")
     return mpmath.binomial(_float(above), _float(below))
 
@@ -350,6 +352,8 @@ def _determinant(matrix: Term, point: Point) -> Any:
 
 
 def _sign(value: Any) -> Any:
+    if not is_real(value):
+        return value / abs(value)
     return Fraction((value > 0) - (value < 0))
 
 

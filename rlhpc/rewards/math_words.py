@@ -61,7 +61,7 @@ _MEASURES = {
     "power": "1 W watt Watt; 1000 kW kilowatt; 1000000 MW megawatt",
     "voltage": "1 V volt Volt; 1/1000 mV millivolt",
     "current": "1 A amp ampere Ampere; 1/1000 mA milliamp",
-    "resistance": "1 Ω ohm Ohm; 1000 kΩ",
+    "resistance": "1 Ω ohm Ohm \\Omega; 1000 kΩ",
     "pressure": "1 Pa pascal Pascal; 1000 kPa kilopascal; 101325 atm; 100000 bar-unit",
     "frequency": "1 Hz hertz Hertz; 1000 kHz; 1000000 MHz; 1000000000 GHz",
     "charge": "1 C coulomb Coulomb; 1/1000000 µC μC",
@@ -104,7 +104,7 @@ pens people peppers permutations persons petals pets phones photographs photos p
 pills pineapples pizzas places planes plants plates players plums points poodles popsicles posters posts potatoes pots
 pounds presents primes prizes problems products programs pumpkins pupils puppets puppies purses puzzles questions
 quizzes rabbits racers rats records regions ribbons rings robots rocks rolls rooms roots roses rounds rows rubies rugs
-runners sacks salads sandwiches scarves schools scoops scores screws seashells seasons seats sections seeds segments
+runners sacks salads sandwiches scarves schools scoops screws seashells seasons seats sections seeds segments
 sentences servings sessions sets shapes sharks sheep sheets shells shelves ships shirts shoes shops shots shows shrimp
 siblings sides sisters skips skirts slices snacks snails snakes snowballs snowflakes soaps socks sodas soldiers
 solutions songs sons spiders spoons sports spots squares squirrels stairs stamps starfish stars states stems steps
@@ -126,7 +126,25 @@ _BESIDE = (
     "more new of old orange pink positive possible purple real red regular remaining silver small tall the total "
     "unique wide white whole yellow"
 )
-_NEEDLESS = frozenset({"each", "left", "in", "total", "altogether", "apiece", "remaining"})  # also without a thing
+_NEEDLESS = frozenset(
+    {
+        "each",
+        "left",
+        "in",
+        "total",
+        "altogether",
+        "apiece",
+        "remaining",
+        "old",
+        "tall",
+        "long",
+        "wide",
+        "high",
+        "deep",
+        "away",
+        "ago",
+    }
+)  # also without a thing
 _SHORT = {"mph": "mi/h", "mpg": "mi/gal", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "sqft": "ft2", "rpm": "1/min",
           "fps": "ft/s", "bps": "bit/s", "cc": "cm3"}  # fmt: skip
 
@@ -206,7 +224,7 @@ _POWERS = {
     "trillion": 12, "quadrillion": 15, "quintillion": 18, "sextillion": 21, "septillion": 24, "octillion": 27,
     "nonillion": 30, "decillion": 33, "googol": 100,
 }  # fmt: skip
-_GROUPS = {"dozen": 12, "score-of": 20, "gross": 144, "grand": 1000, "mn": 10**6, "mln": 10**6, "bn": 10**9,
+_GROUPS = {"dozen": 12, "score": 20, "gross": 144, "grand": 1000, "mn": 10**6, "mln": 10**6, "bn": 10**9,
            "bln": 10**9, "tn": 10**12, "mio": 10**6, "mrd": 10**9, "myriad": 10**4, "tens": 10}  # fmt: skip
 SCALES: Mapping[str, int] = MappingProxyType(
     {word + ending: 10**power for word, power in _POWERS.items() for ending in ("", "s")}
@@ -224,8 +242,8 @@ PARTS: Mapping[str, Fraction] = MappingProxyType(
     | {word + "th" + ending: Fraction(1, 10**power) for word, power in _POWERS.items() for ending in ("", "s")}
 )  # fmt: skip
 
-# Operations, longest first: what a phrase is in TeX.
-OPERATIONS: tuple[tuple[tuple[str, ...], str], ...] = tuple(
+# Phrases, longest first, and what they are in TeX.
+_PHRASES = tuple(
     (tuple(phrase.split()), tex)
     for phrase, tex in (
         ("to the power of", "^"),
@@ -256,4 +274,7 @@ OPERATIONS: tuple[tuple[tuple[str, ...], str], ...] = tuple(
         ("is equal to", "="),
         ("equals", "="),
     )
+)
+OPERATIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = MappingProxyType(  # by their first word
+    {first: tuple(pair for pair in _PHRASES if pair[0][0] == first) for first in {phrase[0] for phrase, _ in _PHRASES}}
 )

@@ -1,7 +1,7 @@
-"""Read a number as people write it in an answer: "1,234", "$18", "-0.50", "3/4", "40%".
+"""Read a number as people write it in an answer: "1,234", "$18", "-0.50", "3/4", "40%", "12 eggs".
 
 The quick way, which most answers take: exact (fractions, not floats) and strict.  A text that holds anything besides
-one number, its currency sign and its percent sign is not a plain number; math_reading.py reads all others.  Pure.
+one number, its currency or percent sign and one unit is not a plain number; math_reading.py reads all others.  Pure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rlhpc.rewards.math_words import COUNT, Unit, unit_of
+
 _NUMBER = re.compile(
     r"""
     (?P<minus>-)? \s* (?P<currency>[$€£¥])? (?P<minus_after>-)?
@@ -17,6 +19,7 @@ _NUMBER = re.compile(
     (?P<decimals>\.[0-9]+)?
     (?: / (?P<denominator>[0-9]+) )?
     \s* (?P<percent>%)?
+    (?: \s+ (?P<unit>[A-Za-z]{2,}) )?
     \.?
     """,
     re.VERBOSE,
@@ -38,16 +41,17 @@ class PlainNumber:
 
     value: Fraction
     is_percent: bool = False
-    currency: str = ""
+    unit: Unit = COUNT
 
     def equals(self, answer: PlainNumber) -> bool:
         """Compare a reference (self) with an answer.
 
         "40%" answers "40" (the question asked for a percentage), "40%" and "0.4"; "40" answers "40%" too, while "0.4"
-        does not answer "40".  Two currencies must be the same one.
+        does not answer "40".  Two units must be of the same kind: "5 km" is "5000 metres", and not "$5".
         """
-        if self.currency and answer.currency and self.currency != answer.currency:
-            return False
+        if self.unit.dimensions and answer.unit.dimensions:
+            is_same = self.unit.dimensions == answer.unit.dimensions
+            return is_same and self.value * self.unit.factor == answer.value * answer.unit.factor
         if self.value == answer.value:
             return True
         if self.is_percent == answer.is_percent:
@@ -78,5 +82,7 @@ def parse_plain_number(text: str) -> PlainNumber | None:
         return None
     value = Fraction(whole + (match["decimals"] or "")) / denominator
     has_minus = match["minus"] or match["minus_after"]
-    is_percent = match["percent"] is not None
-    return PlainNumber(-value if has_minus else value, is_percent, match["currency"] or "")
+    unit = unit_of(match["unit"] or match["currency"]) if match["unit"] or match["currency"] else COUNT
+    if unit is None or (match["unit"] and (match["currency"] or match["percent"])):
+        return None
+    return PlainNumber(-value if has_minus else value, match["percent"] is not None, unit)

@@ -25,6 +25,8 @@ READ = {
     "-3/4": Fraction(-3, 4),
     "$18$": 18,
     "007": 7,
+    "12 eggs": 12,
+    "5 km": 5,
 }
 NOT_READ = [
     "",
@@ -55,8 +57,9 @@ NOT_READ = [
     "18 = 18",
     "٤٦",
     "3 and a half",
-    "12 eggs",  # math_reading reads units
-    "5 km",
+    "12 flurbs",  # what is no unit; math_reading reads those in \\text
+    "5 m",
+    "$5 eggs",
     r"7\text{ m}",
     "2 plus four",
 ]
@@ -92,6 +95,11 @@ def test_a_percent_sign_is_kept(text):
         ("40%", "40.0%", True),
         ("$20", "€20", False),
         ("$20", "20", True),
+        ("$20", "20 dollars", True),
+        ("20 euros", "$20", False),
+        ("5 km", "5000 meters", True),
+        ("5 km", "5 cm", False),
+        ("12 eggs", "12 people", True),
     ],
 )
 def test_a_percentage_equals_its_number_and_its_share(reference, answer, is_equal):
