@@ -180,14 +180,19 @@ class RpcClient:
 
     async def _read(self, replica: _Replica) -> None:
         """Pass replies to their waiting calls, until the channel is closed."""
+        try:
+            await self._pass_on(replica)
+        finally:  # also of an error, such as of memory: nobody reads what comes any more
+            replica.is_open = False
+            self._give_up(replica)
+
+    async def _pass_on(self, replica: _Replica) -> None:
         while True:
             try:
                 reply = await replica.channel.receive()
             except ProtocolError:  # its request times out and is resent
                 continue
             except ChannelClosed:
-                replica.is_open = False
-                self._give_up(replica)
                 return
             replica.timeouts_in_a_row, replica.heard_at = 0, asyncio.get_running_loop().time()
             if isinstance(reply, StillWaiting):

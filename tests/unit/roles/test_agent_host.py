@@ -48,3 +48,24 @@ async def test_agents_share_what_was_loaded_and_no_random_numbers(
     await processes.close()
     hosts, python, numpy = zip(*(json.loads(each.said)["detail"].split() for each in ended), strict=True)
     assert (len({*hosts}), len({*python}), len({*numpy})) == (1, 8, 8)
+
+
+@pytest.mark.starts
+async def test_agents_of_a_host_that_cannot_be_listened_to_have_ended_and_the_next_one_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agents_that_wait.py").write_text("import time\ndef wait(record):\n    time.sleep(record['s'])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    processes, told = AgentProcesses("agents_that_wait:wait", ()), asyncio.Queue[Ended]()
+
+    def fail(_: Ended) -> None:
+        raise MemoryError
+
+    await processes.start("waits", '{"s": 3600}', {}, told.put_nowait)
+    await processes.start("ends", '{"s": 0}', {}, fail)
+    async with asyncio.timeout(PATIENCE_S):
+        assert "the process that starts agents ended with status" in (await told.get()).fault
+        await processes.start("again", '{"s": 0}', {}, told.put_nowait)
+        assert (await told.get()).fault == ""
+    assert processes.num_hosts == 2
+    await processes.close()

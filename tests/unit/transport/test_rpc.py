@@ -210,6 +210,19 @@ async def test_a_channel_that_is_closed_meanwhile_costs_no_timeout(services: lis
         assert (await asyncio.wait_for(call, PATIENCE_S)).detail == "reward-1"
 
 
+async def test_a_channel_that_nobody_reads_any_more_is_as_good_as_closed(
+    services: list[Service], monkeypatch: pytest.MonkeyPatch
+):
+    async def receive(_: MemoryClient) -> object:
+        raise MemoryError
+
+    (channel,) = connected(services[:1])
+    monkeypatch.setattr(MemoryClient, "receive", receive)
+    async with RpcClient([channel]) as client:
+        with pytest.raises(ChannelClosed):
+            await client.call(REQUEST, NEVER_S)
+
+
 async def test_a_replica_can_be_added_when_the_others_are_gone(services: list[Service]):
     channels = connected(services)
     async with RpcClient(channels[:1]) as rpc:

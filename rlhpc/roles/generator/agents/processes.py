@@ -93,7 +93,7 @@ class AgentProcesses:
                 host.kill()
             await host.wait()
         if listening is not None:
-            await listening
+            await asyncio.wait((listening,))
 
     async def _open(self) -> None:
         """Start the host and wait until it has imported the user's module."""
@@ -119,18 +119,29 @@ class AgentProcesses:
         self._listening = asyncio.create_task(self._listen(host))
 
     async def _listen(self, host: Process) -> None:
+        """Tell how agents end, until the host does; one that cannot be listened to any more is killed."""
+        has_ended = False
+        try:
+            await self._pass_on(host)
+            has_ended = True
+        finally:
+            if not has_ended:
+                with contextlib.suppress(ProcessLookupError):
+                    host.kill()
+            status = await host.wait()
+            self._host = None
+            if self._told:
+                log.warning("the process that starts agents ended with status %d", status)
+            for told in [self._told.pop(session) for session in list(self._told)]:
+                told(Ended(-1, "", f"the process that starts agents ended with status {status}"))
+
+    async def _pass_on(self, host: Process) -> None:
         assert host.stdout is not None
         while line := await host.stdout.readline():
             message = json.loads(line)
             told = self._told.pop(message["ended"], None)
             if told is not None:
                 told(Ended(message["status"], message["said"], message["why"]))
-        status = await host.wait()
-        self._host = None
-        if self._told:
-            log.warning("the process that starts agents ended with status %d", status)
-        for told in [self._told.pop(session) for session in list(self._told)]:
-            told(Ended(-1, "", f"the process that starts agents ended with status {status}"))
 
     def _say(self, **message: Any) -> None:
         if self._host is not None and self._host.stdin is not None:
