@@ -39,6 +39,7 @@ from rlhpc.run_layout import RunLayout
 EXPLAINED = "critic/explained_variance"
 WITH_CRITIC = (
     "algorithm.advantage=gae",
+    "admission.active_sampling=false",
     "algorithm.advantage_normalization=batch",
     "critic.learning_rate=1e-3",
     "critic.head_start_steps=5",

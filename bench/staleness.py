@@ -9,7 +9,7 @@ minute or two; runs that are there already are not repeated, so that it can be s
 
 method      objective       anchor of the ratio      importance weight (docs/algorithms.md)
 ppo         clipped         the sampler              none
-decoupled   clipped         start of the batch       truncated at 5, as in AReaL
+decoupled   clipped         start of the batch       truncated at 5 (AReaL masks above 5)
 tis         clipped         start of the batch       truncated at 2
 loglinear   clipped         interpolated by age      truncated at 2
 gspo        of sequences    start of the batch       truncated at 2

@@ -12,6 +12,7 @@ from rlhpc.user_code import is_import_path
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
 OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # of these, normalised over the batch by definition
+OF_REWARDS = ("reinforce_pp", "gae")  # made of the rewards themselves, not of what distinguishes them in a group
 LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
 
 

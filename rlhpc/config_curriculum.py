@@ -21,17 +21,18 @@ class CurriculumConfig(Section):
     solved_rest_epochs: NonNegative = 0
     """Epochs for which a solved prompt is skipped before it is sampled again; 0: never skipped."""
     solved_at: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """A prompt is solved if its pass rate is at least this."""
+    """A prompt is solved if the pass rate of its newest group is at least this."""
     hopeless_rest_epochs: NonNegative = 0
     """Epochs for which a hopeless prompt is skipped before it is sampled again; 0: never skipped."""
     hopeless_at: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """A prompt is hopeless if its pass rate is at most this."""
+    """A prompt is hopeless if the pass rate of its newest group is at most this."""
     target_pass_rate: Annotated[float, Field(gt=0, lt=1)] | Literal["off"] = "off"
     """Prompts are sampled less often the farther their pass rate is from this; new prompts always are."""
     min_chance: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Probability that a prompt with the pass rate farthest from target_pass_rate is sampled when its turn comes."""
     newest_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Weight of a prompt's newest group in its pass rate; the groups before it share the rest."""
+    """Weight of a prompt's newest group in its pass rate, by which target_pass_rate and max_group_size go; the groups
+    before it share the rest."""
     max_group_size: Positive | Literal["off"] = "off"
     """Maximum rollouts of one prompt: a hard one, by its pass rate, gets more than admission.group_size; a new prompt
     gets admission.group_size."""

@@ -140,8 +140,8 @@ def curriculum_asks_for_its_keys(config: Config) -> None:
     if curriculum.target_pass_rate == "off":
         beside, other = "curriculum.target_pass_rate='off'", "a curriculum.target_pass_rate"
         _refuse_without_effect(config, "curriculum.min_chance", beside, other)
-        if not (curriculum.solved_rest_epochs or curriculum.hopeless_rest_epochs or curriculum.max_group_size != "off"):
-            beside += ", no rests and no max_group_size: pass rates decide nothing"
+        if curriculum.max_group_size == "off":
+            beside += " and no max_group_size: only these go by an average"
             _refuse_without_effect(config, "curriculum.newest_weight", beside, "one of them")
     if curriculum.max_group_size == "off":
         beside, other = "curriculum.max_group_size='off'", "a curriculum.max_group_size"

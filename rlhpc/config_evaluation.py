@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from rlhpc.config_data import title_of
-from rlhpc.config_sections import LoosePath, Positive, Section
+from rlhpc.config_sections import COLDEST, LoosePath, Positive, Section
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -39,7 +39,7 @@ class EvaluationConfig(Section):
     prompts: Positive | None = None
     """Number of prompts, drawn at random, the same ones each time; none: all."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """Sampling temperature; 0: greedy."""
+    """Sampling temperature; 0: greedy; else at least 0.01, below which vLLM does not sample."""
     ema: bool = False
     """Evaluate the moving average of the weights (trainer.ema_decay) instead of the weights."""
     num_replicas: Positive = 1
@@ -115,6 +115,11 @@ def best_is_a_figure(config: Config) -> None:
             raise ValueError(
                 f"{_key(config, place, 'stop_after')}={evaluation.stop_after}: needs keep_best, the metric "
                 "that has to improve"
+            )
+        if 0 < evaluation.temperature < COLDEST:
+            raise ValueError(
+                f"{_key(config, place, 'temperature')}={evaluation.temperature:g}: vLLM would sample at {COLDEST:g}; "
+                f"legal: 0, for the most likely token each time, or {COLDEST:g} to 2"
             )
         if evaluation.temperature == 0 and evaluation.samples > 1:
             raise ValueError(

@@ -28,6 +28,7 @@ def _written_out(value: object) -> object:
     return value
 
 
+COLDEST = 0.01  # temperature at which vLLM samples where one above 0 and below this is asked for
 _OF_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
 LoosePath = Annotated[Path, Field(strict=False), BeforeValidator(_written_out)]  # a run file has strings
 
@@ -100,8 +101,8 @@ class GenerationConfig(Section):
     """A longer prompt in the dataset is refused before the run starts."""
     max_completion_tokens: Positive
     """Sampling stops after this many tokens."""
-    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divides the logits, in the engine and in the trainer."""
+    temperature: Annotated[float, Field(ge=COLDEST, le=2)] = 1.0
+    """Divides the logits, in the engine and in the trainer. vLLM samples at 0.01 where less is asked for."""
     endpoint: Literal["local", "network"] = "local"
     """Who can reach the generators' OpenAI-compatible endpoint for agents, with a key: programs on the same node, or on
     others too, unencrypted. It exists only with data.environment = "agent"."""
@@ -161,7 +162,8 @@ class AdmissionConfig(Section):
     """Leases that one member may lose before its group is dropped; also consecutive groups of a prompt whose
     completions kill reward workers before it is no longer sampled."""
     active_sampling: bool = True
-    """Replace zero-variance groups at once, so that batches are full; False trains on them."""
+    """Replace zero-variance groups at once, so that batches are full; False trains on them, as "gae" and "reinforce_pp"
+    need, whose advantages are not relative to the group."""
     max_groups_without_spread: Positive = 1000
     """Stop with advice after this many consecutive zero-variance groups, or errors without a verdict between them,
     instead of wasting the allocation."""

@@ -7,24 +7,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhpc.config_algorithm import OF_REWARDS
+
 if TYPE_CHECKING:
     from rlhpc.config import Config
 
 
 def group_has_reward_variance(config: Config) -> None:
-    """Group-relative advantages need a group; the reward itself does not, unless groups of one are replaced."""
+    """Group-relative advantages need a group; the reward itself does not."""
     advantage = config.algorithm.advantage
     if config.admission.group_size > 1:
         return
-    if advantage not in ("reinforce_pp", "gae"):
+    if advantage not in OF_REWARDS:
         raise ValueError(
             f"admission.group_size=1 with algorithm.advantage={advantage!r}: the rewards of a group of one have zero "
             "variance, so every advantage is zero; legal: 2 or more"
         )
-    if config.admission.active_sampling:
+
+
+def every_group_is_learnt_from(config: Config) -> None:
+    """A critic that sees only groups with variance learns their mean, which is nearer to a half than its prompts'."""
+    advantage = config.algorithm.advantage
+    if advantage in OF_REWARDS and config.admission.active_sampling:
         raise ValueError(
-            "admission.group_size=1 with admission.active_sampling=true: a group of one has zero variance and is "
-            "replaced; legal: 2 or more, or admission.active_sampling=false"
+            f"algorithm.advantage={advantage!r} with admission.active_sampling=true, its default: the advantages are "
+            "not relative to the group, so that a group whose rewards are all equal teaches something, and without it "
+            "the baseline would be that of the groups that are kept; legal: admission.active_sampling=false"
         )
 
 
@@ -134,6 +142,7 @@ def minibatches_have_samples(config: Config) -> None:
 
 STATISTICS = (
     group_has_reward_variance,
+    every_group_is_learnt_from,
     sets_differ,
     hard_prompts_get_more,
     sequence_ratios_have_own_bounds,

@@ -96,11 +96,11 @@ class Curriculum(PromptSource):
 
     def figures(self) -> dict[str, float]:
         """Figures of the whole dataset, by name of the metric."""
-        rates = self._memory.rates
-        known = rates[~np.isnan(rates)]
+        newest = self._memory.newest
+        known = newest[~np.isnan(newest)]
         share = 1 / max(1, len(known))
         return {
-            "prompt/known_share": len(known) / len(rates),
+            "prompt/known_share": len(known) / len(newest),
             "prompt/pass_rate_mean": float(known.sum(dtype=np.float64)) * share,
             "prompt/solved_share": float((known >= np.float32(self._config.solved_at)).sum()) * share,
             "prompt/hopeless_share": float((known <= np.float32(self._config.hopeless_at)).sum()) * share,
@@ -170,14 +170,14 @@ class Curriculum(PromptSource):
     def _is_kept(self, records: NDArray[np.int64], epoch: int, position: int) -> NDArray[np.bool_]:
         """Which of these records [n], at positions from `position` on in one epoch, are asked."""
         config = self._config
-        rates, asked = self._memory.rates[records], self._memory.epochs[records]
+        newest, asked = self._memory.newest[records], self._memory.epochs[records]
         kept = self._stage_of[records] <= self._stage
         since = np.where(asked == NEVER, np.iinfo(np.int32).max, epoch - asked)
         # As float32, which 9 of 10 are a little below and 1 of 10 a little above; NaN compares false.
-        kept &= ~((rates >= np.float32(config.solved_at)) & (since <= config.solved_rest_epochs))
-        kept &= ~((rates <= np.float32(config.hopeless_at)) & (since <= config.hopeless_rest_epochs))
+        kept &= ~((newest >= np.float32(config.solved_at)) & (since <= config.solved_rest_epochs))
+        kept &= ~((newest <= np.float32(config.hopeless_at)) & (since <= config.hopeless_rest_epochs))
         if config.target_pass_rate != "off":
-            target = config.target_pass_rate
+            rates, target = self._memory.rates[records], config.target_pass_rate
             distance = np.nan_to_num(np.abs(rates.astype(np.float64) - target) / max(target, 1 - target), nan=0.0)
             chance = 1 - (1 - config.min_chance) * distance
             first = position % self._prompts.num_records

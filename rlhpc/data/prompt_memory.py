@@ -1,7 +1,8 @@
 """Per-prompt statistics of a run: pass rate, and when the prompt was last sampled.
 
 Input: finished groups, in any order.  Output: arrays over the records of the dataset.  The rate is an exponential
-average over the groups of a prompt, because a policy in training passes more and more of them.
+average over the groups of a prompt, because a policy in training passes more and more of them.  Such an average never
+comes to 0 or 1 again once it has left it, so that who has learnt a prompt, or cannot, is told by its newest group.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class Outcome:
 
 
 class PromptMemory:
-    """Pass rates [N], NaN where unknown, and epochs [N], by record."""
+    """Pass rates [N], averaged and of the newest group, NaN where unknown, and epochs [N], by record."""
 
     def __init__(self, num_records: int, newest_weight: float) -> None:
         self.rates: NDArray[np.float32] = np.full(num_records, np.nan, dtype=np.float32)
+        self.newest: NDArray[np.float32] = self.rates.copy()
         self.epochs: NDArray[np.int32] = np.full(num_records, NEVER, dtype=np.int32)
         self._newest_weight = newest_weight
         self._unsettled: dict[int, Outcome] = {}  # by group
@@ -53,6 +55,7 @@ class PromptMemory:
             before = self.rates[outcome.record]
             weight = 1.0 if np.isnan(before) else self._newest_weight
             self.rates[outcome.record] = weight * outcome.pass_rate + (1 - weight) * np.nan_to_num(before)
+            self.newest[outcome.record] = outcome.pass_rate
             self.epochs[outcome.record] = max(self.epochs[outcome.record], outcome.epoch)
         return settled
 
@@ -62,16 +65,18 @@ class PromptMemory:
             [each.group_id, each.admitted_version, each.record, each.epoch, each.pass_rate]
             for each in self._unsettled.values()
         ]
-        return {"rates": _packed(self.rates), "epochs": _packed(self.epochs), "unsettled": unsettled}
+        arrays = {"rates": self.rates, "newest": self.newest, "epochs": self.epochs}
+        return {**{name: _packed(array) for name, array in arrays.items()}, "unsettled": unsettled}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to where state() was taken.  Raises CheckpointError, changing nothing, if it is not of these records."""
         try:
-            rates, epochs = _unpacked(state["rates"], self.rates), _unpacked(state["epochs"], self.epochs)
+            rates, newest = _unpacked(state["rates"], self.rates), _unpacked(state["newest"], self.newest)
+            epochs = _unpacked(state["epochs"], self.epochs)
             unsettled = [_outcome(*each) for each in state["unsettled"]]
         except (KeyError, TypeError, ValueError, IndexError, binascii.Error, zlib.error) as error:
             raise CheckpointError(f"the checkpoint's memory of prompts is malformed: {error!r}") from error
-        self.rates, self.epochs = rates, epochs
+        self.rates, self.newest, self.epochs = rates, newest, epochs
         self._unsettled = {outcome.group_id: outcome for outcome in unsettled}
 
 

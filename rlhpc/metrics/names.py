@@ -63,8 +63,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         # Prompts of the dataset ([curriculum]).
         "prompt/known_share": Metric("share", "prompts with a known pass rate: at least one finished group"),
         "prompt/pass_rate_mean": Metric("share", "mean pass rate of these, that of their newest groups"),
-        "prompt/solved_share": Metric("share", "those of these with a pass rate of curriculum.solved_at or more"),
-        "prompt/hopeless_share": Metric("share", "those of these with a pass rate of curriculum.hopeless_at or less"),
+        "prompt/solved_share": Metric("share", "those whose newest group has curriculum.solved_at or more"),
+        "prompt/hopeless_share": Metric("share", "those whose newest group has curriculum.hopeless_at or less"),
         "prompt/left_out_total": Metric("prompts", "skipped since the start when their turn came"),
         "prompt/stage": Metric("number", "of the stage in curriculum.stages, from 0; the lowest of all datasets"),
         # One value for each of several datasets, by its name.

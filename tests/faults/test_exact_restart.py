@@ -124,6 +124,8 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
     lab: Lab, name: str, max_staleness: int, trainer: dict[str, object], algorithm: dict[str, object]
 ) -> None:
     sections = settings(name, max_staleness, **trainer) | ({"algorithm": algorithm} if algorithm else {})
+    if algorithm is CRITIC:
+        sections["admission"] |= {"active_sampling": False}
     if name == "vllm":
         sections["generation"] |= {"engine": "vllm", "num_replicas": 1}
     if name == "curriculum":  # epochs of a few prompts: who is drawn, and how often, hangs on what was sampled before

@@ -53,7 +53,7 @@ def whole_run(lab: Lab) -> RunLayout:
         critic={"learning_rate": 1e-3},
         data=data,
         curriculum={"target_pass_rate": 0.5, "min_chance": 0.01},
-        admission={"oversample": 0.25},
+        admission={"oversample": 0.25, "active_sampling": False},
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.commands.evaluate.target import Target
 from rlhpc.config import Config
+from rlhpc.config_sections import COLDEST
 from rlhpc.errors import ConfigError
 
 # Options that a table has as keys.
@@ -94,8 +95,10 @@ def _of_command(options: argparse.Namespace) -> Request:
                           ("--stop-after", options.stop_after)):  # fmt: skip
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}; legal: 1 or more")
-    if not 0 <= temperature <= 2:
-        raise ConfigError(f"--temperature {temperature:g}; legal: 0 (the most likely token each time) to 2")
+    if temperature != 0 and not COLDEST <= temperature <= 2:
+        raise ConfigError(
+            f"--temperature {temperature:g}; legal: 0 (the most likely token each time), or {COLDEST:g} to 2"
+        )
     if temperature == 0 and samples > 1:
         raise ConfigError(f"--temperature 0 with --samples {samples}: all samples of a prompt would be the same")
     if options.stop_after is not None and options.keep_best is None:

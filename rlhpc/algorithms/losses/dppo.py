@@ -4,7 +4,8 @@
 
 Qi et al. 2026 (arXiv:2602.04879), with the binary approximation of total variation.  A ratio holds back rare tokens,
 which hardly change the distribution, and lets likely ones go far.  The paper's anchor is the sampler: that is
-algorithm.proximal = "behaviour".  prime-rl's default loss is this with 0.2 and 0.2.
+algorithm.proximal = "behaviour".  prime-rl's default loss is this with 0.2 and 0.2, and a penalty of 1e-3 on the square
+of log(π_current / π_anchor), which is not there here.
 Differs from verl's: u is not truncated at 20.
 """
 

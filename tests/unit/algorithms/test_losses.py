@@ -206,7 +206,17 @@ def test_a_row_without_loss_tokens_gives_zero_and_not_nan() -> None:
 
 def test_the_share_of_the_current_policy_grows_with_the_token_s_age() -> None:
     versions = torch.tensor([-1, 7, 6, 5, 4, 2], dtype=torch.int32)
-    torch.testing.assert_close(current_share(versions, 6), torch.tensor([1, 1, 1, 0, 0.5, 0.75]))
+    torch.testing.assert_close(current_share(versions, 6), torch.tensor([0, 0, 0, 0, 0.5, 0.75]))
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "loglinear", "behaviour"])
+@pytest.mark.parametrize("age", [0, 1])
+def test_several_steps_on_a_batch_clip_what_its_own_version_sampled(proximal: str, age: int) -> None:
+    """The sampler is the policy at the start of the batch; a step later a good token has risen by exp(0.5)."""
+    batch = one(current=-0.5, behaviour=-1.0, proximal=-1.0, advantages=1.0, versions=POLICY_VERSION - age)
+    _, gradient, metrics = evaluate(batch, proximal=proximal)
+    assert not gradient.any()
+    assert metrics["clip_high"] == 1.0
 
 
 def test_loglinear_anchors_between_sampler_and_current_policy_without_gradient() -> None:

@@ -83,7 +83,7 @@ def test_solved_and_hopeless_prompts_rest_for_so_many_epochs_and_come_back(make)
     assert sorted(student.ask(NUM)) == list(range(NUM))
     assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {3, 4})
     assert sorted(student.ask(NUM - 1)) == sorted(set(range(NUM)) - {3})
-    student.rates[3] = 0.0  # no longer: (1 + 0) / 2 is neither solved nor hopeless
+    student.rates[3] = 0.5  # no longer: neither solved nor hopeless
     assert sorted(student.ask(NUM - 1)) == sorted(set(range(NUM)) - {4})  # asked in the third, it rests again
     assert sorted(student.ask(NUM)) == list(range(NUM))
     assert student.curriculum.figures()["prompt/left_out_total"] == 4
@@ -94,6 +94,16 @@ def test_who_is_solved_or_hopeless_is_a_matter_of_bounds(make) -> None:
     student = Student(make(**rules), {0: 0.75, 1: 0.74, 2: 0.25, 3: 0.26})
     student.ask(NUM)
     assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {0, 2})
+
+
+def test_a_prompt_that_was_learnt_rests_after_one_perfect_group_whatever_came_before(make) -> None:
+    student = Student(make(solved_rest_epochs=1, hopeless_rest_epochs=1), {3: 0.0, 4: 0.125})
+    student.ask(NUM)
+    student.rates |= {3: 1.0, 4: 0.0}  # learnt after a failure, failed after one pass in eight
+    for resting in (3, 4, 3):
+        assert sorted(student.ask(NUM - 1)) == sorted(set(range(NUM)) - {resting})
+    figures = student.curriculum.figures()
+    assert (figures["prompt/solved_share"], figures["prompt/hopeless_share"]) == pytest.approx((0.1, 0.1))
 
 
 def test_a_rate_that_is_just_at_a_bound_is_solved_or_hopeless_and_counted_as_such(make) -> None:
@@ -213,7 +223,7 @@ def test_a_checkpoint_of_before_the_memory_is_taken_up(make) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"memory": {"rates": "!", "epochs": "", "unsettled": []}}, "memory of prompts is malformed"),
+        ({"memory": {"rates": "!", "newest": "", "epochs": "", "unsettled": []}}, "memory of prompts is malformed"),
         ({"memory": {}}, "memory of prompts is malformed: KeyError"),
         ({"stage": "third"}, "curriculum is malformed"),
         ({"dataset": "other"}, "order of prompts cannot be continued"),
@@ -247,8 +257,8 @@ def test_a_dataset_of_a_million_is_drawn_from_without_delay(make) -> None:
     """All but one rest: the next one is found by looking at arrays, and not prompt by prompt."""
     curriculum = make(20_000, solved_rest_epochs=50)
     memory = curriculum._memory
-    memory.rates[:], memory.epochs[:] = 1.0, 0
-    memory.rates[7] = 0.5
+    memory.newest[:], memory.epochs[:] = 1.0, 0
+    memory.newest[7] = 0.5
     assert [int(curriculum.draw(0).reference) for _ in range(20)] == [7] * 20
     assert len(json.dumps(curriculum.state())) < 100_000
 

@@ -72,7 +72,10 @@ def layout(config: Config) -> RunLayout:
 
 def test_a_run_that_had_no_critic_gets_none_by_a_resume_but_from_the_start(config: Config, layout: RunLayout) -> None:
     """The trainer called the checkpoint damaged, after the journal had been set aside."""
-    with_critic, before = override(config, ["algorithm.advantage=gae"]), layout.config.read_bytes()
+    with_critic, before = (
+        override(config, ["algorithm.advantage=gae", "admission.active_sampling=false"]),
+        layout.config.read_bytes(),
+    )
     with pytest.raises(RunDirectoryError, match=r"the checkpoint of step 12 has no critic; legal: .*--from-start"):
         prepare_run_dir(with_critic, layout, resume=True, fresh=False)
     with pytest.raises(RunDirectoryError, match="has no critic"):

@@ -72,7 +72,7 @@ def test_the_forecast_counts_what_else_a_checkpoint_holds(tmp_path: Path) -> Non
     keys = (f"model.path={tmp_path}", "checkpoint.keep=2", "model.dtype=bfloat16")
     plain, averaged, judged = (
         forecast(config_of(*keys, *more)).checkpoint_bytes
-        for more in ((), ("trainer.ema_decay=0.99",), ("algorithm.advantage=gae",))
+        for more in ((), ("trainer.ema_decay=0.99",), ("algorithm.advantage=gae", "admission.active_sampling=false"))
     )
     assert plain is not None
     assert averaged == plain * (12 + 4 + 2) // (12 + 2)

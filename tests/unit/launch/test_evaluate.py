@@ -259,6 +259,7 @@ def test_a_changed_model_has_another_digest(model: Path) -> None:
         (["model", "test.jsonl", *NEEDED, "--samples", "0"], "--samples 0; legal: 1 or more"),
         (["model", "test.jsonl", *NEEDED, "--prompts", "0"], "--prompts 0; legal: 1 or more"),
         (["model", "test.jsonl", *NEEDED, "--temperature", "-1"], "--temperature -1; legal: 0"),
+        (["model", "test.jsonl", *NEEDED, "--temperature", "0.005"], "--temperature 0.005; legal: 0 (the most"),
         (["model", "test.jsonl", *NEEDED, "--temperature", "0", "--samples", "2"], "would be the same"),
     ],
 )

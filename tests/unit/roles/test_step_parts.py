@@ -198,7 +198,7 @@ async def test_a_long_group_after_short_ones_is_enough_for_a_part(tmp_path: Path
         ({"trainer": {"num_ranks": 2, "pipeline_parallel": 2}}, SmallestPart(8)),
         ({"trainer": {"num_ranks": 2, "pipeline_parallel": 2}, "admission": {"step_parts": 2}}, SmallestPart(4)),
         ({"algorithm": {"aggregation": "sequence"}}, SmallestPart(8)),
-        ({"algorithm": {"advantage": "reinforce_pp"}}, SmallestPart(8)),
+        ({"algorithm": {"advantage": "reinforce_pp_baseline"}}, SmallestPart(8)),
         ({"run": {"deterministic": True}}, SmallestPart(8)),
         ({"admission": {"step_parts": 1}}, SmallestPart(8)),
     ],

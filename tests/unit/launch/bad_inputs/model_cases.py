@@ -101,6 +101,7 @@ def _critic_of_another_vocabulary(desk: Desk) -> None:
     _tokens(50)(critic / "model.safetensors")
     desk.settings["critic"] = {"path": "critic"}
     desk.settings["algorithm"] = {"advantage": "gae"}
+    desk.settings["admission"]["active_sampling"] = False
 
 
 def _index(*names: str, **more: Any) -> str:
