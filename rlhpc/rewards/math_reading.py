@@ -529,7 +529,7 @@ class _Parser(UnitReader):
             return self._deeper(lambda: _COMMANDS[name](self))
         if name in _FUNCTIONS:
             return self._function(name, is_tex=True)
-        if name in _CONSTANTS:
+        if name in _CONSTANTS and name != "Pi":
             return Term("constant", name=_CONSTANTS[name])
         if name in _ACCENTS:
             name = _SAME_ACCENT.get(name, name)

@@ -91,6 +91,9 @@ _REWRITTEN = tuple(
         (r"(?<=[0-9])\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
         (r"\*\*", "^"),
         (r"\b(sq|cu)\.", r"\1 "),
+        (r"\\(?:text)?euro(?:sym)?(?![A-Za-z])", "€"),
+        (r"\\(?:pounds|textsterling)(?![A-Za-z])", "£"),
+        (r"\\(?:text)?yen(?![A-Za-z])", "¥"),
         (r"\\mu\s*(?=(?:m|s|g|L|A|C|F|W)(?![A-Za-z]))", "µ"),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
     )
@@ -113,7 +116,7 @@ _DIGITS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
 _SIMPLE_DIGITS = r"[0-9]+"
 _NUMBER = r"""
     (?P<repeating> (?P<start>[0-9]*) \. (?P<fixed>[0-9]*)
-        (?: \\overline\s*(?: \{\s*(?P<bar>[0-9]+)\s*\} | (?P<digit>[0-9]) )
+        (?: \\(?:overline|bar)\s*(?: \{\s*(?P<bar>[0-9]+)\s*\} | (?P<digit>[0-9]) )
           | (?P<dots> \\dot\s*\{?\s*[0-9]\s*\}? (?: [0-9]* \\dot\s*\{?\s*[0-9]\s*\}? )? )
           | \( (?P<paren>[0-9]+) \) (?![A-Za-z0-9(^])
           | (?P<ellipsis> (?: \.\.\. | \s*\\l?dots | \s*\\cdots ) (?![A-Za-z.]) ) ) )
@@ -238,10 +241,18 @@ def _with_words_read(tokens: list[Token]) -> list[Token]:
         if token.kind in ("word", "letter") and (read := _operation(tokens, place) or _quantity(tokens, place, found)):
             made, place = read
             found += made
+        elif _is_hyphen(tokens, place, found):
+            place += 1
         else:
             found.append(token)
             place += 1
     return found
+
+
+def _is_hyphen(tokens: list[Token], place: int, before: list[Token]) -> bool:
+    """Whether a minus is the hyphen of "5-million" or "2-thirds"."""
+    joins = before and before[-1].kind == "number" and tokens[place].text == "-" and not tokens[place].has_gap
+    return bool(joins) and (_lower(tokens, place + 1) in SCALES or _lower(tokens, place + 1) in PARTS)
 
 
 def _is_plain_word(token: Token) -> bool:

@@ -6,7 +6,16 @@ Input: tokens (math_tokens.py) and a place among them.  Output: a Unit, or None,
 from __future__ import annotations
 
 from rlhpc.rewards.math_tokens import Token, Unreadable, tokens_of
-from rlhpc.rewards.math_words import COUNT, Unit, abbreviation, is_beside_unit, is_needless, may_be_variable, unit_of
+from rlhpc.rewards.math_words import (
+    COUNT,
+    Unit,
+    abbreviation,
+    is_beside_unit,
+    is_needless,
+    may_be_scale,
+    may_be_variable,
+    unit_of,
+)
 
 _MOST_WORDS = 8  # beside something that is counted
 TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
@@ -110,7 +119,7 @@ class UnitReader:
             may_be_variable(behind.text) and self._ahead(2).text == "^"
         )
         is_last = behind.kind == "end" or behind.text in ("/", "^", ",") or is_product
-        return before.kind == "number" and token.has_gap and is_last
+        return before.kind == "number" and token.has_gap and is_last and not may_be_scale(token.text)
 
     def _powered(self, unit: Unit) -> Unit | None:
         self._take()

@@ -242,6 +242,15 @@ def _root(term: Term, point: Point) -> Any:
     return mpmath.root(base, int(degree)) if degree > 2 else mpmath.sqrt(base)
 
 
+def _opaque(term: Term, point: Point) -> Any:
+    """Return the conjugate of a complex number; a value of its own for everything else."""
+    if term.name == "overline" and not symbols(term.parts[0]) and term.parts[0].kind not in HAS_NO_VALUE:
+        value = _value(term.parts[0], point)
+        if not is_real(value):
+            return mpmath.conj(value)
+    return point.value(_opaque_name(term))
+
+
 def _quantity(term: Term, point: Point) -> Any:
     found = _multiplied(_value(term.parts[0], point), term.unit.factor)
     for name, power in term.unit.dimensions:
@@ -360,7 +369,7 @@ def _sign(value: Any) -> Any:
 _KINDS: dict[str, Callable[[Term, Point], Any]] = {
     "number": lambda term, _point: term.value,
     "symbol": lambda term, point: point.value(term.name),
-    "opaque": lambda term, point: point.value(_opaque_name(term)),
+    "opaque": _opaque,
     "constant": _constant,
     "sum": _sum,
     "product": _product,

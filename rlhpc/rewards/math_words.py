@@ -73,6 +73,7 @@ _MEASURES = {
     "hectare": "1 hectare ha",
 }  # fmt: skip
 _VARIABLES = frozenset("msghlLNJWVAKCB")  # a unit or a variable, where nothing says that it is upright
+_SHORT_SCALES = frozenset("KB")  # 5 K may be 5000
 
 # Things that people count, in the plural; their singular is added.
 _COUNTED = """
@@ -116,7 +117,7 @@ tubes tubs tulips turkeys turns turtles twigs unicorns units values vampires van
 violins visitors visits votes waffles wagons walls watches watermelons waves ways weeds weekdays weekends whales wheels
 widgets windows wings winners women words workers worms yachts zebras zombies
 """
-_SINGULARS = {"children": "child", "men": "man",
+_SINGULARS = {"primes": "primes", "children": "child", "men": "man",
               "women": "woman", "people": "person", "mice": "mouse", "teeth": "tooth",
               "geese": "goose", "vertices": "vertex", "dice": "die", "leaves": "leaf", "loaves": "loaf",
               "knives": "knife", "shelves": "shelf", "scarves": "scarf", "grandchildren": "grandchild"}  # fmt: skip
@@ -193,6 +194,11 @@ def unit_of(word: str) -> Unit | None:
 def may_be_variable(word: str) -> bool:
     """Whether a word that spells a unit is rather a letter of an expression, unless it is upright."""
     return word in _VARIABLES
+
+
+def may_be_scale(word: str) -> bool:
+    """Whether a letter that spells a unit may also be short for a scale."""
+    return word in _SHORT_SCALES
 
 
 def abbreviation(word: str) -> str | None:
