@@ -9,6 +9,9 @@
                                                  `rlhpc stop`, some a second time; then resumed, and stopped again
     python -m bench.trials controller-stops      the same for the controller alone, in this process, on a disk that is
                                                  slow at random: its threads are in the middle of a write
+    python -m bench.trials disk-errors --trials 40 --seconds 10
+                                                 every call below the run directory, or one kind of calls, fails for so
+                                                 long from a random instant on, the run's start and its end included
 
 Exit status 1 if a process was left, a group was lost, trained twice, or trained on by two timelines, or a stop did not
 end with 0 and a clean audit.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import logging
 import math
@@ -29,10 +33,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -42,6 +47,7 @@ from launch.run_directory.attempt_number import num_attempts
 from rlhpc.deadline import Deadline
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
+from tests.faults.refusing_disk import ERRORS, KINDS, RefusingDisk
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
 from tests.simulator.real_time import Attempted, RealTime, WatchedDisk
@@ -59,13 +65,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=tuple(TRIALS))
     parser.add_argument("--trials", type=int, default=20, help="of all but orphans (20)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each disk error (1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress ends, too
     root = Path(tempfile.mkdtemp(prefix="rlhpc-trials-"))
     try:
-        trial = Trial(make_lab(root), options.engine, options.trials, random.Random(options.seed))
+        trial = Trial(make_lab(root), options.engine, options.trials, random.Random(options.seed), options.seconds)
         failures = TRIALS[options.kind](trial)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -76,14 +83,15 @@ def main() -> int:
 class Trial:
     """Where runs of trials live, and chance."""
 
-    def __init__(self, lab: Lab, engine: str, num_trials: int, chance: random.Random) -> None:
-        self.lab, self.engine, self.num_trials, self.chance = lab, engine, num_trials, chance
+    def __init__(self, lab: Lab, engine: str, num_trials: int, chance: random.Random, seconds: float) -> None:
+        """seconds: of each disk error."""
+        self.lab, self.engine, self.num_trials, self.chance, self.seconds = lab, engine, num_trials, chance, seconds
 
-    def start(self, name: str, *words: str) -> Run:
+    def start(self, name: str, *words: str, environment: Mapping[str, str] = MappingProxyType({})) -> Run:
         """`rlhpc run` of a run that lasts, with a checkpoint every four steps."""
         sections = {"run": ENDLESS, "data": SLOW, "generation": {"engine": self.engine}}
         run_file = self.lab.run_file(name, **sections, checkpoint={"every_steps": 4})
-        return Run(run_file, self.lab.layout(name), *words)
+        return Run(run_file, self.lab.layout(name), *words, environment=environment)
 
     def start_short(self, name: str, *words: str) -> Run:
         """`rlhpc run` of a run of 40 steps, with a checkpoint every four."""
@@ -297,7 +305,49 @@ class Instant:
         attempted.stop._request(0.0)
 
 
+def disk_errors(trial: Trial) -> int:
+    """Runs on a disk that refuses now and then: an attempt that is lost is a failure.
+
+    Every fourth trial begins a run, of which the disk refuses the beginning; every fourth is at the end of one.
+    """
+    failures, name, run, disk = 0, "", None, None
+    for number in range(trial.num_trials):
+        where = ("start", "run", "run", "end")[number % 4]
+        if run is None or disk is None or where == "start":
+            name = f"disk-{number}"
+            disk = RefusingDisk(trial.lab.root, trial.lab.layout(name).root)
+            run = trial.start(name, environment=disk.environment)
+            if where == "start":  # a command that is refused at once has lost nothing
+                run.wait_for_file(trial.lab.layout(name).attempts)
+        if where != "start":
+            _wait_for_a_step(run)
+        time.sleep(4.0 * trial.chance.random())
+        error = trial.chance.choice(ERRORS)
+        kinds = KINDS if trial.chance.random() < 0.5 else (trial.chance.choice(KINDS),)
+        if where == "end":
+            run.interrupt(signal.SIGTERM)
+            time.sleep(2.0 * trial.chance.random())
+        began, before = time.monotonic(), disk.num_refused
+        with disk.refuses(error, kinds):
+            time.sleep(trial.seconds)
+        went_on = run.finish(120.0) == 0 if where == "end" else _wait_for_a_step(run)
+        attempts = trial.lab.layout(name).attempts.read_text().count("\n")
+        is_failure = not went_on or attempts != 1
+        failures += is_failure
+        what = f"{errno.errorcode[error]} of {'everything' if len(kinds) > 1 else kinds[0]}"
+        how = "went on" if went_on else f"ended: {run.output.strip().splitlines()[-1]}"
+        figures = f"{disk.num_refused - before} calls failed, {time.monotonic() - began:.1f} s, {attempts} attempts"
+        print(f"{number} {where:5} {what:24} {how}; {figures}", flush=True)
+        if is_failure or where == "end":
+            _put_down(run, is_failure)
+            run = None
+    if run is not None:
+        _end(run)
+    return failures
+
+
 TRIALS: dict[str, Callable[[Trial], int]] = {
+    "disk-errors": disk_errors,
     "orphans": orphans,
     "zombies": zombies,
     "kills": kills,
@@ -310,6 +360,12 @@ def _audited(layout: RunLayout) -> str:
     """What `rlhpc audit` objects to; "": nothing."""
     audit = audit_run(layout, Depth(is_quick=False), lambda _: None)
     return "; ".join(f"{check.name}: {offence}" for check in audit.checks for offence in check.offences)
+
+
+def _put_down(run: Run, is_failure: bool) -> None:
+    if is_failure:
+        print(run.story(), file=sys.stderr, flush=True)
+    _end(run)
 
 
 def _wait_for_a_step(run: Run, *, in_another_attempt: bool = False) -> bool:

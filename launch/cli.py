@@ -32,6 +32,7 @@ from launch.common.text_table import escaped
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
+from rlhpc.patience import seen
 from rlhpc.run_layout import RunLayout
 
 
@@ -120,7 +121,9 @@ def _run(options: argparse.Namespace) -> int:
     if not options.quiet:
         from launch.commands.last_words import last_words
 
-        for line in last_words(RunLayout(config.run_directory), f"`{shlex.join(again)}`"):
+        layout = RunLayout(config.run_directory)
+        unseen = [f"{layout.root}: cannot be read at the moment; `rlhpc status` says later how it ended"]
+        for line in seen(lambda: last_words(layout, f"`{shlex.join(again)}`"), unseen):
             print_or_lose(line)
     return status
 

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails, to_json
 
 from rlhpc.config import HAS_BEGUN, Config
 from rlhpc.errors import ConfigError
-from rlhpc.files import write_atomically
+from rlhpc.files import is_absent, write_atomically
 from rlhpc.foreign_keys import counterpart_of, in_words, is_theirs, section_in_words
 from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
@@ -69,7 +69,7 @@ def write_resolved(config: Config, layout: RunLayout, commit: str) -> None:
 
 
 def read_resolved(layout: RunLayout) -> tuple[Config, str]:
-    """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered.
+    """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered, OSError.
 
     The hash is of the file as it was written, so that a run that began under a version with other keys goes on.
     """
@@ -78,6 +78,8 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
         settings, digest = dict(document["config"]), str(document["hash"])
         is_as_written = _digest(settings) == digest
     except FileNotFoundError:
+        if not is_absent(layout.config):
+            raise
         raise ConfigError(f"{layout.config}: missing; {layout.root} is not a run directory") from None
     except KeyError as error:
         raise ConfigError(f"{layout.config}: has no {error}; {layout.root} is not a run directory") from None

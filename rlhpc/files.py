@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import os
 import re
 import stat
@@ -27,7 +28,8 @@ def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o64
         write_synced(temporary, content, mode=mode)
         rename(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the same disk may refuse this, too
+            temporary.unlink(missing_ok=True)
         error.filename = str(path)  # of a rename the first of two names; nobody knows the temporary one
         raise
     sync_directory(path.parent)
@@ -140,6 +142,29 @@ def is_listed(file: Path) -> bool:
     return file.name in os.listdir(file.parent)  # noqa: PTH208 - names are enough
 
 
+def listing(directory: Path) -> list[str]:
+    """Names of what is in a directory; none if there is no such directory, which its parent has to confirm.
+
+    Not by glob and is_dir, which take an error for an answer.  Raises OSError.
+    """
+    try:
+        return os.listdir(directory)  # noqa: PTH208 - names are enough
+    except FileNotFoundError:
+        if directory.parent == directory or directory.name in listing(directory.parent):
+            raise
+        return []
+
+
+def matching(directory: Path, pattern: str) -> list[Path]:
+    """What is in a directory under a name that matches, by name; as `listing` does."""
+    return sorted(directory / name for name in fnmatch.filter(listing(directory), pattern))
+
+
+def is_absent(path: Path) -> bool:
+    """Whether there is no such file or directory, as the one that it would be in says.  Raises OSError."""
+    return path.name not in listing(path.parent)
+
+
 def names_in(directory: Path) -> set[str]:
     """Names of the existing files, as in is_listed; none while the directory cannot be listed.
 
@@ -160,8 +185,11 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def numbered_files(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """(number, path) of the files whose full name matches, sorted by the number in its first group.  Raises OSError."""
-    matches = map(name.fullmatch, os.listdir(directory))  # noqa: PTH208 - names are enough
+    """(number, path) of the files whose full name matches, sorted by the number in its first group.
+
+    As `listing` does.
+    """
+    matches = map(name.fullmatch, listing(directory))
     return sorted((int(match[1]), directory / match[0]) for match in matches if match)
 
 

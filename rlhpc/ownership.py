@@ -23,16 +23,40 @@ import shutil
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhpc.errors import OwnershipLost, RunDirectoryError
-from rlhpc.files import rename, sync_directory, write_atomically, write_synced
+from rlhpc.files import is_absent, listing, matching, rename, sync_directory, write_atomically, write_synced
 from rlhpc.run_layout import RunLayout
 
 _PREFIX, _GONE_PREFIX = ".owner_", ".gone_"
+# Without an owner.json, before a run directory counts as moved or deleted: seconds, and looks, none long after another.
+ABSENT_S, ABSENT_LOOKS, FORGOTTEN_S = 3.0, 3, 30.0
 REMOVE_TRIES = 20
 REMOVE_PAUSE_S = 0.1
+
+
+class _Absence:
+    """Looks, one soon after the other, that have found no owner.json."""
+
+    def __init__(self) -> None:
+        self._since_s = self._looked_s = 0.0
+        self._num_looks = 0
+
+    def is_over(self) -> None:
+        """A look has found it."""
+        self._num_looks = 0
+
+    def is_certain(self) -> bool:
+        """Count a look that has not found it; whether such looks have gone on for long enough."""
+        now_s = time.monotonic()
+        if not self._num_looks or now_s - self._looked_s > FORGOTTEN_S:
+            self._since_s, self._num_looks = now_s, 0
+        self._looked_s = now_s
+        self._num_looks += 1
+        return self._num_looks >= ABSENT_LOOKS and now_s - self._since_s >= ABSENT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +65,20 @@ class Fence:
 
     layout: RunLayout
     owner: str
+    _absence: _Absence = field(default_factory=_Absence, compare=False, repr=False)
 
     def check(self) -> None:
         """Raises OwnershipLost: another attempt has taken over, or the directory is gone.  OSError: it cannot be
-        determined."""
+        determined.
+
+        One look that finds no owner.json determines nothing: an NFS client may see none for a moment.  It is gone if
+        looks have not found it for ABSENT_S.
+        """
         found = read_owner(self.layout)
+        if found is not None:
+            self._absence.is_over()
+        elif not self._absence.is_certain():
+            raise FileNotFoundError(errno.ENOENT, "is not there at the moment", str(self.layout.owner))
         if found != self.owner:
             by = f" by {found}" if found else f", moved or deleted: there is no {self.layout.owner.name}"
             raise OwnershipLost(
@@ -71,7 +104,8 @@ class Fence:
             write_synced(temporary, content, is_synced=is_synced)
             rename(temporary, path)
         except FileNotFoundError as error:
-            self.check()  # the usual reason: the staging directory was deleted meanwhile
+            with suppress(OSError):
+                self.check()  # the usual reason: the staging directory was deleted meanwhile
             raise error from None
         if is_synced:
             sync_directory(path.parent)
@@ -83,6 +117,8 @@ def read_owner(layout: RunLayout) -> str | None:
         with open(layout.owner, "rb", buffering=0) as file:  # noqa: PTH123  read before every write, so without detours
             document = json.loads(file.read())
     except FileNotFoundError:
+        if not is_absent(layout.owner):
+            raise
         return None
     except ValueError as error:
         raise OSError(errno.EIO, f"damaged: {error}", str(layout.owner)) from error
@@ -94,6 +130,7 @@ def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int 
 
     attempt: number of the attempt that begins.  job_id, restart: of Slurm, 0 without it.
     Raises RunDirectoryError: another took it over at the same moment, or a staging directory cannot be deleted.
+    OSError; then it may be called again.
     """
     owner = f"{attempt}-{uuid.uuid4().hex[:12]}"
     fence, directories = Fence(layout, owner), (layout.root, layout.rollouts, layout.checkpoints)
@@ -111,7 +148,7 @@ def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int 
     }
     write_atomically(layout.owner, json.dumps(document).encode())
     for directory in directories:
-        for path in (*directory.glob(f"{_PREFIX}*"), *directory.glob(f"{_GONE_PREFIX}*")):
+        for path in (*matching(directory, f"{_PREFIX}*"), *matching(directory, f"{_GONE_PREFIX}*")):
             if path != fence.staging(directory):
                 _refuse_if_lost(fence)  # otherwise we would delete our successor's
                 _remove(path)
@@ -135,18 +172,22 @@ def _remove(path: Path) -> None:
         if gone != path:
             path.rename(gone)  # from here on its name no longer exists
     except FileNotFoundError:
-        return
+        if is_absent(path):
+            return
+        raise
     # Files too: an NFS client may hold on to the directory itself.  On another machine a file that is open there can
     # stay behind under a name of NFS's own, which nobody renames.
     for _ in range(REMOVE_TRIES):
         shutil.rmtree(gone, ignore_errors=True)
-        try:
-            left = [name for name in os.listdir(gone) if not name.startswith(".nfs")]  # noqa: PTH208  names are enough
-        except FileNotFoundError:
-            return
+        left = [name for name in listing(gone) if not name.startswith(".nfs")]
         if not left:
             return
         time.sleep(REMOVE_PAUSE_S)
+    why: OSError | None = None
+    try:
+        shutil.rmtree(gone)
+    except OSError as error:
+        why = error
     raise RunDirectoryError(
         f"{gone}: cannot be deleted, it contains {left[0]}; a process of an earlier attempt writes there"
-    )
+    ) from why

@@ -18,8 +18,10 @@ from launch.common.paths import quoted, written_unix_s
 from launch.common.standard_output import say_or_lose
 from launch.common.text_table import escaped
 from launch.run_directory.owner import launcher_of
+from launch.run_files.run_state import is_complete
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_INTERRUPTED
+from rlhpc.patience import seen
 from rlhpc.run_layout import RunLayout
 
 LAST_LINES = 200
@@ -194,19 +196,19 @@ class _Tail:
         sys.stdout.flush()
 
 
-def _follow(layout: RunLayout, role: str | None, tails: dict[Path, _Tail], seen: set[Path]) -> None:
+def _follow(layout: RunLayout, role: str | None, tails: dict[Path, _Tail], known: set[Path]) -> None:
     """Print new lines until the run is over and the logs stop growing.
 
-    seen: logs that existed before; those of earlier attempts have no tail, because they do not grow any more.
+    known: logs that existed before; those of earlier attempts have no tail, because they do not grow any more.
     """
     width = max((len(tail.file.name) for tail in tails.values()), default=0)
     ended = now_and_then(lambda: is_over(layout), ASK_SLURM_S if is_slurm_run(layout) else LOOK_S)
     quiet = 0
     while quiet < 2:  # processes may still log while the run already counts as over
-        over = layout.summary.exists() or ended()
-        for file in log_files(layout, role):
-            if file.path not in seen:
-                seen.add(file.path)
+        over = is_complete(layout) or ended()
+        for file in seen(lambda: log_files(layout, role), list[LogFile]()):
+            if file.path not in known:
+                known.add(file.path)
                 tails[file.path] = _Tail(file)
                 width = max(width, len(file.name))
         num_grown = sum(tail.print_new(width) for tail in tails.values())
@@ -218,9 +220,13 @@ def _follow(layout: RunLayout, role: str | None, tails: dict[Path, _Tail], seen:
 
 def is_over(layout: RunLayout) -> bool:
     """True if nothing writes logs any more.  If Slurm does not answer the run counts as alive."""
-    if layout.summary.exists():
+    if is_complete(layout):
         return True
-    return not look_at_run(layout).is_alive if is_slurm_run(layout) else launcher_of(layout) is None
+
+    def is_alive() -> bool:
+        return look_at_run(layout).is_alive if is_slurm_run(layout) else launcher_of(layout) is not None
+
+    return not seen(is_alive, True)
 
 
 def now_and_then(ask: Callable[[], bool], every_s: float) -> Callable[[], bool]:

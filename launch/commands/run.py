@@ -20,11 +20,12 @@ from launch.plan.site_file import ClusterConfig
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
 from launch.run_directory.owner import own_run
 from launch.run_directory.prepare import mint_keys, prepare_run_dir
-from launch.run_files.run_state import Attempt
+from launch.run_files.run_state import Attempt, is_complete
 from launch.supervisor.local_run import LocalSignals, supervise_locally
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
+from rlhpc.patience import briefly
 from rlhpc.run_layout import RunLayout
 
 MAX_RETRIES: int = ClusterConfig.model_fields["max_retries"].default
@@ -66,8 +67,8 @@ def run_locally(
             plan = local_plan_document(
                 config, layout, gpus, max_retries, num_cores=len(os.sched_getaffinity(0)), again=again
             )
-            write_atomically(layout.local_plan, plan.encode())
-            mint_keys(config, layout)
+            briefly(lambda: write_atomically(layout.local_plan, plan.encode()), layout.local_plan)
+            briefly(lambda: mint_keys(config, layout), layout.secrets)
             for change in begun.changed:
                 watch.tell(f"resumed with {change}")
             evaluation.start()
@@ -80,6 +81,6 @@ def run_locally(
                 begins=owner.begins,
             )
             watch.close()
-        if status == 0 and layout.summary.exists():
+        if status == 0 and is_complete(layout):
             evaluation.finish()
     return status

@@ -6,6 +6,8 @@ and recorded job ids are signalled or cancelled, nothing by name; no job of a re
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,14 @@ from pathlib import Path
 from launch.commands.last_words import command_to_continue, what_was_saved
 from launch.common.paths import quoted
 from launch.run_directory.owner import await_left_behind, find_launcher
+from launch.run_directory.process_identity import ProcessIdentity
 from launch.run_files.job_records import name_of_jobs, read_records
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.states import Life
 from rlhpc.deadline import Deadline
+from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
@@ -41,9 +45,10 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     layout.require_run()
     launcher = find_launcher(layout, tell)
     if launcher is not None:
-        write_atomically(layout.abort_request if now else layout.stop_request, b"")
+        refusal = _refusal_of(layout.abort_request if now else layout.stop_request)
+        by = "" if refusal is None else _signal_launcher(launcher.record, refusal, now=now)
         how = "to end at once" if now else "to finish its step and save"
-        tell(f"asked        launcher pid {launcher.record.pid} on {launcher.record.host} {how}")
+        tell(f"asked        launcher pid {launcher.record.pid} on {launcher.record.host} {how}{by}")
         launcher.await_end(tell)
         return _say_outcome(layout, command_to_continue(layout), tell, now=now)
     request = layout.abort_request if now else layout.stop_request
@@ -53,9 +58,11 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
             _end_following(layout, tell)
             tell(f"{layout.root}: this run is not running")
             return 0
-        write_atomically(request, b"")
-        others = _see_to_the_end(layout, now, request, tell)
-        if not request.exists():  # and a follower is the new jobs', too
+        refusal = _refusal_of(request)
+        if refusal is not None:
+            tell(f"asked        by scancel, for {refusal}" + _HOW_IT_ENDS[now])
+        others = _see_to_the_end(layout, now, request, tell, is_by_signal=refusal is not None)
+        if refusal is None and not request.exists():  # and a follower is the new jobs', too
             left = f"; left alone: job {', '.join(others)}" if others else ""
             tell(f"{layout.root}: stopped, and resumed since, by another command{left}")
             return 0
@@ -73,6 +80,37 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     return _say_outcome(layout, f"`rlhpc resume {quoted(layout.root)}`", tell, now=now)
 
 
+# What a launcher, or a job's supervisor, does without a request in the run directory.
+_HOW_IT_ENDS = {
+    False: "; what cannot be saved there within five minutes is lost (`rlhpc stop --now` does not wait)",
+    True: "",
+}
+
+
+def _refusal_of(request: Path) -> str | None:
+    """Write a request; return why that was not possible, None: it was."""
+    try:
+        write_atomically(request, b"")
+    except OSError as error:
+        return f"{request} cannot be written: {error.strerror or error}"
+    return None
+
+
+def _signal_launcher(launcher: ProcessIdentity, refusal: str, *, now: bool) -> str:
+    """Ask by a signal; return how, in words.  Raises RunDirectoryError: it is on another machine, or another user's."""
+    number = signal.SIGINT if now else signal.SIGTERM
+    if not launcher.is_here:
+        command = f"`kill -{number.name.removeprefix('SIG')} {launcher.pid}`"
+        raise RunDirectoryError(f"{refusal}; {command} on {launcher.host} asks the run to end")
+    try:
+        os.kill(launcher.pid, number)
+    except ProcessLookupError:
+        return ", which has ended"
+    except PermissionError as error:
+        raise RunDirectoryError(f"{refusal}; nor can pid {launcher.pid} be sent a signal: {error.strerror}") from error
+    return f" by {number.name}, for {refusal}{_HOW_IT_ENDS[now]}"
+
+
 def _lives(layout: RunLayout, request: Path, tell: Tell) -> bool:
     """Whether jobs of the run are in the queue.  While Slurm does not say so, those that run are asked already."""
     is_new = not request.exists()
@@ -81,8 +119,9 @@ def _lives(layout: RunLayout, request: Path, tell: Tell) -> bool:
     def ask_all_the_same(trouble: str) -> None:
         nonlocal was_silent
         was_silent = True
-        write_atomically(request, b"")
-        tell(f"asked        by the file {request.name}, which running jobs see: {trouble}; trying again")
+        refusal = _refusal_of(request)
+        asked = f"asked        by the file {request.name}, which running jobs see" if refusal is None else refusal
+        tell(f"{asked}: {trouble}; trying again")
 
     if _living(layout, ask_all_the_same):
         return True
@@ -91,18 +130,26 @@ def _lives(layout: RunLayout, request: Path, tell: Tell) -> bool:
     return False
 
 
-def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell) -> list[str]:
-    """Wait until all jobs have ended, or until the run is resumed; returns the jobs of the resume."""
+def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell, *, is_by_signal: bool) -> list[str]:
+    """Wait until all jobs have ended, or until the run is resumed; returns the jobs of the resume.
+
+    is_by_signal: there is no request that jobs see: the controller's is sent a signal, and when it has ended the others
+    are cancelled.
+    """
     said, said_at = "", 0.0
     led_at, pause_s, is_first = time.monotonic(), 0.2, True
     while rows := _living(layout):
         # A resume begins when all jobs have ended: it deletes the request, then submits jobs of its own.
-        if not request.exists():
+        if not is_by_signal and not request.exists():
             return list(dict.fromkeys(str(row.job_id) for row in rows))
         controller_jobs = {record.job_id for record in read_records(layout) if record.hosts_controller}
         waiting = [row for row in rows if row.state.life in (Life.WAITING, Life.HELD)]
         if any(row.job_id in controller_jobs for row in rows):
             led_at = time.monotonic()
+            if is_by_signal and is_first and not now:
+                cancel(controller_jobs, "--batch", "--signal=TERM", patience_s=PATIENCE_S)
+        elif is_by_signal:
+            led_at = -FOLLOWERS_S
         elif is_first and controller_jobs and not now:
             tell("cancelled    what is left: the controller's job has ended before, so nothing can be saved any more")
             led_at = -FOLLOWERS_S

@@ -11,8 +11,10 @@ import time
 from launch.commands.watch import Watch
 from launch.common.paths import quoted
 from launch.run_files.job_records import name_of_jobs, read_records
+from launch.run_files.run_state import is_complete
 from launch.slurm.queue import JobRow, look_at_jobs
 from rlhpc.exit_status import EXIT_INTERRUPTED
+from rlhpc.patience import patiently, seen
 from rlhpc.run_layout import RunLayout
 
 ASK_SLURM_EVERY_S = 15.0  # slurmctld serves all users
@@ -25,7 +27,8 @@ def wait_for_run(layout: RunLayout) -> int:
     said = ""
     try:
         while True:
-            look = look_at_jobs((record.job_id for record in read_records(layout)), run_name=name_of_jobs(layout))
+            ids = patiently(lambda: [record.job_id for record in read_records(layout)], layout.jobs)
+            look = look_at_jobs(ids, run_name=name_of_jobs(layout))
             living = [row for row in look.rows if row.state.is_alive]
             words = look.trouble or ", ".join(dict.fromkeys(map(_describe, living)))
             if words and words != said:
@@ -41,7 +44,7 @@ def wait_for_run(layout: RunLayout) -> int:
         )
         return EXIT_INTERRUPTED
     watch.close()
-    if layout.summary.exists():
+    if patiently(lambda: is_complete(layout, is_certain=True), layout.root):
         watch.tell(f"{layout.root}: complete")
         return 0
     watch.tell(
@@ -52,8 +55,8 @@ def wait_for_run(layout: RunLayout) -> int:
 
 def _look_on(layout: RunLayout, watch: Watch) -> None:
     began = time.monotonic()
-    while time.monotonic() - began < (NEARLY_OVER_S if layout.summary.exists() else ASK_SLURM_EVERY_S):
-        watch.look()
+    while time.monotonic() - began < (NEARLY_OVER_S if is_complete(layout) else ASK_SLURM_EVERY_S):
+        seen(watch.look, None)
         time.sleep(0.5)
 
 

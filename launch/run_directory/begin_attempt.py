@@ -10,14 +10,13 @@ is sound.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launch.run_directory.attempt_number import num_attempts
 from launch.run_directory.checkpoint_choice import NEWEST, UnreadableCheckpoint, choose, put_aside
@@ -28,12 +27,12 @@ from launch.run_files.run_state import is_complete, longest_save_before_s, read_
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import OwnershipLost, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
-from rlhpc.files import write_atomically
+from rlhpc.files import is_absent, write_atomically
 from rlhpc.ownership import read_owner, take_over
+from rlhpc.patience import passes, patiently
 from rlhpc.run_layout import RunLayout
 
-# Of a file that another try would find as it is; whatever else a filesystem says may be true only now.
-_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+Known = TypeVar("Known")
 
 
 class FencedError(RlhpcError):
@@ -50,21 +49,27 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     from those of the first start; UnreadableCheckpoint: a retry may help; ConfigError: config.json was altered;
     FencedError: a later job, a later life of this one, or another start owns the run.
     """
-    layout.require_run()
-    _refuse_complete(layout)
-    _refuse_stale(layout, (job_id, restart), follows)
-    config, _ = read_resolved(layout)
-    refuse_other_inputs(config, layout, may_lack_weights=True)
-    index = num_attempts(layout)
-    owner = _take_over(layout, index, job_id, restart)
-    _refuse_complete(layout)  # by a controller that was taken for dead, while inputs were read
-    choice = choose(layout, NEWEST, _unheard)
-    aside = put_aside(choice, _unheard)
+
+    def patient(step: Callable[[], Known]) -> Known:
+        """Each step may be repeated."""
+        return patiently(step, layout.root)
+
+    patient(lambda: _require_run(layout))
+    patient(lambda: _refuse_complete(layout))
+    patient(lambda: _refuse_stale(layout, (job_id, restart), follows))
+    config, _ = patient(lambda: read_resolved(layout))
+    patient(lambda: refuse_other_inputs(config, layout, may_lack_weights=True))
+    index = patient(lambda: num_attempts(layout))
+    owner = patient(lambda: _take_over(layout, index, job_id, restart))
+    patient(lambda: _refuse_complete(layout))  # by a controller that was taken for dead, while inputs were read
+    choice = patient(lambda: choose(layout, NEWEST, _unheard))
+    aside = patient(lambda: put_aside(choice, _unheard))
     attempt = Attempt(index, choice.step, owner)
     progress, save_s = read_progress(layout), longest_save_before_s(layout)
-    clear_rendezvous(layout)
-    mint_keys(config, layout, [f"generator-{replica}" for replica in generator_numbers(layout)])
-    note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
+    patient(lambda: clear_rendezvous(layout))
+    generators = [f"generator-{replica}" for replica in patient(lambda: generator_numbers(layout))]
+    patient(lambda: mint_keys(config, layout, generators))
+    patient(lambda: note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside))
     document = {
         "attempt": attempt.index,
         "resume_step": attempt.resume_step,
@@ -76,13 +81,23 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
         "set_aside": aside,
         "save_s": save_s if progress is None else progress.save_s or save_s,
     }
-    write_atomically(layout.attempt, json.dumps(document).encode())
+    patient(lambda: write_atomically(layout.attempt, json.dumps(document).encode()))
     return document
+
+
+def _require_run(layout: RunLayout) -> None:
+    """Raises RunDirectoryError: it is no run directory; OSError: that cannot be seen at the moment."""
+    try:
+        layout.require_run()
+    except RunDirectoryError:
+        if not is_absent(layout.config):
+            layout.config.read_bytes()
+        raise
 
 
 def _refuse_complete(layout: RunLayout) -> None:
     """Another attempt would set aside what the summary tells of."""
-    if is_complete(layout):
+    if is_complete(layout, is_certain=True):
         raise RunDirectoryError(f"{layout.root}: the run is complete")
 
 
@@ -120,14 +135,6 @@ def _unheard(line: str) -> None:
     """Ignore the message: attempt.json lists what was set aside, and the supervisor reports it."""
 
 
-def _is_of_now(error: BaseException) -> bool:
-    """Whether the file system is behind it: a server that is away, a directory in use."""
-    cause = error.__cause__
-    if isinstance(cause, OSError):
-        return cause.errno not in _LASTING
-    return cause is not None and _is_of_now(cause)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 2: a retry would not help.  3: it might.  4: a later supervisor has taken the run over."""
     parser = argparse.ArgumentParser(
@@ -146,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = begin_attempt(RunLayout(options.run_dir), **how)
     except (RlhpcError, OSError) as error:
         sys.stderr.write(f"rlhpc: {error}\n")
-        if isinstance(error, OSError | UnreadableCheckpoint) or _is_of_now(error):
+        if isinstance(error, OSError | UnreadableCheckpoint) or passes(error, is_there=False):
             return EXIT_FAULT
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_CONFIG
     print(json.dumps(document))

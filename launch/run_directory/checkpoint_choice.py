@@ -7,6 +7,7 @@ that a checkpoint that was skipped is never used later, repaired or not.
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
         if state.fate is Fate.UNREADABLE:
             raise UnreadableCheckpoint(
                 f"{state.problem}; the checkpoint may be sound: make it readable, or choose an older one with --step N"
-            )
+            ) from OSError(errno.EIO, "a file of it cannot be read")
         passed_over.append(state)
     if len(passed_over) > num_undone:
         raise RunDirectoryError(_none_is_sound(layout, passed_over[num_undone:]))
@@ -112,8 +113,6 @@ def _rolled_back_to(layout: RunLayout) -> float:
 
     try:
         due = rollback_due(layout.rollouts)
-    except FileNotFoundError:
-        return math.inf
     except (JournalError, OSError) as error:
         raise RunDirectoryError(f"{layout.rollouts}: its events cannot be read: {error}") from error
     return math.inf if due is None else due.step

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from launch.run_directory.checkpoint_choice import ResumePoint, Tell
 from rlhpc.errors import RunDirectoryError
-from rlhpc.files import move_durably
+from rlhpc.files import matching, move_durably
 from rlhpc.run_layout import RunLayout
 
 FILES = ("journal_*.h5", "events_*.jsonl", "partials_*.bin")
@@ -51,7 +51,7 @@ def set_journal_aside(
     changed: settings that differ from the attempt before, "key: old → new".  Raises RunDirectoryError.
     """
     why = _why_not(resume_from, changed)
-    files = [path for pattern in FILES for path in sorted(layout.rollouts.glob(pattern))]
+    files = [path for pattern in FILES for path in matching(layout.rollouts, pattern)]
     if not why or not files:
         return
     target = layout.rollouts / f"lost_attempt_{attempt}"

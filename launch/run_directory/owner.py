@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,8 +25,9 @@ from launch.run_directory.directory_lock import DirectoryLock, LockHeld, holders
 from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RunDirectoryError
-from rlhpc.files import write_atomically
+from rlhpc.files import is_absent, write_atomically
 from rlhpc.ownership import Fence
+from rlhpc.patience import briefly, seen
 from rlhpc.privacy import PRIVATE
 from rlhpc.run_layout import RunLayout
 
@@ -56,10 +58,10 @@ class RunOwner:
     ) -> None:
         record = read_launcher(self._layout)
         if record is not None and record == ProcessIdentity.of_this_process():
-            self._layout.launcher.unlink(missing_ok=True)
+            seen(partial(self._layout.launcher.unlink, missing_ok=True), None)  # its process ends: nobody believes it
         if self._lock is None:  # the directory is not ours
             return
-        if not self._layout.config.exists():  # refused before anything was written
+        if seen(partial(is_absent, self._layout.config), False):  # refused before anything was written
             for remove in (self._layout.lock.unlink, self._layout.root.rmdir):
                 with suppress(OSError):
                     remove()
@@ -194,7 +196,7 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
     layout.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     with RunOwner(layout, _lock(layout, tell)) as owner:
         refuse_launcher(layout, tell)
-        register_launcher(layout)
+        briefly(lambda: register_launcher(layout), layout.launcher)
         yield owner
 
 

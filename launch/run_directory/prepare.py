@@ -44,8 +44,9 @@ from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.config import Config
 from rlhpc.config_file import SEVERAL, config_hash, read_resolved, write_resolved
 from rlhpc.errors import RunDirectoryError
-from rlhpc.files import append_lines
+from rlhpc.files import append_lines, matching
 from rlhpc.ownership import take_over
+from rlhpc.patience import briefly
 from rlhpc.privacy import PRIVATE, keep_others_from_writing, openness
 from rlhpc.run_layout import RunLayout
 
@@ -90,13 +91,17 @@ def prepare_run_dir(
     if resume:
         renewal = _renewal(config, layout)
         index = num_attempts(layout)
-        owner = take_over(layout, index).owner  # from here on no earlier attempt can change what is read next
+        owner = briefly(
+            lambda: take_over(layout, index), layout.root
+        ).owner  # from here on no earlier attempt can change what is read next
         step, aside = _go_back(config, layout, resume_from, renewal, tell)
-        return note_attempt(layout, Attempt(index, step, owner, renewal.changed), set_aside=aside)
+        attempt = Attempt(index, step, owner, renewal.changed)
+        return briefly(lambda: note_attempt(layout, attempt, set_aside=aside), layout.attempts)
     if exists and fresh:
         _delete_contents(layout)
     _found(config, layout)
-    return note_attempt(layout, Attempt(0, None, take_over(layout, 0).owner))
+    first = Attempt(0, None, briefly(lambda: take_over(layout, 0), layout.root).owner)
+    return briefly(lambda: note_attempt(layout, first), layout.attempts)
 
 
 def prepare_run_dir_for_jobs(
@@ -215,9 +220,11 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
 
 def _found(config: Config, layout: RunLayout) -> None:
     layout.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
-    write_resolved(config, layout, _commit())  # first: config.json is what makes this a run directory
-    write_inputs(layout, look_at_inputs(config))
-    _make(layout)
+    commit, inputs = _commit(), look_at_inputs(config)
+    # First: config.json is what makes this a run directory.
+    briefly(lambda: write_resolved(config, layout, commit), layout.config)
+    briefly(lambda: write_inputs(layout, inputs), layout.inputs)
+    briefly(lambda: _make(layout), layout.root)
 
 
 def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
@@ -321,7 +328,7 @@ def _clear(layout: RunLayout) -> None:
     for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
         stale.unlink(missing_ok=True)
     for pattern in ("*.yield", "*.hand_over", "*.released", "left_away.json"):  # Slurm may use their ids again
-        for said in layout.jobs.glob(pattern):
+        for said in matching(layout.jobs, pattern):
             said.unlink(missing_ok=True)
     layout.failures.unlink(missing_ok=True)  # the user has decided to try again
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhpc.files import append_lines
+from rlhpc.files import append_lines, is_absent
 from rlhpc.run_layout import RunLayout
 
 _TAIL_BYTES = 16384  # an event is a line of some hundred bytes
@@ -88,6 +88,15 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def certain_document(path: Path) -> dict[str, Any]:
+    """The same for what is decided by: {} only if there is none.  Raises OSError."""
+    try:
+        document = {} if is_absent(path) else json.loads(path.read_bytes())
+    except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
 

@@ -11,7 +11,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhpc.files import write_atomically
+from rlhpc.files import is_absent, matching, write_atomically
 from rlhpc.run_layout import RunLayout
 
 _TAIL_BYTES = 20_000
@@ -44,21 +44,24 @@ def write_record(path: Path, record: ExitRecord) -> None:
 
 
 def read_records(layout: RunLayout, role: str, attempt: int) -> dict[int, ExitRecord]:
-    """All records of a role in one attempt, by replica."""
+    """All records of a role in one attempt, by replica.  Raises OSError."""
     found: dict[int, ExitRecord] = {}
-    for directory in layout.logs.glob(f"{role}-*"):
+    for directory in matching(layout.logs, f"{role}-*"):
         replica = directory.name.rpartition("-")[2]
         if replica.isdigit():
-            record = _read(layout.exit_record(role, int(replica), attempt))
+            record = _found(layout.exit_record(role, int(replica), attempt))
             if record is not None:
                 found[int(replica)] = record
     return found
 
 
 def read_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord | None:
-    """The record of one process, by its name; None: it has not ended, or not since it was started with this attempt."""
+    """The record of one process, by its name; None: it has not ended, or not since it was started with this attempt.
+
+    Raises OSError.
+    """
     role, _, replica = name.rpartition("-")
-    return _read(layout.exit_record(role, int(replica), attempt))
+    return _found(layout.exit_record(role, int(replica), attempt))
 
 
 def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
@@ -86,6 +89,16 @@ def last_error_line(log: bytes) -> str:
         return errors[-1] if errors else "no output"
     ours = re.match(r".* rlhpc\.[a-z._]+ [A-Z]+ (.*)", lines[-1])  # without time, name and level
     return ours.group(1) if ours else lines[-1]
+
+
+def _found(path: Path) -> ExitRecord | None:
+    """None: there is none.  Raises OSError."""
+    if is_absent(path):
+        return None
+    try:
+        return ExitRecord(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        return None
 
 
 def _read(path: Path) -> ExitRecord | None:

@@ -17,7 +17,7 @@ from typing import Any
 from launch.run_files.events import read_document
 from launch.run_files.run_state import stated_name
 from rlhpc.errors import RunDirectoryError
-from rlhpc.files import write_atomically
+from rlhpc.files import is_absent, matching, numbered_files, write_atomically
 from rlhpc.run_layout import RunLayout
 
 CONTROLLER_JOBS = ("hetjob", "controller")  # names of the jobs that host the controller
@@ -70,10 +70,8 @@ def write_record(layout: RunLayout, record: JobRecord) -> None:
 
 
 def read_records(layout: RunLayout) -> list[JobRecord]:
-    """All submissions of a run, oldest first.  Raises RunDirectoryError for a damaged file."""
-    if not layout.jobs.is_dir():
-        return []
-    files = [path for path in layout.jobs.glob("*.json") if path.stem.isdigit()]
+    """All submissions of a run, oldest first.  Raises RunDirectoryError for a damaged file, OSError."""
+    files = [path for path in matching(layout.jobs, "*.json") if path.stem.isdigit()]
     return sorted((_read(path) for path in files), key=lambda record: (record.submitted_unix_s, record.job_id))
 
 
@@ -86,7 +84,7 @@ def generator_numbers(layout: RunLayout) -> list[int]:
     """Replica numbers of all generators, planned and added."""
     numbers: set[int] = set()
     for path in [layout.job_plan, *elastic_plans(layout)]:
-        numbers |= set(_numbers_of(path)) if path.exists() else set()
+        numbers |= set() if is_absent(path) else set(_numbers_of(path))
     return sorted(numbers)
 
 
@@ -97,10 +95,7 @@ def next_replica(layout: RunLayout) -> int:
 
 def elastic_plans(layout: RunLayout) -> list[Path]:
     """Plan files of generators that were added, oldest first."""
-    if not layout.scripts.is_dir():
-        return []
-    found = [(_ELASTIC_PLAN.fullmatch(path.name), path) for path in layout.scripts.iterdir()]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+    return [path for _, path in numbered_files(layout.scripts, _ELASTIC_PLAN)]
 
 
 def next_elastic_name(layout: RunLayout) -> str:

@@ -1,6 +1,7 @@
 """What a supervisor reads from the run directory: attempt, progress, and requests by users and other jobs.
 
-A file that is missing or incomplete counts as absent; nothing here raises for it.
+A file that is missing or incomplete counts as absent.  So does one that cannot be read at the moment, for who looks
+again soon; with is_certain, for who decides by it, OSError is raised for it (rlhpc/patience.py).
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.run_files.events import read_document
-from rlhpc.files import is_listed
+from launch.run_files.events import certain_document, read_document
+from rlhpc.files import is_absent, is_listed, matching
+from rlhpc.patience import seen
 from rlhpc.run_layout import RunLayout
 
 FIRST_SAVE_S = 60.0  # assumed for a run that has not saved yet
@@ -74,19 +76,19 @@ def stated_name(settings: object) -> str:
     return str(table.get("name") or "") if isinstance(table, Mapping) else ""
 
 
-def is_complete(layout: RunLayout) -> bool:
+def is_complete(layout: RunLayout, *, is_certain: bool = False) -> bool:
     """True if the run has finished its last step."""
-    return _exists(layout.summary)
+    return _exists(layout.summary, is_certain)
 
 
-def wants_stop(layout: RunLayout) -> bool:
+def wants_stop(layout: RunLayout, *, is_certain: bool = False) -> bool:
     """True after `rlhpc stop`."""
-    return _exists(layout.stop_request)
+    return _exists(layout.stop_request, is_certain)
 
 
-def wants_abort(layout: RunLayout) -> bool:
+def wants_abort(layout: RunLayout, *, is_certain: bool = False) -> bool:
     """True after `rlhpc stop --now`."""
-    return _exists(layout.abort_request)
+    return _exists(layout.abort_request, is_certain)
 
 
 def save_requests(layout: RunLayout) -> list[Path]:
@@ -101,12 +103,12 @@ def hand_over_requests(layout: RunLayout) -> list[int]:
 
 def has_released(layout: RunLayout, job_id: int) -> bool:
     """True once this job has saved what it had to and begins no attempt any more."""
-    return _exists(layout.released(job_id))
+    return _exists(layout.released(job_id), False)
 
 
-def saved_step(layout: RunLayout) -> int:
+def saved_step(layout: RunLayout, *, is_certain: bool = False) -> int:
     """Step of the newest complete checkpoint; 0 if there is none."""
-    steps = [path.parent.name.rpartition("_")[2] for path in _found(layout.checkpoints, "step_*/COMPLETE")]
+    steps = [path.name.rpartition("_")[2] for path in _checkpoints(layout, is_certain)]
     return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
@@ -150,9 +152,9 @@ class Progress:
         return [each["name"] for each in self.roles if each["name"].startswith(f"{role}-")]
 
 
-def read_progress(layout: RunLayout) -> Progress | None:
+def read_progress(layout: RunLayout, *, is_certain: bool = False) -> Progress | None:
     """Read status.json."""
-    document = read_document(layout.status)
+    document = certain_document(layout.status) if is_certain else read_document(layout.status)
     try:
         return Progress(
             attempt=document.get("attempt", -1),
@@ -183,16 +185,25 @@ def needed_to_stop_s(progress: Progress | None, life_s: float) -> float:
     return margin_s + 1.5 * progress.step_s + save_s
 
 
-def _exists(path: Path) -> bool:
+def _exists(path: Path, is_certain: bool) -> bool:
     try:
-        return is_listed(path)
+        return not is_absent(path) if is_certain else is_listed(path)
     except OSError:
+        if is_certain:
+            raise
         return False
+
+
+def _checkpoints(layout: RunLayout, is_certain: bool) -> list[Path]:
+    """Those that are complete."""
+    try:
+        return [path for path in matching(layout.checkpoints, "step_*") if not is_absent(path / "COMPLETE")]
+    except OSError:
+        if is_certain:
+            raise
+        return []
 
 
 def _found(directory: Path, pattern: str) -> list[Path]:
     """None where the file server does not answer: this is asked several times a second, and would end the run."""
-    try:
-        return list(directory.glob(pattern))
-    except OSError:
-        return []
+    return seen(lambda: matching(directory, pattern), [])

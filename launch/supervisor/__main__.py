@@ -28,9 +28,11 @@ from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.worker_job import WorkerJobSupervisor
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
-from rlhpc.files import is_listed
+from rlhpc.files import is_absent
+from rlhpc.patience import patiently
 from rlhpc.privacy import keep_others_from_writing
 
+RESULT_S = 60.0  # for a disk that refuses the result of a job that has ended
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
 TOLD = (Cause.COMPLETE, Cause.UNCLEAN, Cause.STOP, Cause.ABORT)  # by files of the run directory
 LIMIT_S = 5.0  # a SIGTERM this close to the time limit is caused by the time limit
@@ -47,7 +49,7 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # the last words of a role may be in letters that a locale lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        plan, job = read_plan(options.plan, options.job), ThisJob.of(os.environ)
+        plan, job = patiently(lambda: read_plan(options.plan, options.job), options.plan), ThisJob.of(os.environ)
     except RlhpcError as error:
         sys.stderr.write(f"rlhpc supervisor: {error}\n")
         return 2
@@ -66,9 +68,14 @@ def main() -> int:
 
 def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> Outcome:
     kind = ControllerJobSupervisor if plan.hosts_controller else WorkerJobSupervisor
-    supervisor: ControllerJobSupervisor | WorkerJobSupervisor = kind(plan, job, limit, log, signals)
+
+    def supervise() -> Outcome:
+        supervisor: ControllerJobSupervisor | WorkerJobSupervisor = kind(plan, job, limit, log, signals)
+        return supervisor.run()
+
     try:
-        outcome = supervisor.run()
+        # What it has started has ended when it raises: another one begins another attempt.
+        outcome = patiently(supervise, plan.layout.root, sleep=signals.sleep, is_over=lambda: signals.end_requested)
     except RlhpcError as error:
         outcome = Outcome(Cause.SETTINGS, str(error))
     except OSError as error:
@@ -82,7 +89,8 @@ def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, sign
 
 def _over_before_it_began(plan: JobPart) -> Outcome | None:
     """The outcome if the run is already complete or stopped, in which case this job does nothing."""
-    over = Outcome(Cause.COMPLETE, "the run is complete") if is_complete(plan.layout) else asked_to_end(plan.layout)
+    is_over = patiently(lambda: is_complete(plan.layout, is_certain=True), plan.layout.root)
+    over = Outcome(Cause.COMPLETE, "the run is complete") if is_over else asked_to_end(plan.layout)
     # The job before this one may be about to end: it ends the others.
     return Outcome(Cause.NOT_NEEDED, over.text) if over is not None and plan.overlap_s else over
 
@@ -94,7 +102,7 @@ def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
     """
     record = plan.layout.job_record(job.submitted_id)
     for _ in Deadline(RECORDED_S).polls(RECORD_POLL_S, signals.sleep):
-        if plan.layout.jobs.is_dir() and is_listed(record):
+        if not patiently(lambda: is_absent(record), record, sleep=signals.sleep, is_over=lambda: signals.end_requested):
             return True
         if signals.end_requested:
             break
@@ -109,13 +117,14 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
     is_end = outcome.cause.follows == "end"
     try:
         if is_end and plan.hosts_controller:
-            end_other_jobs(plan.layout, job, log, is_told=outcome.cause in TOLD)
+            is_told = outcome.cause in TOLD
+            patiently(lambda: end_other_jobs(plan.layout, job, log, is_told=is_told), plan.layout.jobs)
         elif successor is not None and (is_end or outcome.cause is Cause.NOT_NEEDED):  # it would end in the same way
             cancel([successor], patience_s=PATIENCE_S)
     except (RlhpcError, OSError) as error:
         log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")
-    with suppress(OSError):  # a full disk
-        write_result(plan, job, outcome)
+    with suppress(OSError):
+        patiently(lambda: write_result(plan, job, outcome), plan.layout.logs, limit_s=RESULT_S)
     return outcome.cause.status
 
 

@@ -16,6 +16,8 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from launch.run_files.events import Log
 from launch.run_files.outcome import Cause, Outcome
@@ -43,6 +45,9 @@ from launch.supervisor.stand_by import Heirs, StandBy
 from launch.supervisor.steps import Step, Tether
 from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
+from rlhpc.patience import patiently
+
+Known = TypeVar("Known")
 
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # for other roles after the controller has ended: the trainer has to close its process groups
@@ -94,9 +99,9 @@ class ControllerJobSupervisor:
             if over is not None:
                 return over
             while True:
-                saved_before = saved_step(self._layout)
+                saved_before = self._saved_step()
                 outcome = self._attempt()
-                has = {"has_saved": saved_step(self._layout) > saved_before, "has_trained": self._has_trained}
+                has = {"has_saved": self._saved_step() > saved_before, "has_trained": self._has_trained}
                 pause_s = pause_before_another(outcome, self._plan, self._limit, self._budget, **has)
                 if pause_s is None:
                     if outcome.cause.follows == "requeue" or outcome.cause is Cause.SIGNAL:
@@ -117,7 +122,22 @@ class ControllerJobSupervisor:
     @property
     def controller_summary(self) -> str:
         """How the last controller ended."""
-        return "" if self._controller is None else self._classifier.exit_summary(self._controller)
+        controller = self._controller
+        return "" if controller is None else self._certain(lambda: self._classifier.exit_summary(controller))
+
+    def _certain(self, read: Callable[[], Known]) -> Known:
+        """What is decided by, read again while the file system refuses; who presses Ctrl-C does not wait for it."""
+        signals = self._signals
+        return patiently(read, self._layout.root, sleep=signals.sleep, is_over=lambda: signals.interrupts > 0)
+
+    def _saved_step(self) -> int:
+        return self._certain(lambda: saved_step(self._layout, is_certain=True))
+
+    def _is_complete(self) -> bool:
+        return self._certain(lambda: is_complete(self._layout, is_certain=True))
+
+    def _progress(self) -> Progress | None:
+        return self._certain(lambda: read_progress(self._layout, is_certain=True))
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -143,7 +163,7 @@ class ControllerJobSupervisor:
         if (asked := self._asked_not_to_begin()) is not None:
             return asked
         for request in save_requests(self._layout):
-            request.unlink(missing_ok=True)
+            self._certain(partial(request.unlink, missing_ok=True))
         attempt, self._first = self._first, None
         try:
             if attempt is None:
@@ -153,7 +173,7 @@ class ControllerJobSupervisor:
         except BeginError as error:
             if (asked := self._asked_not_to_begin()) is not None:  # which has ended that command
                 return asked
-            if is_complete(self._layout):  # by a controller that was taken for dead
+            if self._is_complete():  # by a controller that was taken for dead
                 return Outcome(Cause.COMPLETE, str(error))
             causes = {EXIT_CONFIG: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
             return Outcome(causes.get(error.status, Cause.FAILED), str(error))
@@ -178,7 +198,7 @@ class ControllerJobSupervisor:
         stall = StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, self._awake())
         while self._processes.has_controller:
             self._signals.sleep(POLL_S)
-            self._look(attempt, stall)
+            patiently(lambda: self._look(attempt, stall), self._layout.root, sleep=self._signals.sleep)
         self._has_trained = stall.has_stepped
         return self._wind_up(attempt)
 
@@ -310,7 +330,7 @@ class ControllerJobSupervisor:
 
     def _part_ended(self, step: Step) -> None:
         """A component has ended without having been asked to."""
-        summary, progress = self._classifier.exit_summary(step), read_progress(self._layout)
+        summary, progress = self._certain(lambda: self._classifier.exit_summary(step)), self._progress()
         is_told = progress is not None and progress.is_ending  # by the controller, which is about to end
         is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
         event = "part_missed" if is_missed else "part_left" if is_told else "part_end"
@@ -327,7 +347,7 @@ class ControllerJobSupervisor:
 
     def _end_alone(self, step: Step, summary: str, progress: Progress | None) -> None:
         """A role has no process left: save the trained state, without waiting for roles that cannot come back."""
-        has_news = progress is not None and progress.step > saved_step(self._layout)
+        has_news = progress is not None and progress.step > self._saved_step()
         cause = Cause.SETTINGS if step.status() == EXIT_CONFIG else Cause.FAILED
         if self._job.is_being_preempted():
             cause, summary = Cause.TIME, "Slurm takes its nodes for another job"
@@ -341,8 +361,8 @@ class ControllerJobSupervisor:
     def _wind_up(self, attempt: Attempt) -> Outcome:
         """The controller has ended: end the other roles of its attempt, and return the outcome."""
         status = 1 if self.controller_status is None else self.controller_status
-        progress = read_progress(self._layout)
-        is_left = self._cause is Cause.HAND_OVER and not is_complete(self._layout)
+        progress = self._progress()
+        is_left = self._cause is Cause.HAND_OVER and not self._is_complete()
         if is_left:  # saved, or in the journal; processes of this attempt that are still alive will be fenced
             release(self._plan, self._job)
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
@@ -353,9 +373,10 @@ class ControllerJobSupervisor:
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if is_told else POLL_S)
         outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever the other job does with the run meanwhile
         if not is_left:
-            outcome = self._classifier.classify(status, attempt, self._cause, self._why, self._signals.end_requested)
+            how = status, attempt, self._cause, self._why, self._signals.end_requested
+            outcome = self._certain(lambda: self._classifier.classify(*how))
         trained = progress.step if progress is not None else 0
-        steps = f"step {trained} trained, step {saved_step(self._layout)} saved"
+        steps = f"step {trained} trained, step {self._saved_step()} saved"
         self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {outcome.text}")
         return outcome
 

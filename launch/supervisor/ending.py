@@ -6,7 +6,7 @@ import math
 import pickle
 from contextlib import suppress
 
-from launch.run_files.events import EventLog, read_document
+from launch.run_files.events import EventLog, certain_document
 from launch.run_files.outcome import Outcome
 from launch.run_files.overlap import successor_after_min
 from launch.run_files.plan_file import JobPart
@@ -76,7 +76,7 @@ def submit_successor(plan: JobPart, job: ThisJob, log: EventLog, life_s: float =
 
 def write_result(plan: JobPart, job: ThisJob, outcome: Outcome) -> None:
     """Write what `job.result()` of submitit returns: the summary of a finished run, or why there is none."""
-    summary = read_document(plan.layout.summary)
+    summary = certain_document(plan.layout.summary)
     has_succeeded = outcome.cause.status == 0 and bool(summary)
     result = ("success", summary) if has_succeeded else ("error", outcome.text)
     directory = plan.layout.logs / "slurm"

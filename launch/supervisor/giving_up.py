@@ -8,11 +8,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from launch.common.counted import counted
+from launch.run_files.events import certain_document
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import needed_to_stop_s, read_progress, saved_step
 from launch.slurm.this_job import NoTimeLimit
 from rlhpc.files import write_atomically
+from rlhpc.patience import patiently
 from rlhpc.run_layout import RunLayout
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
@@ -33,10 +35,10 @@ class RetryBudget:
 
     def __init__(self, layout: RunLayout, max_retries: int) -> None:
         self._path, self._max_retries = layout.failures, max_retries
+        document = patiently(lambda: certain_document(self._path), self._path)
         try:
-            document = json.loads(self._path.read_bytes())
             self.failures, self._step = int(document["failures"]), int(document["saved_step"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             self.failures, self._step = 0, -1
 
     def take(self, saved_step: int) -> float | None:
@@ -67,7 +69,7 @@ def pause_before_another(
         return None
     if plan.limits.is_attended and not has_trained:
         return None
-    saved = saved_step(plan.layout)
+    saved = patiently(lambda: saved_step(plan.layout, is_certain=True), plan.layout.checkpoints)
     pause_s = budget.take(saved)
     if pause_s is None:
         outcome.cause = Cause.GIVEN_UP

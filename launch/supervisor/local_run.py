@@ -31,6 +31,7 @@ from launch.supervisor.controller_job import ControllerJobSupervisor
 from launch.supervisor.signals import ENDS, WARNINGS, Signals
 from launch.supervisor.steps import Tether
 from rlhpc.errors import OwnershipLost
+from rlhpc.patience import patiently, seen
 from rlhpc.run_layout import RunLayout
 
 # Events that are expected, or that the next one repeats.
@@ -75,8 +76,9 @@ class LocalSignals(Signals):
         return self._lost_to
 
     def _hear(self, call: Callable[[], None]) -> None:
+        """What only shows, or renews, and cannot at the moment, does at the next call."""
         try:
-            call()
+            seen(call, None)
         except OwnershipLost as error:
             self._lost_to = self._lost_to or str(error)
 
@@ -120,7 +122,8 @@ def supervise_locally(
     Returns 0: the run is complete, or was stopped and has saved its state; 130: interrupted, and killed before it could
     save; 4: another start has taken the run over; otherwise the status of the process that failed (128 + signal).
     """
-    plan, job = read_plan(layout.local_plan, "local"), ThisJob.without_slurm()
+    plan = patiently(lambda: read_plan(layout.local_plan, "local"), layout.local_plan)
+    job = ThisJob.without_slurm()
     temporary = private_temporary_directory()
     tether = Tether(descriptors, {"TMPDIR": str(temporary)})
     log = TerminalLog(tell, attempt.index, layout.job_events("local"))

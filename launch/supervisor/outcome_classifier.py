@@ -47,8 +47,9 @@ class OutcomeClassifier:
         """Classify an attempt whose controller exited with `status`.
 
         asked, why: the reason why it had been asked to exit.  end_requested: Slurm has ended this job.
+        Raises OSError.
         """
-        if is_complete(self._layout):
+        if is_complete(self._layout, is_certain=True):
             unclean = self._unclean_ranks(attempt)
             return (
                 Outcome(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Outcome(Cause.COMPLETE, "complete")
@@ -78,7 +79,7 @@ class OutcomeClassifier:
         return Outcome(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
 
     def exit_summary(self, step: Step) -> str:
-        """How a component ended: the error of the first of its processes that failed."""
+        """How a component ended: the error of the first of its processes that failed.  Raises OSError."""
         for name in sorted(step.processes):
             record = read_record(self._layout, name, step.attempt.index)
             if record is not None and record.status != 0:

@@ -13,7 +13,8 @@ from launch.slurm.this_job import ThisJob
 from launch.supervisor.signals import Signals
 from launch.supervisor.steps import Step, Tether, start_beside, start_part
 from rlhpc.deadline import Deadline
-from rlhpc.files import is_listed
+from rlhpc.files import is_absent
+from rlhpc.patience import seen
 
 POLL_S = 0.1
 
@@ -79,7 +80,7 @@ class Processes:
         marks = (
             layout.loaded_mark(role, int(replica), step.attempt.index, self._job.job_id) for role, _, replica in names
         )
-        return all(mark.parent.is_dir() and is_listed(mark) for mark in marks)
+        return seen(lambda: not any(map(is_absent, marks)), False)
 
     def _start_all(self, attempt: Attempt) -> None:
         self._reported.clear()
@@ -184,7 +185,10 @@ class Processes:
 
     def _report_restart(self, name: str, step: Step) -> None:
         """Report that a process beside the supervisor has ended, and that its task restarts it."""
-        if step.is_srun or (record := read_record(self._plan.layout, name, step.attempt.index)) is None:
+        if step.is_srun:
+            return
+        record = seen(lambda: read_record(self._plan.layout, name, step.attempt.index), None)
+        if record is None:
             return
         if record.starts > self._ends[name] and not record.is_final:
             self._ends[name] = record.starts

@@ -22,7 +22,7 @@ from launch.slurm.this_job import ThisJob
 from launch.supervisor.giving_up import RetryBudget, pause_after
 from launch.supervisor.other_jobs import Gone, gone_jobs, planned_tasks, submit_again
 from rlhpc.errors import RlhpcError
-from rlhpc.files import write_atomically
+from rlhpc.files import is_absent, write_atomically
 
 LOOK_EVERY_S = 10.0  # while a role is missing
 LOOK_AT_LEAST_EVERY_S = 60.0  # while it stays missing, as in a long queue
@@ -59,7 +59,7 @@ class Resubmitter:
             self._next_look = max(self._next_look, time.monotonic() + self._pause_s)
 
     def _look(self, progress: Progress | None) -> Outcome | None:
-        self._tries.refill(saved_step(self._plan.layout))
+        self._tries.refill(saved_step(self._plan.layout, is_certain=True))
         present = {role["name"] for role in progress.roles} if progress is not None else set()
         away = self._read_left_away()
         missing = self._expected(away) - present
@@ -119,7 +119,7 @@ class Resubmitter:
             if not gone:
                 return None
         else:
-            pause_s = self._budget.take(saved_step(self._plan.layout))
+            pause_s = self._budget.take(saved_step(self._plan.layout, is_certain=True))
             if pause_s is None:
                 text = f"job {gone[0].label} ({name}) has ended too often: {gone[0].state or 'state unknown'}"
                 return Outcome(Cause.GIVEN_UP, text)
@@ -154,10 +154,10 @@ class Resubmitter:
         self._log.say("left_away", f"job {gone.label} ({gone.record.name}) was cancelled: it is not resubmitted")
 
     def _read_left_away(self) -> list[str]:
-        """Names of jobs and tasks, as squeue writes them."""
+        """Names of jobs and tasks, as squeue writes them.  Raises OSError."""
         try:
-            labels = json.loads(self._left_away.read_bytes())
-        except (OSError, ValueError):
+            labels = [] if is_absent(self._left_away) else json.loads(self._left_away.read_bytes())
+        except ValueError:
             return []
         return labels if isinstance(labels, list) else []
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.run_files.exit_records import ExitRecord, last_error_in, write_record
@@ -36,7 +37,9 @@ from launch.supervisor.surroundings import TaskError, caches_below, choose_gpus,
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
+from rlhpc.files import is_absent
 from rlhpc.parent_death import adopt_orphans, die_with, end_children, end_with_parent, wait_for_child
+from rlhpc.patience import patiently, seen
 from rlhpc.privacy import keep_others_from_writing
 
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
@@ -52,6 +55,10 @@ _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 _DEAF_TO = (*_ENDS, *_NOTICES, signal.SIGHUP)
 
 
+class _LogRefused(RlhpcError):
+    """The log of a role cannot be opened, for longer than is waited for."""
+
+
 class NotNow(RlhpcError):
     """This node cannot start it at the moment: another may, or a later try."""
 
@@ -62,7 +69,7 @@ def main() -> int:
     keep_others_from_writing()
     _outlive_signals()
     try:
-        plan = read_plan(options.plan, options.job)
+        plan = patiently(lambda: read_plan(options.plan, options.job), options.plan)
         part = next(part for part in plan.parts if part.name == options.part)
         return _Task(plan, part, options).run()
     except RlhpcError as error:
@@ -114,8 +121,8 @@ class _Task:
 
     def run(self) -> int:
         """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
-        self._make_place()
-        self._record.unlink(missing_ok=True)
+        patiently(self._make_place, self._log.parent)
+        patiently(partial(self._record.unlink, missing_ok=True), self._record)
         fruitless, step = 0, self._step()
         while True:
             try:
@@ -144,8 +151,10 @@ class _Task:
         try:
             for directory in (self._log.parent.parent, self._log.parent):
                 directory.mkdir(exist_ok=True)
-        except FileNotFoundError as error:
-            raise TaskError(f"{self._plan.layout.root} is gone: was it moved or deleted?") from error
+        except FileNotFoundError:
+            if is_absent(self._plan.layout.root):
+                raise TaskError(f"{self._plan.layout.root} is gone: was it moved or deleted?") from None
+            raise
 
     def _may_start_again(self, status: int) -> bool:
         if not self._is_expendable or status in NO_RETRY or _SIGNALS or is_complete(self._plan.layout):
@@ -167,7 +176,7 @@ class _Task:
                 environment.setdefault(variable, place)
             name_host(environment, self._job.job_id, self._part.name)
         try:
-            with self._log.open("a+b") as log:
+            with self._open_log() as log:
                 role = subprocess.Popen(
                     self._command(base),
                     stdin=subprocess.DEVNULL,
@@ -183,6 +192,8 @@ class _Task:
                     status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
                 role.returncode = status  # for Popen, which has not seen it end
             end_children()
+        except _LogRefused as error:
+            raise NotNow(str(error)) from error
         except OSError as error:
             text = f"{self._part.python[0]}: {error}"
             raise (TaskError(text) if error.errno in _NO_PROGRAM else NotNow(text)) from error
@@ -203,6 +214,12 @@ class _Task:
                 signal.signal(number, pass_on)
         for received in [each for each in _SIGNALS if each in self._asks]:
             role.send_signal(self._asks[received])
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            return patiently(lambda: self._log.open("a+b"), self._log)
+        except OSError as error:
+            raise _LogRefused(str(error)) from error
 
     def _say_it_stands_still(self) -> None:
         limit_s = self._plan.limits.dead_after_s
@@ -262,6 +279,10 @@ class _Task:
         attempt = read_attempt(self._plan.layout)
         return attempt is not None and attempt.owner == (self._job.job_id, self._job.restart)
 
+    def _is_gone(self) -> bool:
+        """Whether the run was moved or deleted."""
+        return seen(partial(is_absent, self._plan.layout.root), False)
+
     def _last_words(self) -> str:
         try:
             return last_error_in(self._log)
@@ -283,9 +304,9 @@ class _Task:
             is_final=is_final,
         )
         try:
-            write_record(self._record, record)
+            patiently(partial(write_record, self._record, record), self._record, is_over=self._is_gone)
         except OSError as error:
-            if self._plan.layout.root.exists():  # else the controller has said that it was moved or deleted
+            if not self._is_gone():  # else the controller has said so
                 sys.stderr.write(f"rlhpc task: {self._record} not written: {error.strerror or error}\n")
 
 

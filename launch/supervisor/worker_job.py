@@ -32,6 +32,7 @@ from launch.supervisor.steps import Step, start_part
 from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.files import names_in
+from rlhpc.patience import patiently
 
 POLL_S = 0.5
 STATUS_S = 5.0  # between two reads of the status by one of hundreds of generators' jobs, which hardly need it
@@ -64,7 +65,7 @@ class WorkerJobSupervisor:
         """Follow attempts until there is an outcome that this life of the job cannot change."""
         try:
             while True:
-                outcome = self._look()
+                outcome = patiently(self._look, self._layout.root, sleep=self._signals.sleep)
                 if outcome is not None:
                     self._log.say("end", outcome.text)
                     return outcome
@@ -186,7 +187,7 @@ class WorkerJobSupervisor:
         Where a life is shorter than meet_s, no life would come to the point of saying that it is alone.
         """
         is_silent = progress is None or progress.age_s > SILENT_S
-        if is_silent and not may_have_controller(self._layout, self._job, ASK_S):
+        if is_silent and not patiently(lambda: may_have_controller(self._layout, self._job, ASK_S), self._layout.jobs):
             return Outcome(Cause.ALONE, "the controller's job has ended, and none is queued")
         if self._follows_attempts and self._step is not None and self._step.status() is None:
             self._ask_to_save(f"{self._limit.left_s():.0f} s are left")
@@ -203,8 +204,7 @@ class WorkerJobSupervisor:
     def _ask_to_save(self, why: str) -> None:
         self._log.say("yield", f"{why}: the controller is asked to save")
         with suppress(OSError):
-            self._save_request.parent.mkdir(parents=True, exist_ok=True)
-            self._save_request.touch()
+            patiently(self._save_request.touch, self._save_request, limit_s=ASK_S, sleep=self._signals.sleep)
 
     def _await_end(self, cause: Cause) -> Outcome:
         """The run is ending: the controller tells a trainer to exit, this supervisor tells the other roles."""
@@ -216,7 +216,7 @@ class WorkerJobSupervisor:
             if self._follows_attempts and cause is Cause.STOP:
                 patience_s = max(STOP_S, needed_to_stop_s(read_progress(self._layout), self._limit.life_s))
             self._wait_for_end(patience_s)
-        if is_complete(self._layout):
+        if patiently(lambda: is_complete(self._layout, is_certain=True), self._layout.root, sleep=self._signals.sleep):
             return Outcome(Cause.COMPLETE, "the run is complete")
         return Outcome(cause, cause.words)
 

@@ -186,13 +186,13 @@ class GroupEventLog:
             data = b"".join(lines)
             write_at(self._descriptor, self._num_bytes, [memoryview(data)], len(data))
             os.fdatasync(self._descriptor)
+            if self._fence is not None:
+                self._fence.check()  # after the write: a later owner will find it
         except OSError as error:
             if self._fence is not None:
                 with contextlib.suppress(OSError):  # the same disk may refuse this, too
                     self._fence.check()  # the usual reason, where the staging directory is gone
             raise JournalError(f"{self._path} cannot be written: {error.strerror or error}") from error
-        if self._fence is not None:
-            self._fence.check()  # after the write: a later owner will find it
         self._num_bytes += sum(map(len, lines))
         del self._pending[: len(lines)]
 

@@ -62,6 +62,7 @@ class History:
     first_attempt: int = 0  # that counts: one that starts over is the first
     undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
     lost_beginning: str = ""  # that the rollouts just after the position are missing; also in `problems`
+    unread: JournalError | None = None  # why a file cannot be read at all, if so; also in `problems`
     problems: list[str] = field(default_factory=list)  # descriptions of damaged or missing items
     timeline: int = -1  # of the last attempt; -1: there was none, or it was rolled back
 
@@ -263,6 +264,7 @@ def _rollouts(directory: Path, position: Position, limits: dict[int, int], histo
             content = read_journal(path, is_mapped=True)
         except JournalError as error:
             history.problems.append(str(error))
+            history.unread = error
             continue
         if content.damaged_rows and not content.is_torn:
             history.problems.append(f"{path}: rows {content.damaged_rows} are damaged")

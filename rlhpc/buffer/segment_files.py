@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhpc.errors import SegmentError
-from rlhpc.files import move_durably, rename, sync_directory
+from rlhpc.files import is_listed, listing, matching, move_durably, rename, sync_directory
 
 _SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")  # run_layout.RunLayout.segment
 
@@ -21,13 +21,16 @@ def write_sealed(path: Path, data: bytes, *, staging: Path | None = None) -> Non
     """Make `path` hold these bytes durably, or leave it absent.
 
     staging: directory on the same filesystem in which the file is prepared; default: that of `path`.
-    Raises SegmentError when it exists already or cannot be written (disk full, quota, no directory).
+    Raises SegmentError when it exists already, with other bytes, or cannot be written (disk full, quota, no directory).
     """
-    if path.exists():
-        raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
     partial = (staging or path.parent) / (path.name + ".partial")
     is_ours = False  # a file at `path` that another process has sealed is not ours to remove
     try:
+        if is_listed(path):
+            if path.read_bytes() != data:
+                raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
+            sync_directory(path.parent)  # a try before has made it, and heard an error
+            return
         _write_durably(partial, data)
         rename(partial, path)
         is_ours = True
@@ -67,7 +70,7 @@ def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int
     lost_directory = directory / f"lost_attempt_{attempt}"
     lost = [path for index, path in _numbered_segments(directory) if index >= first_lost_index]
     try:
-        for partial in directory.glob("segment_*.partial"):
+        for partial in matching(directory, "segment_*.partial"):
             partial.unlink()
         if not lost:
             return []
@@ -81,8 +84,8 @@ def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int
 
 
 def _numbered_segments(directory: Path) -> list[tuple[int, Path]]:
-    matches = ((_SEGMENT_NAME.fullmatch(path.name), path) for path in directory.glob("segment_*.h5"))
-    return sorted((int(match[1]), path) for match, path in matches if match)
+    matches = map(_SEGMENT_NAME.fullmatch, listing(directory))
+    return sorted((int(match[1]), directory / match[0]) for match in matches if match)
 
 
 def _write_durably(path: Path, data: bytes) -> None:

@@ -59,6 +59,8 @@ class SegmentWriter:
         self._pending_since_s = 0.0
         self._num_before_cut = 0  # pending groups that were added before the last cut
         self._index_after_cut = first_index
+        # Written by a try that failed, and perhaps there: the next one writes the same bytes.
+        self._refused: tuple[Sequence[ResolvedGroup], bytes] | None = None
         self._counting = threading.Lock()  # held briefly only: pending groups, and the position of the cut
 
     @property
@@ -114,22 +116,26 @@ class SegmentWriter:
         stay pending.  OwnershipLost: another attempt owns the run directory, and the groups are part of an abandoned
         timeline.
         """
+        groups, image = self._refused or self._image_of_the_oldest()
+        if not groups:
+            return None
+        self._refused = groups, image
+        path = self._directory / RunLayout(Path()).segment(self._next_index).name
+        try:
+            write_sealed(path, image, staging=self._staging())
+        except SegmentError as error:
+            raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error.__cause__
+        self._refused = None
+        self._count_sealed(groups)
+        return path
+
+    def _image_of_the_oldest(self) -> tuple[Sequence[ResolvedGroup], bytes]:
         with self._counting:
             groups = self._oldest()
         if not groups:
-            return None
-        path = self._directory / RunLayout(Path()).segment(self._next_index).name
-        attributes: Attributes = {
-            **self._attributes,
-            "segment_index": self._next_index,
-            "sealed_unix_s": self._wall_clock(),
-        }
-        try:
-            write_sealed(path, to_hdf5(groups, attributes), staging=self._staging())
-        except SegmentError as error:
-            raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
-        self._count_sealed(groups)
-        return path
+            return groups, b""
+        when = {"segment_index": self._next_index, "sealed_unix_s": self._wall_clock()}
+        return groups, to_hdf5(groups, {**self._attributes, **when})
 
     def _oldest(self) -> list[ResolvedGroup]:
         """At most max_groups, and as many tokens as a segment holds unless the first has more."""

@@ -25,6 +25,7 @@ from rlhpc.messages import (
     TurnReply,
     TurnRequest,
 )
+from rlhpc.patience import patiently_here
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.environments.settings import judged_tasks
 from rlhpc.rewards.open_pool import open_pool
@@ -70,7 +71,10 @@ async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
         return
     async with AsyncExitStack() as stack:
         stack.push_async_callback(control.close)
-        server = open_server(REWARDS, **context.listener)
+        opening = patiently_here(lambda: open_server(REWARDS, **context.listener), context.layout.rendezvous)
+        server = await unless_stopped(session.stop, asyncio.create_task(opening))
+        if server is None:
+            return
         stack.push_async_callback(server.close)
         await control.send(hello(context))
         service = RewardService(server, pool)

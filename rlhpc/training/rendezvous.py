@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, RoleFailed
 from rlhpc.files import is_listed, write_atomically
+from rlhpc.patience import patiently, seen
 
 POLL_S, LONGEST_POLL_S = 0.02, 0.5  # increasing: hundreds of ranks may poll one file server
 PROBE_S = 10.0  # for rank 0's host to answer
@@ -73,13 +74,13 @@ def _receive_others(file: Path, world_size: int, host: str, deadline: Deadline) 
             missing = _missing(room, missing)
         room.set(_ALL_HERE, "")
     finally:
-        file.unlink(missing_ok=True)
+        seen(lambda: file.unlink(missing_ok=True), None)  # a hint, and of this start alone
     return room
 
 
 def _open(file: Path, host: str, world_size: int) -> tuple[Place, Store]:
     """Listen, then write the address."""
-    file.unlink(missing_ok=True)
+    patiently(lambda: file.unlink(missing_ok=True), file)
     listener = socket.create_server((host, 0), backlog=max(128, world_size))
     port = listener.getsockname()[1]
     # The store takes the socket over: it is bound to one address, while torch itself would listen on all of them.
@@ -92,9 +93,13 @@ def _open(file: Path, host: str, world_size: int) -> tuple[Place, Store]:
         master_listen_fd=listener.detach(),
     )
     place = Place(f"tcp://{host}:{port}", secrets.token_hex(8), socket.gethostname(), os.getpid())
+    patiently(lambda: _announce(place, file), file)
+    return place, PrefixStore(place.nonce, server)
+
+
+def _announce(place: Place, file: Path) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomically(file, json.dumps(asdict(place)).encode(), mode=0o600)
-    return place, PrefixStore(place.nonce, server)
 
 
 def _go_to_rank_0(file: Path, rank: int, world_size: int, deadline: Deadline) -> Store:
@@ -139,10 +144,8 @@ def _enter(place: Place, rank: int) -> Store | None:
 
 
 def _read(file: Path) -> Place | None:
-    try:
-        return Place(**json.loads(file.read_bytes())) if is_listed(file) else None
-    except FileNotFoundError:
-        return None
+    content = seen(lambda: file.read_bytes() if is_listed(file) else None, None)
+    return None if content is None else Place(**json.loads(content))
 
 
 def _missing(room: Store, ranks: range | list[int]) -> list[int]:

@@ -19,9 +19,9 @@ from rlhpc.contracts import BlockingClientChannel, ServerChannel
 from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, ConfigError, ProtocolError, RunDirectoryError
 from rlhpc.open_files import allow_many_connections
+from rlhpc.patience import passes
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import ChannelSpec
-from rlhpc.transport.keys import load_secret, public_key
 from rlhpc.transport.rendezvous import (
     Endpoint,
     await_endpoint,
@@ -83,7 +83,7 @@ def open_server(
 
     interface: IPv4 address to listen at under tcp; None: the address of this host's name.
     Raises the process's limit of open files.  Raises RunDirectoryError for keys, ConfigError for an address that cannot
-    be bound.
+    be bound, OSError for one that cannot be published; nothing is open then.
     """
     allow_many_connections()
     endpoint = {
@@ -134,10 +134,13 @@ async def connect(
         )
         left_s = deadline.left_s
         identity = _identity(layout, config, role, replica, incarnation, endpoint)
-        if awaits_keys and left_s > 0 and config.curve and not _has_keys(identity):
+        try:
+            client = FoundClient(spec, endpoint, **identity)
+        except RunDirectoryError as error:  # its keys
+            if left_s <= 0 or not passes(error, is_there=awaits_keys):
+                raise
             await asyncio.sleep(PAUSE_S)
             continue
-        client = FoundClient(spec, endpoint, **identity)
         try:
             why = await client.admission(min(ATTEMPT_S, left_s))
         except BaseException:  # a cancelled connect must not leave a socket behind
@@ -167,7 +170,13 @@ def connect_blocking(
         endpoint = await_endpoint_blocking(layout.rendezvous, spec.name, spec.server, server_replica, deadline=deadline)
         left_s = deadline.left_s
         identity = _identity(layout, config, role, replica, incarnation, endpoint)
-        client = ZmqBlockingClient(spec, endpoint.address, **identity)
+        try:
+            client = ZmqBlockingClient(spec, endpoint.address, **identity)
+        except RunDirectoryError as error:  # its keys
+            if left_s <= 0 or not passes(error, is_there=False):
+                raise
+            time.sleep(PAUSE_S)
+            continue
         why = client.admission(min(ATTEMPT_S, left_s))
         if not why:
             return client
@@ -193,15 +202,6 @@ def _identity(
         "config": config,
         "secrets": layout.secrets,
     }
-
-
-def _has_keys(identity: dict[str, Any]) -> bool:
-    try:
-        load_secret(identity["secrets"], identity["name"])
-        public_key(identity["secrets"], identity["server_name"])
-    except RunDirectoryError:
-        return False
-    return True
 
 
 def _raise_if_late(deadline: Deadline, endpoint: Endpoint, why: str) -> None:

@@ -7,7 +7,6 @@ it may outlive its server, so a client waits for the handshake and then reads th
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, ProtocolError
 from rlhpc.files import is_listed, write_atomically
+from rlhpc.patience import seen
 from rlhpc.transport.incarnation import is_earlier
 from rlhpc.transport.sessions import peer_name
 
@@ -56,15 +56,13 @@ def withdraw(directory: Path, endpoint: Endpoint) -> None:
 
 
 def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
-    """Return the endpoint of a server replica, or None.  Raises ProtocolError for a malformed file."""
+    """Return the endpoint of a server replica, or None: there is none, or it cannot be seen at the moment.
+
+    Raises ProtocolError for a malformed file.
+    """
     file = _file(directory, channel, replica)
-    try:
-        if not is_listed(file):
-            return None
-        content = file.read_bytes()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):  # the second: a new attempt has recreated the directory
-            raise
+    content = seen(lambda: file.read_bytes() if is_listed(file) else None, None)
+    if content is None:
         return None
     try:
         return msgspec.json.decode(content, type=Endpoint)
@@ -79,7 +77,7 @@ def successor(directory: Path, endpoint: Endpoint) -> Endpoint | None:
     """
     try:
         found = find(directory, endpoint.channel, endpoint.replica)
-    except (OSError, ProtocolError):
+    except ProtocolError:
         return None
     if found is None or found.incarnation == endpoint.incarnation:
         return None

@@ -26,7 +26,6 @@ from rlhpc.errors import ConfigError
 from rlhpc.host_address import host_address
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import MAX_FRAME_BYTES, Frame
-from rlhpc.transport.keys import load_secret, public_key
 from rlhpc.transport.zap import ZAP_DOMAIN
 
 LINGER_MS = 1_000
@@ -64,19 +63,18 @@ def receive_queue(spec: ChannelSpec) -> int:
     return min(spec.capacity_messages, MAX_RECEIVE_QUEUE)
 
 
-def secure_server(socket: Socket, secrets: Path, name: str) -> None:
+def secure_server(socket: Socket, secret: bytes) -> None:
     """Use CURVE only, with the key of this role instance; the ZAP handler decides on admission."""
     socket.curve_server = 1
-    socket.curve_secretkey = load_secret(secrets, name)
+    socket.curve_secretkey = secret
     socket.zap_domain = ZAP_DOMAIN
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def secure_client(socket: Socket, secrets: Path, name: str, server_name: str) -> None:
-    """Use CURVE only, with the key of this role instance, and connect only to the server with that key."""
-    secret = load_secret(secrets, name)
+def secure_client(socket: Socket, secret: bytes, server: bytes) -> None:
+    """Use CURVE only, with the key of this role instance, and connect only to the server with that public key."""
     socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
-    socket.curve_serverkey = public_key(secrets, server_name)
+    socket.curve_serverkey = server
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,12 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
 from rlhpc.contracts import Clock
 from rlhpc.errors import RunDirectoryError
-from rlhpc.transport.keys import allowed_keys
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"rlhpc"
@@ -70,11 +67,11 @@ class Rarely:
 class ZapHandler:
     """Answers until its context ends.  Bind before the server socket does."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secrets: Path, clock: Clock) -> None:
-        """Bind and start.  Raises RunDirectoryError if the keys cannot be read."""
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: AllowList, clock: Clock) -> None:
+        """Bind and start."""
         self.num_denied = 0
         self._told = Rarely(clock)
-        self._allowed = AllowList(partial(allowed_keys, secrets), clock)
+        self._allowed = allowed
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(ZAP_ADDRESS)

@@ -24,6 +24,7 @@ from rlhpc.errors import ChannelClosed, ChannelFull, ChannelTimeout, ProtocolErr
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import Codec, Frame
 from rlhpc.transport.inbox import Inbox
+from rlhpc.transport.keys import load_secret, public_key
 from rlhpc.transport.pump import SocketPump
 from rlhpc.transport.sessions import Counters, Greeting, SequenceCheck, Session
 from rlhpc.transport.sockets import contents, make_socket, pull, push, receive_queue, secure_client, terminate
@@ -49,6 +50,8 @@ class _Dealer:
         config: TransportConfig,
         secrets: Path,
     ) -> None:
+        # First: what cannot be read leaves nothing open.
+        keys = (load_secret(secrets, name), public_key(secrets, server_name)) if config.curve else None
         self.server_name = server_name
         self.title = f"channel {spec.name} of {name} to {server_name}"
         self.counters = Counters()
@@ -60,8 +63,8 @@ class _Dealer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = make_socket(self._context, zmq.DEALER, spec, config)
         self.socket.routing_id = Session.open(name, incarnation).routing_id
-        if config.curve:
-            secure_client(self.socket, secrets, name, server_name)
+        if keys is not None:
+            secure_client(self.socket, *keys)
         self._monitor: zmq.Socket[bytes] | None = self.socket.get_monitor_socket()
         self.socket.connect(address)
         self._refused: tuple[object, int, list[Frame]] | None = None  # encoded, not yet accepted by the socket

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from rlhpc.errors import ChannelClosed, ChannelFull, PeerUnreachable, ProtocolEr
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.inbox import Inbox
+from rlhpc.transport.keys import allowed_keys, load_secret
 from rlhpc.transport.pump import SocketPump
 from rlhpc.transport.sessions import Counters, Greeting, Peer, PeerBook, checked_name
 from rlhpc.transport.sockets import bind, contents, make_socket, receive_queue, secure_server, terminate
-from rlhpc.transport.zap import Rarely, ZapHandler
+from rlhpc.transport.zap import AllowList, Rarely, ZapHandler
 
 log = logging.getLogger("rlhpc.transport")
 
@@ -54,6 +56,8 @@ class ZmqServer(ServerChannel):
         Raises RunDirectoryError for keys, ConfigError for an address.
         """
         self.name = checked_name(name)
+        # First: what cannot be read leaves nothing open.
+        keys = (AllowList(partial(allowed_keys, secrets), clock), load_secret(secrets, name)) if config.curve else None
         self._title = f"channel {spec.name} of {name}"
         self._incoming = Codec((*spec.to_server, Greeting))
         self._outgoing = Codec(*spec.from_server)
@@ -62,12 +66,12 @@ class ZmqServer(ServerChannel):
         self._told: defaultdict[str, Rarely] = defaultdict(lambda: Rarely(clock))  # by what was at fault
         self._inbox: Inbox[tuple[str, Any]] = Inbox(receive_queue(spec), self._title, self._drain)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._zap = ZapHandler(self._context, secrets, clock) if config.curve else None
+        self._zap = ZapHandler(self._context, keys[0], clock) if keys is not None else None
         self._socket = make_socket(self._context, zmq.ROUTER, spec, config)
         self._socket.router_mandatory = 1
         self._socket.router_handover = 1  # a session may reconnect before its loss is noticed
-        if config.curve:
-            secure_server(self._socket, secrets, name)
+        if keys is not None:
+            secure_server(self._socket, keys[1])
         self._binding = bind(self._socket, config.kind, interface)
         self._pump = SocketPump(self._socket, self._deliver, self._inbox.has_room)
 

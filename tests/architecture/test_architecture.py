@@ -337,6 +337,7 @@ _PLAIN = [
             "files",
             "own_user",
             "parent_death",
+            "patience",
             "privacy",
             "run_layout",
         )

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import psutil
@@ -104,8 +104,10 @@ def to_toml(settings: Settings) -> str:
 class Run:
     """One `rlhpc run`.  Use as a context manager: leaving it kills whatever is left."""
 
-    def __init__(self, run_file: Path, directory: RunLayout, *words: str) -> None:
-        """`words` are options and overrides of the command line."""
+    def __init__(
+        self, run_file: Path, directory: RunLayout, *words: str, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`words` are options and overrides of the command line; environment: on top of this process's."""
         self.layout = directory
         self._mark = uuid.uuid4().hex
         self.output_path = run_file.with_name(f"{run_file.stem}-{self._mark[:8]}.out")
@@ -116,7 +118,7 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=command_environment() | {MARKER: self._mark},
+                env=command_environment() | {MARKER: self._mark} | dict(environment),
                 start_new_session=True,
             )
 

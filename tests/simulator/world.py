@@ -30,9 +30,9 @@ from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.generation.engine_script import Script
 from rlhpc.ownership import take_over
+from rlhpc.patience import LONGEST_PAUSE_S
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
 from rlhpc.roles.controller import batch_maker
-from rlhpc.roles.controller.disk_patience import LONGEST_PAUSE_S
 from rlhpc.roles.controller.role import Controller
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES, CONTROL, LEASES

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from launch.dev_cluster.cluster import DevCluster
+from tests.faults.refusing_disk import COMPILER, ERRORS, KINDS, RefusingDisk
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, role_pids
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
+NUM_INSTANTS = int(os.environ.get("RLHPC_TEST_INSTANTS", "6"))  # of a disk that refuses
 
 
 def wait_for_the_end(run: SlurmRun) -> str:
@@ -143,4 +148,30 @@ def test_a_site_without_requeue_is_served_by_successors(slurm: DevCluster, lab: 
     run.wait(lambda: run.jobs["hetjob"] > first and run.status().get("attempt", 0) >= 1, "another job goes on")
     run.wait_more_steps()
     assert not run.events("requeue")
+    run.stop()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seconds", [1.0, 10.0])
+@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
+def test_jobs_whose_disk_refuses_again_and_again_go_on(
+    slurm: DevCluster, lab: Lab, placement: str, seconds: float
+) -> None:
+    """Every process of every job, supervisors and sruns included."""
+    name, chance = f"{placement}-{seconds:g}", random.Random(time.time_ns())
+    disk = RefusingDisk(lab.root, lab.layout(name).root)
+    exports = [f"export {key}={value}" for key, value in disk.environment.items()]
+    run = SlurmRun(slurm, lab, name, placement, run=ENDLESS, site={"prologue": {"commands": exports}}, **LASTING)
+    run.submit()
+    run.wait_step(2)
+    for number in range(NUM_INSTANTS):
+        time.sleep(chance.uniform(0.0, 3.0))
+        error, kinds = chance.choice(ERRORS), KINDS if number % 2 else (chance.choice(KINDS),)
+        with disk.refuses(error, kinds):
+            time.sleep(seconds)
+        run.wait_more_steps()
+        assert len(run.attempts()) == 1, f"{errno.errorcode[error]} of {kinds}\n{run.story()}"
+        print(f"{placement}: {errno.errorcode[error]} of {kinds} for {seconds:g} s: {disk.num_refused} refused so far")
     run.stop()

@@ -12,6 +12,7 @@ from subprocess import PIPE
 
 import pytest
 
+from rlhpc import ownership
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.errors import CheckpointError, OwnershipLost, SegmentError
@@ -47,10 +48,26 @@ def test_attempts_of_one_number_are_told_apart(layout: RunLayout) -> None:
         old.check()
 
 
-def test_a_directory_that_was_deleted_belongs_to_nobody(layout: RunLayout) -> None:
+def test_a_directory_that_was_deleted_belongs_to_nobody(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     fence = take_over(layout, 0)
     layout.owner.unlink()
+    monkeypatch.setattr(ownership, "ABSENT_S", 0.0)
+    for _ in range(ownership.ABSENT_LOOKS - 1):
+        with pytest.raises(FileNotFoundError, match="not there at the moment"):  # one look says nothing
+            fence.check()
     with pytest.raises(OwnershipLost, match="taken over, moved or deleted"):
+        fence.check()
+
+
+def test_an_owner_that_is_there_again_was_never_lost(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    fence, content = take_over(layout, 0), layout.owner.read_bytes()
+    monkeypatch.setattr(ownership, "ABSENT_S", 0.0)
+    for _ in range(3):  # absences, each of two looks
+        layout.owner.unlink()
+        for _ in range(ownership.ABSENT_LOOKS - 1):
+            with pytest.raises(FileNotFoundError):
+                fence.check()
+        layout.owner.write_bytes(content)
         fence.check()
 
 

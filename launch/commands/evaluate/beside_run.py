@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from launch.commands.evaluate.past import lines_about, past_evaluations
 from launch.commands.evaluate.processes import end_all
@@ -21,6 +21,7 @@ from launch.plan.gpu_map import EVALUATION, VARIABLE, GpuMap
 from launch.run_files.exit_records import last_error_in
 from rlhpc.config import Config
 from rlhpc.parent_death import die_with
+from rlhpc.patience import patiently, seen
 from rlhpc.run_layout import RunLayout
 
 NICENESS = 10  # where there are no GPUs: it takes cores that the run leaves
@@ -54,8 +55,7 @@ class EvaluationBesideRun:
         if (devices := self._gpus.variable(EVALUATION)) is not None:
             environment[VARIABLE] = devices
         words = [sys.executable, "-u", "-P", "-m", "launch.cli", "evaluate", str(self._layout.root), "--follow"]
-        self._layout.evaluations.mkdir(exist_ok=True)
-        with self.log.open("ab") as log:
+        with patiently(self._open_log, self.log) as log:
             self._process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -66,13 +66,17 @@ class EvaluationBesideRun:
                 preexec_fn=partial(_begin, os.getpid(), 0 if self._gpus.devices else NICENESS),
             )
 
+    def _open_log(self) -> IO[bytes]:
+        self._layout.evaluations.mkdir(exist_ok=True)
+        return self.log.open("ab")
+
     def look(self) -> None:
         """Say once that it has failed."""
         if self._process is None or (status := self._process.poll()) is None:
             return
         self._process = None
         if status != 0:
-            why = last_error_in(self.log) or f"status {status}"
+            why = seen(lambda: last_error_in(self.log), "") or f"status {status}"
             self._tell(f"[evaluation] has failed, and the run continues without it: {why}; see {self.log}")
 
     def finish(self) -> None:
@@ -87,7 +91,7 @@ class EvaluationBesideRun:
                 self._tell(f"`rlhpc evaluate {quoted(self._layout.root)}` continues the evaluation")
                 return
         self.look()
-        for line in lines_about(past_evaluations(self._layout)):
+        for line in seen(lambda: lines_about(past_evaluations(self._layout)), list[str]()):
             self._tell(line)
 
 

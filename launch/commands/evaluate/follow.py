@@ -36,11 +36,12 @@ from launch.commands.evaluate.request import Request, requests_of
 from launch.commands.evaluate.target import checkpoint_digest, find_target, target_of_run
 from launch.common.paths import without_dots
 from launch.run_files.job_records import read_records
-from launch.run_files.run_state import read_progress, wants_abort, wants_stop
+from launch.run_files.run_state import is_complete, read_progress, wants_abort, wants_stop
 from launch.slurm.queue import look_at_jobs
 from rlhpc.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.patience import patiently
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
 from rlhpc.training.checkpoint.timeline import Timeline
@@ -88,7 +89,8 @@ def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
     layout = run_of(options)
     try:
         with TimeWarning(layout) as warning:
-            return _follow(layout, options, show, tell, warning.remind)
+            following = partial(_follow, layout, options, show, tell, warning.remind)
+            return patiently(following, layout.root)
     except TimeIsUp:
         return go_on_later(layout, tell)
 
@@ -282,7 +284,7 @@ class Life:
     @property
     def is_over(self) -> bool:
         """True once it is complete, or has been stopped since we look, or none of its Slurm jobs is left."""
-        if self._layout.summary.exists():
+        if is_complete(self._layout):
             return True
         if self._jobs:  # their controllers leave as if stopped before a time limit, too
             return self.has_jobs is False and (self._was_asked or self._none_left >= SURE)

@@ -19,9 +19,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
 from rlhpc.config_file import read_resolved
-from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelError, RoleFailed, RunDirectoryError
 from rlhpc.messages import StopRole
+from rlhpc.patience import patiently_aside
 from rlhpc.roles.common.lifecycle import RoleContext, first_leaf, run_until
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.incarnation import another_of
@@ -107,23 +107,10 @@ class ControllerSession:
 
     async def _refuse_other_settings(self) -> None:
         """A resume may change settings; this process has those of its start."""
-        digest = await self._settings_of_the_run()
+        layout = self.context.layout
+        _, digest = await patiently_aside(lambda: read_resolved(layout), layout.config)
         if digest != self.context.config_hash:
             raise RoleFailed(f"the run's settings have changed ({digest}) since {self.context.name} was started")
-
-    async def _settings_of_the_run(self) -> str:
-        """Their hash.  Raises OSError if they cannot be read for as long as roles wait for each other."""
-        deadline = Deadline(self.context.meet_timeout_s)
-        while True:
-            try:
-                _, digest = await asyncio.to_thread(read_resolved, self.context.layout)
-            except OSError as error:  # a resume has just replaced the file, or the file server has a bad moment
-                if deadline.is_over:
-                    raise
-                log.warning("%s: cannot be read, tried again: %s", self.context.layout.config, error)
-                await asyncio.sleep(LOOK_S)
-            else:
-                return digest
 
 
 async def serve_controllers(

@@ -39,6 +39,7 @@ from rlhpc.errors import (
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
 from rlhpc.parent_death import end_with_parent
+from rlhpc.patience import passes, patiently, seen
 from rlhpc.privacy import keep_others_from_writing, leave_no_core_file, openness
 from rlhpc.roles.common.guard import Guard
 from rlhpc.run_layout import RunLayout
@@ -127,7 +128,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
     parser.add_argument("--stand-by", type=int, nargs=2, metavar=("JOB", "RESTART"), help="wait for its attempt")
     options = parser.parse_args(arguments)
     layout = RunLayout(options.run_dir.absolute())
-    config, digest = read_resolved(layout)
+    config, digest = patiently(lambda: read_resolved(layout), layout.config)
     return RoleContext(
         role=options.role,
         replica=options.replica,
@@ -158,13 +159,13 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     end_with_threads()
     leave_no_core_file()
     keep_others_from_writing()
-    if text := openness(context.layout.root).text:
-        log.warning("%s", text)
+    if (rights := seen(lambda: openness(context.layout.root), None)) is not None and rights.text:
+        log.warning("%s", rights.text)
     Guard(context.fence).start()
 
     def checked_work() -> None:
-        if context.fence is not None:
-            context.fence.check()
+        if (fence := context.fence) is not None:
+            patiently(fence.check, context.layout.owner)
         work(context)
 
     return exit_status_of(checked_work, log)
@@ -199,9 +200,10 @@ def exit_status_of(work: Callable[[], None], log: logging.Logger) -> int:
         log.error(_in_one_line(first))  # noqa: TRY400  said once more, as the last line
         return _status_of(first)
     except Exception as error:  # survived: nothing; the process ends, but its log must say why
-        log.exception("bug")
+        status = _status_of(error)
+        log.exception("bug" if status == EXIT_BUG else "failed")
         log.error(_in_one_line(error))  # noqa: TRY400  said once more, as the last line
-        return EXIT_BUG
+        return status
     log.info("ended")
     return 0
 
@@ -213,7 +215,7 @@ def _status_of(error: BaseException) -> int:
         return EXIT_ALONE
     if isinstance(error, OwnershipLost):
         return EXIT_FENCED
-    return EXIT_FAULT if isinstance(error, RlhpcError) else EXIT_BUG
+    return EXIT_FAULT if isinstance(error, RlhpcError) or passes(error) else EXIT_BUG
 
 
 def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:

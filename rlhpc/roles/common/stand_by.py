@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from rlhpc.patience import patiently, patiently_aside
 from rlhpc.roles.common.guard import Guard
 from rlhpc.roles.common.lifecycle import RoleContext
 
@@ -26,7 +27,7 @@ async def await_turn(context: RoleContext, stop: asyncio.Event) -> RoleContext |
     """Return the context of the attempt, at once if this process does not stand by; None when `stop` is set before."""
     if context.stands_by_for is None:
         return context
-    _say_it_is_loaded(context)
+    await patiently_aside(lambda: _say_it_is_loaded(context), context.layout.logs)
     while not stop.is_set():
         found = await asyncio.to_thread(_attempt_of, context)
         if found is not None:
@@ -43,7 +44,7 @@ def await_turn_blocking(context: RoleContext, load: Callable[[], object] = lambd
     if context.stands_by_for is None:
         return context
     load()
-    _say_it_is_loaded(context)
+    patiently(lambda: _say_it_is_loaded(context), context.layout.logs)
     while (found := _attempt_of(context)) is None:
         time.sleep(LOOK_S)
     return found

@@ -22,7 +22,8 @@ from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
-from rlhpc.roles.controller.disk_patience import LONGEST_CHECKPOINT_PAUSE_S, DiskPatience
+from rlhpc.patience import Patience
+from rlhpc.roles.controller.disk_patience import LONGEST_CHECKPOINT_PAUSE_S
 from rlhpc.roles.controller.disk_writer import DiskWriter
 from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.saved_state import SavedState, Totals, delete_needless_journals, write_saved_state
@@ -61,7 +62,7 @@ class CheckpointWriter:
         self._report: asyncio.Future[SaveReport] | None = None
         self._completing: asyncio.Task[None] | None = None
         self._failure: CheckpointError | None = None  # of the last one
-        self._patience = DiskPatience(clock, LONGEST_CHECKPOINT_PAUSE_S)
+        self._patience = Patience(clock, LONGEST_CHECKPOINT_PAUSE_S)
         self.write_s = 0.0  # of the last one that is complete: from its snapshot on
         self.longest_s = 0.0  # of all that are complete: from the request on
 
@@ -126,6 +127,11 @@ class CheckpointWriter:
         """Raise the CheckpointError of the last one if saving has failed for too long."""
         if self._failure is not None and self._patience.is_exhausted:
             raise self._failure
+
+    async def has_succeeded(self) -> bool:
+        """Wait for the end of the last one; whether it is complete."""
+        await self._ended()
+        return not self.has_failed
 
     async def finish(self) -> None:
         """Wait until the last one is complete.  Raises CheckpointError if it failed."""

@@ -2,7 +2,7 @@
 
     Delivery ─▶ buffer, journal ─▶ commit, in its lane ─▶ Delivered       one commit for all that came meanwhile
 
-A failed write is reported and retried with growing pauses (disk_patience.py): meanwhile nothing is acknowledged,
+A failed write is reported and retried with growing pauses (rlhpc/patience.py): meanwhile nothing is acknowledged,
 and no weights are published.
 """
 
@@ -17,7 +17,7 @@ from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.errors import ChannelError, JournalError
 from rlhpc.messages import Delivered, Delivery
-from rlhpc.roles.controller.disk_patience import DiskPatience
+from rlhpc.patience import Patience
 from rlhpc.roles.controller.disk_writer import DiskLane
 
 log = logging.getLogger("rlhpc.journal")
@@ -55,7 +55,7 @@ class Journaling:
     def __init__(self, journal: RolloutJournal, leases: ServerChannel, clock: Clock, lane: DiskLane) -> None:
         """lane: that commits."""
         self._journal, self._leases, self._lane = journal, leases, lane
-        self._patience = DiskPatience(clock)
+        self._patience = Patience(clock)
         self._receipts: dict[str, _Receipts] = {}  # by generator
         self._work, self._committed = asyncio.Event(), asyncio.Event()
 

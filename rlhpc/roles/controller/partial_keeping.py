@@ -20,6 +20,7 @@ from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, JournalError, OwnershipLost
 from rlhpc.messages import CancelGroup, LeaseProgress, LeaseReturn, ShowWhole
+from rlhpc.patience import seen
 from rlhpc.roles.controller.disk_writer import DiskLane
 
 log = logging.getLogger("rlhpc.partials")
@@ -84,7 +85,7 @@ class PartialKeeping:
 
     async def run(self) -> None:
         """Write, endlessly."""
-        if not await self._lane.run(lambda: self._files.is_empty):
+        if not await self._lane.run(seen, lambda: self._files.is_empty, False):
             # What an earlier attempt has left is replaced by what this one took up, before it makes versions anew that
             # the rest may be of.
             self._work.set()

@@ -25,6 +25,7 @@ import asyncio
 import json
 import logging
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 
 from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.buffer.partial_files import PartialLog
@@ -52,6 +53,7 @@ from rlhpc.messages import (
 )
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
+from rlhpc.patience import patiently, patiently_awaited, patiently_here
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, run_loop
 from rlhpc.roles.common.stand_by import await_turn_blocking
@@ -59,7 +61,7 @@ from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.canary import open_canary
 from rlhpc.roles.controller.cancelling import Cancelling
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.disk_patience import PatientSealing, written_patiently
+from rlhpc.roles.controller.disk_patience import PatientSealing
 from rlhpc.roles.controller.disk_writer import DiskWriter
 from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import Journaling
@@ -82,6 +84,7 @@ from rlhpc.transport.open import open_server
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
 PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
+CLOSE_S = 15.0  # for a disk that refuses at the end of a run that has failed, or was stopped
 FAREWELL_S = 2.0  # for StopRole to reach the others
 SHOWN_S = 10.0  # for the disk to take the status by which the others are told to leave
 CLOSING_S = 60.0  # for the disk to take what only this process has
@@ -97,7 +100,8 @@ async def _control(context: RoleContext) -> None:
     async with AsyncExitStack() as stack:
         channels: list[ServerChannel] = []
         for spec in (CONTROL, LEASES, BATCHES):
-            channel = open_server(spec, **context.listener)
+            opening = partial(open_server, spec, **context.listener)
+            channel = await patiently_here(opening, context.layout.rendezvous)
             stack.push_async_callback(channel.close)
             channels.append(channel)
         controller = Controller(context, *channels)
@@ -117,7 +121,9 @@ class Controller:
         self._context, self._control, self._leases = context, control, leases
         config, clock = context.config, asyncio.get_running_loop().time
         self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
-        self._state, self._disk = open_controller_state(context, self._awake), DiskWriter()
+        # Blocks: nothing is served yet.
+        self._state = patiently(partial(open_controller_state, context, self._awake), context.layout.root)
+        self._disk = DiskWriter()
         self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake, context.code)
         self._trainer = TrainerLink(batches)
         self._weight_sync = WeightSync(
@@ -138,7 +144,8 @@ class Controller:
         saved = self._journaling.durable if config.curriculum.goes_by_memory else None
         self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, saved, is_exact)
         self._cancelling = Cancelling(buffer, self._sink, leases, self._weight_sync, config.admission)
-        self._guarding = Guarding.of(context, self._state, self._disk.notes)
+        guarding = partial(Guarding.of, context, self._state, self._disk.notes)
+        self._guarding = patiently(guarding, context.layout.guard)
         self._loop = self._make_loop()
         self._partials = self._make_partials()
         facts = context.layout, config.checkpoint.keep, self._trainer, self._state, self._disk
@@ -154,26 +161,22 @@ class Controller:
         self._board = StatusBoard(context.layout, config, self._registry, buffer, context.fence, writers, gate)
         sync, notes = self._weight_sync, self._disk.notes
         self._processes = RunProcesses(context, control, self._registry, sync, self._state, notes)
-        self._recorder = RunRecorder(
-            context,
-            self._state,
-            self._board.figures,
-            self._registry,
-            self._weight_sync,
-            self._sink,
-            self._disk.metrics,
-            channels=(control, leases, batches),
-            clock=clock,
+        met = self._registry, self._weight_sync, self._sink, self._disk.metrics
+        channels = control, leases, batches
+        recording = partial(
+            RunRecorder, context, self._state, self._board.figures, *met, channels=channels, clock=clock
         )
+        self._recorder = patiently(recording, context.layout.tensorboard)
 
     def _make_loop(self) -> TrainLoop:
         config = self._context.config
+        model_file = config.model.path / "config.json"
         return TrainLoop(
             config,
             self._state.buffer,
             self._trainer,
             self._weight_sync,
-            FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
+            FlopCost.from_hf_config(json.loads(patiently(model_file.read_bytes, model_file))),
             step=self._state.step,
             version=self._state.policy_version,
             wake=self._dispatcher.wake,
@@ -327,10 +330,11 @@ class Controller:
         if is_complete:
             for group_id in state.buffer.open_groups():
                 self._sink.drop(group_id, DropReason.CANCELLED)
-            await written_patiently(lambda: self._disk.segments.run(state.segments.seal_all))
+            lane, layout = self._disk.segments, context.layout
+            await patiently_awaited(lambda: lane.run(state.segments.seal_all), layout.rollouts)
             self._recorder.close_totals()
             facts = state.totals, state.buffer.staleness_bound, context.config.admission.group_size, context.fence
-            await written_patiently(lambda: self._disk.segments.run(summarise, context.layout, *facts))
+            await patiently_awaited(lambda: lane.run(summarise, layout, *facts), layout.summary)
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
@@ -382,9 +386,12 @@ class Controller:
     async def _keep_rollouts(self) -> None:
         journal, segments = self._state.journal, self._state.segments
         try:
-            await self._disk.journal.run(journal.commit)
-            await self._disk.segments.run(segments.seal_all)
-        except (JournalError, SegmentError, OwnershipLost):
+            for write in (
+                lambda: self._disk.journal.run(journal.commit),
+                lambda: self._disk.segments.run(segments.seal_all),
+            ):
+                await patiently_awaited(write, self._context.layout.rollouts, limit_s=CLOSE_S)
+        except (JournalError, SegmentError, OwnershipLost, OSError):
             log.exception("%d groups could not be sealed", segments.num_pending)
         finally:
             await self._disk.journal.run(journal.close)

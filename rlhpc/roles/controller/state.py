@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.event_log import Began
 from rlhpc.buffer.history import (
     START,
+    History,
+    Position,
     Replay,
     make_durable,
     read_history,
@@ -31,6 +34,7 @@ from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.mixture import open_prompt_source
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, JournalError
+from rlhpc.patience import patiently
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.learning_rates import RunProgress
 from rlhpc.roles.controller.saved_state import SavedState, Totals, read_saved_state, set_aside_later_segments
@@ -111,7 +115,7 @@ def _restore(
     position = saved.position if saved is not None else START
     try:
         make_durable(directory)
-        history = read_history(directory, position)
+        history = _whole_history(directory, position)
     except (JournalError, OSError) as error:
         raise CheckpointError(f"the journal of rollouts cannot be read: {error}") from error
     for problem in history.problems:
@@ -137,6 +141,21 @@ def _restore(
             journal.note(history.implied[group_id])
     buffer.journal = journal
     return Replay(steps, restored, timeline, version, history.num_tokens), journal
+
+
+def _whole_history(directory: Path, position: Position) -> History:
+    """All that counts after a position.  A file that cannot be read for five minutes is a problem of it."""
+
+    def whole() -> History:
+        found = read_history(directory, position)
+        if found.unread is not None:
+            raise found.unread
+        return found
+
+    try:
+        return patiently(whole, directory)
+    except JournalError:
+        return read_history(directory, position)
 
 
 def _restore_partials(context: RoleContext, first_attempt: int, version: int, buffer: RolloutBuffer) -> None:

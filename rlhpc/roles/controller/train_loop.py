@@ -39,6 +39,7 @@ from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import RolloutGroup
 
 log = logging.getLogger("rlhpc.train_loop")
+LAST_SAVE_POLL_S = 0.2
 
 
 class Checkpoints(Protocol):
@@ -60,6 +61,9 @@ class Checkpoints(Protocol):
 
     def raise_failure(self) -> None:
         """Raise the CheckpointError of the last one if saving has failed for too long."""
+
+    async def has_succeeded(self) -> bool:
+        """Wait for the end of the last one; whether it is complete."""
 
     async def finish(self) -> None:
         """Wait until the last one is complete.  Raises CheckpointError if it failed."""
@@ -179,8 +183,18 @@ class TrainLoop:
             self._batches.give_up()
         await self._wait_until_released()
         if (self.step > saved or checkpoints.has_failed) and self._is_worth_saving(last):
-            await self._save(checkpoints)
+            await self._save_at_last(checkpoints)
         await checkpoints.finish()
+
+    async def _save_at_last(self, checkpoints: Checkpoints) -> None:
+        """Save, again while the disk refuses: no later step would.  Raises CheckpointError if that lasts too long."""
+        await self._save(checkpoints)
+        while not await checkpoints.has_succeeded():
+            checkpoints.raise_failure()
+            if checkpoints.is_overdue:
+                await self._save(checkpoints)
+            else:
+                await asyncio.sleep(LAST_SAVE_POLL_S)
 
     def _is_worth_saving(self, last: int) -> bool:
         """False: in lockstep, while the weights before these still have to sample; the journal has it all."""

@@ -71,6 +71,10 @@ class TrainerHeartbeat:
                 **self._context.caller,
                 timeout_s=self._context.meet_timeout_s,
             )
+        except (RlhpcError, OSError) as error:  # of keys, or an address that cannot be read for as long
+            self._failure = error
+            return
+        try:
             control.send(hello(self._context))
             control.send(self._current)
             while self._speak_until_next_beat(control):
@@ -78,7 +82,7 @@ class TrainerHeartbeat:
             control.close()
         except ChannelError:
             return  # the controller is gone; the main thread finds out at its next message
-        except (RlhpcError, OSError) as error:  # of keys, the rendezvous or its filesystem
+        except (RlhpcError, OSError) as error:
             self._failure = error
 
     def _speak_until_next_beat(self, control: BlockingClientChannel) -> bool:

@@ -11,7 +11,9 @@ from contextlib import ExitStack
 
 from rlhpc.config import Config
 from rlhpc.contracts import TrainerBackend
+from rlhpc.files import is_absent
 from rlhpc.host_address import host_address
+from rlhpc.patience import patiently
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.critic import Critic
 from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY
@@ -49,7 +51,7 @@ def open_policy(context: RoleContext) -> TrainerBackend:
     config = context.config
     if config.algorithm.reference_every and context.resume_step is not None:
         saved = context.layout.checkpoint(context.resume_step) / REFERENCE_DIRECTORY
-        if saved.is_dir():
+        if not patiently(lambda: is_absent(saved), saved):
             config = config.model_copy(update={"model": config.model.model_copy(update={"path": saved})})
         else:
             log.info("the checkpoint has no reference: the model at model.path is used until it is renewed")

@@ -37,6 +37,7 @@ from rlhpc.messages import (
     StopRole,
     TrainerReady,
 )
+from rlhpc.patience import patiently
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.common.stand_by import await_turn_blocking
 from rlhpc.roles.trainer.batch_figures import BatchFigures, means_of
@@ -119,7 +120,7 @@ class Trainer:
             self._backend.load(checkpoint / TRAINER_DIRECTORY)
             if self._critic is not None:
                 self._critic.load(checkpoint)
-            self._version = policy_version_of(checkpoint)
+            self._version = patiently(lambda: policy_version_of(checkpoint), checkpoint)
         if self._channel is None:
             return
         specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes

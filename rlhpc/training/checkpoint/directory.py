@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.errors import CheckpointError
-from rlhpc.files import rename, sync_directory, write_atomically
+from rlhpc.files import is_absent, listing, rename, sync_directory, write_atomically
+from rlhpc.patience import seen
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.file_record import FileRecord, check_file, of_each_file, record_of
 from rlhpc.training.checkpoint.timeline import Timeline
@@ -278,8 +279,10 @@ def _verify_files(path: Path, read_up_to_bytes: float = math.inf) -> None:
 
 def _fate_of(error: CheckpointError | OSError) -> Fate:
     cause = error.__cause__ if isinstance(error, CheckpointError) else error
-    is_absent = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    return Fate.UNREADABLE if isinstance(cause, OSError) and not is_absent else Fate.DAMAGED
+    if not isinstance(cause, OSError) or isinstance(cause, NotADirectoryError | IsADirectoryError):
+        return Fate.DAMAGED
+    is_missing = isinstance(cause, FileNotFoundError) and seen(lambda: is_absent(Path(str(cause.filename))), False)
+    return Fate.DAMAGED if is_missing else Fate.UNREADABLE
 
 
 def _stamps(path: Path) -> tuple[object, ...]:
@@ -315,7 +318,7 @@ def _steps_below(checkpoints: Path, pattern: re.Pattern[str] = _STEP_NAME) -> li
 
 
 def _entries_of(checkpoints: Path) -> list[Path]:
-    return list(checkpoints.iterdir()) if checkpoints.is_dir() else []
+    return [checkpoints / name for name in listing(checkpoints)]
 
 
 def _files_below(directory: Path) -> list[str]:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,7 +59,8 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterator
         rename(temporary, path)
         sync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the same disk may refuse this, too
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
     return record
 

@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.files import is_absent
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -21,10 +23,9 @@ class Timeline:
     @classmethod
     def read(cls, attempts: Path) -> Timeline:
         """Read attempts.jsonl; lines that are not whole are left out.  Raises OSError if it cannot be read."""
-        try:
-            lines = attempts.read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
+        if is_absent(attempts):
             return cls(())
+        lines = attempts.read_text(encoding="utf-8", errors="replace").splitlines()
         return cls(tuple(begin for begin in map(_begin_of, lines) if begin is not None))
 
     def undone_by(self, step: int, attempt: int | None) -> int | None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError, DamagedCheckpoint
 from rlhpc.files import write_atomically
+from rlhpc.patience import patiently
 from rlhpc.training.checkpoint.file_record import FileRecord, check_file, of_each_file
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
 from rlhpc.training.optimizer import STATE_KINDS
@@ -170,7 +171,7 @@ def on_all_ranks(read: Callable[[], Found]) -> Found:
     """
     error: CheckpointError | None = None
     try:
-        found = read()
+        found = patiently(read, "a checkpoint")
     except CheckpointError as failure:
         error = failure
     if dist.is_initialized():

@@ -18,6 +18,7 @@ from launch.plan.report import plan_document
 from launch.run_directory.begin_attempt import FencedError, begin_attempt, main
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.run_state import FIRST_SAVE_S, needed_to_stop_s, read_progress
+from rlhpc import patience
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
@@ -224,9 +225,10 @@ def test_of_two_that_begin_at_one_moment_the_earlier_counts_as_overtaken(
 
 
 def test_a_checkpoint_that_cannot_be_set_aside_at_the_moment_is_tried_again(
-    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run ended, as misconfigured, when its file server refused one rename."""
+    monkeypatch.setattr(patience, "DISK_PATIENCE_S", 0.0)
     save(layout, 4)
     unfinished = layout.checkpoint(8)
     unfinished.mkdir()

@@ -210,15 +210,15 @@ def test_an_answer_without_the_job_that_asks_says_nothing_of_others(site: Site) 
 def test_while_the_file_server_does_not_answer_nothing_is_resubmitted_and_nothing_ends(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scandir = os.scandir
+    listdir = os.listdir
 
     def refuse(path: Any = ".") -> Any:
         if Path(path) == site.layout.jobs:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return scandir(path)
+        return listdir(path)
 
     site.queue(PREEMPTED)
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
     assert site.look("trainer-0", "generator-0", "generator-2", "generator-3") is None
     assert [event for event, _ in site.events] == ["not_submitted"]
 

@@ -37,5 +37,5 @@ def test_a_file_server_that_does_not_answer_for_a_moment_asks_for_nothing(
     def refuse(path: object = ".") -> object:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
     assert (save_requests(layout), hand_over_requests(layout), saved_step(layout)) == ([], [], 0)

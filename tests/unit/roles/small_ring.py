@@ -227,6 +227,10 @@ class FakeCheckpoints:
         if self.failure is not None and self.is_patience_over:
             raise self.failure
 
+    async def has_succeeded(self) -> bool:
+        await self.written.wait()
+        return not self.has_failed
+
     async def finish(self) -> None:
         await self.written.wait()
         if self.failure is not None:

@@ -25,8 +25,9 @@ from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
 from rlhpc.errors import CheckpointError, OwnershipLost
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence, take_over
+from rlhpc.patience import DISK_PATIENCE_S
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.disk_patience import DISK_PATIENCE_S, LONGEST_CHECKPOINT_PAUSE_S
+from rlhpc.roles.controller.disk_patience import LONGEST_CHECKPOINT_PAUSE_S
 from rlhpc.roles.controller.disk_writer import DiskWriter
 from rlhpc.roles.controller.saved_state import Totals, read_saved_state, set_aside_later_segments
 from rlhpc.roles.controller.state import ControllerState

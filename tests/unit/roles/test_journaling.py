@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from rlhpc import patience
 from rlhpc.buffer.history import START, read_history
 from rlhpc.buffer.rollout_journal import open_journal
 from rlhpc.errors import JournalError
 from rlhpc.messages import Delivered, Delivery
-from rlhpc.roles.controller import disk_patience
 from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.journaling import Journaling
 from rlhpc.roles.generator import outbox as outbox_module
@@ -172,7 +172,7 @@ async def test_a_generator_that_was_started_again_is_not_told_to_forget_what_its
 async def test_a_disk_that_refuses_is_tried_again_and_nothing_is_acknowledged_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disk_patience, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.05)
     pair, real, refusals, troubles = Pair(tmp_path), os.fdatasync, iter(range(2)), []
 
     def fdatasync(descriptor: int) -> None:
@@ -194,7 +194,7 @@ async def test_a_disk_that_refuses_is_tried_again_and_nothing_is_acknowledged_me
 
 
 async def test_a_disk_that_refuses_for_too_long_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_patience, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
     pair = Pair(tmp_path)
     pair.journaling._patience._limit_s = 0.05
     pair.layout.rollouts.rmdir()

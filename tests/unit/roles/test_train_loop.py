@@ -226,16 +226,24 @@ async def test_checkpoints_that_fail_for_too_long_end_the_run_at_the_next_bounda
         assert [batch.step for batch in ring.trainer.batches] == [0, 1, 2]
 
 
-async def test_a_last_checkpoint_that_fails_in_the_background_fails_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_last_checkpoint_that_fails_is_written_again_until_patience_is_over(
+    tmp_path: Path, is_over: bool
+) -> None:
     async with small_ring(small_config(num_steps=2), tmp_path) as ring:
         await ring.add_generator()
         ring.saving.is_disk_slow = True
         training = ring.start_training()
         await until(lambda: ring.saving.begun == [(2, 2)])
-        ring.saving.failure = CheckpointError("the disk is full")
+        ring.saving.failure, ring.saving.is_patience_over = CheckpointError("the disk is full"), is_over
+        ring.saving.is_disk_slow = False
         ring.saving.written.set()
-        with pytest.raises(CheckpointError, match="the disk is full"):
+        if is_over:
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                await asyncio.wait_for(training, PATIENCE_S)
+        else:
             await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.saving.begun == [(2, 2)] * (1 if is_over else 2)
 
 
 async def test_stop_ends_at_a_boundary_and_saves_what_was_trained(tmp_path: Path) -> None:

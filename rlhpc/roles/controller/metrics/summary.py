@@ -20,6 +20,7 @@ from rlhpc.buffer.segment_reader import read_columns
 from rlhpc.errors import SegmentError
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
+from rlhpc.patience import patiently
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import Verdict
@@ -41,7 +42,7 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
     counts: dict[int, int] = defaultdict(int)
     for path in segments_that_are_left(rollouts, partial(log.warning, "reward_by_version lacks a segment: %s")):
         try:
-            columns = read_columns(path, _COLUMNS)
+            columns = patiently(partial(read_columns, path, _COLUMNS), path)
         except SegmentError as error:  # of a run that has done all its steps: no other attempt could do more
             log.warning("reward_by_version lacks the groups of a segment: %s", error)
             continue
