@@ -32,6 +32,7 @@ from launch.common.text_table import escaped
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
+from rlhpc.own_user import name_nameless_user
 from rlhpc.patience import seen
 from rlhpc.run_layout import RunLayout
 
@@ -39,6 +40,7 @@ from rlhpc.run_layout import RunLayout
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every error is a line on stderr with exit status 2, Ctrl-C gives 130."""
     print_whatever_happens()
+    name_nameless_user()
     parser = command_parser()
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if typed and (meant := similar_command(typed[0])):

@@ -23,6 +23,7 @@ from launch.run_directory.owner import holds_something
 from rlhpc.config_file import load_config
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.errors import ConfigError
+from rlhpc.host_address import refuse_foreign_network
 from rlhpc.run_layout import RunLayout
 
 _LONGEST_NAME = 255  # bytes, of one name in a path
@@ -36,6 +37,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     here = VisibleGpus() if options.site else gpus_here(os.environ)  # a site's GPUs are elsewhere
     gpus = GpuMap() if options.site else map_gpus(config, here)
     if not options.site:
+        refuse_foreign_network(has_cuda=config.trainer.device == "cuda", has_vllm=config.generation.engine == "vllm")
         _refuse_place(config.run_directory)
     has_gpus = bool(options.site or here.words)
     findings, evaluations = preflight(config), preview_evaluations(config, has_gpus=has_gpus)

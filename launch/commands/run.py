@@ -25,6 +25,7 @@ from launch.supervisor.local_run import LocalSignals, supervise_locally
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
+from rlhpc.host_address import refuse_foreign_network
 from rlhpc.patience import briefly
 from rlhpc.run_layout import RunLayout
 
@@ -46,6 +47,7 @@ def run_locally(
     max_retries: attempts that may follow failed ones, without a new checkpoint in between.  is_quiet: no progress.
     again: words of the command that continues the run, for whoever stops it.
     """
+    refuse_foreign_network(has_cuda=config.trainer.device == "cuda", has_vllm=config.generation.engine == "vllm")
     here = gpus_here(os.environ)
     gpus = map_gpus(config, here)
     findings = preflight(config)

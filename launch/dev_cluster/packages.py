@@ -18,6 +18,7 @@ from pathlib import Path
 
 from launch.dev_cluster import releases
 from launch.dev_cluster.installation import DIRECTORIES, REMEDY, Installation, SlurmMissing
+from rlhpc.own_user import own_home
 
 ROOTS = ("munge", "slurm-client", "slurmctld", "slurmd")
 ACCOUNTING_ROOTS = ("mariadb-server-core", "slurm-wlm-mysql-plugin", "slurmdbd")
@@ -71,7 +72,7 @@ def obtain(*, is_private: bool = False, has_accounting: bool = False, release: s
 
 def default_cache() -> Path:
     """Directory of prefixes: $XDG_CACHE_HOME/rlhpc/slurm."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhpc" / "slurm"
+    return Path(os.environ.get("XDG_CACHE_HOME") or own_home() / ".cache") / "rlhpc" / "slurm"
 
 
 def _own_name() -> str:

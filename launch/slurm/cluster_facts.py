@@ -13,7 +13,7 @@ from functools import partial
 
 from launch.slurm.commands import SlurmError, is_away, slurm
 from launch.slurm.values import duration_s
-from rlhpc.own_user import own_user
+from rlhpc.own_user import own_name, own_user
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 _DENIED = "Access/permission denied"  # PrivateData in slurm.conf
@@ -224,8 +224,8 @@ class _Accounting:
 
 def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: str) -> _Accounting | None:
     """Ask sacctmgr; None without accounting, or if it is away: jobs are accepted nevertheless."""
-    if "slurmdbd" not in settings.get("AccountingStorageType", ""):
-        return None
+    if "slurmdbd" not in settings.get("AccountingStorageType", "") or not own_name():
+        return None  # accounts are of names
     show = partial(ask, "sacctmgr", "--noheader", "--parsable2", "show")
     cluster = f"cluster={settings.get('ClusterName', '')}"
     try:

@@ -25,6 +25,7 @@ from launch.slurm.control import component_states, requeue
 from launch.submitit_hetjob.step import RESULT_PATIENCE_S, Step
 from rlhpc.deadline import Deadline
 from rlhpc.files import write_atomically
+from rlhpc.own_user import name_nameless_user
 
 POLL_S = 0.2
 NOTE_POLL_S = 2.0  # notes are files on a shared filesystem
@@ -208,6 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the components of one heterogeneous job (in its batch step).")
     parser.add_argument("--folder", type=Path, required=True, help="the executor's folder")
     folder = parser.parse_args().folder
+    name_nameless_user()
     job_id = os.environ["SLURM_JOB_ID"]
     _say(f"job {job_id}, life {os.environ.get('SLURM_RESTART_COUNT', '0')}, on {os.environ.get('SLURM_JOB_NODELIST')}")
     return CallablesSupervisor(folder / job_id, job_id, read_plan(folder / job_id)).run()

@@ -29,6 +29,7 @@ from launch.supervisor.worker_job import WorkerJobSupervisor
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.files import is_absent
+from rlhpc.own_user import name_nameless_user
 from rlhpc.patience import patiently
 from rlhpc.privacy import keep_others_from_writing
 
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--job", required=True)
     options = parser.parse_args()
+    name_nameless_user()
     keep_others_from_writing()
     if isinstance(sys.stdout, io.TextIOWrapper):  # the last words of a role may be in letters that a locale lacks
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -38,6 +38,7 @@ from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.files import is_absent
+from rlhpc.own_user import name_nameless_user
 from rlhpc.parent_death import adopt_orphans, die_with, end_children, end_with_parent, wait_for_child
 from rlhpc.patience import patiently, seen
 from rlhpc.privacy import keep_others_from_writing
@@ -66,6 +67,7 @@ class NotNow(RlhpcError):
 def main() -> int:
     """Read the arguments, run the role to its end."""
     options = _options()
+    name_nameless_user()
     keep_others_from_writing()
     _outlive_signals()
     try:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhpc.files import write_atomically
+from rlhpc.own_user import own_home
 
 
 def cached(
@@ -37,4 +38,4 @@ def _home() -> Path:
     if own := os.environ.get("RLHPC_CACHE", ""):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "rlhpc"
+    return (Path(base) if base else own_home() / ".cache") / "rlhpc"

@@ -8,9 +8,10 @@ from typing import NoReturn
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.files import leave_deleted_directory
-from rlhpc.host_address import tell_gloo
+from rlhpc.host_address import refuse_foreign_network, tell_gloo
 from rlhpc.loading import loading_libraries
-from rlhpc.roles.common.lifecycle import leave_at_once, parse_role, run_role
+from rlhpc.own_user import name_nameless_user
+from rlhpc.roles.common.lifecycle import RoleContext, leave_at_once, parse_role, run_role
 
 
 def main() -> NoReturn:
@@ -21,7 +22,10 @@ def main() -> NoReturn:
         sys.stderr.write(f"{error}\n")
         leave_at_once(EXIT_CONFIG)
     leave_deleted_directory(context.layout.root)  # `git checkout` of another branch deletes directories
+    name_nameless_user()
     tell_gloo()
+    if context.role in ("trainer", "generator"):
+        _refuse_foreign_network(context)
     # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
     with loading_libraries():
         match context.role:
@@ -34,6 +38,15 @@ def main() -> NoReturn:
             case _:
                 from rlhpc.roles.trainer.role import run
     leave_at_once(run_role(context, run))
+
+
+def _refuse_foreign_network(context: RoleContext) -> None:
+    has_cuda, has_vllm = context.config.trainer.device == "cuda", context.config.generation.engine == "vllm"
+    try:
+        refuse_foreign_network(has_cuda=has_cuda, has_vllm=has_vllm and context.role == "generator")
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        leave_at_once(EXIT_CONFIG)
 
 
 if __name__ == "__main__":  # engine workers are spawned: they import this module again

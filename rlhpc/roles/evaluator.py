@@ -29,6 +29,7 @@ from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_sam
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.messages import TurnReply
+from rlhpc.own_user import name_nameless_user
 from rlhpc.privacy import leave_no_core_file
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.environments.settings import judged_tasks
@@ -45,6 +46,7 @@ Answer = TypeVar("Answer", Judgement, TurnReply)
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 0 also where it was asked to stop."""
+    name_nameless_user()
     parser = argparse.ArgumentParser(prog="python -m rlhpc.roles.evaluator", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--share", default="0/1", metavar="I/N", help="the prompts p with p mod N = I")

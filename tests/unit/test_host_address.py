@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
 
 from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ConfigError
-from rlhpc.host_address import host_address, interface_addresses, interface_of, tell_gloo
+from rlhpc.host_address import (
+    host_address,
+    interface_addresses,
+    interface_of,
+    refuse_foreign_network,
+    tell_gloo,
+)
 from rlhpc.topology import CONTROL
 from rlhpc.transport.sockets import bind, make_socket
 
@@ -94,3 +102,44 @@ def test_channels_listen_at_the_named_interface(monkeypatch: pytest.MonkeyPatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, make_socket(context, zmq.ROUTER, CONTROL, TransportConfig(kind="tcp")) as listener:
         assert bind(listener, "tcp", None).address.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "ib77"}, "GLOO_SOCKET_IFNAME='ib77': no interface 'ib77'"),
+        ({"GLOO_SOCKET_IFNAME": "lo,ib77"}, "GLOO_SOCKET_IFNAME='lo,ib77': no interface 'ib77'"),
+        ({"NCCL_SOCKET_IFNAME": "ib77,eth77"}, "NCCL_SOCKET_IFNAME='ib77,eth77': no such interface"),
+        ({"NCCL_SOCKET_IFNAME": "=l"}, "NCCL_SOCKET_IFNAME='=l': no such interface"),
+        ({"VLLM_HOST_IP": "192.0.2.7"}, "VLLM_HOST_IP='192.0.2.7': no such address"),
+        ({"HOST_IP": "elsewhere"}, "HOST_IP='elsewhere': no such address"),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, ""),
+        ({"GLOO_SOCKET_IFNAME": ""}, ""),
+        ({"NCCL_SOCKET_IFNAME": "ib77,l"}, ""),
+        ({"NCCL_SOCKET_IFNAME": "^docker,ib77"}, ""),
+        ({"VLLM_HOST_IP": "127.0.0.1", "HOST_IP": "192.0.2.7"}, ""),
+    ],
+    ids=str,
+)
+def test_what_a_library_is_told_of_another_machines_network_is_refused(environment: dict[str, str], said: str) -> None:
+    if not said:
+        refuse_foreign_network(has_cuda=True, has_vllm=True, environment=environment)
+        return
+    with pytest.raises(ConfigError) as refused:
+        refuse_foreign_network(has_cuda=True, has_vllm=True, environment=environment)
+    assert str(refused.value).startswith(said)
+    assert "unset it" in str(refused.value)
+    if "GLOO" not in said:
+        refuse_foreign_network(has_cuda=False, has_vllm=False, environment=environment)
+
+
+@pytest.mark.starts
+def test_without_a_default_route_the_interface_that_is_there_is_taken() -> None:
+    """A cluster's own network often has none, and a host's name is 127.0.1.1."""
+    up = "ip link add cable type veth peer name other && ip addr add 10.9.8.7/24 dev cable && ip link set cable up"
+    tells = f"{sys.executable} -c 'from rlhpc.host_address import host_address; print(host_address())'"
+    words = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", f"ip link set lo up; {up} && {tells}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no network of one's own here: {done.stderr}")
+    assert done.stdout.strip() == "10.9.8.7"

@@ -7,11 +7,12 @@ token, no user name and no home directory is left.  Names of nodes, partitions a
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlhpc.own_user import own_home, own_name
 
 REMOVED = "(removed)"
 _WORDS = (
@@ -51,9 +52,8 @@ class Private:
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Private:
         """Of this process."""
-        entry = pwd.getpwuid(os.getuid())
-        names = {entry.pw_name, *(environment.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER"))}
-        homes = {entry.pw_dir, environment.get("HOME", "")}
+        names = {own_name(), *(environment.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER"))}
+        homes = {str(own_home({})), str(own_home(environment))}
         homes |= {str(Path(home).resolve()) for home in homes if home}
         return cls(tuple(names), tuple(homes), tuple(v for k, v in environment.items() if is_secret_name(k)))
 
