@@ -286,6 +286,7 @@ def _demo(options: argparse.Namespace) -> int:
         return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
     from launch.demo import slurm
 
+    slurm.refuse_before_the_work(options.time)
     overrides = [*slurm.OVERRIDES, *options.overrides]
     return run_demo(lambda config: slurm.run_on_slurm(config, options.time, say), run_file, overrides)
 

@@ -6,6 +6,8 @@ Input: Config.  Output: a summary of model and data; raises ConfigError that nam
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,9 @@ from rlhpc.rewards.judge_endpoint import read_key
 from rlhpc.rewards.registry import BUILT_IN, asks_for_record, validate_task
 from rlhpc.user_code import look_up
 
+_INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*|(?:ba|da|z|k)?sh|perl|ruby|node|Rscript|julia|php")
+_PLAIN_FLAGS = ("-u", "-P", "-I", "-E", "-s", "-S", "-B", "-O", "-OO", "-x", "-e", "-l")  # without a value of their own
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -66,7 +71,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     refuse_untrainable(model, config.model.path / "config.json")
     _refuse_unfit_engine(config, model, shape)
     if roles_run_here:
-        _parts_are_installed(config)
+        require_parts(config)
     for key, path in config.algorithm.own_formulas:  # tried where they are used, when the run starts
         look_up(key, path)
     return _look_at_prompts(config, model, tokenizer, shape, roles_run_here=roles_run_here)
@@ -212,7 +217,8 @@ def _refuse_unfit_engine(config: Config, model: Mapping[str, Any], shape: ModelS
         refuse_small_cache(config, shape)
 
 
-def _parts_are_installed(config: Config) -> None:
+def require_parts(config: Config) -> None:
+    """Raise ConfigError if a package or a program that the settings need is not here."""
     trainer = config.trainer
     backend = f"trainer.backend={trainer.backend!r}"
     needed = [("torch", backend, "extra 'trainer'"), ("transformers", backend, "extra 'trainer'")]
@@ -238,6 +244,22 @@ def _engine_is_installed(config: Config) -> None:
         raise ConfigError(
             f"agent.command={list(command)}: no program {command[0]!r} here; legal: one on PATH, or with its directory"
         )
+    script = _script_of(command)
+    if script is not None and not Path(script).is_file():
+        raise ConfigError(
+            f"agent.command={list(command)}: no file {script!r} in {Path.cwd()}; legal: a script that is there, "
+            "best with its whole path"
+        )
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """Return the script that an interpreter is to run; None: another program, a module, or a text such as after -c."""
+    if not command or not _INTERPRETER.fullmatch(Path(command[0]).name):
+        return None
+    options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
+    flags = list(options)
+    rest = command[1 + len(flags) :]
+    return rest[0] if rest and all(flag in _PLAIN_FLAGS for flag in flags) else None
 
 
 def _require(needed: Iterable[tuple[str, str, str]]) -> None:

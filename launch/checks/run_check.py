@@ -8,6 +8,7 @@ their final names, and files deleted before they could be read are left out.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +59,11 @@ def _rights(layout: RunLayout, progress: Progress) -> Iterator[Row]:
     """What other users may do here."""
     if text := openness(layout.root, looks_inside=True).text:
         yield Row("rights", layout.root.name, Verdict.NOTE, text)
-    if layout.secrets.exists():
+    owner = layout.root.stat().st_uid
+    if owner != os.geteuid():
+        text = f"belongs to user {owner}, who alone can say whether their keys are private"
+        yield Row("rights", layout.root.name, Verdict.NOTE, text)
+    elif layout.secrets.exists():
         try:
             refuse_loose_keys(layout.secrets)
         except RunDirectoryError as error:

@@ -19,7 +19,7 @@ from launch.checks.memory.host_verdict import judge_host
 from launch.checks.memory.verdict import judge_memory
 from launch.checks.other_loaders import refuse_made_up_tensors
 from launch.checks.preflight import Findings, preflight
-from launch.checks.site.login_checks import software_not_here
+from launch.checks.site.login_checks import refuse_missing_software
 from launch.checks.site.slurm_check import refuse_unfit
 from launch.commands.evaluate.following_job import end_following, following_job, submit_following
 from launch.commands.evaluate.job import EvaluationJob
@@ -96,7 +96,7 @@ def prepare(config: Config, site_file: Path) -> Submission:
 def check(run: Submission, tell: Tell) -> None:
     """Check model, data, memory, and the cluster's limits.  Raises ConfigError; SlurmError: Slurm does not answer."""
     run_here = roles_run_here(run.site.prologue)
-    for line in software_not_here(run.site):
+    for line in refuse_missing_software(run.site):
         tell(line)
     findings = preflight(run.config, roles_run_here=run_here)
     if run_here:

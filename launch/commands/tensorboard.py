@@ -93,7 +93,10 @@ def serve_tensorboard(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, SIGTERM or an end of TensorBoard; its exit status.  Raises ConfigError: nothing to show."""
     tops = directories_to_search(options.directories)
     with tempfile.TemporaryDirectory(prefix="rlhpc-tensorboard-") as directory:
-        view = EventView(Path(directory), tops, options.axis)
+        shown, temporary = Path(directory, "runs"), Path(directory, "temporary")
+        for each in (shown, temporary):
+            each.mkdir()
+        view = EventView(shown, tops, options.axis)
         view.find()
         view.update()
         if not view.names:
@@ -102,10 +105,10 @@ def serve_tensorboard(options: argparse.Namespace) -> int:
             f"{', '.join(view.names)}: over {options.axis}; add #custom_scalars to the address for groups of charts",
             flush=True,
         )
-        return _serve(view, Path(directory), options)
+        return _serve(view, shown, temporary, options)
 
 
-def _serve(view: EventView, directory: Path, options: argparse.Namespace) -> int:
+def _serve(view: EventView, directory: Path, temporary: Path, options: argparse.Namespace) -> int:
     where = ["--bind_all"] if options.bind_all else []
     where += [] if options.port is None else [f"--port={options.port}"]
     command = [
@@ -117,7 +120,9 @@ def _serve(view: EventView, directory: Path, options: argparse.Namespace) -> int
         f"--window_title={options.axis}",
     ]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the directory is removed then, too
-    server = subprocess.Popen([*command, *where], preexec_fn=partial(die_with, os.getpid()))
+    # It writes to .tensorboard-info in the directory for temporary files, which may be another user's.
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    server = subprocess.Popen([*command, *where], env=environment, preexec_fn=partial(die_with, os.getpid()))
     try:
         looks = 0
         while True:

@@ -69,6 +69,8 @@ def refused_by_the_system(error: OSError | UnicodeEncodeError) -> int:
             return 0
         where = f"{error.filename}: " if error.filename is not None else ""
         words = f"{where}{error.strerror or error}"
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # of getcwd alone
+            words = "the current directory has been deleted: go to another, or name whole paths"
     say_or_lose(f"rlhpc: {escaped(words)}")
     return EXIT_CONFIG
 

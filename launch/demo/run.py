@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launch.checks.preflight import require_parts
 from launch.commands.last_words import figures_table
 from launch.common.paths import as_typed, quoted
 from launch.common.standard_output import say_or_lose
@@ -33,6 +34,7 @@ EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a half-trained model stalls
 def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, overrides: Sequence[str] = ()) -> int:
     """Make the model, `start` the run, show its result; returns the run's exit status."""
     config = load_config(run_file, overrides)
+    require_parts(config)
     data = config.data[0].path
     if data is None:
         raise ConfigError(f"data.source={config.data[0].source!r}: the demo writes its own problems; legal: data.path")

@@ -19,7 +19,9 @@ from launch.commands.wait_for_run import wait_for_run
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.shape import default_shape
+from launch.plan.site_values import walltime_s
 from rlhpc.config import Config
+from rlhpc.errors import ConfigError
 
 OVERRIDES = ("run.name=demo-slurm", "generation.num_replicas=2")  # of the local demo's settings
 # One trainer node, two generator nodes, one without GPUs for the controller.
@@ -47,6 +49,15 @@ gpus_per_node = 1
 python = "{python}"
 code = "{code}"
 """
+
+
+def refuse_before_the_work(time: str) -> None:
+    """Raise ConfigError for an invalid time, and SlurmMissing if there is no Slurm, before a model is made."""
+    try:
+        walltime_s(time)
+    except ValueError as error:
+        raise ConfigError(f"--time {time!r}: {error}") from None
+    obtain()
 
 
 def run_on_slurm(config: Config, time: str, tell: Callable[[str], None]) -> int:

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,18 @@ def mint_keys(config: Config, layout: RunLayout, others: Iterable[str] = ()) -> 
 
 def note_attempt(layout: RunLayout, attempt: Attempt, **more: Any) -> Attempt:
     """Append the line of an attempt that begins; `more`: further keys."""
+    _touch_what_stays(layout, layout.job_plan if more.get("job_id") else layout.local_plan)
     line = json.dumps(asdict(attempt) | more | {"host": socket.gethostname(), "unix_time_s": time.time()})
     append_lines(layout.attempts, f"{line}\n".encode())
     return attempt
+
+
+def _touch_what_stays(layout: RunLayout, plan: Path) -> None:
+    """Renew the times of files that are written once: a site's purge deletes what has not changed for some weeks."""
+    once = (layout.config, layout.inputs, layout.site, plan, layout.strikes, layout.guard)
+    for path in (*once, *layout.scripts.glob("*"), *layout.jobs.glob("*.json")):
+        with suppress(OSError):  # not there, or made by another user
+            os.utime(path)
 
 
 def clear_rendezvous(layout: RunLayout) -> None:

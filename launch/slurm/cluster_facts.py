@@ -36,7 +36,12 @@ LIMITS_OF_ASSOCIATIONS = ("maxsubmitjobs", "maxwall", "maxjobs", "grpjobs", "grp
 LIMITS_OF_QOS = ("maxwall", "maxsubmitjobsperuser", "maxsubmitjobsperaccount", "maxjobsperuser", "maxjobsperaccount",
            "grpjobs", "grpsubmit", "maxtres", "maxtrespernode", "mintres", "maxtresperuser", "maxtresperaccount",
            "maxtresmins", "grptres", "grptresrunmins")  # fmt: skip
-_AWAY = ("UNKNOWN", "DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "INVAL", "FUTURE")
+# Words of a node's state with which it takes no jobs; all others go away by themselves, such as POWERED_DOWN: Slurm
+# switches the node on.
+_AWAY = frozenset(
+    ("UNKNOWN", "DOWN", "DRAIN", "DRAINED", "DRAINING", "ERROR", "FAIL", "FAILING", "NOT_RESPONDING", "NO_RESPOND",
+     "INVAL", "INVALID", "INVALID_REG", "FUTURE")
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ class NodeFacts:
     @property
     def is_up(self) -> bool:
         """True if jobs start there, now or when others have ended."""
-        return not any(word in self.state for word in _AWAY)
+        words = re.split(r"[+\s]+", self.state.upper())  # "*": it does not answer
+        return not any(word.endswith("*") or word.rstrip("~#!%$@^-*") in _AWAY for word in words)
 
     @property
     def num_gpus(self) -> int:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import Attempt
@@ -109,6 +110,8 @@ class _Command:
     """A process, its output, and a line on its stdin that tells it to continue."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str], descriptors: tuple[int, ...]) -> None:
+        if not Path(tempfile.gettempdir()).is_dir():
+            tempfile.tempdir = None  # a cleaner has deleted it: Python looks for another
         self._out, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115  end()
         self.process = subprocess.Popen(
             words,

@@ -250,8 +250,10 @@ class _Task:
             raise NotNow(f"no temporary directory: {error}") from error
 
     def _make_temporary_directory(self) -> tuple[Path, Path]:
-        # Without Slurm the supervisor has made one for the whole run.
-        base = Path(tempfile.gettempdir()) if self._plan.is_local else _base_directory(self._job.job_id)
+        # Without Slurm the supervisor has made one for the whole run; a cleaner of /tmp may have deleted it.
+        base = Path(os.environ["TMPDIR"]) if self._plan.is_local else _base_directory(self._job.job_id)
+        if not base.is_dir():
+            _own_directory(base)
         return base, Path(tempfile.mkdtemp(prefix=f"{self._options.role[:1]}{self._replica}-", dir=base))
 
     def _command(self, base: Path) -> list[str]:
@@ -328,6 +330,11 @@ def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) ->
             break
     else:
         raise TaskError("no directory for temporary files: /tmp is not writable")
+    return _own_directory(base)
+
+
+def _own_directory(base: Path) -> Path:
+    """Make it if it is not there.  Raises TaskError: others can reach it."""
     base.mkdir(mode=0o700, exist_ok=True)
     owner = base.lstat()  # of a link to a directory of ours, which anybody can put there, stat would say nothing wrong
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077 or not stat.S_ISDIR(owner.st_mode):

@@ -213,7 +213,9 @@ def _misfits(component: Component, partition: PartitionFacts, nodes: tuple[NodeF
     """Requests that no single node can satisfy."""
     name, section = repr(partition.name), component.name
     if not any(_has_gpus(component, node) for node in nodes):
-        yield _no_gpus(component, name, nodes)
+        yield _no_gpus(component, name, nodes, component.gpus_per_node)
+    elif component.gpus_of_a_node > max(_gpus_there(component, node) for node in nodes):
+        yield _no_gpus(component, name, nodes, component.gpus_of_a_node)
     cpus, most = _cpus(component), max(node.cpus for node in nodes)
     most = min(most, partition.max_cpus_per_node or most)
     if cpus > most:
@@ -238,7 +240,7 @@ def _misfits(component: Component, partition: PartitionFacts, nodes: tuple[NodeF
         yield Finding(f"{section}.constraint", constraint, "fail", text, legal, sbatch_decides=True)
 
 
-def _no_gpus(component: Component, name: str, nodes: tuple[NodeFacts, ...]) -> Finding:
+def _no_gpus(component: Component, name: str, nodes: tuple[NodeFacts, ...], asked: int) -> Finding:
     types: dict[str, int] = {}
     for node in nodes:
         for kind, count in node.gpus.items():
@@ -250,7 +252,7 @@ def _no_gpus(component: Component, name: str, nodes: tuple[NodeFacts, ...]) -> F
         return Finding(f"{component.name}.gres_type", wanted, "fail", text, _legal(wanted, sorted(filter(None, types))))
     legal = f"legal: up to {types.get(wanted or '', 0) or max(types.values(), default=0)} a node ({has})"
     text = f"no node of partition {name} has that many GPUs"
-    return Finding(f"{component.name}.gpus_per_node", str(component.gpus_per_node), "fail", text, legal)
+    return Finding(f"{component.name}.gpus_per_node", str(asked), "fail", text, legal)
 
 
 def _could_hold(node: NodeFacts, component: Component) -> bool:
@@ -260,8 +262,12 @@ def _could_hold(node: NodeFacts, component: Component) -> bool:
 
 
 def _has_gpus(component: Component, node: NodeFacts) -> bool:
-    there = node.num_gpus if component.gres_type is None else node.gpus.get(component.gres_type, 0)
-    return component.gpus_per_node <= there
+    return component.gpus_per_node <= _gpus_there(component, node)
+
+
+def _gpus_there(component: Component, node: NodeFacts) -> int:
+    """Those of the type that is asked for."""
+    return node.num_gpus if component.gres_type is None else node.gpus.get(component.gres_type, 0)
 
 
 def _cpus(component: Component) -> int:

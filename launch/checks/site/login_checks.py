@@ -21,6 +21,7 @@ from launch.checks.site.shared_directory import SHARED_TYPES, filesystem_type
 from launch.plan.jobs import JobPlan
 from launch.plan.site_file import PrologueConfig, Site
 from launch.slurm.cluster_facts import ClusterFacts
+from rlhpc.errors import ConfigError
 
 OLDEST, TRIED = (20, 11), ((22, 5), (24, 11), (26, 5))  # made for all from the first on; tests/slurm runs on the others
 HET_DEFECT = (25, 11)
@@ -217,13 +218,27 @@ def _check_paths(prologue: PrologueConfig) -> Iterator[Finding]:
 
 
 def software_not_here(site: Site) -> list[str]:
-    """Lines about what the prologue names and this machine lacks, if it is one of the cluster's.
+    """Return lines about what the prologue names and this machine lacks, if it is one of the cluster's.
 
     Not refused: a node may have what the login node has not.
     """
+    return [f"prologue    warning: {found.line}" for found in _missing_software(site)]
+
+
+def refuse_missing_software(site: Site) -> list[str]:
+    """Return such lines about what nodes may have; raises ConfigError for what lies in the directory that all share."""
+    if site.cluster is not None:
+        shared = site.cluster.shared_directory
+        lost = [found.line for found in _missing_software(site) if Path(found.value).is_relative_to(shared)]
+        if lost:
+            raise ConfigError("\n".join(lost))
+    return software_not_here(site)
+
+
+def _missing_software(site: Site) -> list[Finding]:
     if site.cluster is None or not site.cluster.shared_directory.is_dir():
         return []
-    return [f"prologue    {found.line}" for found in _check_paths(site.prologue) if found.verdict == "fail"]
+    return [found for found in _check_paths(site.prologue) if found.verdict == "fail"]
 
 
 def _named_paths(prologue: PrologueConfig) -> Iterator[tuple[str, Path, str]]:
@@ -235,6 +250,8 @@ def _named_paths(prologue: PrologueConfig) -> Iterator[tuple[str, Path, str]]:
             yield "conda_environment", Path(environment), "the environment"
     if prologue.image is not None:
         yield "image", prologue.image, "the image"
+    elif Path(prologue.python).is_absolute():
+        yield "python", Path(prologue.python), "the interpreter"
     if prologue.code is not None:
         yield "code", prologue.code / "launch" / "__init__.py", "the checkout"
 

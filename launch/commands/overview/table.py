@@ -5,13 +5,13 @@ Input: Standing.  Output: lines, dictionaries.  Pure except for the current dire
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch.commands.overview.standing import Standing, State
+from launch.common.paths import as_typed
 from launch.common.text_table import aligned, printable, span
 from launch.slurm.queue import JobRow
 
@@ -99,8 +99,8 @@ def _since(moment: float | None, now: float) -> str:
 
 def _path(root: Path) -> str:
     """A path as it is typed from here."""
-    here = Path.cwd()
-    return os.path.relpath(root, here) if root.is_relative_to(here) and root != here else str(root)
+    typed = as_typed(root)
+    return str(root if typed == Path() else typed)
 
 
 def _or_dash(value: object) -> str:

@@ -33,8 +33,9 @@ from rlhpc.training.checkpoint.timeline import Timeline
 
 log = logging.getLogger("rlhpc.checkpoint")
 COMPLETE = "COMPLETE"
-_STEP_NAME = re.compile(r"step_(\d+)")
-_LEFTOVER_NAME = re.compile(r"\.step_(\d+)\.(?:tmp|removed)")
+# As RunLayout.checkpoint writes it: a `step_20` that somebody has made beside step_000020 is theirs.
+_STEP_NAME = re.compile(r"step_(\d{6}|[1-9]\d{6,})")
+_LEFTOVER_NAME = re.compile(r"\.step_(\d{6}|[1-9]\d{6,})\.(?:tmp|removed)")
 _ASIDE_NAME = re.compile(r"step_\d+\.(?:damaged|undone)(?:-\d+)?")
 
 

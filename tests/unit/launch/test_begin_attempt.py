@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,20 @@ def test_what_an_earlier_attempt_has_left_behind_is_gone(layout: RunLayout) -> N
     assert not any(layout.weights.iterdir())
     assert not layout.status.exists()
     assert layout.rendezvous.stat().st_mode & 0o777 == 0o700
+
+
+def test_files_that_are_written_once_are_as_new_as_the_attempt(layout: RunLayout) -> None:
+    """Scratch file systems delete what has not changed for some weeks."""
+    layout.scripts.mkdir()
+    layout.jobs.mkdir()
+    once = [layout.config, layout.inputs, layout.job_plan, layout.scripts / "hetjob.sbatch", layout.job_record(7)]
+    for path in once:
+        path.touch()
+        os.utime(path, (1e9, 1e9))
+    os.utime(layout.config, (1e9, 1e9))
+    began = time.time() - 1
+    begin_attempt(layout, job_id=7, restart=0)
+    assert [path.name for path in once if path.stat().st_mtime < began] == []
 
 
 def test_keys_are_new_and_cover_planned_and_added_processes(config: Config, layout: RunLayout) -> None:

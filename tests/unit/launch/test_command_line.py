@@ -789,3 +789,22 @@ def test_a_terminal_obeys_nothing_of_what_an_error_quotes(capsys: pytest.Capture
     said = capsys.readouterr().err
     assert "nowhere\\x1b[2J\\x9b2J" in said
     assert not {"\x1b", "\x9b"} & {*said}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--slurm", "--time", "abc"], "--time 'abc': not a time limit; legal: "),
+        (["--slurm", "--time", "4:00"], "--time '4:00': Slurm reads this as minutes and seconds"),
+        (["run.nme=x"], "run.nme='x': unknown key"),
+        (["trainer.transformer_engine=true", "trainer.backend=megatron"], "transformer_engine"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_a_demo_refuses_what_it_is_told_before_it_makes_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *words]) == EXIT_CONFIG
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

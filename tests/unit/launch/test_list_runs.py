@@ -386,6 +386,19 @@ def test_a_directory_that_vanishes_is_a_note(runs: Runs) -> None:
     assert find_runs([gone]).remarks == [f"not read: {gone}: No such file or directory"]
 
 
+def test_runs_are_listed_from_a_directory_that_has_been_deleted(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.submitted("first", 12)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["list", str(runs.root)]) == 0
+    assert str(runs.root / "first") in capsys.readouterr().out
+    assert main(["list"]) == EXIT_CONFIG
+    assert "the current directory has been deleted" in capsys.readouterr().err
+
+
 def test_two_thousand_runs_take_seconds(runs: Runs) -> None:
     layout = runs.submitted("first", 12)
     runs.status(layout, "training", 5, ago_s=300)

@@ -231,6 +231,21 @@ def test_whatever_is_damaged_is_named_and_the_status_is_1(
     assert state_of(layout) == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_a_sound_run_of_another_user_is_sound(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    (layout.secrets / "public").mkdir(parents=True, mode=0o700)
+    for path in (layout.root, *layout.root.rglob("*")):
+        os.chown(path, 12345, -1)
+    assert main(["check", str(layout.root)]) == 0
+    assert "belongs to user 12345" in capsys.readouterr().out
+
+
+def test_what_somebody_has_named_like_a_checkpoint_is_none(layout: RunLayout) -> None:
+    (layout.checkpoints / "step_10").mkdir()
+    names = [row.name for row in check_run(layout, lambda text: None) if row.part == "checkpoints"]
+    assert names == ["step_000010", "step_000008"]
+
+
 def test_it_says_which_checkpoint_is_taken_and_why_others_are_not(layout: RunLayout) -> None:
     save(layout, 12)
     flip_one_bit(layout.checkpoint(12) / "controller.json")

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.site.login_checks import software_not_here
+from launch.checks.site.login_checks import refuse_missing_software, software_not_here
 from launch.cli import main
 from launch.plan.site_file import Site
+from rlhpc.errors import ConfigError
 from tests.ring.run_kit import Lab, make_lab, quick_settings, to_toml
-from tests.unit.launch.site_kit import site_of
+from tests.unit.launch.site_kit import ROOT, site_of
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +34,26 @@ def site_with(shared: Path, **prologue: str) -> Site:
 def test_a_path_of_the_prologue_that_is_not_here_is_told(tmp_path: Path, key: str, named: str, file: str) -> None:
     site = site_with(tmp_path, **{key: str(tmp_path / named)})
     (line,) = software_not_here(site)
-    assert line.startswith(f"prologue    prologue.{key}={str(tmp_path / file)!r}: ")
+    assert line.startswith(f"prologue    warning: prologue.{key}={str(tmp_path / file)!r}: ")
     assert " is not here; legal: a path that nodes see too" in line
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).touch()
     assert software_not_here(site) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "named"), [("venv", "env"), ("conda", "conda"), ("image", "image.sif"), ("python", "env/bin/python")]
+)
+def test_what_the_prologue_names_in_the_shared_directory_and_is_not_there_is_refused(
+    tmp_path: Path, key: str, named: str
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    code = {"code": str(ROOT)} if key == "image" else {}
+    with pytest.raises(ConfigError, match=rf"^prologue\.{key}=.*{named}.*is not here; legal: a path that nodes"):
+        refuse_missing_software(site_with(shared, **code, **{key: str(shared / named)}))
+    (line,) = refuse_missing_software(site_with(shared, **code, **{key: f"/opt/{named}"}))  # nodes may have it
+    assert line.startswith(f"prologue    warning: prologue.{key}=")
 
 
 def test_an_environment_of_conda_that_is_a_path_is_looked_at_too(tmp_path: Path) -> None:
@@ -66,4 +82,4 @@ def test_commands_that_only_look_tell_it(
     )
     site = ["--site", str(site_file)] if command == ["check"] else [str(site_file)]
     assert main([*command, str(run_file), *site]) == 0
-    assert "prologue    prologue.conda=" in capsys.readouterr().out
+    assert "prologue    warning: prologue.conda=" in capsys.readouterr().out

@@ -327,6 +327,9 @@ def test_gpus_of_another_type_or_more_than_a_node_has_are_told() -> None:
         "fail trainer.gpus_per_node='16': no node of partition 'gpu' has that many GPUs; legal: up to 8 a node (h100:8)"
     )
     assert "legal: up to 0 a node (none)" in only(said(trainer={"partition": "cpu"}))
+    assert only(said(trainer={"gpus_per_node": 9})) == (  # two would be asked for, and had
+        "fail trainer.gpus_per_node='9': no node of partition 'gpu' has that many GPUs; legal: up to 8 a node (h100:8)"
+    )
 
 
 def test_cores_and_memory_above_a_nodes_are_told() -> None:
@@ -443,7 +446,12 @@ def test_what_slurm_prints_is_read() -> None:
     assert (node.cpus, node.memory_mib, dict(node.gpus), node.partitions) == (96, 992_000, {"h100": 8}, {"gpu", "lab"})
     assert FACTS.nodes[0].cpus == 30
     assert node.is_up
-    assert not replace(node, state="IDLE+DRAIN").is_up
+    for state in ("IDLE+POWERED_DOWN", "IDLE+CLOUD+POWERED_DOWN", "IDLE+POWERING_DOWN", "MIXED+POWERING_UP", "IDLE~",
+                  "ALLOCATED+COMPLETING", "IDLE+PLANNED", "IDLE+MAINTENANCE", "MIXED+REBOOT_REQUESTED"):  # fmt: skip
+        assert replace(node, state=state).is_up, state
+    for state in ("IDLE+DRAIN", "DOWN*", "DOWN+CLOUD+POWERED_DOWN", "MIXED+DRAIN+POWERING_DOWN", "IDLE+NOT_RESPONDING",
+                  "IDLE*", "FUTURE", "UNKNOWN+INVALID_REG", "IDLE+FAIL", "DRAINED"):  # fmt: skip
+        assert not replace(node, state=state).is_up, state
     assert [duration_s(text) for text in ("30:00", "01:00:00", "2-12:00:00", "UNLIMITED")] == [1800, 3600, 216000, None]
     assert FACTS.qos[1].limits.numbers == {("wall", "job"): 43200, ("submitted", "user"): 4}
 

@@ -134,6 +134,7 @@ def test_nothing_to_show_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.starts
 def test_tensorboard_itself_serves_these_runs_until_it_is_ended(tmp_path: Path) -> None:
     made(tmp_path / "a", "first")
+    (tmp_path / ".tensorboard-info").touch()  # another user's, say, where it cannot write
     command = [sys.executable, "-m", "launch.cli", "tensorboard", str(tmp_path), "--axis", "tokens", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     served = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)

@@ -130,6 +130,18 @@ def test_pruning_keeps_the_newest_complete_ones(layout):
     assert prune(layout.checkpoints, 2) == []
 
 
+def test_pruning_leaves_a_directory_of_the_users_own(layout):
+    """A copy, or a link, whose name only looks like a checkpoint's."""
+    copy = layout.checkpoints / "step_1"
+    copy.mkdir(parents=True)
+    for step in (1, 2, 3, 4):
+        save(layout, step)
+    assert prune(layout.checkpoints, 2) == [layout.checkpoint(1), layout.checkpoint(2)]
+    assert copy.exists()
+    save(layout, 1234567)
+    assert [state.step for state in describe(layout.checkpoints)] == [3, 4, 1234567]
+
+
 def test_pruning_counts_complete_ones_only_and_removes_what_unfinished_ones_left(layout):
     for step in (1, 2, 3, 4):
         save(layout, step)
