@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.checks.site.login_checks import refuse_missing_software
 from launch.checks.site.slurm_check import refuse_unfit
 from launch.commands.submit import Tell, describe_record, submit_jobs, write_plan
 from launch.common.paths import quoted
@@ -117,6 +118,8 @@ def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_ru
     if dry_run:
         tell(describe_with_scripts(plan))
         return
+    for line in refuse_missing_software(site):
+        tell(line)
     refuse_unfit(plan)
     from rlhpc.transport.keys import mint_run_keys
 

@@ -296,3 +296,7 @@ def test_an_addition_that_sbatch_refuses_leaves_no_plan(desk: Desk, capsys: pyte
     assert main(["scale", str(layout.root), "--generators", "+1", "--partition", "gne"]) == EXIT_CONFIG
     assert "gne" in capsys.readouterr().err
     assert not list(layout.scripts.glob("generation-*"))
+    gone = desk.site(prologue={"venv": str(desk.lab.root / "gone")})
+    assert main(["scale", str(layout.root), "--generators", "+1", str(gone)]) == EXIT_CONFIG
+    assert "gone/bin/activate': the environment is not here" in capsys.readouterr().err
+    assert not list(layout.scripts.glob("generation-*"))

@@ -10,6 +10,7 @@ import argparse
 import json
 from functools import partial
 
+from launch.checks.site.login_checks import refuse_missing_software
 from launch.checks.site.slurm_check import refuse_unfit
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
@@ -70,7 +71,7 @@ def _submit_following(options: argparse.Namespace, site: Site) -> int:
     if options.dry_run:
         print(job.script, end="")
         return 0
-    refuse_unfit(job.jobs)
+    _refuse_unfit(job, site)
     submit_following(config, layout, site, None, _tell)
     return 0
 
@@ -84,11 +85,17 @@ def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> 
     if options.dry_run:
         print(job.script, end="")
         return
-    refuse_unfit(job.jobs)
+    _refuse_unfit(job, site)
     with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=options.fresh, tell=_tell):
         submitted = job.submit()
         _tell(f"submitted job {submitted}; it says how far it is in {job.directory / f'job-{submitted}.log'}")
         _tell(f"figures come into {job.directory / SUMMARY}; the same command without --site prints them")
+
+
+def _refuse_unfit(job: EvaluationJob, site: Site) -> None:
+    for line in refuse_missing_software(site):
+        _tell(line)
+    refuse_unfit(job.jobs)
 
 
 def _tell(line: str) -> None:
