@@ -210,8 +210,13 @@ def leave_deleted_directory(other: Path) -> None:
     """Work in `other` if this process's working directory is gone: libraries cannot be loaded there, and srun fails."""
     try:
         os.getcwd()  # noqa: PTH109 - no path is needed
-    except OSError:
-        os.chdir(other)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            return  # for a moment
+        try:
+            os.chdir(other)
+        except OSError:
+            os.chdir("/")  # any that is there is better
 
 
 def sync_directory(directory: Path) -> None:

@@ -28,6 +28,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.generation.factory import engine_seed, start_engine
+from rlhpc.host_address import refuse_foreign_network
 from rlhpc.messages import TurnReply
 from rlhpc.own_user import name_nameless_user
 from rlhpc.privacy import leave_no_core_file
@@ -71,6 +72,8 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
     log.info("%d samples to draw", len(mine))
     if not mine:
         return
+    if config.generation.engine == "vllm":
+        refuse_foreign_network(has_cuda=False, has_vllm=True)
     async with AsyncExitStack() as stack:
         file = stack.enter_context(SamplesFile(directory, index))
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))

@@ -124,17 +124,7 @@ def check_limits_together(
     """
     if "limits" not in facts.enforced:
         return
-    sums: dict[tuple[str, str, str, str], _Sum] = defaultdict(_Sum)
-    for job in plan.jobs:
-        for part in job.components:
-            sources = sources_of(part, partitions.get(part.name), facts)
-            for scope in ("user", "account", "group"):
-                asked = {("most", name): amount for name, amount in _wanted(part).items()} | {("running", ""): 1}
-                for (what, resource), amount in asked.items():
-                    limit = _limit_of(sources, what, scope, resource)
-                    if limit is not None:
-                        together = sums[limit.source.key, limit.source.value, scope, resource]
-                        together.add(part, limit, amount, job.array_size or 1)
+    sums = _sums(plan, partitions, facts)
     for (key, value, scope, resource), together in sums.items():
         limit, names = together.limit, " + ".join(dict.fromkeys(part.name for part in together.parts))
         if limit is None or (together.needed <= limit.most and together.wanted <= limit.most) or together.is_told:
@@ -146,6 +136,27 @@ def check_limits_together(
         else:
             text = f"{names} request {_amount(resource, together.wanted)}, and {allows}: some generators will wait"
             yield Finding(f"{together.parts[0].name}.{key}", value, "warn", text, "fewer replicas")
+
+
+def _sums(
+    plan: JobPlan, partitions: Mapping[str, PartitionFacts | None], facts: ClusterFacts
+) -> dict[tuple[str, str, str, str], _Sum]:
+    """Add up what components ask for under the same limit: by key and value of its source, of whom, of what."""
+    sums: dict[tuple[str, str, str, str], _Sum] = defaultdict(_Sum)
+    shares_nodes = len(plan.jobs) > 1  # a node counts once, and jobs of their own may share it
+    for job in plan.jobs:
+        for part in job.components:
+            sources, asked = sources_of(part, partitions.get(part.name), facts), _wanted(part) | {"": 1}
+            for resource, amount in asked.items():
+                what = "most" if resource else "running"
+                for scope in (
+                    ("user", "account", "group") if amount and not (resource == "node" and shares_nodes) else ()
+                ):
+                    limit = _limit_of(sources, what, scope, resource)
+                    if limit is not None:
+                        together = sums[limit.source.key, limit.source.value, scope, resource]
+                        together.add(part, limit, amount, job.array_size or 1)
+    return sums
 
 
 def most_submitted(plan: JobPlan, partitions: Mapping[str, PartitionFacts | None], facts: ClusterFacts) -> list[int]:

@@ -212,12 +212,12 @@ def test_what_a_run_needs_at_the_same_time_is_held_against_limits_too() -> None:
     """A component of a heterogeneous job, or a job of its own, keeps to the limit, and all together do not."""
     three = with_limits(qos=qos_row("normal", maxtresperuser="gres/gpu=3"))
     assert only(said(three, "generation.num_replicas=2")) == (
-        "fail controller.qos='normal': controller + trainer + generation need 4 GPUs at the same time, and QOS "
+        "fail trainer.qos='normal': trainer + generation need 4 GPUs at the same time, and QOS "
         "'normal', its default, allows 3 GPUs per user; legal: a smaller size, or another `qos` or `account`"
     )
     jobs = {"cluster": {"placement": "jobs"}}
     assert only(said(three, "generation.num_replicas=2", **jobs)) == (
-        "warn controller.qos='normal': controller + trainer + generation request 4 GPUs, and QOS 'normal', its "
+        "warn trainer.qos='normal': trainer + generation request 4 GPUs, and QOS 'normal', its "
         "default, allows 3 GPUs per user: some generators will wait; fewer replicas"
     )
     two_jobs = with_limits(qos=qos_row("normal", maxjobsperuser="2"))
