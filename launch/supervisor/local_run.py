@@ -13,6 +13,8 @@ standard library.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import signal
 import tempfile
@@ -125,6 +127,9 @@ def supervise_locally(
     plan = patiently(lambda: read_plan(layout.local_plan, "local"), layout.local_plan)
     job = ThisJob.without_slurm()
     temporary = private_temporary_directory()
+    lock = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH)  # systemd-tmpfiles leaves a directory that is locked
     tether = Tether(descriptors, {"TMPDIR": str(temporary)})
     log = TerminalLog(tell, attempt.index, layout.job_events("local"))
     supervisor = ControllerJobSupervisor(
@@ -141,6 +146,7 @@ def supervise_locally(
         with signals.listening():
             outcome = supervisor.run()
     finally:
+        os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
     if outcome.cause not in (Cause.COMPLETE, Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
         log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")

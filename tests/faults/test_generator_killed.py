@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -67,28 +66,6 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(
     assert_the_report_tells_of_it(layout, victim)
     (other,) = {"generator-0", "generator-1"} - {victim["name"]}
     assert pids[other] == next(r["pid"] for r in _generators(status, 2) if r["name"] == other)  # undisturbed
-
-
-@pytest.mark.ring
-def test_roles_start_again_after_a_cleaner_has_deleted_the_directory_for_temporary_files(lab: Lab) -> None:
-    run_file = lab.run_file(
-        "cleaned",
-        run={"num_steps": 100_000},
-        data={"task": "tests.ring.ring_rewards:slow_parity"},
-        transport={"dead_after_s": 5.0},
-    )
-    with Run(run_file, lab.layout("cleaned")) as run:
-        run.wait_for_step(1)
-        for role in ("generator", "trainer"):
-            victim = run.role(role)
-            shutil.rmtree(Path(victim.environ()["TMPDIR"]).parent)
-            victim.kill()
-            status = run.wait_until(
-                lambda s, pid=victim.pid, role=role: any(
-                    each["name"] == f"{role}-0" and each["pid"] not in (0, pid) for each in s["roles"]
-                )
-            )
-            run.wait_for_step(status["step"] + 2)
 
 
 def assert_the_report_tells_of_it(layout: RunLayout, victim: dict) -> None:

@@ -94,6 +94,20 @@ def test_a_task_exits_as_its_role_does_and_writes_down_how(
 
 
 @pytest.mark.starts
+def test_a_role_starts_after_a_cleaner_has_deleted_the_directory_for_temporary_files(tmp_path: Path) -> None:
+    """That of a run on one machine, which the supervisor made at the start."""
+    layout, role, gone = RunLayout(tmp_path / "run"), tmp_path / "role", tmp_path / "gone"
+    role.write_text('#!/bin/sh\necho "in $TMPDIR" && touch "$TMPDIR/made"\n')
+    role.chmod(0o700)
+    plan = plan_with(role, layout, placement="local")
+    command = [*task_command(plan), "--index", "0"]
+    done = subprocess.run(command, env={**os.environ, "TMPDIR": str(gone)}, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"in {gone}/" in layout.log("trainer", 0, 3).read_text()
+    assert gone.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.starts
 def test_a_role_that_prints_in_a_loop_fills_no_disk_and_its_last_error_is_known(tmp_path: Path) -> None:
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
     loop = "import sys, time\nfor k in range(300_000):\n    print('reward', k)\n    k % 1000 or time.sleep(0.01)\n"
