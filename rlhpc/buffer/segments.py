@@ -123,8 +123,9 @@ class SegmentWriter:
         path = self._directory / RunLayout(Path()).segment(self._next_index).name
         try:
             write_sealed(path, image, staging=self._staging())
-        except SegmentError as error:
-            raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error.__cause__
+        except (SegmentError, OSError) as error:  # the latter of owner.json
+            cause = error.__cause__ if isinstance(error, SegmentError) else error
+            raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from cause
         self._refused = None
         self._count_sealed(groups)
         return path

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from rollout_samples import ManualClock, assert_same_group, make_group, make_scored
 
-from rlhpc.buffer import segments
+from rlhpc.buffer import segment_files, segments
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.segment_columns import SCHEMA
 from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
@@ -23,6 +24,8 @@ from rlhpc.buffer.segment_reader import (
 )
 from rlhpc.buffer.segments import SegmentWriter, to_hdf5
 from rlhpc.errors import SegmentError
+from rlhpc.ownership import take_over
+from rlhpc.run_layout import RunLayout
 from rlhpc.types import FinishReason, RolloutGroup, Verdict
 
 
@@ -188,6 +191,36 @@ def test_a_sealed_segment_is_never_replaced(tmp_path):
     with pytest.raises(SegmentError, match="never replaced"):
         other.seal()
     assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0]
+
+
+def test_a_segment_that_got_its_name_before_the_disk_refused_is_not_in_the_way(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer = make_writer(tmp_path)
+    writer.add(ResolvedGroup(make_group(0)))
+    with monkeypatch.context() as refused:
+        refused.setattr(segment_files, "sync_directory", refuse)
+        refused.setattr(Path, "unlink", refuse)
+        with pytest.raises(SegmentError, match="Input/output error"):
+            writer.seal()
+    writer.add(ResolvedGroup(make_group(1)))  # which the bytes of the try before lack
+    assert len(writer.seal_all()) == 2
+    assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0, 1]
+
+
+def test_groups_stay_pending_while_nobody_can_say_whose_the_run_is(tmp_path):
+    layout = RunLayout(tmp_path / "run")
+    writer = make_writer(layout.rollouts, fence=take_over(layout, 0))
+    writer.add(ResolvedGroup(make_group(0)))
+    content = layout.owner.read_bytes()
+    layout.owner.unlink()
+    layout.owner.mkdir()
+    with pytest.raises(SegmentError, match=r"owner\.json.*1 resolved groups stay in memory"):
+        writer.seal()
+    layout.owner.rmdir()
+    layout.owner.write_bytes(content)
+    assert writer.seal() is not None
 
 
 def test_every_flipped_bit_is_noticed(tmp_path):
