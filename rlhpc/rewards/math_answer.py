@@ -72,7 +72,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
 
 
 def check_reference(reference: str) -> None:
-    """Raises ValueError if a text of it cannot be read, has no value, or does not answer itself."""
+    """Raises ValueError if a text of it cannot be read or has no value."""
     read_references(reference)
 
 
@@ -90,7 +90,7 @@ def _alternatives(reference: str) -> list[str]:
     if reference.lstrip().startswith("["):
         try:
             texts = json.loads(reference)
-        except ValueError:
+        except (ValueError, RecursionError):
             return [reference]
         if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
             return [str(text) for text in texts]
@@ -137,6 +137,6 @@ def _is_answered(wanted: Reference, answer_text: str) -> bool:
     if settings.fractions == "lowest" and not is_in_lowest_terms(term):
         return False
     try:
-        return are_equal(wanted.term(), term, Rules(settings.units, settings.fractions))
+        return are_equal(wanted.term(), term, Rules(settings.units))
     except TooLarge:
         return False

@@ -33,7 +33,6 @@ _NUM_POINTS = 12
 _FEWEST_POINTS = 3
 _SETS = frozenset({"set", "bracketed", "union", "intersection", "difference", "both"})
 _COLLECTIONS = ("set", "list", "either")
-_REAL_SETS = ("bracketed", "union", "intersection", "difference", "set", "relation", "both", "either", "list", "symbol")
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 
 
@@ -42,11 +41,10 @@ class Rules:
     """What is a matter of choice.
 
     units: "optional": one of both may lack its unit, two units must agree; "required": an answer has the reference's;
-    "ignored".  fractions: whether a fraction must be in lowest terms.
+    "ignored".
     """
 
     units: Literal["optional", "required", "ignored"] = "optional"
-    fractions: Literal["any", "lowest"] = "any"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from rlhpc.rewards.math_tokens import LONGEST_TEXT, Token, Unreadable, normalised, tokens_of
+from rlhpc.rewards.math_tokens import Token, Unreadable, normalised, tokens_of
 from rlhpc.rewards.math_units import TIMES, UnitReader
 from rlhpc.rewards.math_words import COUNT, CURRENCY_SIGNS, DEGREES_WORDS, Unit, unit_of
+from rlhpc.rewards.plain_numbers import LONGEST_TEXT
 
 _DEEPEST = 40  # brackets, fractions and roots in one another
 _DEEPEST_TERM = 80  # also 1/2/3/4 and x!!!!
@@ -51,7 +52,6 @@ class Term:
     unit: Unit = COUNT
 
 
-INFINITY = Term("constant", name="infinity")
 _RELATIONS = {
     "=": "=", "==": "=", r"\equiv": "=", r"\approx": "=", r"\simeq": "=", r"\cong": "=", "<": "<", ">": ">", "<=": "≤",
     ">=": "≥", r"\le": "≤", r"\leq": "≤", r"\leqslant": "≤", r"\ge": "≥", r"\geq": "≥", r"\geqslant": "≥", r"\lt": "<",
@@ -102,7 +102,7 @@ _ENDING = re.compile(r"(?:(?<!\.)\.|[,;\s])+$")  # the end of a sentence, but no
 _A_WORD = re.compile(r"[^\W\d_]+")
 
 
-@lru_cache(4096)
+@lru_cache(512)
 def read(text: str) -> Term:
     """Return what a text says.  Raises Unreadable if it is no mathematics, no word and no phrase."""
     if len(text) > LONGEST_TEXT:
@@ -686,7 +686,7 @@ class _Parser(UnitReader):
         start, tokens = self._place, list(self._tokens)
         if self._next.text.lower() in DEGREES_WORDS:
             self._take()
-            if unit_of(self._next.text) is None or self._next.text in ("of",):
+            if unit_of(self._next.text) is None:
                 return Term("degree", (value,))
         letter = self._next
         unit = self._unit()

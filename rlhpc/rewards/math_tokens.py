@@ -14,7 +14,6 @@ from fractions import Fraction
 
 from rlhpc.rewards.math_words import NUMBERS, OPERATIONS, PARTS, SCALES
 
-LONGEST_TEXT = 1_000  # characters
 MOST_DIGITS = 5_000  # that the exponent of 1e400 may ask for
 
 

@@ -32,6 +32,7 @@ _LATEX_SPELLINGS = (
     (re.compile(r"\\[,;:! ]|~"), " "),
     (re.compile("[−–]"), "-"),
 )
+LONGEST_TEXT = 1_000  # characters
 _TO_RESPELL = re.compile(r"[\\{~−–]")
 
 
@@ -65,6 +66,8 @@ class PlainNumber:
 
 def parse_plain_number(text: str) -> PlainNumber | None:
     """Return the number, or None where the text is not exactly one plain number."""
+    if len(text) > LONGEST_TEXT:
+        return None
     if _TO_RESPELL.search(text):
         for spelling, plain in _LATEX_SPELLINGS:
             text = spelling.sub(plain, text)

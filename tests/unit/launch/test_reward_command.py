@@ -111,7 +111,7 @@ def test_a_composite_is_judged_whose_parts_are_given_on_the_command_line(tmp_pat
         (["regex", "--completion", "text"], "answers.jsonl:1: no field 'text', which --completion names"),
         (
             ["regex", "trainer.token_budget=8"],
-            "legal: rewards.…, sandbox.…, instructions.…, composite.…, judge.…, the others in --run RUN.toml",
+            "legal: rewards.…, sandbox.…, instructions.…, math.…, text.…, composite.…, judge.…, the others in --run",
         ),
         (["regex", "rewards.timeout_s=0"], "rewards.timeout_s=0: legal: above 0"),
         (["regex", "other.jsonl"], "at most one file"),

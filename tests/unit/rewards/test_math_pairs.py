@@ -56,7 +56,8 @@ def test_marks_and_lists_of_references(completion, reference):
 @pytest.mark.parametrize(
     "reference",
     [r"\frac{1}{0}", r"\tan 90^\circ", r"\ln 0", "0^0", r"\infty - \infty", "1/(2-2)", "[]", '["2", "18 19"]', "3 +",
-     r"4\ldots", "1e99999", "x" * 1001, r"\{1, \frac{1}{0}\}", json.dumps(["", "2"]), "(" * 200],
+     r"4\ldots", "1e99999", "x" * 1001, r"\{1, \frac{1}{0}\}", json.dumps(["", "2"]),
+     "(" * 200, "9" * 5000, "[" * 100_000],
 )  # fmt: skip
 def test_a_reference_that_cannot_be_judged_is_refused(reference):
     with pytest.raises(ValueError, match="legal: a number"):
