@@ -97,7 +97,9 @@ class RealTime:
             await controller.close()
             for task in around:
                 task.cancel()
-            await asyncio.gather(*around, return_exceptions=True)
+            disturbed, *_ = await asyncio.gather(*around, return_exceptions=True)
+        if isinstance(disturbed, Exception):
+            raise disturbed
 
     def _begin(self) -> RoleContext:
         index = num_attempts(self.layout)

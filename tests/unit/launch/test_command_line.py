@@ -504,12 +504,16 @@ def test_stop_waits_for_what_a_killed_launcher_has_left(
     config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare_run_dir(config, layout, resume=False, fresh=False)
-    program = f"import time; lock = open({str(layout.lock)!r}, 'w'); print(flush=True); time.sleep(1.5)"
+    last_act = layout.root / "last_act"
+    program = (
+        f"import time; lock = open({str(layout.lock)!r}, 'w'); print(flush=True); "
+        f"time.sleep(1.5); open({str(last_act)!r}, 'w').close()"
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as left:
         assert left.stdout is not None
         left.stdout.readline()
         assert main(["stop", str(layout.root)]) == 0
-        assert left.poll() is not None
+        assert last_act.exists()  # and it releases its lock a moment before it has ended
     out = capsys.readouterr().out
     assert f"waiting for processes of a dead launcher to end: pid {left.pid}" in out
     assert "this run is not running" in out
