@@ -284,22 +284,28 @@ def controller_stops(trial: Trial) -> int:
 class Instant:
     """When a controller is stopped, and how."""
 
-    at_s: float  # after its start
+    at_s: float  # after its start, or after the farewell of one that ends by itself has begun
+    is_late: bool  # the latter
     patience_s: float  # for the step that is being trained; 0: a write is cut short where it is
     again_s: float  # between the first request and one without patience
     phase: str = "it ended before"  # of the run at that instant
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Instant:
-        at_s = chance.uniform(0.0, chance.choice((0.2, 1.0, 4.0)))
-        return cls(at_s, chance.choice((0.0, 0.0, 0.3, math.inf)), chance.uniform(0.0, 0.5))
+        is_late = chance.random() < 0.15
+        at_s = chance.uniform(0.0, 0.1 if is_late else chance.choice((0.2, 1.0, 4.0)))
+        return cls(at_s, is_late, chance.choice((0.0, 0.0, 0.3, math.inf)), chance.uniform(0.0, 0.5))
 
     def __str__(self) -> str:
-        return f"after {self.at_s:.3f} s, patience {self.patience_s:.1f} s, again after {self.again_s:.3f} s"
+        since = "its farewell" if self.is_late else "its start"
+        return f"{self.at_s:.3f} s after {since}, patience {self.patience_s:.1f} s, again after {self.again_s:.3f} s"
 
     async def stop(self, attempted: Attempted) -> None:
+        figures = attempted.controller._board.figures
+        while self.is_late and not figures.is_ending:  # noqa: ASYNC110  nothing tells
+            await asyncio.sleep(0.002)
         await asyncio.sleep(self.at_s)
-        self.phase = "closing" if attempted.is_closing else attempted.controller._board.figures.phase
+        self.phase = "closing" if attempted.is_closing else "farewell" if figures.is_ending else figures.phase
         attempted.stop._request(self.patience_s)
         await asyncio.sleep(self.again_s)
         attempted.stop._request(0.0)
