@@ -373,7 +373,7 @@ class Controller:
         ]
         _, late = await asyncio.wait(last, timeout=CLOSING_S)
         unfinished = await self._disk.close(0.0 if late else CLOSING_S)
-        if unfinished:
+        if late or unfinished:
             for each in late:
                 each.cancel()
             names = ", ".join(unfinished)
