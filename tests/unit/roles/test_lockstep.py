@@ -136,7 +136,7 @@ async def test_a_step_is_repeated_only_if_the_weights_after_it_may_go_out(
             RecordedStep(step, (2 * step, 2 * step + 1), Trained(step, step, True, {"loss": 0.5 - step}))
             for step in (0, 1)
         )
-        await ring.loop.replay(Replay(steps), asyncio.Event(), lambda groups: None, ring.records.append)
+        await ring.loop.replay(Replay(steps), asyncio.Event(), lambda groups: None, ring.record)
         assert ring.loop.step == len(ring.records) == num_repeated
         await ring.add_generator()
         ring.is_generating = True
