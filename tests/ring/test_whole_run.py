@@ -136,11 +136,11 @@ def test_stragglers_that_were_cut_are_on_record_as_dropped(whole_run: RunLayout,
     assert counted == sorted(counted)
 
 
-def test_every_group_that_was_trained_has_reward_variance(whole_run: RunLayout) -> None:
+def test_a_critic_s_run_trains_groups_without_reward_variance_too(whole_run: RunLayout) -> None:
     rewards: dict[int, set[float]] = defaultdict(set)
     for rollout in consumed(whole_run.rollouts):
         rewards[rollout.group_id].add(rollout.reward)
-    assert all(len(values) == 2 for values in rewards.values())
+    assert {len(values) for values in rewards.values()} == {1, 2}
 
 
 def test_tensorboard_holds_documented_scalars_at_every_step(events: EventAccumulator) -> None:
