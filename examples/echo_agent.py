@@ -39,7 +39,7 @@ def make(directory: Path) -> None:
     """Write train.jsonl and model/, an ordinary HF checkpoint whose chat template begins with a special token."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -50,8 +50,8 @@ def make(directory: Path) -> None:
     )
     made.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
+    model = LlamaForCausalLM(
+        LlamaConfig(
             vocab_size=len(vocabulary), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
             initializer_range=0.06, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32",

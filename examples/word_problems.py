@@ -18,7 +18,7 @@ import pyarrow.parquet
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Farid")
@@ -93,12 +93,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(
     directory: Path, *, clean_steps: int = CLEAN_STEPS, careless_steps: int = CARELESS_STEPS, seed: int = 0
 ) -> None:
-    """Teach a tiny Qwen2 the task, then some carelessness, and write it as an HF checkpoint."""
+    """Teach a tiny Llama the task, then some carelessness, and write it as an HF checkpoint."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # the order of additions, and so the weights, would depend on the number
     tokenizer, rng = make_tokenizer(), random.Random(seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
+    model = LlamaForCausalLM(
+        LlamaConfig(
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
             initializer_range=0.06, eos_token_id=EOS_ID, pad_token_id=PAD_ID, bos_token_id=None, dtype="float32",
@@ -125,7 +125,7 @@ def make_model(
 
 
 def _loss(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random, rates: dict[str, float]
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random, rates: dict[str, float]
 ) -> torch.Tensor:
     """Mean cross-entropy of a fresh batch, over the tokens of the answers."""
     rows, labels = [], []

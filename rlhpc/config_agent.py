@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from rlhpc.config_data import AGENT, DataConfig
-from rlhpc.config_sections import Positive, PositiveFloat, Section
+from rlhpc.config_sections import Duration, Positive, Section
 from rlhpc.user_code import is_import_path
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class AgentConfig(Section):
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Instead: a program and its arguments, started for every rollout.  The record is its standard input, as JSON; the
     last line that it prints is the reward."""
-    turn_timeout_s: PositiveFloat = 120.0
+    turn_timeout_s: Duration = 120.0
     """An agent without a pending request for longer is killed: while it starts, between two turns, until it reports."""
     max_sessions: Positive = 256
     """Maximum concurrent agents of each generator; further ones wait."""

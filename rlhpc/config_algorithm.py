@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
+from rlhpc.config_sections import LearningRate, LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.user_code import is_import_path
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
@@ -120,7 +120,7 @@ class CriticConfig(Section):
 
     path: LoosePath | None = None
     """HF checkpoint that it is initialised from, with a new head; none: model.path."""
-    learning_rate: PositiveFloat = 1e-5
+    learning_rate: LearningRate = 1e-5
     """Learning rate of the critic; it shares the other optimiser settings of [trainer]."""
     follows_schedule: bool = False
     """Apply the warm-up and decay of trainer.learning_rate to it; False: constant."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
-from rlhpc.config_sections import NamedPath, Positive, PositiveFloat, Section
+from rlhpc.config_sections import Duration, NamedPath, Positive, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -50,7 +50,7 @@ class JudgeConfig(Section):
     """Sampling temperature of the judge."""
     max_tokens: Positive = 512
     """Maximum tokens of its reply."""
-    timeout_s: PositiveFloat = 8.0
+    timeout_s: Duration = 8.0
     """Limit for all attempts on one completion. Less than rewards.timeout_s, or task_timeout_s of the task."""
     attempts: Positive = 4
     """Requests for one completion before its verifier has failed: endpoint down, 429, 5xx, or no grade in the reply."""

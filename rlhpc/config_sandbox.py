@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlhpc.config_sections import NamedPaths, NamedProgram, Positive, PositiveFloat, Section
+from rlhpc.config_sections import Duration, NamedPaths, NamedProgram, Positive, Section
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -32,13 +32,13 @@ class SandboxConfig(Section):
     cpp_compiler: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """C++ compiler and its options, ["g++-12", "-O2", "-std=c++20"]; default: g++, else clang++, with -O2
     -std=c++17."""
-    compile_s: PositiveFloat = 15.0
+    compile_s: Duration = 15.0
     """CPU time of the compiler; its wall time, up to twice that, comes on top of wall_s; more is a wrong answer."""
     compile_memory_bytes: Positive = 2 << 30
     """Address space of the compiler."""
-    cpu_s: PositiveFloat = 4.0
+    cpu_s: Duration = 4.0
     """CPU time of one test; more is a wrong answer."""
-    wall_s: PositiveFloat = 8.0
+    wall_s: Duration = 8.0
     """Wall time of all tests of a completion together; more is a wrong answer. Less than rewards.timeout_s."""
     memory_bytes: Positive = 1 << 30
     """Address space of a program."""

@@ -16,6 +16,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Duration = Annotated[float, Field(ge=0.01)]  # seconds; in less, nothing that is waited for can happen
+LearningRate = Annotated[float, Field(gt=0, le=1)]
 
 
 def _written_out(value: object) -> object:
@@ -155,7 +157,7 @@ class AdmissionConfig(Section):
     """Parts in which a step may be trained: while the trainer would wait for its batch, it computes the gradients of
     finished groups, 1/step_parts of groups_per_step or more at once. "auto": 4, each of which fills a row of every
     data-parallel rank; 1 with pipeline stages, and where the loss or the advantages are over the whole batch."""
-    lease_deadline_s: PositiveFloat = 600.0
+    lease_deadline_s: Duration = 600.0
     """A generator that delivers nothing and makes no progress for this long loses the lease, which is granted to
     another."""
     max_attempts: Positive = 5
@@ -233,7 +235,7 @@ class TrainerConfig(Section):
     """Tokens of one packed micro-batch, never exceeded; at least max_prompt_tokens + max_completion_tokens."""
     recompute_activations: Literal["none", "selective", "full"] = "none"
     """Trade time for memory: recompute attention only (Megatron), or whole layers."""
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: LearningRate = 1e-6
     """Peak learning rate, after warm-up."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up from 0."""
@@ -283,7 +285,7 @@ class WeightsConfig(Section):
     always everything."""
     full_every: Positive = 100
     """With deltas: one version in this many is sent in full, also the first of every epoch that a generator joins."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Duration = 120.0
     """A broadcast that takes longer is aborted, and its membership epoch is dissolved."""
     canary_every: NonNegative = 20
     """Versions between canary checks, in which every generator must reproduce the trainer's log-probabilities of a
@@ -317,7 +319,7 @@ class BufferConfig(Section):
     """A segment is sealed after this many groups, 8.4 million tokens or a minute, whichever is first."""
     partial_interval_tokens: Positive = 256
     """Running rollouts are reported each time they grow by this many tokens: the most of each that a death loses."""
-    partial_interval_s: PositiveFloat = 10.0
+    partial_interval_s: Duration = 10.0
     """Or when they have grown at all for this long; at most a quarter of admission.lease_deadline_s."""
 
 
@@ -328,7 +330,7 @@ class TransportConfig(Section):
     """ipc within one machine; tcp between machines; "auto": ipc for `rlhpc run`, tcp for Slurm jobs."""
     curve: bool = True
     """Encrypt, and admit only this run's keys. False leaves the sockets open to every user of the node."""
-    dead_after_s: PositiveFloat = 15.0
+    dead_after_s: Duration = 15.0
     """A role without a heartbeat for this long is treated as dead; each sends one every second, or more often."""
 
     @property

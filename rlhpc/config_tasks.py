@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlhpc.config_sections import NonNegative, Positive, PositiveFloat, Section, Share
+from rlhpc.config_sections import Duration, NonNegative, Positive, Section, Share
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -23,7 +23,7 @@ class RewardsConfig(Section):
     """Worker processes of each service; one that hangs is killed."""
     batch_size: Positive = 64
     """Maximum completions passed at once to your own batched function; timeout_s is for all of them together."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Duration = 10.0
     """A verifier that takes longer is killed and its verdict is verifier_error."""
     task_timeout_s: dict[str, float] = Field(default={})
     """Other limits for single tasks, as { code_stdin = 20.0 }."""

@@ -2,7 +2,7 @@
 
     data.task          judges the first record: the reference as an answer, and one that says nothing; both together
                        where the function is batched
-    data.environment   imported and made once, by a reward worker
+    data.environment   begins with the first record, and takes one turn, which is the last
     agent.function     imported, by the process that would start agents, and its parameters are counted
     algorithm.loss, algorithm.advantage   imported and tried as when a run starts (own_formulas.py)
 
@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from launch.common.counted import counted
 from rlhpc.config import Config
-from rlhpc.config_data import AGENT, OWN_REWARD, DataConfig
+from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config_environment import LIBRARIES
 from rlhpc.config_sandbox import is_code
 from rlhpc.data.dataset_files import dataset_files
@@ -29,6 +30,7 @@ from rlhpc.data.records import Record
 from rlhpc.data.row_formats import read_rows
 from rlhpc.errors import ConfigError, RoleFailed
 from rlhpc.python_child import child_command, child_environment
+from rlhpc.rewards.frames import Dialogue, Turn
 from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import Judgement, RewardPool
 from rlhpc.rewards.registry import BUILT_IN
@@ -54,17 +56,20 @@ class _Trial:
 
 
 def try_own_code(config: Config) -> list[str]:
-    """A line for each reward function.  Raises ConfigError for whatever would fail in a run."""
+    """A line for each thing that was tried.  Raises ConfigError for whatever would fail in a run."""
+    said = []
     for key, path in config.algorithm.own_formulas:
         _try_formula(key, path)
-    if config.agent.function:
+        said.append(f"{key.partition('.')[2]:<11} {path}, tried on a few numbers")
+    if config.agent.function and any(dataset.environment == AGENT for dataset in config.data):
         _try_agent(config)
+        said.append(f"agent       {config.agent.function}: its process starts, and it takes a record")
     trials = list(_trials(config))
-    has_environment = any(":" in dataset.environment or dataset.environment in LIBRARIES for dataset in config.data)
+    has_environment = any(_is_theirs(dataset.environment) for dataset in config.data)
     if not trials and not has_environment:
-        return []
+        return said
     try:
-        return asyncio.run(_judge(config, trials, with_environments=has_environment))
+        return [*said, *asyncio.run(_judge(config, trials, with_environments=has_environment))]
     except RoleFailed as error:
         raise ConfigError(_cause(str(error))) from error
 
@@ -118,7 +123,49 @@ async def _judge(config: Config, trials: list[_Trial], *, with_environments: boo
     tasks = [trial.task for trial in trials]
     with _unheard():
         async with open_pool(config, tasks, 1, with_environments=with_environments) as pool:
-            return [await _tried(config, pool, trial) for trial in trials]
+            said = [await _tried(config, pool, trial) for trial in trials]
+            return said + [await _played(pool, trial) for trial in _dialogues(config)]
+
+
+def _is_theirs(environment: str) -> bool:
+    return ":" in environment or environment in LIBRARIES
+
+
+def _dialogues(config: Config) -> Iterator[_Trial]:
+    """The first record of each environment of the user's own, or of a library; `task` is the environment."""
+    seen = set[str]()
+    for dataset in config.data:
+        name = dataset.environment
+        if name not in seen and _is_theirs(name):
+            seen.add(name)
+            for record in _records(dataset):
+                yield _Trial(name, record, record.reference(WHOLE_RECORD))
+                break
+
+
+async def _played(pool: RewardPool, trial: _Trial) -> str:
+    """What an environment makes of a record, and of one turn.  Raises ConfigError for what would end a run."""
+
+    def after(turns: list[str], *, is_last: bool) -> Dialogue:
+        return Dialogue("check", trial.task, trial.reference, turns, OWN_REWARD, "", "", is_last)
+
+    opening = await pool.answer(after([], is_last=False))
+    _refuse_failed_turn(trial, opening, "reset(record)", "legal: async reset(record) that returns a list of messages")
+    last = await pool.answer(after([NO_ANSWER], is_last=True))
+    _refuse_failed_turn(
+        trial, last, f"step({NO_ANSWER!r}), and then finish()", "legal: async step(completion) that returns a Step"
+    )
+    begins = f"begins with {counted(len(opening.messages), 'message')}"
+    return f"environment {trial.task}, tried on {trial.record.source}: {begins}, {last.reward:g} for {NO_ANSWER!r}"
+
+
+def _refuse_failed_turn(trial: _Trial, turn: Turn, what: str, legal: str) -> None:
+    if turn.error:
+        why = _cause(turn.error).removeprefix(f"{trial.task}: ")
+        limit = " (rewards.timeout_s)" if "no answer within" in why else ""
+        raise ConfigError(
+            f"data.environment={trial.task!r}, tried on {trial.record.source}, {what}: {why}{limit}; {legal}"
+        )
 
 
 @contextmanager
@@ -169,11 +216,10 @@ def _cause(said: str) -> str:
 
 
 def _try_agent(config: Config) -> None:
-    if any(dataset.environment == AGENT for dataset in config.data):
-        try:
-            asyncio.run(AgentProcesses(config.agent.function, ()).try_start())
-        except RoleFailed as error:
-            raise ConfigError(str(error).removeprefix("no agent can be started: ")) from error
+    try:
+        asyncio.run(AgentProcesses(config.agent.function, ()).try_start())
+    except RoleFailed as error:
+        raise ConfigError(str(error).removeprefix("no agent can be started: ")) from error
 
 
 def _try_formula(key: str, path: str) -> None:

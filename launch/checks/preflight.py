@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.checks.first_prompt import refuse_ended_prompts
 from launch.checks.memory.engine_verdict import refuse_small_cache, refuse_unfit_ranks
 from launch.checks.model_files import (
     read_model,
@@ -132,6 +133,7 @@ def _look_at_prompts(
     for dataset, summary in zip(config.data, found, strict=True):
         refuse_unknown_tokens(model, config.model.path, summary.highest_token, summary.highest_source)
         _refuse_thinking_that_never_ends(dataset.thinking_end, tokenizer, summary)
+        refuse_ended_prompts(dataset, tokenizer, summary)
     return Findings(model, tokenizer, shape, positions, found, sandbox)
 
 

@@ -6,14 +6,23 @@ import argparse
 import os
 from pathlib import Path
 
-from launch.checks.bias import biases
-from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens, thinking_in_answers
+from launch.checks.bias import biases, doubtful
+from launch.checks.first_prompt import (
+    date_in_prompts,
+    ended_prompts,
+    few_records,
+    first_prompt,
+    stop_tokens,
+    thinking_in_answers,
+    untold_tools,
+)
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
 from launch.checks.other_loaders import other_tokens, refuse_made_up_tensors
 from launch.checks.own_code import try_own_code, untried_code
 from launch.checks.preflight import preflight
 from launch.checks.site.login_checks import software_not_here
+from launch.checks.site.shared_directory import filesystem_type
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.common.counted import counted
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
@@ -26,6 +35,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.host_address import refuse_foreign_network
 from rlhpc.run_layout import RunLayout
 
+_OF_THE_KERNEL = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "bpf", "mqueue")
 _LONGEST_NAME = 255  # bytes, of one name in a path
 
 
@@ -62,11 +72,17 @@ def check_run_file(options: argparse.Namespace) -> int:
     template = dialogue_template(config, findings.tokenizer) if has_dialogues else None
     tokenizer = findings.tokenizer
     warnings = [*date_in_prompts(config, tokenizer), *thinking_in_answers(config, tokenizer)]
+    warnings += [
+        *ended_prompts(config, tokenizer, findings.datasets),
+        *untold_tools(config, findings.datasets),
+        *few_records(config, findings.datasets),
+    ]
     warnings += other_tokens(config.model.path, tokenizer, [found.example for found in findings.datasets])
     print("\n".join([stop_tokens(tokenizer, template), *warnings]))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     software = software_not_here(load_site(options.site)) if options.site else []
-    print("\n".join([*own, *sandbox, *evaluations, memory, *software, *biases(config)]))
+    odd = doubtful(config, num_cores=None if options.site else len(os.sched_getaffinity(0)))
+    print("\n".join([*own, *sandbox, *evaluations, memory, *software, *biases(config), *odd]))
     return 0
 
 
@@ -80,6 +96,11 @@ def _refuse_place(directory: Path) -> None:
     if not RunLayout(directory).is_run and holds_something(directory):
         raise ConfigError(f"{directory} exists and is not a run directory; legal: another run.directory")
     there = next(place for place in (directory, *directory.parents) if place.exists())
+    if (kind := filesystem_type(there)) in _OF_THE_KERNEL:
+        raise ConfigError(
+            f"run.directory={str(directory)!r}: {there} is of the kernel ({kind}), which keeps no files; legal: a "
+            "directory of yours"
+        )
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "you may not write there" if there.is_dir() else "it is not a directory"
         raise ConfigError(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from launch.demo.tokenizer import EOS, EOS_ID, PAD, PAD_ID, SPECIAL_TOKENS, UNKNOWN
 from launch.demo.warm_start import (
@@ -64,7 +64,7 @@ class LookupRecipe:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that the weights depend on."""
-        return hashlib.sha256(json.dumps([1, "lookup", asdict(self)]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([2, "lookup", asdict(self)]).encode()).hexdigest()[:16]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -102,15 +102,15 @@ def make_lookup_model(
     """Write a checkpoint, or reuse a finished one, as warm_start.make_model.  Its accuracy: fraction of searches."""
     recipe = recipe or LookupRecipe()
 
-    def train() -> tuple[Qwen2ForCausalLM, float]:
-        model = Qwen2ForCausalLM(model_config(recipe.shape, VOCAB_SIZE))
+    def train() -> tuple[LlamaForCausalLM, float]:
+        model = LlamaForCausalLM(model_config(recipe.shape, VOCAB_SIZE))
         _train(model, recipe, on_step)
         return model, _search_share(model)
 
     return made_once(directory, recipe.fingerprint, recipe.seed, train, make_tokenizer)
 
 
-def _train(model: Qwen2ForCausalLM, recipe: LookupRecipe, on_step: OnStep) -> None:
+def _train(model: LlamaForCausalLM, recipe: LookupRecipe, on_step: OnStep) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     rng = random.Random(recipe.seed + _ALL_SEEDS_APART)
     model.train()
@@ -147,7 +147,7 @@ def _dialogue(rng: random.Random, *, searches: bool) -> tuple[list[int], list[in
     return ids, [token if is_own else IGNORED for token, is_own in zip(ids, own, strict=True)]
 
 
-def _search_share(model: Qwen2ForCausalLM) -> float:
+def _search_share(model: LlamaForCausalLM) -> float:
     """Probability of a search after a question, over some of them."""
     model.eval()
     asked = torch.tensor([[_TOKENS.index(token) for token in (*str(key), "\n", ">")] for key in range(1000, 9999, 97)])

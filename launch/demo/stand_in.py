@@ -1,7 +1,7 @@
 """Write a tiny model in the place of a real one, to try a run file on a machine without a GPU.
 
 Input: a directory, and for a stand-in of a particular model the directory of its checkpoint, of which config.json and
-the tokenizer's files are enough.  Output: an HF checkpoint of random weights.  Without a particular model it is a Qwen2
+the tokenizer's files are enough.  Output: an HF checkpoint of random weights.  Without a particular model it is a Llama
 whose tokenizer knows every text (a token a byte) and whose chat template takes system messages, turns and tools; else
 it has the architecture of that model with two narrow layers, and its tokenizer and template as they are, so that
 prompts have the tokens that they will have.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from launch.demo.warm_start import save_checkpoint
 from rlhpc.errors import ConfigError
@@ -68,7 +68,7 @@ def make_stand_in(directory: Path, like: Path | None = None, *, seed: int = 0) -
         raise ConfigError(f"--model-only {directory}: is there already; legal: a new or empty directory")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(_byte_config()) if like is None else _small(like)
+        model = LlamaForCausalLM(_byte_config()) if like is None else _small(like)
     directory.mkdir(parents=True, exist_ok=True)
     if like is None:
         save_checkpoint(model, make_byte_tokenizer(), directory)
@@ -95,9 +95,9 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def _byte_config() -> Qwen2Config:
+def _byte_config() -> LlamaConfig:
     num_tokens = len(MARKS) + len(pre_tokenizers.ByteLevel.alphabet())
-    return Qwen2Config(
+    return LlamaConfig(
         vocab_size=-(-num_tokens // 8) * 8,
         hidden_size=_SMALL["hidden_size"],
         intermediate_size=_SMALL["intermediate_size"],

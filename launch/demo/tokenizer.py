@@ -6,6 +6,9 @@ runs through the same code as a real one.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +29,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN
     )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write its files, under the name of its class that transformers 4 knows too."""
+    tokenizer.save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    named = json.loads(file.read_bytes()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(named, indent=2), encoding="utf-8")
 
 
 def encode(text: str) -> list[int]:

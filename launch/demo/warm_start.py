@@ -1,6 +1,6 @@
 """Make the model that the demo starts from: it can do addition, but makes careless errors.
 
-Output: an HF checkpoint directory (Qwen2 architecture, float32, character tokenizer), made by supervised training:
+Output: an HF checkpoint directory (Llama architecture, float32, character tokenizer), made by supervised training:
 first on correct answers, from which the rules are learnt fastest, then on careless ones.  Sampled at temperature 1 it
 is right about three times in ten, while its most likely answer is nearly always right: RL has to teach it to be
 careful.
@@ -21,15 +21,15 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from launch.demo.task import MAX_ANSWER_CHARACTERS, careless_answer, draw_problem, problems
-from launch.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, encode, make_tokenizer
+from launch.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, encode, make_tokenizer, save_tokenizer
 from rlhpc.files import write_atomically
 
 MARKER = "warm_start.json"  # written last: a directory without it is not complete
-_FORMAT = 1  # part of the hash; raise it when the same recipe comes to mean other weights
+_FORMAT = 2  # part of the hash; raise it when the same recipe comes to mean other weights
 IGNORED = -100  # the label that cross_entropy leaves out
 
 OnStep = Callable[[str, int, float], None]  # phase ("facts", then "carelessness"), steps done of it, loss
@@ -81,8 +81,8 @@ def make_model(
     """
     recipe = recipe or WarmStartRecipe()
 
-    def train() -> tuple[Qwen2ForCausalLM, float]:
-        model = Qwen2ForCausalLM(model_config(recipe))
+    def train() -> tuple[LlamaForCausalLM, float]:
+        model = LlamaForCausalLM(model_config(recipe))
         _train(model, recipe, on_step)
         return model, sampled_accuracy(model, seed=recipe.seed)
 
@@ -93,7 +93,7 @@ def made_once(
     directory: Path,
     fingerprint: str,
     seed: int,
-    train: Callable[[], tuple[Qwen2ForCausalLM, float]],
+    train: Callable[[], tuple[LlamaForCausalLM, float]],
     tokenizer: Callable[[], PreTrainedTokenizerFast],
 ) -> WarmStart:
     """The checkpoint of a recipe, as make_model says; train: returns a model and its accuracy.  Raises OSError."""
@@ -113,7 +113,7 @@ def made_once(
     return WarmStart(**made, is_reused=False)
 
 
-def sampled_accuracy(model: Qwen2ForCausalLM, *, num_problems: int = 512, seed: int = 0) -> float:
+def sampled_accuracy(model: LlamaForCausalLM, *, num_problems: int = 512, seed: int = 0) -> float:
     """Return the fraction of held-out problems answered correctly by one sample each, at temperature 1.
 
     Draws from torch's global random state.  Standard error at 0.3 and 512 problems: 0.02.
@@ -136,9 +136,12 @@ def sampled_accuracy(model: Qwen2ForCausalLM, *, num_problems: int = 512, seed: 
     return num_right / num_problems
 
 
-def model_config(recipe: WarmStartRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2Config:
-    """The architecture; the first tokens are those of tokenizer.py."""
-    return Qwen2Config(
+def model_config(recipe: WarmStartRecipe, vocab_size: int = VOCAB_SIZE) -> LlamaConfig:
+    """The architecture; the first tokens are those of tokenizer.py.
+
+    Of a family for which transformers takes the tokenizer that the checkpoint names: for Qwen2 it takes its own.
+    """
+    return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
@@ -156,7 +159,7 @@ def model_config(recipe: WarmStartRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2
     )
 
 
-def _train(model: Qwen2ForCausalLM, recipe: WarmStartRecipe, on_step: OnStep) -> None:
+def _train(model: LlamaForCausalLM, recipe: WarmStartRecipe, on_step: OnStep) -> None:
     """Run the clean phase, then the careless one.
 
     The first ends by its loss and not by a count: seeds and machines differ by a factor of two in the steps they need,
@@ -187,7 +190,7 @@ def _clean_schedule(step: int, *, warmup_steps: int = 30, decay_steps: int = 500
 
 
 def supervised_step(
-    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], rate: float
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], rate: float
 ) -> float:
     """One step on (token ids, labels), both [batch, longest]; returns the loss."""
     token_ids, labels = batch
@@ -214,7 +217,7 @@ def _draw_batch(recipe: WarmStartRecipe, slip_rate: float, rng: random.Random) -
     return token_ids, labels
 
 
-def save_checkpoint(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write an HF checkpoint directory; its tokens that begin, end and pad are those of the model's config."""
     of_model = model.config
     model.generation_config = GenerationConfig(
@@ -227,7 +230,7 @@ def save_checkpoint(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     finally:
         if had_bars:
             transformers_logging.enable_progress_bar()
-    tokenizer.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory)
 
 
 def read_marker(marker: Path, fingerprint: str) -> WarmStart | None:

@@ -74,6 +74,7 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         f"staleness never above {admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
         f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
         f"learning rate {trainer.learning_rate:g}{_describe_fall(trainer)}",
+        _describe_algorithm(config),
         *_describe_critic(config),
         f"generation  {generation.engine}, {counted(generation.num_replicas, 'replica')}, "
         f"up to {generation.max_num_seqs} sequences each, weights by {gpus.transport or config.weights.transport}",
@@ -86,6 +87,17 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]
     return "\n".join(lines)
+
+
+def _describe_algorithm(config: Config) -> str:
+    """By which names a step is computed: advantage, loss, divergence from a reference; and who is interacted with."""
+    algorithm = config.algorithm
+    divergence = "no KL term"
+    if algorithm.kl_coefficient:
+        divergence = f"KL {algorithm.kl_estimator} times {algorithm.kl_coefficient:g} in the {algorithm.kl_in}"
+    environments = sorted({dataset.environment for dataset in config.data} - {""})
+    turns = f"; environment {', '.join(environments)}" if environments else ""
+    return f"algorithm   advantage {algorithm.advantage}, loss {algorithm.loss}, {divergence}{turns}"
 
 
 def _steps(number: int) -> str:

@@ -27,6 +27,8 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError, DataError
 from rlhpc.types import Int32, Prompt
 
+_ASKING = ("system", "developer", "user")  # templates may shorten what was answered before, such as thoughts
+
 
 class PromptForm:
     """Makes prompts of the records of one dataset."""
@@ -62,19 +64,23 @@ class PromptForm:
         return token_ids
 
     def lengths(self, records: Sequence[Record]) -> list[int]:
-        """Numbers of tokens of the prompts.  Raises as `measured`."""
-        return self.measured(records)[0]
+        """Numbers of tokens of the prompts.  Raises as `texts`."""
+        return self.measured(self.texts(records))[0]
 
-    def measured(self, records: Sequence[Record]) -> tuple[list[int], list[int]]:
-        """Numbers of tokens of the prompts, and the highest of each, by all processors; references and tasks are tried.
+    def texts(self, records: Sequence[Record]) -> list[tuple[str, bool]]:
+        """The texts of the prompts, as text() returns them; references and tasks are tried.
 
         Raises DataError for a record that makes no prompt, however long it might be.
         """
-        texts: list[tuple[str, bool]] = []
+        made: list[tuple[str, bool]] = []
         for record in records:
             self.reference(record)
             self.task(record)
-            texts.append(self.text(record))
+            made.append(self.text(record))
+        return made
+
+    def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+        """Numbers of tokens of these texts, and the highest token of each, by all processors."""
         return self._tokenizer.measured(texts)
 
     def refuse_unknown_task_field(self, records: Sequence[Record]) -> None:
@@ -115,9 +121,11 @@ class PromptForm:
             value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
             if is_conversation(value):
                 messages = prompt_messages(value, record.source, data.prompt_field, data.system_prompt)
+                self._refuse_empty([messages[-1]["content"]], record, f"the last message of {data.prompt_field!r}")
                 return self._chat(messages, record), True
             refuse_pythons(value, record.source, data.prompt_field)
             text = record.text(data.prompt_field, "data.prompt_field")
+            self._refuse_empty([text], record, f"field {data.prompt_field!r} (data.prompt_field)")
         else:
             text = self._filled(record)
         if not data.use_chat_template:
@@ -129,14 +137,35 @@ class PromptForm:
 
         Not of a prompt_field that is the whole prompt: it may have been rendered before.
         """
+        is_whole = bool(self._data.prompt_field) and not self._data.use_chat_template
+        if is_whole and not self._is_conversation(record):
+            return ""
+        return next(filter(None, map(self._tokenizer.spelt_control, self.own_texts(record))), "")
+
+    def own_texts(self, record: Record) -> list[str]:
+        """What the record itself gives to its prompt.  Raises DataError."""
         data = self._data
+        if data.environment == AGENT:
+            return []
         if not data.prompt_field:
-            texts = [record.text(name) for _, name in self._pieces if name and data.environment != AGENT]
-        elif is_conversation(value := as_conversation(record.value(data.prompt_field, "data.prompt_field"))):
-            texts = [message["content"] for message in prompt_messages(value, record.source, data.prompt_field, "")]
-        else:
-            texts = [record.text(data.prompt_field, "data.prompt_field")] if data.use_chat_template else []
-        return next(filter(None, map(self._tokenizer.spelt_control, texts)), "")
+            return [record.text(name) for _, name in self._pieces if name]
+        value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
+        if is_conversation(value):
+            return [message["content"] for message in prompt_messages(value, record.source, data.prompt_field, "")]
+        return [record.text(data.prompt_field, "data.prompt_field")]
+
+    def shows_reference(self, record: Record) -> bool:
+        """Whether the prompt tells the answer: it has the reference's field in it, or the record's text ends so."""
+        field = self._data.reference_field
+        if field == WHOLE_RECORD or self.task(record) == OWN_REWARD or record.holds_several(field):
+            return False
+        if field == self._data.prompt_field or any(name == field for _, name in self._pieces):
+            return True
+        texts, reference = self.own_texts(record), record.reference(field).strip()
+        return bool(texts and reference) and texts[-1].rstrip().endswith(reference)
+
+    def _is_conversation(self, record: Record) -> bool:
+        return is_conversation(as_conversation(record.value(self._data.prompt_field, "data.prompt_field")))
 
     @property
     def reference_field(self) -> str:
@@ -163,7 +192,10 @@ class PromptForm:
             raise DataError(
                 f"{record.source}: field 'prompt' is a list of chat messages; set data.prompt_field = 'prompt'"
             )
-        return "".join(literal + (record.text(name) if name else "") for literal, name in self._pieces)
+        values = [record.text(name) if name else "" for _, name in self._pieces]
+        fields = ", ".join(repr(name) for _, name in self._pieces if name)
+        self._refuse_empty(values, record, f"field {fields} (data.prompt_template)")
+        return "".join(literal + value for (literal, _), value in zip(self._pieces, values, strict=True))
 
     def _without_chat(self, text: str, record: Record) -> str:
         if self._data.system_prompt:
@@ -176,9 +208,33 @@ class PromptForm:
     def _chat(self, messages: Sequence[Message], record: Record) -> str:
         template = self._tokenizer.chat_template  # where there is none, that is no fault of the record
         try:
-            return template.render(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
+            text = template.render(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
         except ConfigError as error:
             raise DataError(f"{record.source}: {error}") from error
+        self._refuse_left_out(messages, text, record)
+        return text
+
+    def _refuse_left_out(self, messages: Sequence[Message], text: str, record: Record) -> None:
+        """Raises DataError for a message that asks or tells something, and that the chat template does not write."""
+        for message in messages:
+            if message["role"] not in _ASKING or _is_in(text, message["content"]):
+                continue
+            if message["role"] == "user":
+                raise DataError(
+                    f"{record.source}: the chat template of model.path leaves what the user says out of the prompt; "
+                    "legal: one that writes contents that are texts (it may look for parts of them)"
+                )
+            where = "data.system_prompt" if self._data.system_prompt == message["content"] else "of the record"
+            raise DataError(
+                f"{record.source}: the chat template of model.path leaves out the {message['role']} message ({where}): "
+                "it would have no effect; legal: without it (prompt_template can say the same to the user), or another "
+                "chat template"
+            )
+
+    def _refuse_empty(self, texts: Sequence[str], record: Record, where: str) -> None:
+        """Raises DataError for a record that asks nothing; an environment may ask in its place."""
+        if self._dialogue is None and not any(text.strip() for text in texts):
+            raise DataError(f"{record.source}: {where} is empty, and nothing else asks for an answer")
 
     def _length_fault(self, length: int, record: Record) -> str:
         return (
@@ -217,6 +273,11 @@ def _pieces(template: str) -> tuple[tuple[str, str], ...]:
     if not any(name for _, name, _, _ in parts):
         raise ConfigError(f"data.prompt_template={template!r} names no field: every prompt would be the same")
     return tuple((literal, name or "") for literal, name, _, _ in parts)
+
+
+def _is_in(text: str, content: str) -> bool:
+    """Whether a text has this in it; templates strip contents, and some change their white space."""
+    return content.strip() in text or "".join(content.split()) in "".join(text.split())
 
 
 def _is_name(name: str) -> bool:

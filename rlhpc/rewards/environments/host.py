@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -163,6 +163,8 @@ def _continues(dialogue: Dialogue, kept: _Kept) -> bool:
 
 def _checked(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
     """Raises TypeError for what is no list of messages, naming it."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise TypeError(f"a list of messages is wanted, () for none, not {type(messages).__name__}")
     checked: list[dict[str, str]] = []
     for message in messages:
         is_plain = isinstance(message, Mapping) and {"role", "content"} <= message.keys()

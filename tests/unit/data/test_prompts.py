@@ -138,7 +138,7 @@ def test_a_record_that_makes_no_prompt_is_named_and_not_skipped(tokenizer):
 
 
 def test_a_prompt_of_no_token_is_refused(tokenizer):
-    with pytest.raises(DataError, match="has 0 tokens"):
+    with pytest.raises(DataError, match="is empty, and nothing else asks"):
         make_prompts(tokenizer, records=[Record({"question": "", "answer": "1"}, "train.jsonl:1")]).draw()
 
 

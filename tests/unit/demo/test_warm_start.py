@@ -34,7 +34,7 @@ def made(tmp_path_factory):
 def test_the_checkpoint_loads_as_any_other(made):
     directory, result, _ = made
     model = AutoModelForCausalLM.from_pretrained(directory)
-    assert model.config.model_type == "qwen2"
+    assert model.config.model_type == "llama"
     assert model.config.vocab_size == VOCAB_SIZE
     assert model.generation_config.eos_token_id == EOS_ID
     assert model.num_parameters() == result.num_parameters

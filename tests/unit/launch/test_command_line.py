@@ -143,7 +143,7 @@ def test_check_for_a_site_says_that_an_own_reward_function_was_not_tried(
 def test_check_warns_of_a_bias_with_what_was_measured(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     run_file = str(lab.run_file("bench"))
     assert main(["check", run_file]) == 0
-    assert "warning" not in capsys.readouterr().out
+    assert _warnings(capsys.readouterr().out) == []
     assert main(["check", run_file, "admission.oversample=0.3"]) == 0
     printed = capsys.readouterr().out
     assert f"warning     admission.oversample=0.3 drops up to 2 stragglers a batch: {OVERSAMPLING}" in printed
@@ -153,7 +153,12 @@ def test_check_warns_of_a_bias_with_what_was_measured(lab: Lab, capsys: pytest.C
     assert "a hard one up to " in (printed := capsys.readouterr().out)
     assert " to 64 = " in printed
     assert main(["check", run_file, "curriculum.max_group_size=64", "algorithm.aggregation=prompt"]) == 0
-    assert "warning" not in capsys.readouterr().out
+    assert _warnings(capsys.readouterr().out) == []
+
+
+def _warnings(printed: str) -> list[str]:
+    """Without that of the tokenizer: of the model here, a qwen2, transformers takes its own."""
+    return [line for line in printed.splitlines() if line.startswith("warning") and "AutoTokenizer" not in line]
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from launch.checks.first_prompt import date_in_prompts, first_prompt, stop_tokens, thinking_in_answers
+from launch.checks.first_prompt import (
+    date_in_prompts,
+    few_records,
+    first_prompt,
+    stop_tokens,
+    thinking_in_answers,
+    untold_tools,
+)
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.dialogue_template import DialogueTemplate
@@ -54,6 +62,44 @@ def test_a_prompt_that_does_not_say_how_to_mark_an_answer_is_a_warning() -> None
     for text in ("1+1=? Answer in \\boxed{}.", "1+1=?\n#### "):
         assert not any("warning" in line for line in first_prompt(config, 0, found(text)))
     assert not any("warning" in line for line in first_prompt(CONFIG, 0, found("1+1=?")))
+
+
+def test_prompts_that_tell_their_answer_are_a_warning() -> None:
+    (line,) = first_prompt(CONFIG, 0, replace(found("Q"), num_showing_reference=40))[2:]
+    assert line.startswith(
+        "warning     40 of 40 prompts tell the answer that is looked for (data.reference_field='answer')"
+    )
+    assert len(first_prompt(CONFIG, 0, replace(found("Q"), num_showing_reference=20))) == 2
+
+
+def test_prompts_that_are_all_the_same_are_a_warning() -> None:
+    (line,) = first_prompt(CONFIG, 0, replace(found("Q"), num_distinct=4))[2:]
+    assert line.startswith(
+        "warning     only 4 prompts of 40 differ: prompt_template='{prompt}' may name the wrong field"
+    )
+    assert len(first_prompt(CONFIG, 0, replace(found("Q"), num_distinct=39))) == 2
+
+
+def test_places_for_pictures_are_a_warning() -> None:
+    (line,) = first_prompt(CONFIG, 0, replace(found("Q"), num_with_pictures=3, picture_field="images"))[2:]
+    assert "3 of 40 prompts have a place for a picture" in line
+    assert "and records have 'images', which nobody reads" in line
+
+
+def test_fewer_records_than_a_step_takes_are_a_warning() -> None:
+    (line,) = few_records(CONFIG, [replace(found("Q"), num_records=1)])
+    assert "admission.groups_per_step=2, and the datasets have 1 record" in line
+    assert few_records(CONFIG, [found("Q")]) == []
+
+
+def test_tools_that_no_prompt_names_are_a_warning() -> None:
+    settings = {"task": "regex", "environment": "tools", "use_chat_template": True}
+    config = Config.model_validate(
+        CONFIG.model_dump() | {"data": {"path": "train.jsonl"} | settings, "environment": {"tools": ["calculator"]}}
+    )
+    (line,) = untold_tools(config, [found("Q")])
+    assert "the prompt names no calculator" in line
+    assert untold_tools(config, [found("You have a calculator.")]) == []
 
 
 def test_a_date_in_prompts_is_a_warning_unless_it_is_set(tmp_path: Path) -> None:

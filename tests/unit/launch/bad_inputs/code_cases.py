@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.launch.bad_inputs.desk import both, case, key, model_file, module
+from tests.unit.launch.bad_inputs.desk import Spoil, both, case, key, model_file, module
 
 MINE = {"data": {"task": "mine:judge"}}
 DEF = "def judge(completion, reference):\n"
@@ -10,6 +10,17 @@ CHAT = model_file(
     "chat_template.jinja",
     "{% for m in messages %}<bos>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<bos>{% endif %}",
 )
+
+
+def _game(*methods: str) -> Spoil:
+    """An environment of the user's own, in which these stand in the place of what is right."""
+    head = "from rlhpc.environment import Environment, Step\nclass Game(Environment):\n"
+    right = ("async def reset(self, record): return []", "async def step(self, completion): return Step(is_done=True)")
+    body = "".join(f"    {method}\n" for method in (*right, *methods))
+    return both(
+        CHAT, module(head + body, data={"environment": "mine:Game", "use_chat_template": True, "task": "environment"})
+    )
+
 
 REWARDS = (
     case("a module that is not there", key("data.task", "yours:judge"), "data.task='yours:judge'", "no module 'yours'", "PYTHONPATH"),
@@ -59,6 +70,10 @@ ENVIRONMENTS = (
     case("a class that is no environment", both(CHAT, module("class Game:\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "Environment", is_tried=True),
     case("an environment that lacks a method", both(CHAT, module("from rlhpc.environment import Environment\nclass Game(Environment):\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "lacks", is_tried=True),
     case("an environment with an error on import", both(CHAT, module("import no_such_package\nclass Game: pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "no_such_package", is_tried=True),
+    case("an environment whose reset raises", _game("async def reset(self, record): return [record['question']]"), "data.environment='mine:Game', tried on", "train.jsonl:1, reset(record)", "KeyError: 'question'", is_tried=True),
+    case("an environment whose reset is not async", _game("def reset(self, record): return []"), "data.environment='mine:Game'", "reset(record)", "await", "legal: async reset(record)", is_tried=True),
+    case("an environment whose reset returns a text", _game("async def reset(self, record): return 'Begin.'"), "data.environment='mine:Game'", "reset(record)", "a list of messages is wanted", "not str", is_tried=True),
+    case("an environment whose step returns a number", _game("async def reset(self, record): return []", "async def step(self, completion): return 1.0"), "data.environment='mine:Game'", "step('I do not know.')", "legal: async step(completion)", is_tried=True),
     case("an agent without a program", both(CHAT, key("data.environment", "agent", data__use_chat_template=True, data__task="environment")), "agent.function", "agent.command"),
     case("an agent of another program", both(CHAT, key("data.environment", "agent", data__use_chat_template=True, data__task="environment", agent__command=["no-such-program"])), "agent.command=['no-such-program']", "legal: one on PATH"),
     case("an agent's script that is not there", both(CHAT, key("data.environment", "agent", data__use_chat_template=True, data__task="environment", agent__command=["python3", "-u", "no_such_script.py"])), "no file 'no_such_script.py'", "agent.command=['python3', '-u', 'no_such_script.py']", "legal: a script that is there"),

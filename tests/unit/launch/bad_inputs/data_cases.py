@@ -76,6 +76,7 @@ FILES = (
 )  # fmt: skip
 
 LINES = (
+    case("a blank prompt", records(GOOD, '{"prompt": " ", "answer": "3"}'), "train.jsonl:2", "field 'prompt'", "is empty"),
     case("a line that is cut off", records(GOOD, '{"prompt": "1+2=", "answer": "3"'), "train.jsonl:2", "malformed JSON", "column"),
     case("single quotes", records(GOOD, "{'prompt': '1+2=', 'answer': '3'}"), "train.jsonl:2", "malformed JSON", "column 2"),
     case("an array", records(GOOD, "[1, 2]"), "train.jsonl:2", "a list", "legal: an object"),
@@ -83,7 +84,7 @@ LINES = (
     case("a line without the answer", records(GOOD, '{"prompt": "1+2="}'), "train.jsonl:2", "no field 'answer'", "data.reference_field"),
     case("a null", records('{"prompt": "1+1=", "answer": null}'), "train.jsonl:1", "'answer' is null", "legal"),
     case("a prompt that is a list", records('{"prompt": ["1+1="], "answer": "2"}'), "train.jsonl:1", "'prompt' is a list", "legal"),
-    case("an empty prompt", records('{"prompt": "", "answer": "2"}'), "train.jsonl:1", "0 tokens", "legal: 1 to"),
+    case("an empty prompt", records('{"prompt": "", "answer": "2"}'), "train.jsonl:1", "is empty"),
     case("half of a character", records('{"prompt": "\\ud800", "answer": "2"}'), "train.jsonl:1", "surrogate"),
     case("a NUL byte in a line", data_file("train.jsonl", GOOD + "\n" + "\x00" * 20 + "\n"), "train.jsonl:2", "NUL"),
     case("a prompt that is too long", records(GOOD, '{"prompt": "1000+1000+1000=", "answer": "3000"}'), "train.jsonl:2", "15 tokens", "legal: 1 to generation.max_prompt_tokens=12"),

@@ -104,6 +104,17 @@ def _critic_of_another_vocabulary(desk: Desk) -> None:
     desk.settings["admission"]["active_sampling"] = False
 
 
+def _ends_every_text(desk: Desk) -> None:
+    file = desk.own_model() / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<eos>", "type_id": 0}}
+    special = {"<eos>": {"id": "<eos>", "ids": [2], "tokens": ["<eos>"]}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [text, end], "pair": [text, end], "special_tokens": special
+    }  # fmt: skip
+    file.write_text(json.dumps(tokenizer))
+
+
 def _index(*names: str, **more: Any) -> str:
     return json.dumps(
         {"weight_map": dict.fromkeys(("model.embed_tokens.weight", "model.norm.weight"), names[0])} | more
@@ -176,5 +187,8 @@ MODEL = (
     case("an end of sequence that is a text", both(config_json(eos_token_id="<eos>"), model_file("generation_config.json", "{}")), "config.json", "eos_token_id='<eos>'"),
     case("a chat without a template", both(_no_template, key("data.use_chat_template", True)), "model.path=", "chat template", "use_chat_template=false"),
     case("a chat template with an error", both(model_file("chat_template.jinja", "{% for m in messages %}{{ m.content }}"), key("data.use_chat_template", True)), "chat_template", "endfor"),
+    case("a chat template that leaves the question out", both(model_file("chat_template.jinja", "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<eos>{% endfor %}"), key("data.use_chat_template", True)), "train.jsonl:1", "leaves what the user says out of the prompt", "legal"),
+    case("a system prompt for a template that knows none", both(model_file("chat_template.jinja", "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"), key("data.use_chat_template", True, data__system_prompt="Be brief.")), "leaves out the system message (data.system_prompt)", "no effect", "legal"),
+    case("a tokenizer that ends every text", _ends_every_text, "tokenizer.json puts '<eos>'", "train.jsonl:1", "legal: a post_processor that adds none"),
     case("a critic of another vocabulary", _critic_of_another_vocabulary, "critic.path=", "vocab_size=50", "100"),
 )  # fmt: skip

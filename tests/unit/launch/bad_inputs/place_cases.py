@@ -35,6 +35,7 @@ DEVICES = (
 )  # fmt: skip
 
 DIRECTORIES = (
+    case("a directory of the kernel", key("run.directory", "/proc/first"), "run.directory='/proc/first'", "keeps no files", "legal: a directory of yours"),
     case("a directory that is not of a run", _exists, "runs/first", "not a run directory", "another run.directory"),
     case("a file in the way", _file_in_the_way, "runs", "not a directory"),
     case("a name that no filesystem takes", key("run.directory", "runs/" + "x" * 300), "run.directory=", "long"),

@@ -61,6 +61,8 @@ KEYS = (
 )  # fmt: skip
 
 VALUES = (
+    case("a learning rate of ten", key("trainer.learning_rate", 10.0), "trainer.learning_rate=10", "legal: 1.0 or less"),
+    case("a limit in which nothing happens", key("rewards.timeout_s", 0.0001), "rewards.timeout_s=0.0001", "legal: 0.01 or more"),
     case("a text for a whole number", key("run.num_steps", "6"), "run.num_steps='6'", "legal: a whole number"),
     case("a fraction for a whole number", key("run.num_steps", 6.5), "run.num_steps=6.5", "legal: a whole number"),
     case("a whole number for true or false", key("run.deterministic", 1), "run.deterministic=1", "legal: true or false"),
