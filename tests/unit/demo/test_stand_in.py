@@ -42,7 +42,7 @@ def test_the_template_shows_system_message_tools_and_turns() -> None:
 def test_one_command_writes_a_model_for_which_check_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, run_file = tmp_path / "train.jsonl", tmp_path / "run.toml"
     data.write_text(
-        "".join(f'{{"question": "Was ist {n} × 7, „genau“?", "answer": "#### {7 * n}"}}\n' for n in range(40))
+        "".join(f'{{"question": "Wie viel macht {n} × 7, „genau“?", "answer": "#### {7 * n}"}}\n' for n in range(40))
     )
     run_file.write_text(
         f'[run]\nname = "try"\nnum_steps = 2\ndirectory = "{tmp_path}/run"\n[model]\npath = "{tmp_path}/model"\n'
