@@ -16,6 +16,9 @@ LIBRARIES = ("gymnasium", "verifiers")  # environments of other packages, each w
 ToolName = Literal["calculator", "python", "search"]
 
 
+CALL_END = "</tool_call>"  # of environment.call_form="hermes"
+
+
 class EnvironmentConfig(Section):
     """[environment]: dialogues of several turns, for datasets that have data.environment."""
 
@@ -81,6 +84,12 @@ def environment_has_its_keys(config: Config) -> None:
         raise ValueError(
             f"environment.corpus={str(table.corpus) if table.corpus else None!r} with environment.tools="
             f'{list(table.tools)}: the tool "search" and the documents that it searches go together'
+        )
+    cut = next((text for text in config.generation.stop if text in CALL_END), None)
+    if any(names) and table.call_form == "hermes" and cut is not None:
+        raise ValueError(
+            f"generation.stop={cut!r} is in {CALL_END}, which ends a call of a tool, and environments are told turns "
+            "without it: no call would be whole; legal: leave it out, a turn ends with the model's end token"
         )
     if table.max_turn_tokens and table.max_turn_tokens > config.generation.max_completion_tokens:
         raise ValueError(

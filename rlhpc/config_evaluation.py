@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from rlhpc.config_data import title_of
-from rlhpc.config_sections import COLDEST, LoosePath, Positive, Section
+from rlhpc.config_sections import COLDEST, LoosePath, Positive, Section, StopStrings
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -31,6 +31,8 @@ class EvaluationConfig(Section):
     """A longer prompt is refused before the run starts; none: as in training."""
     max_completion_tokens: Positive | None = None
     """Sampling stops after this many tokens; none: as in training. May be longer than in training."""
+    stop: StopStrings | None = None
+    """Texts that end a completion, as generation.stop; none: as in training."""
     every_steps: Positive | None = None
     """Minimum steps between two evaluations, a multiple of checkpoint.every_steps; none: every checkpoint, as far as
     time permits. The last step is always evaluated."""

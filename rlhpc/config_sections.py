@@ -51,6 +51,19 @@ NamedPaths = Annotated[
     tuple[str, ...], Field(strict=False), AfterValidator(lambda values: tuple(map(_absolute, values)))
 ]
 Share = Annotated[float, Field(ge=0, le=1)]
+MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings, characters of one
+
+
+def _can_be_found(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """An empty text stands before the first token; U+FFFD is what a decoder shows for bytes that are no character."""
+    if len(texts) > MOST_STOPS or any(not 0 < len(text) <= LONGEST_STOP or "\ufffd" in text for text in texts):
+        raise ValueError(
+            f"legal: {MOST_STOPS} texts or fewer, each of 1 to {LONGEST_STOP} characters, none of them U+FFFD"
+        )
+    return texts
+
+
+StopStrings = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_can_be_found)]
 
 
 class Section(BaseModel):
@@ -105,6 +118,9 @@ class GenerationConfig(Section):
     """Sampling stops after this many tokens."""
     temperature: Annotated[float, Field(ge=COLDEST, le=2)] = 1.0
     """Divides the logits, in the engine and in the trainer. vLLM samples at 0.01 where less is asked for."""
+    stop: StopStrings = ()
+    """Texts that end a completion, or a turn of a dialogue, beside the tokenizer's end tokens: ["</answer>"]. The token
+    that completes one is the last that is trained; the text before it is judged, or told to the environment."""
     endpoint: Literal["local", "network"] = "local"
     """Who can reach the generators' OpenAI-compatible endpoint for agents, with a key: programs on the same node, or on
     others too, unencrypted. It exists only with data.environment = "agent"."""

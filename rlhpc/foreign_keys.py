@@ -46,6 +46,7 @@ _ASYNC = Counterpart("admission.max_staleness", "versions that a trained rollout
 _EVAL_STEPS = Counterpart("evaluation.every_steps", "of an [[evaluation]]; or `rlhpc evaluate RUN_DIR DATA --follow`")
 _EVAL_SAMPLES = Counterpart("evaluation.samples")
 _EVAL_TEMPERATURE = Counterpart("evaluation.temperature")
+_STOP = Counterpart("generation.stop", "a list of texts; a completion is judged without the one that ends it")
 _ENTROPY = Counterpart("algorithm.entropy_coefficient")
 _CAP = Counterpart("algorithm.importance_cap", "the correction is on by default, at 2")
 _MULTIMODAL = _none("models of text alone")
@@ -111,8 +112,8 @@ TRL: Mapping[str, Counterpart] = {
     "top_k": _WHOLE,
     "min_p": _WHOLE,
     "repetition_penalty": _WHOLE,
-    "stop": _none("a completion ends with the tokenizer's end tokens, or with its budget"),
-    "stop_strings": _none("a completion ends with the tokenizer's end tokens, or with its budget"),
+    "stop": _STOP,
+    "stop_strings": _STOP,
     "generation_kwargs": _WHOLE,
     "use_vllm": Counterpart("generation.engine"),
     "vllm_mode": _PLAIN_ENGINE,

@@ -39,6 +39,8 @@ class SamplingParams:
     max_tokens: int  # completion tokens, including a prefix
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
+    stop_strings: tuple[str, ...] = ()  # a completion ends with the token that completes one of them in its text
+    searched_from: int = 0  # the completion token at which that text begins: those before are of earlier turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class RolloutRequest:
 class FinishReason(StrEnum):
     """Why sampling of a completion ended."""
 
-    STOP = "stop"  # end-of-sequence or stop token, which is the last token
+    STOP = "stop"  # the last token is an end-of-sequence or stop token, or completes a stop string
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # cut off from outside; never trained on, may be continued as a Prefix
 

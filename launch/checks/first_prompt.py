@@ -168,10 +168,10 @@ def thinking_in_answers(config: Config, tokenizer: PromptTokenizer) -> list[str]
     return said
 
 
-def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None) -> str:
-    """What ends a completion before its limit, or the turns of a dialogue."""
+def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None, stop: Sequence[str] = ()) -> str:
+    """What ends a completion before its limit, or the turns of a dialogue.  stop: generation.stop."""
     tokens = tokenizer.stop_token_ids if dialogue is None else dialogue.stop_token_ids
-    if not tokens:
+    if not tokens and not stop:
         return "warning     the model names no end-of-sequence token: every completion ends at max_completion_tokens"
-    named = ", ".join(f"{tokenizer.decode([token], keep_special_tokens=True)!r} ({token})" for token in tokens)
-    return f"stop        {named}"
+    named = [f"{tokenizer.decode([token], keep_special_tokens=True)!r} ({token})" for token in tokens]
+    return f"stop        {', '.join([*named, *map(repr, stop)])}"

@@ -134,6 +134,7 @@ def _look_at_prompts(
         refuse_unknown_tokens(model, config.model.path, summary.highest_token, summary.highest_source)
         _refuse_thinking_that_never_ends(dataset.thinking_end, tokenizer, summary)
         refuse_ended_prompts(dataset, tokenizer, summary)
+    _refuse_stops_that_never_come(config.generation.stop, tokenizer)
     return Findings(model, tokenizer, shape, positions, found, sandbox)
 
 
@@ -149,6 +150,23 @@ def _refuse_thinking_that_never_ends(end: str, tokenizer: PromptTokenizer, found
             f"data.thinking_end={end!r}: the prompt of {found.example_source} ends with it already, so completions "
             "lack it; legal: leave it out, or a chat template that lets the model think"
         )
+
+
+def _refuse_stops_that_never_come(stop: Sequence[str], tokenizer: PromptTokenizer) -> None:
+    """A stop string is looked for in the text of a completion; one that is a special token counts as a stop token."""
+    for text in stop:
+        special = tokenizer.spelt_control(text)
+        if special and special != text:
+            raise ConfigError(
+                f"generation.stop={text!r} has the special token {special!r} in it, which no text of a completion "
+                f"shows; legal: {special!r} alone, or a text without it"
+            )
+        written = tokenizer.decode(tokenizer.encode_rendered(f"a{text}"))  # some drop a space at the beginning
+        if not special and text not in written:
+            raise ConfigError(
+                f"generation.stop={text!r}: the tokenizer of model.path cannot write it, and makes {written[1:]!r} of "
+                "it; legal: a text that it can write"
+            )
 
 
 def _tasks_are_there(config: Config) -> None:

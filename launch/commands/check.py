@@ -78,7 +78,7 @@ def check_run_file(options: argparse.Namespace) -> int:
         *few_records(config, findings.datasets),
     ]
     warnings += other_tokens(config.model.path, tokenizer, [found.example for found in findings.datasets])
-    print("\n".join([stop_tokens(tokenizer, template), *warnings]))
+    print("\n".join([stop_tokens(tokenizer, template, config.generation.stop), *warnings]))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     software = software_not_here(load_site(options.site)) if options.site else []
     odd = doubtful(config, num_cores=None if options.site else len(os.sched_getaffinity(0)))

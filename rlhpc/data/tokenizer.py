@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rlhpc.config_sections import ModelConfig
 from rlhpc.data.chat_template import ChatTemplate
 from rlhpc.data.thinking import THINKING_END
 from rlhpc.errors import ConfigError
+from rlhpc.stop_strings import before_stop
 from rlhpc.types import Int32
 
 _MOST_BYTES = 4  # of a character in UTF-8
@@ -150,9 +151,32 @@ class PromptTokenizer:
             ends[-1] = len(text)  # bytes at the end that are no character
         return [text[first:last] for first, last in pairwise(ends)]
 
-    def decode_completion(self, token_ids: Int32, *, has_ended: bool) -> str:
-        """Text of a completion; has_ended: without the last token, which ended it."""
-        return self.decode(token_ids[:-1] if has_ended else token_ids)
+    def decode_completion(
+        self,
+        token_ids: Sequence[int] | Int32,
+        *,
+        has_ended: bool,
+        stop_strings: Sequence[str] = (),
+        keep_special_tokens: bool = False,
+    ) -> str:
+        """Text of a completion; has_ended: without what ended it, the last token or the stop string it completes."""
+        ids, decode = list(map(int, token_ids)), partial(self.decode, keep_special_tokens=keep_special_tokens)
+        if not has_ended:
+            return decode(ids)
+        text = before_stop(self.decode, stop_strings, ids)
+        if text is None:
+            return decode(ids[:-1])
+        # With a special token in the midst of it the string stands in the one text, and not in the other.
+        whole = before_stop(decode, stop_strings, ids) if keep_special_tokens else text
+        return decode(ids) if whole is None else whole
+
+    def ends(self, stop: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Tokens and texts that end a completion.  stop: generation.stop; a special token, which no text shows, counts
+        by its id.
+        """
+        special = [text for text in stop if self.spelt_control(text) == text]
+        ids = {*self.stop_token_ids, *self.encode_rendered("".join(special)).tolist()}
+        return tuple(sorted(ids)), tuple(text for text in stop if text not in special)
 
     def on_tokens(self, values_at: Mapping[int, float], token_ids: Int32) -> dict[int, float]:
         """Values that belong to the first n characters of a completion's text, each at the token that completes these.

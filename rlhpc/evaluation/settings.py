@@ -46,6 +46,7 @@ class EvaluationSettings:
             "generation.engine": config.generation.engine,
             "generation.max_prompt_tokens": config.generation.max_prompt_tokens,
             "generation.max_completion_tokens": config.generation.max_completion_tokens,
+            "generation.stop": list(config.generation.stop),
             "model.chat_template_kwargs": config.model.chat_template_kwargs,
             "model.dtype": config.model.dtype,
             "run.seed": config.run.seed,

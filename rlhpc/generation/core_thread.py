@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from rlhpc.generation.vllm_request import FlatPart, PartialCompletion
+from rlhpc.stop_strings import StopSearch
 from rlhpc.types import Float32
 
 YIELD_S = 0.001  # where requests wait and none can be scheduled
@@ -51,18 +52,28 @@ class _Sample:
 
     prompt_token_ids: list[int]
     ended: asyncio.Future[FinishedSample]
+    search: StopSearch | None = None  # for stop strings
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the sampled tokens, natural log
     prompt_logprobs: Float32 | None = None
 
-    def take(self, output: Any) -> None:
-        """Add what a step made for it, vLLM's EngineCoreOutput."""
+    def take(self, output: Any) -> str | None:
+        """Add what a step made for it, vLLM's EngineCoreOutput; return why it has ended, if it has.
+
+        Nothing is added after the token that completes a stop string.
+        """
         tokens, logprobs = output.new_token_ids, output.new_logprobs
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        if self.search is not None:
+            num_before = self.search.num_tokens
+            if self.search.read(tokens) is not None:
+                tokens, reason = tokens[: self.search.num_tokens - num_before], "stop"
         if logprobs is not None and tokens:  # the sampled token's own are in the first column
-            self.logprobs.extend(logprobs.logprobs[:, 0].tolist())
+            self.logprobs.extend(logprobs.logprobs[: len(tokens), 0].tolist())
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].float().numpy()
         self.token_ids.extend(tokens)
+        return reason
 
     def so_far(self, first: int, reason: str = "abort") -> PartialCompletion | None:
         """From token `first` on; None: there is none."""
@@ -112,16 +123,23 @@ class CoreThread:
     # ------------------------------------------------------------------------------------------------- requests
 
     async def generate(
-        self, prompt: dict[str, Any], params: Any, request_id: str, *, priority: int = 0
+        self,
+        prompt: dict[str, Any],
+        params: Any,
+        request_id: str,
+        *,
+        priority: int = 0,
+        search: StopSearch | None = None,
     ) -> AsyncIterator[FinishedSample]:
         """Yield the request's one output, when it has ended.  Closed or cancelled before, it is aborted.
 
-        prompt: "prompt_token_ids" and "cache_salt".  Raises ValueError for what vLLM refuses; CoreDied.
+        prompt: "prompt_token_ids" and "cache_salt".  search: for stop strings; the engine's thread has it from now on.
+        Raises ValueError for what vLLM refuses; CoreDied.
         """
         self._require_life()
         request = self._make_request(prompt, params, request_id, priority)
         ended: asyncio.Future[FinishedSample] = self._loop.create_future()
-        sample = self._samples[request_id] = _Sample(prompt["prompt_token_ids"], ended)
+        sample = self._samples[request_id] = _Sample(prompt["prompt_token_ids"], ended, search)
         self._commands.put(partial(self._add, request))
         try:
             yield await self._answer(sample.ended)
@@ -255,11 +273,11 @@ class CoreThread:
         for per_client in (outputs or {}).values():
             for output in per_client.outputs:
                 sample = self._samples.get(output.request_id)
-                if sample is None:
+                if sample is None or (reason := sample.take(output)) is None:
                     continue
-                sample.take(output)
-                if output.finish_reason is not None:
-                    ended.append((sample, str(output.finish_reason)))
+                ended.append((sample, reason))
+                if output.finish_reason is None:  # a stop string, of which the core knows nothing
+                    self._core.abort_requests([output.request_id])
         if ended:
             self._tell(partial(self._deliver, ended))
         if not was_executed and self._core.scheduler.has_requests():

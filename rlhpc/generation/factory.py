@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib
+from collections.abc import Callable
 from functools import partial
 
 from rlhpc.config import Config
 from rlhpc.contracts import GenerationEngine, WeightReceiver
 from rlhpc.loading import loading_libraries
+from rlhpc.stop_strings import Decode, no_text
 
 SEED_BITS = 31  # the range that every library behind an engine accepts
 
@@ -23,12 +25,16 @@ def engine_seed(run_seed: int, replica: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
-async def start_engine(config: Config, *, seed: int) -> GenerationEngine:
+async def start_engine(
+    config: Config, *, seed: int, make_decode: Callable[[], Decode] = lambda: no_text
+) -> GenerationEngine:
     """One replica's engine, ready to sample.
 
-    seed: differs between replicas, for whatever is not drawn by (run, group, sample).
+    seed: differs between replicas, for whatever is not drawn by (run, group, sample).  make_decode: asked for what
+    makes text of tokens where the run has stop strings.
     Raises EngineError and leaves no process behind.
     """
+    decode = make_decode() if config.generation.stop else no_text
     if config.generation.engine == "scripted":
         # Each engine loads what only it needs: a scripted one runs where there is no vLLM.
         from rlhpc.generation.scripted_engine import ScriptedEngine
@@ -37,13 +43,13 @@ async def start_engine(config: Config, *, seed: int) -> GenerationEngine:
         asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "rlhpc.weights.factory")
         # Replicas share a seed, so that a sample is the same on any replica: no sample is drawn by two of them.
         return ScriptedEngine.of(
-            config, seed=config.run.seed, make_receiver=partial(_receiver, config.weights.timeout_s)
+            config, seed=config.run.seed, decode=decode, make_receiver=partial(_receiver, config.weights.timeout_s)
         )
     # As above.
     with loading_libraries():
         from rlhpc.generation.vllm_engine import VllmEngine
 
-    return await VllmEngine.start(config, seed=seed)
+    return await VllmEngine.start(config, seed=seed, decode=decode)
 
 
 def _receiver(timeout_s: float, transport: str) -> WeightReceiver:

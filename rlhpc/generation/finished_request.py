@@ -5,12 +5,13 @@ Input: RolloutRequest and the engine's arrays.  Output: Rollout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rlhpc.errors import EngineError
+from rlhpc.stop_strings import Decode, StopSearch
 from rlhpc.types import FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest
 
 
@@ -32,10 +33,31 @@ class FinishedRequest:
         tokens = np.asarray(completion.token_ids, np.int32)
         return cls(token_ids=tokens, logprobs=logprobs, versions=versions, reason=completion.finish_reason)
 
+    def up_to(self, end: int) -> FinishedRequest:
+        """Without what was sampled after its first `end` tokens, of which the last completes a stop string."""
+        return FinishedRequest(self.token_ids[:end], self.logprobs[:end], self.versions[:end], "stop")
+
     @classmethod
     def nothing(cls, reason: str) -> FinishedRequest:
         """No token was sampled."""
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), reason)
+
+
+def searched(request: RolloutRequest, decode: Decode) -> tuple[RolloutRequest, StopSearch]:
+    """Begin the search for the request's stop strings, with its prefix; return the request without what is behind one.
+
+    A prefix with a stop string, which a run has that was resumed with other ones, is a whole completion: the search has
+    an end, and nothing is to be sampled.
+    """
+    sampling, prefix = request.sampling, request.prefix
+    search = StopSearch(decode, sampling.stop_strings)
+    if prefix is None or not sampling.stop_strings:
+        return request, search
+    end = search.read(prefix.token_ids[sampling.searched_from :].tolist())
+    if end is not None:
+        kept = slice(sampling.searched_from + end)
+        prefix = Prefix(prefix.token_ids[kept], prefix.behaviour_logprobs[kept], prefix.versions[kept])
+    return replace(request, prefix=prefix), search
 
 
 def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:

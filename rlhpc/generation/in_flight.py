@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
+from rlhpc.stop_strings import StopSearch
 from rlhpc.types import Int32, RolloutRequest
 
 
@@ -45,10 +47,24 @@ class InFlight:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     came_back: asyncio.Event = field(default_factory=asyncio.Event)  # from vLLM, of one that begins anew
     aborting: asyncio.Future[None] | None = None  # of one that begins anew: until it has come back
+    search: StopSearch | None = None  # for stop strings, where it is made here, and not by the engine's thread
+    num_before: int = 0  # tokens of the prefix that it has read
     _versions: tuple[int, int] = (0, 0)  # the one it was submitted under, the one that came then
 
-    def submit(self, policy_version: int) -> None:
-        """It is given to vLLM now, while this version is live."""
+    @property
+    def num_searched(self) -> int:
+        """Tokens after the prefix that may be shown: none of them is behind a stop string."""
+        return self.search.num_tokens - self.num_before if self.search is not None else sys.maxsize
+
+    def stopped_at(self, token_ids: Sequence[int]) -> int | None:
+        """Search the tokens after the prefix that were not read yet; return how many are up to a stop string."""
+        if self.search is None or self.search.read(token_ids[self.num_searched :]) is None:
+            return None
+        return self.num_searched
+
+    def submit(self, policy_version: int, search: StopSearch | None = None) -> None:
+        """It is given to vLLM now, while this version is live.  search: has read the prefix."""
+        self.search, self.num_before = search, search.num_tokens if search is not None else 0
         self.record, self.is_submitted = VersionRecord(policy_version), True
         self._versions = policy_version, policy_version
 

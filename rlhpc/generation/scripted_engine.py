@@ -23,7 +23,8 @@ from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore,
 from rlhpc.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_script import Script
-from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
+from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of, searched
+from rlhpc.stop_strings import Decode, StopSearch, no_text
 from rlhpc.types import Float32, Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 FIRST_ORDINARY_TOKEN = 4  # below are the special tokens of a character vocabulary
@@ -55,9 +56,10 @@ class ScriptedEngine(GenerationEngine):
         *,
         make_receiver: Callable[[str], WeightReceiver] | None = None,
         clock: Clock = time.monotonic,
+        decode: Decode = no_text,
     ) -> None:
-        """make_receiver: transport → receiver; None adopts versions without any transfer."""
-        self.script = script
+        """make_receiver: transport → receiver; None adopts versions without any transfer.  decode: for stop strings."""
+        self.script, self._decode = script, decode
         self._make_receiver = make_receiver
         self._receiver: WeightReceiver | None = None
         self._policy_version = -1
@@ -76,10 +78,15 @@ class ScriptedEngine(GenerationEngine):
 
     @classmethod
     def of(
-        cls, config: Config, *, seed: int, make_receiver: Callable[[str], WeightReceiver] | None = None
+        cls,
+        config: Config,
+        *,
+        seed: int,
+        make_receiver: Callable[[str], WeightReceiver] | None = None,
+        decode: Decode = no_text,
     ) -> ScriptedEngine:
         """As its script says, with the vocabulary of the run's model."""
-        return cls(Script.of(config, seed=seed), make_receiver=make_receiver)
+        return cls(Script.of(config, seed=seed), make_receiver=make_receiver, decode=decode)
 
     def logprob_table(self, policy_version: int) -> Float32:
         """Natural log-probability of every token under a version, float32 [vocab_size].
@@ -123,12 +130,15 @@ class ScriptedEngine(GenerationEngine):
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Draw token after token; see GenerationEngine."""
         self._require_life()
+        request, search = searched(request, self._decode)
+        if search.end is not None:
+            return rollout_of(request, FinishedRequest.nothing("stop"))
         key = next(self._serial)
         flight = self._in_flight[key] = _InFlight(request)
         self._newest[request.request_id] = key
         try:
             async with self._place(flight):
-                return rollout_of(request, flight.sampled(await self._draw(flight)))
+                return rollout_of(request, flight.sampled(await self._draw(flight, search)))
         finally:
             del self._in_flight[key]
             if self._newest.get(request.request_id) == key:
@@ -263,7 +273,7 @@ class ScriptedEngine(GenerationEngine):
             self._is_draining = False
             self._is_shut = self.script.static_batches and self._num_started > 0
 
-    async def _draw(self, flight: _InFlight) -> str:
+    async def _draw(self, flight: _InFlight, search: StopSearch) -> str:
         """Draw until the end and return why it ended."""
         request = flight.request
         stops = {self.script.stop_token_id, *request.sampling.stop_token_ids}
@@ -279,7 +289,7 @@ class ScriptedEngine(GenerationEngine):
             self._num_tokens += 1
             if self.script.tally:
                 _append(self.script.tally, f"{request.group_id} {request.sample_index} {position} {os.getpid()}\n")
-            if token in stops:
+            if search.read([token]) is not None or token in stops:
                 return "stop"
         return "length"
 

@@ -14,16 +14,18 @@ import gc
 import itertools
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
 from rlhpc.errors import ConfigError, EngineError
 from rlhpc.generation.busy_clock import BusyClock
-from rlhpc.generation.core_thread import CoreThread
+from rlhpc.generation.core_thread import CoreThread, FinishedSample
 from rlhpc.generation.engine_answer import answered, comes, unless
 from rlhpc.generation.engine_profile import engine_profile
-from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
+from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of, searched
 from rlhpc.generation.in_flight import Beginning, InFlight, by_either_name
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord
@@ -36,10 +38,12 @@ from rlhpc.generation.vllm_request import (
     row_logprobs,
     scoring_params,
     spans_so_far,
+    stopped_completion,
     vllm_sampling_params,
 )
 from rlhpc.generation.weight_updates import WeightUpdates
 from rlhpc.model_weights import object_in, refuse_other_weights
+from rlhpc.stop_strings import Decode, StopSearch, no_text
 from rlhpc.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 if TYPE_CHECKING:
@@ -55,9 +59,11 @@ ABORT_AGAIN_S = 0.05  # an abort may overtake its request
 class VllmEngine(GenerationEngine):
     """A vLLM AsyncLLM and its processes, or the thread that stands for them (core_thread.py)."""
 
-    def __init__(self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock) -> None:
+    def __init__(
+        self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock, decode: Decode = no_text
+    ) -> None:
         """Use VllmEngine.start."""
-        self._llm, self._processes, self._config = llm, processes, config
+        self._llm, self._processes, self._config, self._decode = llm, processes, config, decode
         self._window = window_of(llm.vllm_config, config.generation.max_num_seqs)
         self._stop_token_ids = end_of_sequence_ids(config.model.path)
         self._in_flight: dict[str, InFlight] = {}  # by the id vLLM knows
@@ -76,17 +82,23 @@ class VllmEngine(GenerationEngine):
 
     @classmethod
     async def start(
-        cls, config: Config, *, seed: int, clock: Clock = time.monotonic, is_apart: bool = False
+        cls,
+        config: Config,
+        *,
+        seed: int,
+        clock: Clock = time.monotonic,
+        is_apart: bool = False,
+        decode: Decode = no_text,
     ) -> VllmEngine:
         """Start vLLM on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
 
-        is_apart: in a process of its own, as it always is on CUDA, and with weights.staging = "paused".  Sets
-        environment variables of this process.  Raises EngineError and leaves no process behind.
+        is_apart: in a process of its own, as it always is on CUDA, and with weights.staging = "paused".  decode: for
+        stop strings.  Sets environment variables of this process.  Raises EngineError and leaves no process behind.
         """
         is_apart = is_apart or config.weights.staging == "paused"  # whose tests fail with the core on a thread
         _refuse_weights_it_would_make_up(config)
         profile = engine_profile(config, seed=seed, device=device_here(), is_apart=is_apart)
-        engine = cls(*start_vllm(profile), config, clock)
+        engine = cls(*start_vllm(profile), config, clock, decode)
         try:
             await engine._prepare()
         except BaseException:  # survived: nothing; whatever it was, no process of an engine may be left behind
@@ -117,6 +129,9 @@ class VllmEngine(GenerationEngine):
         Raises ValueError for a prompt that leaves no room: the caller's mistake, which affects no other request.
         """
         self._require_life()
+        request, search = searched(request, self._decode)
+        if search.end is not None:
+            return rollout_of(request, FinishedRequest.nothing("stop"))
         if request.prefix is not None and len(request.prefix.token_ids) >= request.sampling.max_tokens:
             return rollout_of(request, FinishedRequest.nothing("length"))
         request_id = f"{request.request_id}/{next(self._serial)}"  # a lease may come back while its old abort runs
@@ -124,7 +139,7 @@ class VllmEngine(GenerationEngine):
         self._newest[request.request_id] = request_id
         self._busy.enter()
         try:
-            output = await self._run(request_id, flight)
+            output = await self._run(request_id, flight, search)
             if output is None:
                 return rollout_of(request, FinishedRequest.nothing("abort"))
             flight.has_output = True
@@ -155,7 +170,9 @@ class VllmEngine(GenerationEngine):
         key = self._newest.get(request_id)
         if key is None or not (sampled := num_tokens(self._llm, key)):
             return 0
-        return self._in_flight[key].request.num_done + sampled
+        flight = self._in_flight[key]
+        sampled = min(sampled, flight.num_searched)
+        return flight.request.num_done + sampled if sampled else 0
 
     def progress(self, request_id: str, start: int = 0) -> Prefix | None:
         """The tokens received so far, if their versions are known; see GenerationEngine."""
@@ -164,14 +181,16 @@ class VllmEngine(GenerationEngine):
             return None
         flight = self._in_flight[key]
         first = max(0, start - flight.request.num_done)
-        partial = None if flight.beginning is not Beginning.KNOWN else partial_completion(self._llm, key, first)
-        if partial is None:
+        part = None if flight.beginning is not Beginning.KNOWN else partial_completion(self._llm, key, first)
+        if part is not None and flight.search is not None:
+            part = part.up_to(flight.num_searched - first)
+        if part is None:
             return None
-        length = first + len(partial.token_ids)
+        length = first + len(part.token_ids)
         versions = flight.versions_so_far(length, lambda: spans_so_far(self._llm, key, length))
         if versions is None:
             return None
-        return piece_of(flight.request, FinishedRequest.of_vllm(partial, versions[first:]), start)
+        return piece_of(flight.request, FinishedRequest.of_vllm(part, versions[first:]), start)
 
     async def abort(self, request_id: str) -> None:
         """Abort it; returns when it has ended."""
@@ -253,7 +272,7 @@ class VllmEngine(GenerationEngine):
         if self._has_spans:
             await self._call(self._llm.update_weight_version(str(self._policy_version)))
 
-    async def _run(self, request_id: str, flight: InFlight) -> Any:
+    async def _run(self, request_id: str, flight: InFlight, search: StopSearch) -> Any:
         """Return vLLM's only output for this request, or the last if it began anew; None: aborted without a token."""
         request = flight.request
         tokens = request.prompt.token_ids.tolist()
@@ -262,22 +281,52 @@ class VllmEngine(GenerationEngine):
         params = self._sampling_params(request)
         while True:
             await self._weights.adopted.wait()  # asked for while weights are loaded, it would be given the old salt
-            flight.submit(self._policy_version)
-            completion = (output := await self._output_of(request_id, tokens, params)).outputs[0]
+            output = await self._sampled_for(request_id, flight, (tokens, params), search)
+            completion = output.outputs[0]
             is_kept = flight.may_keep(getattr(completion, "weight_versions", None), len(completion.token_ids))
             if is_kept or flight.is_aborted:
                 return output if is_kept else None
+            _, search = searched(request, self._decode)
 
-    async def _output_of(self, request_id: str, tokens: list[int], params: Any, *, priority: int = 0) -> Any:
+    async def _sampled_for(
+        self, request_id: str, flight: InFlight, asked: tuple[list[int], Any], search: StopSearch
+    ) -> Any:
+        """Submit it under the newest version, and return its output at its end, or at a stop string."""
+        if not flight.request.sampling.stop_strings:
+            flight.submit(self._policy_version)
+            return await self._output_of(request_id, *asked)
+        if isinstance(self._llm, CoreThread):
+            flight.submit(self._policy_version)
+            return await self._output_of(request_id, *asked, search=search)
+        flight.submit(self._policy_version, search)
+        return await self._output_of(request_id, *asked, until=partial(self._stopped, request_id, flight))
+
+    def _stopped(self, request_id: str, flight: InFlight, output: Any) -> Any:
+        """What is the last output of a request that is streamed; None: another one comes."""
+        completion = output.outputs[0]
+        if flight.stopped_at(completion.token_ids) is None:
+            return output if completion.finish_reason is not None else None
+        stopped = stopped_completion(self._llm, request_id, completion)
+        return FinishedSample(output.prompt_token_ids, [stopped], None)
+
+    async def _output_of(
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: Any,
+        *,
+        until: Callable[[Any], Any] = lambda output: output,
+        **options: Any,
+    ) -> Any:
+        """Return what `until` makes of the first output of which it makes anything; then the request is aborted."""
         # A new request must not combine new weights with the KV cache of older ones.  The count, not the version: after
         # a restart the same number means other weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
-            async with contextlib.aclosing(
-                self._llm.generate(prompt, params, request_id, priority=priority)
-            ) as outputs:
+            async with contextlib.aclosing(self._llm.generate(prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
-                    return output
+                    if (last := until(output)) is not None:
+                        return last
         except (asyncio.CancelledError, ValueError):
             raise
         except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
@@ -286,11 +335,11 @@ class VllmEngine(GenerationEngine):
 
     def _sampling_params(self, request: RolloutRequest) -> Any:
         run_seed = self._config.run.seed if self._config.has_seeded_samples else None
-        return vllm_sampling_params(request, self._stop_token_ids, run_seed)
+        is_streamed = bool(request.sampling.stop_strings) and not isinstance(self._llm, CoreThread)
+        return vllm_sampling_params(request, self._stop_token_ids, run_seed, is_streamed=is_streamed)
 
     def _finish(self, flight: InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]
-        self._num_tokens += len(completion.token_ids)
         if completion.finish_reason != "abort":
             self._window.finished(len(output.prompt_token_ids), len(completion.token_ids))
         spans = getattr(completion, "weight_versions", None)
@@ -298,7 +347,11 @@ class VllmEngine(GenerationEngine):
             versions = flight.versions(spans, len(completion.token_ids))
         except ValueError as error:
             raise self._die(str(error)) from error
-        return rollout_of(flight.request, FinishedRequest.of_vllm(completion, versions))
+        finished = FinishedRequest.of_vllm(completion, versions)
+        if flight.search is not None and flight.search.end is not None:
+            finished = finished.up_to(flight.num_searched)
+        self._num_tokens += len(finished.token_ids)
+        return rollout_of(flight.request, finished)
 
     async def _abort(self, key: str, flight: InFlight) -> None:
         flight.is_aborted = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,17 @@ from rlhpc.errors import EngineError
 from rlhpc.types import Float32, Int32, RolloutRequest
 
 
-def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int], run_seed: int | None = None) -> Any:
+def vllm_sampling_params(
+    request: RolloutRequest,
+    model_stop_token_ids: Set[int],
+    run_seed: int | None = None,
+    *,
+    is_streamed: bool = False,
+) -> Any:
     """Parameters for the rest of a request after its prefix, which vLLM treats as part of the prompt.
 
-    run_seed: makes the draw reproducible for the same request; None: the engine's own randomness.
+    run_seed: makes the draw reproducible for the same request; None: the engine's own randomness.  is_streamed: there
+    is an output, of all tokens so far, after every step; otherwise only the last one.
     """
     # vLLM is imported after its environment is set (vllm_process.py).
     from vllm import SamplingParams
@@ -43,7 +50,7 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
         detokenize=False,
         seed=None if run_seed is None else sample_seed(run_seed, request),
         # Cheaper than a stream, and vLLM keeps everything until the end.
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if is_streamed else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # nobody else has them
     )
 
@@ -100,6 +107,17 @@ class PartialCompletion:
     token_ids: list[int]
     logprobs: Any  # flat
     finish_reason: str = "abort"
+    weight_versions: Any = None  # spans
+
+    def up_to(self, end: int) -> PartialCompletion | None:
+        """Its first `end` tokens; None: there are none."""
+        if end <= 0:
+            return None
+        return replace(
+            self,
+            token_ids=self.token_ids[:end],
+            logprobs=FlatPart(self.logprobs.logprobs, self.logprobs.start_indices[:end]),
+        )
 
 
 def num_tokens(llm: Any, request_id: str) -> int:
@@ -141,6 +159,15 @@ def partial_completion(llm: Any, request_id: str, first: int = 0) -> PartialComp
     begin = starts[first]  # a long completion is not copied for its last tokens
     part = FlatPart(logprobs.logprobs[begin:], [start - begin for start in starts[first:]])
     return PartialCompletion(list(token_ids), part)
+
+
+def stopped_completion(llm: Any, request_id: str, completion: Any) -> PartialCompletion:
+    """What vLLM has sampled for a request that is about to be aborted, as it is now: vLLM's own goes on to grow."""
+    num_known, spans = len(completion.token_ids), getattr(completion, "weight_versions", None)
+    if completion.finish_reason is None:
+        spans = spans_so_far(llm, request_id, num_known)
+    part = FlatPart(completion.logprobs.logprobs[:], completion.logprobs.start_indices[:num_known])
+    return PartialCompletion(completion.token_ids[:num_known], part, "stop", spans)
 
 
 @dataclass(slots=True)

@@ -76,7 +76,8 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         refuse_foreign_network(has_cuda=False, has_vllm=True)
     async with AsyncExitStack() as stack:
         file = stack.enter_context(SamplesFile(directory, index))
-        engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
+        seed = engine_seed(config.run.seed, index)
+        engine = await start_engine(config, seed=seed, make_decode=lambda: PromptTokenizer.of(config.model).decode)
         stack.push_async_callback(engine.close)
         check_sandbox(config.sandbox, is_needed=runs_programs(config))
         num_workers = _share_of_workers(config.rewards.workers_per_replica, num_shares)
@@ -106,11 +107,9 @@ class Evaluator:
         self._tokenizer = PromptTokenizer.of(settings.config.model)
         (self._dataset,) = settings.config.data
         self._template = dialogue_template(settings.config, self._tokenizer) if self._dataset.environment else None
-        self._sampling = SamplingParams(
-            max_tokens=settings.config.generation.max_completion_tokens,
-            temperature=settings.temperature,
-            stop_token_ids=self._tokenizer.stop_token_ids,
-        )
+        generation = settings.config.generation
+        ends = self._tokenizer.ends(generation.stop)
+        self._sampling = SamplingParams(generation.max_completion_tokens, settings.temperature, *ends)
 
     async def sample(self, places: list[tuple[int, int]], stop: asyncio.Event) -> None:
         """Draw, judge and write the samples at these places, (prompt, sample); return early once `stop` is set.
@@ -142,7 +141,9 @@ class Evaluator:
         if self._template is None:
             rollout = await self._engine.generate(request)
             has_ended = rollout.finish_reason is FinishReason.STOP
-            text = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
+            text = self._tokenizer.decode_completion(
+                rollout.token_ids, has_ended=has_ended, stop_strings=self._sampling.stop_strings
+            )
             answer, _ = answer_of(text, self._dataset.thinking_end)
             judgement = await self._asked_again(partial(self._pool.judge, prompt.task, answer, prompt.reference))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,10 @@ from rlhpc.weights.factory import make_publisher, make_receiver
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 
+# Texts of tokens: letters, one or two of them, and two parts of a character of three bytes.
+PIECES = tuple(
+    (b"\xe2\x82", b"\xac", b"%c" % (97 + token % 26), b"%c." % (97 + token % 26))[token % 4] for token in range(200)
+)
 LONG_PROMPT = np.asarray([4 + index % 90 for index in range(150)], np.int32)  # more than a block of KV cache
 MAX_TOKENS = 600
 
@@ -61,17 +65,23 @@ def tiny_config(model: Path, staging: str = "auto", dtype: str = "float32", **ge
     return Config.model_validate(tables)
 
 
+def decode(token_ids: Sequence[int]) -> str:
+    return b"".join(PIECES[token] for token in token_ids).decode("utf-8", "replace")
+
+
 def request_of(
     group_id: int,
     *,
     max_tokens: int = 16,
     temperature: float = 1.0,
     stop_token_ids: tuple[int, ...] = (),
+    stop_strings: tuple[str, ...] = (),
+    searched_from: int = 0,
     prompt: Int32 | None = None,
     prefix: Prefix | None = None,
 ) -> RolloutRequest:
     tokens = np.arange(4, 12, dtype=np.int32) + group_id % 50 if prompt is None else prompt
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids)
+    sampling = SamplingParams(max_tokens, temperature, stop_token_ids, stop_strings, searched_from)
     return RolloutRequest(group_id, 0, Prompt(group_id, "math", tokens, "42"), sampling, prefix)
 
 
@@ -149,7 +159,7 @@ class ScriptedSubject(Subject):
         super().__init__(publisher)
         script = Script(seed=3, stop_probability=0, token_s=0.0005, max_num_seqs=16)
         self.engine: ScriptedEngine = ScriptedEngine(
-            script, make_receiver=partial(make_receiver, device="cpu", timeout_s=PATIENCE_S)
+            script, make_receiver=partial(make_receiver, device="cpu", timeout_s=PATIENCE_S), decode=decode
         )
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
@@ -185,7 +195,7 @@ class VllmSubject(Subject):
         weights = WeightsConfig.model_validate({"transport": transport, "timeout_s": config.weights.timeout_s})
         publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)
-        subject.engine = await VllmEngine.start(config, seed=0, is_apart=is_apart)
+        subject.engine = await VllmEngine.start(config, seed=0, is_apart=is_apart, decode=decode)
         subject.loads_arriving = staging == "paused"
         return subject
 

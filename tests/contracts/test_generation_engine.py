@@ -27,10 +27,12 @@ from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import (
     LONG_PROMPT,
     MAX_TOKENS,
+    PIECES,
     PublisherDied,
     ScriptedSubject,
     Subject,
     VllmSubject,
+    decode,
     living_children,
     remember_strangers,
     request_of,
@@ -38,6 +40,7 @@ from tests.contracts.engine_subjects import (
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+STOP = ".€"  # of three tokens, comes about once in 64
 SMALL_BUCKET = 1 << 16  # several of them, and layers that straddle
 TOLERANCE = 1e-4  # float32, another order of sums
 
@@ -126,6 +129,116 @@ async def test_a_completion_ends_at_a_stop_token_or_at_its_length(subject: Subje
     whole = await subject.engine.generate(request_of(1, max_tokens=3))
     assert whole.finish_reason is FinishReason.LENGTH
     assert len(whole.token_ids) == 3
+
+
+def texts_of(token_ids: list[int], first: int = 0) -> list[str]:
+    """Of the tokens from `first` on: of none, of one, of two, …"""
+    return [decode(token_ids[first:end]) for end in range(first, len(token_ids) + 1)]
+
+
+def end_of(text_of: list[str], stop: str) -> int | None:
+    """Tokens up to the first behind which the stop string is there, by plain search."""
+    return next((number for number, text in enumerate(text_of) if stop in text), None)
+
+
+def stops_of(text_of: list[str]) -> dict[int, str]:
+    """Stop strings by where they end: with a token, across borders, within a token, or with a part of a character."""
+    found: dict[int, str] = {}
+    for number, text in enumerate(text_of):
+        for stop in (text[-5:], text[-3:-1], text[-1:]):
+            if stop and "\ufffd" not in stop and end_of(text_of, stop) == number:
+                found.setdefault(number, stop)
+    return found
+
+
+async def test_a_completion_ends_with_the_token_that_completes_a_stop_string(subject: Subject) -> None:
+    ends, was_split = set[int](), False
+    for group_id in (0, 3):
+        whole = await subject.engine.generate(request_of(group_id, max_tokens=60))
+        found = stops_of(texts_of(whole.token_ids.tolist()))
+        requests = {
+            end: request_of(group_id, max_tokens=end if end % 3 == 0 else 60, stop_strings=("not there", stop))
+            for end, stop in found.items()
+        }
+        for end, request in requests.items():
+            rollout = await subject.engine.generate(request)
+            assert rollout.finish_reason is FinishReason.STOP
+            np.testing.assert_array_equal(rollout.token_ids, whole.token_ids[:end])
+            assert_sampled_by(subject, subject.engine.policy_version, rollout)
+            was_split |= PIECES[rollout.token_ids[-1]] == b"\xac"
+        ends |= requests.keys()
+    assert min(ends) == 1
+    assert len(ends) > 10
+    assert was_split
+
+
+async def test_a_stop_string_is_found_across_the_end_of_a_prefix_and_never_before_where_its_turn_begins(
+    subject: Subject,
+) -> None:
+    tokens = [23, 26, 31, 24, 25, 28]  # the last one is the beginning of a character
+    prefix = Prefix(np.asarray(tokens, np.int32), np.full(6, -1.5, np.float32), np.zeros(6, np.int32))
+    whole = await subject.engine.generate(request_of(5, max_tokens=90, prefix=prefix))
+    text_of = texts_of(whole.token_ids.tolist())
+    across = [
+        text_of[6 + more][-length:] for more in range(1, 8) for length in (9, 4) if text_of[6 + more][-1:] != "\ufffd"
+    ]
+    for stop in [stop for stop in across if "\ufffd" not in stop]:
+        rollout = await subject.engine.generate(request_of(5, max_tokens=90, prefix=prefix, stop_strings=(stop,)))
+        np.testing.assert_array_equal(rollout.token_ids, whole.token_ids[: end_of(text_of, stop)])
+        np.testing.assert_array_equal(rollout.versions[:6], prefix.versions)
+        assert rollout.finish_reason is FinishReason.STOP
+    for searched_from, stop in ((3, "f."), (6, "€")):
+        behind = end_of(texts_of(whole.token_ids.tolist(), searched_from), stop)
+        request = request_of(5, max_tokens=90, prefix=prefix, stop_strings=(stop,), searched_from=searched_from)
+        rollout = await subject.engine.generate(request)
+        end = None if behind is None else searched_from + behind
+        np.testing.assert_array_equal(rollout.token_ids, whole.token_ids[:end])
+
+
+async def test_a_prefix_with_a_stop_string_is_a_whole_completion(subject: Subject) -> None:
+    tokens = np.asarray([26, 31, 24, 25, 30], np.int32)
+    prefix = Prefix(tokens, np.full(5, -1, np.float32), np.zeros(5, np.int32))
+    rollout = await subject.engine.generate(request_of(5, max_tokens=9, prefix=prefix, stop_strings=("€",)))
+    assert rollout.finish_reason is FinishReason.STOP
+    np.testing.assert_array_equal(rollout.token_ids, tokens[:4])
+    assert_well_formed(rollout)
+
+
+async def test_nothing_behind_a_stop_string_is_shown_counted_or_returned(subject: Subject) -> None:
+    whole = await subject.engine.generate(request_of(14, max_tokens=400))
+    text_of = texts_of(whole.token_ids.tolist())
+    stop = next(text[-6:] for text in text_of[150:] if "\ufffd" not in text[-6:] and end_of(text_of, text[-6:]) > 100)
+    end = end_of(text_of, stop)
+    request, shown = request_of(14, max_tokens=400, stop_strings=(stop,)), list[Prefix]()
+    running = asyncio.create_task(subject.engine.generate(request))
+    while not running.done():
+        await asyncio.sleep(0)
+        assert subject.engine.num_sampled(request.request_id) <= end
+        for start in (0, 60):
+            if (part := subject.engine.progress(request.request_id, start)) is not None:
+                np.testing.assert_array_equal(part.token_ids, whole.token_ids[start : start + len(part.token_ids)])
+                assert start + len(part.token_ids) <= end
+                shown.append(part)
+    assert shown
+    rollout = await running
+    np.testing.assert_array_equal(rollout.token_ids, whole.token_ids[:end])
+    assert subject.engine.statistics().num_running == 0
+
+
+async def test_stop_strings_are_found_while_weights_change_and_requests_are_aborted(subject: Subject) -> None:
+    old, new = subject.engine.policy_version, subject.engine.policy_version + 1
+    requests = [_stopped(index) for index in range(24)]  # more than are sampled at once
+    running = [asyncio.create_task(subject.engine.generate(request)) for request in requests]
+    await until_sampling(subject, *requests[:8])
+    await subject.update(new)
+    for request in requests[20:]:
+        await subject.engine.abort(request.request_id)
+    for rollout in await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S):
+        assert_well_formed(rollout)
+        assert set(rollout.versions) <= {old, new}
+        end = end_of(texts_of(rollout.token_ids.tolist()), STOP)
+        assert end in (None, len(rollout.token_ids))
+        assert (rollout.finish_reason is FinishReason.STOP) is (end is not None)
 
 
 async def test_an_aborted_request_returns_what_there_is(subject: Subject) -> None:
@@ -680,6 +793,10 @@ def _send_and_die(*arguments: Any, send: Callable[..., object] = group_publisher
     """Every bucket is sent, and none of their checksums."""
     send(*arguments)
     raise PublisherDied
+
+
+def _stopped(index: int) -> RolloutRequest:
+    return request_of(index, max_tokens=MAX_TOKENS, stop_strings=(STOP,))
 
 
 def _long(index: int, max_tokens: int = MAX_TOKENS) -> RolloutRequest:

@@ -85,7 +85,7 @@ def refusal(word: str) -> str:
         ("run.wandb", "(did you mean `rlhpc metrics RUN_DIR --wandb DIR`?"),
         ("trainer.gradient_accumulation_steps", "(did you mean trainer.token_budget?"),
         ("generation.n", "(did you mean admission.group_size?)"),
-        ("generation.stop", "no counterpart, because a completion ends with"),
+        ("generation.stop_strings", "(did you mean generation.stop?"),
         ("trainer.total_epochs", "(did you mean run.num_steps?"),
         ("trainer.group_size", "(did you mean admission.group_size?)"),
         ("actor_rollout_ref.rollout.n", "of another system; here actor_rollout_ref.rollout.n: admission.group_size"),

@@ -499,6 +499,7 @@ def test_evaluations_have_names_figures_and_somebody_s_reward(run_file: Path, tm
         (["evaluation.1.dataset=hard"], "evaluation.1.dataset='hard': names no dataset whose template"),
         (["evaluation.0.every_steps=30"], "evaluation.0.every_steps=30: a checkpoint comes every 50 steps"),
         (["evaluation.0.max_completion_tokens=0"], "evaluation.0.max_completion_tokens=0: legal: above 0"),
+        (["evaluation.0.stop=['']"], "evaluation.0.stop=['']: legal: 16 texts or fewer"),
         (["evaluation.0.keep_best=pass@8"], "'pass@8' with samples=6; legal: 'pass@1', 'pass@2', 'pass@4', 'pass@6'"),
         (["evaluation.1.stop_after=2"], "evaluation.1.stop_after=2: needs keep_best, the metric that has to improve"),
         (["evaluation.0.temperature=0"], "samples=6: all samples of a prompt would be the same"),
@@ -592,6 +593,14 @@ def test_a_wrong_value_is_answered_in_one_line_with_what_is_legal(run_file: Path
     with pytest.raises(ConfigError) as refusal:
         load_config(run_file, [word])
     assert str(refusal.value) == f"command line: {said}"
+
+
+@pytest.mark.parametrize("stop", [["a", ""], ["a"] * 17, ["a" * 257], ["\ufffd"]])
+def test_stop_strings_that_end_nothing_or_are_no_text_are_refused(run_file: Path, stop: list[str]) -> None:
+    legal = r"generation\.stop=.*: legal: 16 texts or fewer, each of 1 to 256 characters, none of them U\+FFFD$"
+    with pytest.raises(ConfigError, match=legal):
+        load_config(run_file, [f"generation.stop={stop}"])
+    assert load_config(run_file, ["generation.stop=['</answer>', '\\n']"]).generation.stop == ("</answer>", "\\n")
 
 
 @pytest.mark.parametrize(

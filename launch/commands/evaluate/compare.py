@@ -27,7 +27,7 @@ from rlhpc.types import Verdict
 # What has to be equal, or a difference would be of more than the models.
 ALIKE = ("inputs.data", "data.task", "data.prompt_template", "data.prompt_field", "data.system_prompt",
          "data.use_chat_template", "data.reference_field", "data.environment", "inputs.corpus",
-         "generation.max_completion_tokens", "temperature")  # fmt: skip
+         "generation.max_completion_tokens", "generation.stop", "temperature")  # fmt: skip
 ALIKE_BELOW = ("environment.", "composite.", "judge.", "instructions.")
 FEW = 20  # prompts; the interval of fewer says too much
 

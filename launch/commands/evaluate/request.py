@@ -6,6 +6,8 @@ Input: options, or a Config.  Output: Requests, checked as far as they go withou
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +72,11 @@ def of_run_file(config: Config) -> list[Request]:
             "generation.max_completion_tokens": table.max_completion_tokens,
             "generation.num_replicas": table.num_replicas,
         }
+        stop = [f"generation.stop={_in_toml(table.stop)}"] if table.stop is not None else []
         request = Request(
             name=table.title,
             data=table.path,
-            words=tuple(f"{key}={value}" for key, value in words.items() if value),
+            words=(*(f"{key}={value}" for key, value in words.items() if value), *stop),
             samples=table.samples,
             prompts=table.prompts,
             temperature=table.temperature,
@@ -84,6 +87,11 @@ def of_run_file(config: Config) -> list[Request]:
         )
         found.append(request)
     return found
+
+
+def _in_toml(texts: Sequence[str]) -> str:
+    """A list as an override has it: JSON, but for pairs of surrogates, and for a character that TOML wants escaped."""
+    return json.dumps(list(texts), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _of_command(options: argparse.Namespace) -> Request:

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from rlhpc.contracts import GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.messages import TurnReply
+from rlhpc.stop_strings import stopped_at
 from rlhpc.types import Bool, FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest, Verdict
 
 log = logging.getLogger("rlhpc.dialogue")
@@ -124,6 +126,7 @@ class Dialogue:
         stops = {*request.sampling.stop_token_ids, *self._template.stop_token_ids}
         self._stops = stops
         self._request = replace(request, sampling=replace(request.sampling, stop_token_ids=tuple(sorted(stops))))
+        self._stop_strings = request.sampling.stop_strings
         self._recorded = request.prefix
         self._version = admitted_version
         self._tokens, self._turns = _Tokens(), list[str]()
@@ -195,29 +198,37 @@ class Dialogue:
         if reason is None:
             if self._is_cut.is_set():
                 return FinishReason.ABORT
-            rollout = await self._sample(start + longest)
+            rollout = await self._sample(start, start + longest)
             new = slice(len(self._tokens.ids), None)
             self._tokens.sampled(rollout.token_ids[new], rollout.behaviour_logprobs[new], rollout.versions[new])
             reason = rollout.finish_reason
         if reason is not FinishReason.ABORT:
             turn = self._tokens.ids[start:]
-            spoken = turn[:-1] if reason is FinishReason.STOP else turn
-            self._turns.append(self._tokenizer.decode(spoken, keep_special_tokens=True))
-            self._answer = self._tokenizer.decode(spoken)
+            spoken = partial(
+                self._tokenizer.decode_completion,
+                turn,
+                has_ended=reason is FinishReason.STOP,
+                stop_strings=self._stop_strings,
+            )
+            self._turns.append(spoken(keep_special_tokens=True))
+            self._answer = spoken()
             before = len(self._request.prompt.token_ids) + start
             self._last_turn = reason is FinishReason.LENGTH, (before, len(turn)), tuple(turn)
         return reason
 
-    async def _sample(self, max_tokens: int) -> Rollout:
-        sampling = replace(self._request.sampling, max_tokens=max_tokens)
+    async def _sample(self, start: int, max_tokens: int) -> Rollout:
+        sampling = replace(self._request.sampling, max_tokens=max_tokens, searched_from=start)
         return await self._engine.generate(replace(self._request, prefix=self._tokens.prefix(), sampling=sampling))
 
     def _ended(self, start: int, longest: int) -> FinishReason | None:
         """Why a turn that the prefix had ended; None: it has not."""
         turn = self._tokens.ids[start:]
-        if turn and turn[-1] in self._stops:
+        if turn and (turn[-1] in self._stops or self._stopped_at(turn) is not None):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(turn) >= longest else None
+
+    def _stopped_at(self, turn: Sequence[int]) -> int | None:
+        return stopped_at(self._tokenizer.decode, self._stop_strings, turn)
 
     async def _ask(self, *, is_last: bool) -> TurnReply | None:
         """The environment's answer; None: cut off meanwhile."""
@@ -253,6 +264,7 @@ class Dialogue:
         if left is not None:
             stops = np.flatnonzero(np.isin(left.token_ids[:longest], sorted(self._stops)))
             end = int(stops[0]) + 1 if len(stops) else longest
+            end = self._stopped_at(left.token_ids[:end].tolist()) or end
             self._tokens.sampled(left.token_ids[:end], left.behaviour_logprobs[:end], left.versions[:end])
 
     def _read(self, ids: Int32) -> None:

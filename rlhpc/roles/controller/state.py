@@ -218,10 +218,10 @@ def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
 
 def sampling_of(config: Config, tokenizer: PromptTokenizer) -> Callable[[int], SamplingParams]:
     """How completions of a prompt are drawn, by its number."""
-    ends = tokenizer.stop_token_ids
+    ends = tokenizer.ends(config.generation.stop)
 
     def sampling(prompt_id: int) -> SamplingParams:
-        return SamplingParams(config.max_completion_tokens(prompt_id), config.generation.temperature, ends)
+        return SamplingParams(config.max_completion_tokens(prompt_id), config.generation.temperature, *ends)
 
     return sampling
 

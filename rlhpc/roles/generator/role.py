@@ -19,6 +19,7 @@ from functools import partial
 
 from rlhpc.config_data import AGENT
 from rlhpc.contracts import ClientChannel, GenerationEngine
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelError, GroupFailed, RoleFailed, TornWeights
 from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.messages import (
@@ -61,7 +62,8 @@ async def _generate(context: RoleContext) -> None:
     config = context.config
     # It blocks, for minutes perhaps.  Until then there is nothing to hand back: a request to leave ends this process by
     # the signal's default, and the task around it ends what an engine has started (launch/supervisor/role_task.py).
-    engine = await start_engine(config, seed=engine_seed(config.run.seed, context.replica))
+    seed = engine_seed(config.run.seed, context.replica)
+    engine = await start_engine(config, seed=seed, make_decode=lambda: PromptTokenizer.of(config.model).decode)
     stop = stop_event()
     try:
         turn = await await_turn(context, stop)

@@ -283,7 +283,9 @@ class Sampling:
     async def _judge(self, rollout: Rollout) -> ScoredRollout:
         """Ask for a verdict, again if the verifier failed; a verifier error is never a reward of zero."""
         prompt, has_ended = rollout.prompt, rollout.finish_reason is FinishReason.STOP
-        completion = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
+        completion = self._tokenizer.decode_completion(
+            rollout.token_ids, has_ended=has_ended, stop_strings=self._config.generation.stop
+        )
         answer, start = answer_of(completion, self._config.dataset_of(prompt.prompt_id).thinking_end)
         request = RewardRequest(0, prompt.task, answer, prompt.reference)  # the RPC client numbers calls
         reply: RewardReply | ChannelTimeout = await self._ask(request)

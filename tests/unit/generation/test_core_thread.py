@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from rlhpc.generation import core_thread
 from rlhpc.generation.core_thread import CoreDied, CoreThread, FinishedSample
+from rlhpc.stop_strings import StopSearch
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -97,9 +99,11 @@ def core_of(thread: CoreThread) -> CountingCore:
     return core
 
 
-async def sample(thread: CoreThread, request_id: str, num_tokens: int) -> FinishedSample:
+async def sample(
+    thread: CoreThread, request_id: str, num_tokens: int, search: StopSearch | None = None
+) -> FinishedSample:
     prompt = {"prompt_token_ids": [1, 2], "cache_salt": ""}
-    async for output in thread.generate(prompt, num_tokens, request_id):
+    async for output in thread.generate(prompt, num_tokens, request_id, search=search):
         return output
     raise AssertionError("no output")
 
@@ -112,6 +116,35 @@ async def test_a_request_is_heard_of_once_with_all_its_tokens(thread: CoreThread
         assert completion.finish_reason == "length"
         assert np.all(np.diff(completion.token_ids) == 1)
         assert completion.logprobs.logprobs == [-0.5 * step for step in completion.token_ids]
+
+
+def numbers(token_ids: Sequence[int]) -> str:
+    return "".join(f"{token_id}." for token_id in token_ids)
+
+
+async def test_a_stop_string_ends_a_request_with_the_token_that_completes_it(thread: CoreThread) -> None:
+    stop = "03."  # comes every hundred steps
+    running = [asyncio.create_task(sample(thread, f"r{n}", 300, StopSearch(numbers, [stop]))) for n in range(20)]
+    for output in await asyncio.gather(*running):
+        (completion,) = output.outputs
+        assert completion.finish_reason == "stop"
+        assert numbers(completion.token_ids).endswith(stop)
+        assert numbers(completion.token_ids).count(stop) == 1
+        assert completion.logprobs.logprobs == [-0.5 * step for step in completion.token_ids]
+    at_the_end = await sample(thread, "last", 1, StopSearch(numbers, ["."]))
+    assert at_the_end.outputs[0].finish_reason == "stop"
+    assert (await sample(thread, "none", 5, StopSearch(numbers, ["x"]))).outputs[0].finish_reason == "length"
+    assert not core_of(thread).requests
+
+
+async def test_of_a_step_with_several_tokens_those_behind_a_stop_string_are_dropped() -> None:
+    taking = core_thread._Sample([1], asyncio.get_running_loop().create_future(), StopSearch(numbers, ["7."]))
+    logprobs = SimpleNamespace(logprobs=np.asarray([[-1.0], [-2.0], [-3.0]], np.float32))
+    output = SimpleNamespace(
+        new_token_ids=[6, 7, 8], new_logprobs=logprobs, new_prompt_logprobs_tensors=None, finish_reason="length"
+    )
+    assert taking.take(output) == "stop"
+    assert (taking.token_ids, taking.logprobs) == ([6, 7], [-1.0, -2.0])
 
 
 async def test_at_a_load_the_tokens_of_every_request_are_counted_begun_or_not_and_ended_or_not(

@@ -311,6 +311,19 @@ def test_thinking_whose_end_no_completion_can_have_is_refused(
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        ("x<eos>", "generation.stop='x<eos>' has the special token '<eos>' in it, .*; legal: '<eos>' alone"),
+        ("\u20ac", "generation.stop='\u20ac': the tokenizer of model.path cannot write it"),
+    ],
+)
+def test_a_stop_string_that_no_completion_can_have_is_refused(bench: Bench, stop: str, said: str) -> None:
+    bench.settings["generation"]["stop"] = [stop]
+    (line,) = bench.refusal()
+    assert re.search(said, line)
+
+
 def test_a_model_whose_config_is_not_json_is_refused(bench: Bench, lab: Lab) -> None:
     model = bench.root / "model"
     shutil.copytree(lab.model, model)

@@ -35,7 +35,7 @@ from launch.commands.evaluate.past import lines_about, past_evaluations, past_va
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.commands.evaluate.processes import caches_on_this_node
 from launch.commands.evaluate.report import Report, report_of
-from launch.commands.evaluate.request import Request, requests_of
+from launch.commands.evaluate.request import Request, of_run_file, requests_of
 from launch.commands.evaluate.settings import evaluation_config
 from launch.commands.evaluate.target import Target, checkpoint_digest, find_target, with_settings_of
 from launch.commands.status_notes import read_notes
@@ -169,6 +169,25 @@ def test_a_run_of_dialogues_is_evaluated_by_its_environment_and_in_one_turn_if_t
     plain = ["data.environment=", "data.task=integer_arithmetic"]
     alone = evaluation_config(find_target(layout.root, None), data, plain)
     assert (alone.data[0].environment, alone.environment.max_turns) == ("", 8)
+
+
+def test_stop_strings_are_the_runs_or_those_of_the_evaluation_whatever_characters_they_have(model: Path) -> None:
+    layout = a_run(model, 4)
+    config = read_resolved(layout)[0].model_dump(mode="json")
+    config["generation"]["stop"] = ["\n\n"]
+    odd = ['"\\', "\x7f\x01\n", "\U0001f642", "é]"]
+    evaluations = [
+        {"path": "d", "name": "a"},
+        {"path": "d", "name": "b", "stop": odd},
+        {"path": "d", "name": "c", "stop": []},
+    ]
+    config["evaluation"] = evaluations
+    layout.config.unlink()
+    write_resolved(Config.model_validate(config), layout, "")
+    target = find_target(layout.root, None)
+    for request, stop in zip(of_run_file(read_resolved(layout)[0]), (["\n\n"], odd, []), strict=True):
+        settings = evaluation_config(target, model.parent / "test.jsonl", request.words)
+        assert EvaluationSettings(settings, "t", 1, 1, 1.0, {}).identity["generation.stop"] == stop
 
 
 def test_of_a_run_on_several_datasets_one_says_how_its_kind_is_asked_and_judged(model: Path) -> None:

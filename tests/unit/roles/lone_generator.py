@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from rlhpc.config import Config
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.generation.engine_script import Script
 from rlhpc.generation.scripted_engine import ScriptedEngine
 from rlhpc.messages import Delivery
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.generator.sampling import Link, Sampling
 from rlhpc.roles.reward_service import RewardService
+from rlhpc.stop_strings import no_text
 from rlhpc.topology import LEASES, REWARDS
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.rpc import RpcClient
@@ -32,8 +34,10 @@ class LoneGenerator:
     def __init__(self, config: Config, tasks: asyncio.TaskGroup, pool: RewardPool | None) -> None:
         self.leases, self.rewards = MemoryServer(LEASES), MemoryServer(REWARDS)
         self.engine = ScriptedEngine(
-            Script(seed=4, vocab_size=VOCABULARY, stop_token_id=STOP, stop_probability=0.1, token_s=0.0)
+            Script(seed=4, vocab_size=VOCABULARY, stop_token_id=STOP, stop_probability=0.1, token_s=0.0),
+            decode=PromptTokenizer.of(config.model).decode if config.generation.stop else no_text,
         )
+        self.stop_strings = config.generation.stop
         self.sampling = Sampling(config, self.engine, tasks)
         self.client = self.leases.connect("generator-0")
         self.rpc = RpcClient([self.rewards.connect("generator-0")])
@@ -69,7 +73,7 @@ class LoneGenerator:
         max_tokens: int,
     ) -> None:
         """Give it a lease on members of a group."""
-        sampling = SamplingParams(max_tokens, 1.0, (STOP,))
+        sampling = SamplingParams(max_tokens, 1.0, (STOP,), self.stop_strings)
         self.sampling.start(Lease(group_id, 0, prompt, group_size, indices, sampling, 0, prefixes))
 
     async def next(self, kind: type) -> Any:

@@ -17,7 +17,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.messages import TurnReply
 from rlhpc.roles.common.dialogue import Taken
 from rlhpc.roles.generator.agents.endpoint import Access, Endpoint
-from rlhpc.roles.generator.agents.requests import Refused, read_request
+from rlhpc.roles.generator.agents.requests import Refused, Sampled, read_request
 from rlhpc.roles.generator.agents.session import AgentSession, Rules
 from tests.patience import PATIENCE_S
 from tests.unit.data.chat_models import make_chat_model
@@ -61,7 +61,7 @@ class Stand:
 @asynccontextmanager
 async def stand_of(tokenizer: PromptTokenizer, *, max_request_bytes: int = 1 << 20) -> AsyncIterator[Stand]:
     rules = Rules("hermes", PATIENCE_S, lambda tools: DialogueTemplate(tokenizer, tools))
-    endpoint = Endpoint(temperature=1.0, max_request_bytes=max_request_bytes)
+    endpoint = Endpoint(run=Sampled(1.0), max_request_bytes=max_request_bytes)
     await endpoint.open("local")
     session = AgentSession("one", rules, None)
     async with aiohttp.ClientSession() as http:
@@ -374,7 +374,8 @@ async def test_a_request_that_is_too_long_or_no_json_is_refused(tokenizer: Promp
         ({"top_p": 0.9}, "top_p=0.9: all rollouts of a run are sampled alike; legal: 1"),
         ({"n": 2}, "n=2"),
         ({"n": True}, "n=true"),
-        ({"stop": ["\n"]}, "stop="),
+        ({"stop": ["\n"]}, r'stop=.*legal: \["</a>"\] or "</a>"'),
+        ({"stop": []}, "stop="),
         ({"frequency_penalty": 0.1}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -392,7 +393,7 @@ def test_wishes_that_would_make_log_probabilities_untrue_are_refused_with_what_i
     wish: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(Refused, match=why) as refused:
-        read_request({"messages": GO} | wish, 0.7)
+        read_request({"messages": GO} | wish, Sampled(0.7, ("</a>",)))
     assert refused.value.status == 400
 
 
@@ -400,6 +401,6 @@ def test_wishes_that_change_nothing_are_granted() -> None:
     idle = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "seed": 5, "user": "x", "tool_choice": "auto",
             "presence_penalty": 0.0, "response_format": {"type": "text"}, "max_completion_tokens": 9}  # fmt: skip
     content = [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]
-    asked = read_request({"messages": [{"role": "developer", "content": content}], **idle}, 0.7)
+    asked = read_request({"messages": [{"role": "developer", "content": content}], **idle}, Sampled(0.7))
     assert asked.messages == ({"role": "system", "content": "go"},)
     assert asked.max_tokens == 9

@@ -105,20 +105,24 @@ async def engine_of(speech, seed: int, stop_probability: float) -> Watched:
     script = Script(
         seed=seed, vocab_size=tokenizer.vocab_size, stop_token_id=template.turn_end, stop_probability=stop_probability
     )
-    engine = Watched(script)
+    engine = Watched(script, decode=tokenizer.decode)
     engine.fed = []
     await engine.receive_weights(make_manifest(3, 1, (), 1))
     return engine
 
 
-def request_for(speech, max_tokens: int, prefix: Prefix | None = None) -> RolloutRequest:
+def request_for(
+    speech, max_tokens: int, prefix: Prefix | None = None, stop_strings: tuple[str, ...] = ()
+) -> RolloutRequest:
     tokenizer, template = speech
     prompt = Prompt(0, "environment", template.prompt("What is 12 times 34?"), "{}")
-    return RolloutRequest(5, 1, prompt, SamplingParams(max_tokens, 1.0, tokenizer.eos_token_ids), prefix)
+    return RolloutRequest(5, 1, prompt, SamplingParams(max_tokens, 1.0, tokenizer.eos_token_ids, stop_strings), prefix)
 
 
-def dialogue_of(speech, engine, table, limits, max_tokens: int, prefix: Prefix | None = None) -> Dialogue:
-    request = request_for(speech, max_tokens, prefix)
+def dialogue_of(
+    speech, engine, table, limits, max_tokens: int, prefix: Prefix | None = None, stop: tuple[str, ...] = ()
+) -> Dialogue:
+    request = request_for(speech, max_tokens, prefix, stop)
     return Dialogue(request, engine, table, speech, EnvironmentConfig(**limits), admitted_version=2)
 
 
@@ -167,8 +171,17 @@ def check_tokens(finished: Finished, engine: Watched, table, speech, limits: dic
     assert finished.num_turns == len(engine.fed) <= limits["max_turns"]
     assert finished.reply.is_over
     turns = [answer.token_ids[request.num_done :] for request, answer in engine.fed]
-    spoken = [turn[:-1] if turn[-1] in template.stop_token_ids else turn for turn in turns]
-    assert [tokenizer.decode(turn, keep_special_tokens=True) for turn in spoken] == list(table.asked[-1].turns)
+    stops = engine.fed[0][0].sampling.stop_strings if engine.fed else ()
+    assert [spoken_text(tokenizer, template, turn, stops) for turn in turns] == list(table.asked[-1].turns)
+
+
+def spoken_text(tokenizer, template, turn: np.ndarray, stops: tuple[str, ...]) -> str:
+    """What the environment is told of a turn, in which no token but the last completes a stop string."""
+    assert not any(stop in tokenizer.decode(turn[:-1]) for stop in stops)
+    if turn[-1] in template.stop_token_ids:
+        return tokenizer.decode(turn[:-1], keep_special_tokens=True)
+    text = tokenizer.decode(turn, keep_special_tokens=True)
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
 CASES = st.fixed_dictionaries(
@@ -181,6 +194,7 @@ CASES = st.fixed_dictionaries(
         "max_tokens": st.integers(60, 400),
         "max_turns": st.integers(1, 5),
         "max_turn_tokens": st.none() | st.integers(1, 40),
+        "stop": st.sampled_from([(), (), ("e",), ("o", "at", "\n")]),
     }
 )
 
@@ -190,12 +204,13 @@ async def converse(speeches, case, *, cut_after: int | None) -> tuple[Finished, 
     speech, max_tokens = speeches[case["family"], case["has_tools"]], case["max_tokens"]
     limits = {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
     engine, table = await engine_of(speech, case["seed"], case["stop_probability"]), Table(case["most"], case["seed"])
-    whole = await dialogue_of(speech, engine, table, limits, max_tokens).run()
+    stop = case["stop"]
+    whole = await dialogue_of(speech, engine, table, limits, max_tokens, stop=stop).run()
     check(whole, engine, table, speech, limits, max_tokens)
     if cut_after is None:
         return whole, None
     first = await engine_of(speech, case["seed"], case["stop_probability"])
-    cut = dialogue_of(speech, first, Table(case["most"], case["seed"]), limits, max_tokens)
+    cut = dialogue_of(speech, first, Table(case["most"], case["seed"]), limits, max_tokens, stop=stop)
     running = asyncio.ensure_future(cut.run())
     while first.statistics().tokens_generated < cut_after and not running.done():  # noqa: ASYNC110 - a token a turn
         await asyncio.sleep(0)
@@ -206,7 +221,7 @@ async def converse(speeches, case, *, cut_after: int | None) -> tuple[Finished, 
     prefix = prefix_of(handed_back) if len(handed_back.token_ids) else None
     second = await engine_of(speech, case["seed"], case["stop_probability"])
     table = Table(case["most"], case["seed"])
-    return whole, await dialogue_of(speech, second, table, limits, max_tokens, prefix).run()
+    return whole, await dialogue_of(speech, second, table, limits, max_tokens, prefix, stop).run()
 
 
 @settings(max_examples=60)
@@ -224,7 +239,8 @@ def test_every_token_has_the_version_that_sampled_it_and_what_was_read_that_of_t
         speech, max_tokens = speeches[case["family"], case["has_tools"]], case["max_tokens"]
         limits = {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
         engine, table = await engine_of(speech, case["seed"], case["stop_probability"]), Table(case["most"])
-        running = asyncio.ensure_future(dialogue_of(speech, engine, table, limits, max_tokens).run())
+        dialogue = dialogue_of(speech, engine, table, limits, max_tokens, stop=case["stop"])
+        running = asyncio.ensure_future(dialogue.run())
         for version, num_tokens in enumerate(sorted(updates), start=4):
             while engine.statistics().tokens_generated < num_tokens and not running.done():  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -266,7 +282,9 @@ def test_any_beginning_of_a_dialogue_is_a_prefix_of_it(speeches, case, share):
         limits = {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
         engine = await engine_of(speech, case["seed"], case["stop_probability"])
         table = Table(case["most"], case["seed"])
-        again = await dialogue_of(speech, engine, table, limits, max_tokens, prefix if end else None).run()
+        again = await dialogue_of(
+            speech, engine, table, limits, max_tokens, prefix if end else None, case["stop"]
+        ).run()
         same(again.rollout, rollout)
         assert again.reply == whole.reply
 
@@ -275,7 +293,7 @@ def test_any_beginning_of_a_dialogue_is_a_prefix_of_it(speeches, case, share):
 
 FIXED = {
     "family": "qwen2.5", "has_tools": False, "seed": 1, "most": 4, "stop_probability": 0.2, "max_tokens": 600,
-    "max_turns": 8, "max_turn_tokens": 30,
+    "max_turns": 8, "max_turn_tokens": 30, "stop": (),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.messages import LeaseReturn
 from rlhpc.rewards.environments.settings import variables_of
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.types import Prefix, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.types import FinishReason, Prefix, Prompt, Rollout, ScoredRollout, Verdict
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
 from tests.unit.roles.lone_generator import LoneGenerator
@@ -169,3 +169,24 @@ async def test_only_what_follows_the_end_of_thinking_is_judged_and_keeps_its_pla
     assert judged.reward == len(places)
     assert judged.token_rewards == tokenizer.on_tokens(dict.fromkeys(places, 1.0), whole.rollout.token_ids)
     assert (await drawn("no such text")).reward == 0
+
+
+async def test_a_rollout_ends_with_a_stop_string_and_is_judged_without_it(model: Path) -> None:
+    async def drawn(stop: tuple[str, ...]) -> ScoredRollout:
+        config = config_with(model)
+        generation = config.generation.model_copy(update={"stop": stop})
+        prompt = Prompt(1, "tests.unit.rewards.sample_rewards:rewards_of_words", np.array([9, 9], np.int32), "")
+        async with talker_with(config.model_copy(update={"generation": generation})) as talker:
+            talker.grant(1, prompt, 2, (0,), (), 60)
+            return await talker.delivered()
+
+    whole, tokenizer = await drawn(()), PromptTokenizer(model)
+    text = tokenizer.decode_completion(whole.rollout.token_ids, has_ended=True)
+    stop = text[-4:-1]
+    judged = await drawn((stop,))
+    answer = text.partition(stop)[0]
+    assert tokenizer.decode(judged.rollout.token_ids) == answer + stop
+    np.testing.assert_array_equal(judged.rollout.token_ids, whole.rollout.token_ids[: len(judged.rollout.token_ids)])
+    assert judged.rollout.loss_mask.all()
+    assert judged.rollout.finish_reason is FinishReason.STOP
+    assert judged.reward == len(re.findall(r"\w+", answer))

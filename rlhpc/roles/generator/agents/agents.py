@@ -24,6 +24,7 @@ from rlhpc.rewards.failures import DIED, INVALID, RAISED, TaskCounts
 from rlhpc.rewards.returned import NoReward
 from rlhpc.roles.generator.agents.processes import AgentProcesses, Ended
 from rlhpc.roles.generator.agents.reports import last_line
+from rlhpc.roles.generator.agents.requests import Sampled
 from rlhpc.roles.generator.agents.session import AgentSession, Judge, Rules
 from rlhpc.types import RolloutRequest
 
@@ -96,7 +97,9 @@ class Agents:
                 from rlhpc.roles.generator.agents.endpoint import Endpoint
 
                 generation, agent = self._config.generation, self._config.agent
-                endpoint = Endpoint(temperature=generation.temperature, max_request_bytes=agent.max_request_bytes)
+                endpoint = Endpoint(
+                    run=Sampled(generation.temperature, generation.stop), max_request_bytes=agent.max_request_bytes
+                )
                 await endpoint.open(generation.endpoint)
                 self._endpoint = endpoint
             return self._endpoint

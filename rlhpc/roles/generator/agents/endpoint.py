@@ -27,7 +27,7 @@ from rlhpc.host_address import host_address
 from rlhpc.rewards.returned import NoReward
 from rlhpc.roles.generator.agents.replies import Turn, chunks, completion, event
 from rlhpc.roles.generator.agents.reports import outcome_of
-from rlhpc.roles.generator.agents.requests import Asked, Refused, read_request
+from rlhpc.roles.generator.agents.requests import Asked, Refused, Sampled, read_request
 from rlhpc.roles.generator.agents.session import AgentSession
 from rlhpc.roles.generator.agents.text_completions import read_text_request, text_chunks, text_completion
 
@@ -35,7 +35,7 @@ log = logging.getLogger("rlhpc.agents")
 LOOPBACK = "127.0.0.1"
 IDLE_CONNECTION_S = 75.0
 SHUTDOWN_S = 0.1  # for requests in hand; their sessions are over
-_Read = Callable[[object, float], Asked]
+_Read = Callable[[object, Sampled], Asked]
 _Whole = Callable[[str, Turn, Asked], dict[str, Any]]
 _Pieces = Callable[[str, Turn, Asked], Iterator[dict[str, Any]]]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -61,8 +61,8 @@ class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
 class Endpoint:
     """One HTTP server; sessions come and go."""
 
-    def __init__(self, *, temperature: float, max_request_bytes: int) -> None:
-        self._temperature, self._max_request_bytes = temperature, max_request_bytes
+    def __init__(self, *, run: Sampled, max_request_bytes: int) -> None:
+        self._run, self._max_request_bytes = run, max_request_bytes
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, AgentSession] = {}
         self._runner: web.AppRunner | None = None
@@ -161,7 +161,7 @@ class Endpoint:
 
     async def _answered(self, request: web.Request, read: _Read, whole: _Whole, pieces: _Pieces) -> web.StreamResponse:
         session = self._session(request)
-        asked = read(_without_halves(await _json(request)), self._temperature)
+        asked = read(_without_halves(await _json(request)), self._run)
         turn = await session.ask(asked)
         if not asked.is_streamed:
             return web.json_response(whole(session.name, turn, asked))

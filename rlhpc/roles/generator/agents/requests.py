@@ -27,7 +27,6 @@ _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "frequency_penalty": (0,),
         "repetition_penalty": (1,),
         "logit_bias": ({},),
-        "stop": ([],),
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto",),
         "logprobs": (False,),
@@ -65,11 +64,19 @@ class Asked:
     plain: str | tuple[int, ...] | None = None  # the prompt of a text completion (text_completions.py), not of a chat
 
 
-def read_request(body: object, temperature: float) -> Asked:
-    """temperature: the run's.  Raises Refused."""
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """How the run samples, which a request may repeat."""
+
+    temperature: float
+    stop: tuple[str, ...] = ()
+
+
+def read_request(body: object, run: Sampled) -> Asked:
+    """Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
-    refuse_other_distributions(body, temperature)
+    refuse_other_distributions(body, run)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages: a list of at least one message")
@@ -116,11 +123,11 @@ def _core(message: Message) -> Any:
 
 
 def refuse_other_distributions(
-    body: Mapping[str, Any], temperature: float, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    body: Mapping[str, Any], run: Sampled, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 ) -> None:
     """more: other keys, with the only values that change nothing.  Raises Refused."""
-    fixed = {**_FIXED, **more}
-    asked = body.get("temperature")
+    fixed = {**_FIXED, "stop": (list(run.stop), *run.stop[: len(run.stop) == 1]), **more}
+    asked, temperature = body.get("temperature"), run.temperature
     if asked is not None and asked != temperature:
         raise Refused(
             f"temperature={asked}: this run samples with generation.temperature={temperature:g}, and log-probabilities "

@@ -14,21 +14,21 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhpc.roles.generator.agents.replies import Turn
-from rlhpc.roles.generator.agents.requests import Asked, Message, Refused, asked_of, refuse_other_distributions
+from rlhpc.roles.generator.agents.requests import Asked, Message, Refused, Sampled, asked_of, refuse_other_distributions
 
 PIECE = "piece"  # role of a prompt's part, and of a completion, in the history of a session
 Plain = str | tuple[int, ...]
 _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType({"echo": (False,), "best_of": (1,), "suffix": ("",)})
 
 
-def read_text_request(body: object, temperature: float) -> Asked:
-    """temperature: the run's.  Raises Refused."""
+def read_text_request(body: object, run: Sampled) -> Asked:
+    """Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
     for key in ("messages", "tools"):
         if key in body:
             raise Refused(f"{key}: /completions has a prompt; legal: /chat/completions", code="unsupported_parameter")
-    refuse_other_distributions({key: body[key] for key in body if key != "prompt"}, temperature, _FIXED)
+    refuse_other_distributions({key: body[key] for key in body if key != "prompt"}, run, _FIXED)
     plain = _prompt(body.get("prompt"))
     return asked_of(body, ({"role": PIECE, "content": (plain,)},), plain=plain)
 
