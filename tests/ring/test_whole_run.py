@@ -171,6 +171,8 @@ def test_tensorboard_shows_a_run_as_one_and_every_metric_over_tokens_and_seconds
 
 def test_every_documented_scalar_is_written_unless_it_had_no_occasion(events: EventAccumulator) -> None:
     named = {name for name in METRICS if not name.endswith("/*")}
+    if not events.Scalars("cut/groups_total")[-1].value:
+        named.remove("cut/completion_mean")
     assert named - _tags_of(events, "scalars") == set()
 
 
