@@ -6,7 +6,7 @@ read it.  Needs matplotlib, which `make setup` and the extra `demo` bring.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -49,5 +49,9 @@ def draw(scalars: dict[str, tuple[list[int], list[float]]], picture: Path) -> li
 
 
 if __name__ == "__main__":
-    if missing := draw(read_scalars(Path(sys.argv[1])), Path(sys.argv[2])):
+    parser = argparse.ArgumentParser(description="Draw six charts of a run into one picture.")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="directory of the run")
+    parser.add_argument("picture", type=Path, metavar="OUT.png", help="picture to write")
+    typed = parser.parse_args()
+    if missing := draw(read_scalars(typed.run), typed.picture):
         print("not written by this run:", ", ".join(missing))

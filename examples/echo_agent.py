@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,4 +65,6 @@ def make(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Write a dataset of digits and a tiny model of random weights.")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to write them, such as echo")
+    make(parser.parse_args().directory)

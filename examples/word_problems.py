@@ -8,6 +8,7 @@ of your own you need none of this.
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from pathlib import Path
@@ -153,4 +154,6 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Write a dataset of word problems and a tiny model.")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to write them, such as tutorial")
+    main(parser.parse_args().directory)

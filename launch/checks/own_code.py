@@ -2,7 +2,7 @@
 
     data.task          judges the first record: the reference as an answer, and one that says nothing; both together
                        where the function is batched
-    data.environment   begins with the first record, and takes one turn, which is the last
+    data.environment   begins with the first record, and takes one turn, after which more may follow, and then none
     agent.function     imported, by the process that would start agents, and its parameters are counted
     algorithm.loss, algorithm.advantage   imported and tried as when a run starts (own_formulas.py)
 
@@ -151,10 +151,11 @@ async def _played(pool: RewardPool, trial: _Trial) -> str:
 
     opening = await pool.answer(after([], is_last=False))
     _refuse_failed_turn(trial, opening, "reset(record)", "legal: async reset(record) that returns a list of messages")
+    said = "legal: async step(completion) that returns a Step"
+    turn = await pool.answer(after([NO_ANSWER], is_last=False))  # its messages count only if more turns may follow
+    _refuse_failed_turn(trial, turn, f"step({NO_ANSWER!r})", said)
     last = await pool.answer(after([NO_ANSWER], is_last=True))
-    _refuse_failed_turn(
-        trial, last, f"step({NO_ANSWER!r}), and then finish()", "legal: async step(completion) that returns a Step"
-    )
+    _refuse_failed_turn(trial, last, f"step({NO_ANSWER!r}), and then finish()", said)
     begins = f"begins with {counted(len(opening.messages), 'message')}"
     return f"environment {trial.task}, tried on {trial.record.source}: {begins}, {last.reward:g} for {NO_ANSWER!r}"
 

@@ -196,9 +196,19 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
 )
 
 
+# What other programs call our commands.
+_ELSEWHERE = {
+    "train": "run", "start": "run", "launch": "run", "validate": "check", "lint": "check", "verify": "check",
+    "kill": "stop", "cancel": "stop", "tail": "logs", "log": "logs", "ps": "list", "ls": "list", "runs": "list",
+    "show": "status", "watch": "status", "sbatch": "submit", "queue": "submit", "continue": "resume",
+    "score": "reward", "datasets": "data", "init": "recipes", "save": "export", "convert": "export",
+    "version": "--version", "help": "--help",
+}  # fmt: skip
+
+
 def similar_command(word: str) -> str:
-    """The command that a mistyped word may mean; "" for a command, an option, or a word like none."""
+    """The command that a mistyped word, or one of other programs, may mean; "" for a command, an option, or neither."""
     names = [name for name, _, _ in _COMMANDS]
     if word in names or word.startswith("-"):
         return ""
-    return next(iter(difflib.get_close_matches(word, names, n=1)), "")
+    return _ELSEWHERE.get(word) or next(iter(difflib.get_close_matches(word, names, n=1)), "")

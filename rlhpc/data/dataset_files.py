@@ -54,7 +54,7 @@ def dataset_files(path: Path, split: str = "") -> list[Path]:
         return _files_of_directory(path, split)
     if not path.exists():
         parent = next(p for p in path.absolute().parents if p.is_dir())
-        raise DataError(f"data.path={path} does not exist; {_whats_in(parent)}{_meant(path, parent)}")
+        raise DataError(f"data.path={path} does not exist; {_whats_in(parent)}{_meant(path, parent)}{_remedy(path)}")
     if not form_of(path):
         raise DataError(f"data.path={path}: legal: a file of {_forms()}, or a directory of them")
     if split not in ("", ALL):
@@ -150,6 +150,16 @@ def _forms() -> str:
 def _meant(path: Path, parent: Path) -> str:
     close = get_close_matches(path.name, [entry.name for entry in parent.iterdir()], 1)
     return f" (did you mean {close[0]}?)" if close and parent == path.absolute().parent else ""
+
+
+def _remedy(path: Path) -> str:
+    """Return what to do about a name of a hub, or an address: not even the directory of such a path is there."""
+    if path.absolute().parent.is_dir():
+        return ""
+    return (
+        "; legal: files of this machine (download a dataset of a hub first: hf download NAME --repo-type dataset "
+        "--local-dir DIRECTORY)"
+    )
 
 
 def _whats_in(directory: Path) -> str:

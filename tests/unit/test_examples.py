@@ -83,6 +83,18 @@ def test_word_problems_are_right_when_they_are_not_careless_and_survive_the_toke
         assert tokenizer.unk_token_id not in tokenizer.encode(text)
 
 
+@pytest.mark.parametrize("name", ["word_problems", "echo_agent", "draw_charts"])
+def test_an_example_that_is_asked_for_help_says_what_it_takes_and_writes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert (end.value.code, list(tmp_path.iterdir())) == (0, [])
+    assert "DIRECTORY" in (said := capsys.readouterr().out) or "RUN_DIR OUT.png" in said
+
+
 def test_careless_answers_are_often_wrong_and_never_beyond_the_vocabulary() -> None:
     import word_problems
 

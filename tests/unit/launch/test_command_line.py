@@ -314,7 +314,13 @@ def test_whoever_stops_a_run_is_told_all_that_was_typed_to_start_it(
     assert command_to_continue(layout).startswith(f"`cd {tmp_path} && rlhpc run 'my run.toml' ")
 
 
-@pytest.mark.parametrize(("word", "meant"), [("runn", "run"), ("sumbit", "submit"), ("evalute", "evaluate")])
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("runn", "run"), ("sumbit", "submit"), ("evalute", "evaluate"), ("train", "run"), ("validate", "check"),
+        ("kill", "stop"), ("tail", "logs"), ("version", "--version"),
+    ],
+)  # fmt: skip
 def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(
     word: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
