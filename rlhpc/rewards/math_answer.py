@@ -18,7 +18,8 @@ from functools import lru_cache
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.marked_answer import LONGEST_ANSWER, last_marked_answer
 from rlhpc.rewards.math_equality import Rules, are_equal, check_defined, is_in_lowest_terms
-from rlhpc.rewards.math_reading import Term, has_phrase, read
+from rlhpc.rewards.math_reading import read
+from rlhpc.rewards.math_terms import Term, has_phrase
 from rlhpc.rewards.math_tokens import Unreadable
 from rlhpc.rewards.math_values import TooLarge, Undefined
 from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number

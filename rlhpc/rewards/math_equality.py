@@ -1,6 +1,6 @@
 """Whether two answers of mathematics are equal.
 
-Input: two terms (math_reading.py) and the rules of the run.  Output: bool.
+Input: two terms (math_terms.py) and the rules of the run.  Output: bool.
 
 Nothing is rewritten and nothing is expanded: numbers are compared exactly where they are fractions (math_values.py),
 otherwise to a hundred digits, and expressions with letters at several points where both are real.  So the time is
@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
-from rlhpc.rewards.math_reading import Term
+import mpmath
+
+from rlhpc.rewards.math_terms import Term
 from rlhpc.rewards.math_values import (
     HAS_NO_VALUE,
     Point,
@@ -28,9 +30,16 @@ from rlhpc.rewards.math_values import (
     value_of,
     with_digits,
 )
+from rlhpc.rewards.math_words import may_be_variable, unit_of
 
 _NUM_POINTS = 12
 _FEWEST_POINTS = 3
+_HIGHEST_DEGREE = 6  # of a relation that is solved
+_GRID = tuple(Fraction(step, 2) + Fraction(1, 7) for step in range(-40, 41))  # few zeros and poles are among these
+_NUM_HALVINGS = 120
+_MOST_SEARCHED, _MOST_CHANGES, _LARGEST_SEARCHED = 2, 5, 30  # relations, zeros, parts of a relation
+_MOST_DECIMALS = 30
+_NEAR_MARK = mpmath.mpf(10) ** -30  # zeros of high multiplicity have fewer digits
 _SETS = frozenset({"set", "bracketed", "union", "intersection", "difference", "both"})
 _COLLECTIONS = ("set", "list", "either")
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
@@ -54,14 +63,25 @@ class _RealSet:
     contains: Callable[[Any], bool]
     marks: tuple[Any, ...]
     is_explicit: bool = True  # the marks are all there are
+    num_searched: int = 0  # relations that are not linear, whose marks take time to find
 
 
 def are_equal(wanted: Term, answer: Term, rules: Rules) -> bool:
     """Return whether an answer equals a reference.  Raises Undefined if the reference has no value, as 1/0."""
     if wanted == answer:
         return True
-    wanted, answer = _expanded(wanted), _expanded(answer)
-    for are_same in (_as_times, _as_words, _in_bases, _as_residues, _as_relations, _as_matrices, _as_collections):
+    wanted, answer = _simplified(_expanded(wanted)), _simplified(_expanded(answer))
+    for are_same in (
+        _as_choices,
+        _as_rounded,
+        _as_times,
+        _as_words,
+        _in_bases,
+        _as_residues,
+        _as_relations,
+        _as_matrices,
+        _as_collections,
+    ):
         verdict = are_same(wanted, answer, rules)
         if verdict is not None:
             return verdict
@@ -79,7 +99,9 @@ def is_in_lowest_terms(term: Term) -> bool:
 
 def check_defined(term: Term) -> None:
     """Raises Undefined if a part of a term has no value anywhere."""
-    term = _expanded(term)
+    term = _simplified(_expanded(term))
+    if term.kind == "rounded":
+        term = term.parts[0]
     if term.kind in HAS_NO_VALUE:
         for part in term.parts:
             check_defined(part)
@@ -124,6 +146,39 @@ def _seconds(time: Term) -> int:
 def _as_ratio(time: Term) -> Term:
     hour, rest = divmod(time.value, 3600)
     return Term("ratio", (Term("number", value=Fraction(hour)), Term("number", value=rest / 60)))
+
+
+def _as_choices(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+    """Compare letters of choices; an answer that says what its letter stands for answers that, too."""
+    if "choice" not in (wanted.kind, answer.kind):
+        return None
+    first = wanted.parts[0] if wanted.kind == "choice" else wanted
+    if answer.kind != "choice":
+        return are_equal(first, answer, rules)
+    return any(are_equal(first, part, rules) for part in answer.parts[: 1 if first.kind == "symbol" else 2])
+
+
+def _as_rounded(wanted: Term, answer: Term, rules: Rules) -> bool | None:
+    """Compare "1/3 ≈ 0.33": a reference is the value before the sign; of an answer both count if the second fits."""
+    if wanted.kind == "rounded":
+        return are_equal(wanted.parts[0], answer, rules)
+    if answer.kind != "rounded":
+        return None
+    return any(are_equal(wanted, part, rules) for part in answer.parts[not _is_rounded_well(*answer.parts) :])
+
+
+def _is_rounded_well(exact: Term, rounded: Term) -> bool:
+    """Whether a decimal differs from a value by half a unit of its last digit or less."""
+    exact, rounded = (term.parts[0] if term.kind == "quantity" else term for term in (exact, rounded))
+    try:
+        values = [value_of(term, Point(0)) for term in (exact, rounded)]
+    except (Undefined, TooLarge):
+        return False
+    num_digits = next((n for n in range(_MOST_DECIMALS) if values[1] * 10**n % 1 == 0), None)
+    if num_digits is None or not isinstance(values[1], Fraction) or symbols(exact) or not is_real(values[0]):
+        return False
+    with with_digits():
+        return bool(abs(as_float(values[0]) - as_float(values[1])) * 10**num_digits <= 0.5)
 
 
 def _as_words(wanted: Term, answer: Term, _rules: Rules) -> bool | None:
@@ -188,10 +243,12 @@ def _as_relations(wanted: Term, answer: Term, rules: Rules) -> bool | None:
         return _are_same_relations(wanted, answer, rules)
     if wanted.kind == "relation":
         value = _assigned(wanted)
+        if value is None and set(wanted.name) == {"="} and not symbols(wanted):
+            value = wanted.parts[-1]  # "5! = 120"
         return _are_same_sets(wanted, answer) if value is None else are_equal(value, answer, rules)
     value = _assigned(answer)
-    if value is None and set(answer.name) == {"="} and not symbols(answer.parts[0]):
-        value = answer.parts[-1]  # a calculation, "9 · 2 = 18"
+    if value is None and set(answer.name) == {"="} and _is_calculated(answer.parts[0]) and not symbols(wanted):
+        value = answer.parts[-1]  # "9 · 2 = 18", "a + b = 7"
     return _are_same_sets(wanted, answer) if value is None else are_equal(wanted, value, rules)
 
 
@@ -215,12 +272,23 @@ def _assigned(term: Term) -> Term | None:
         return None
     name = term.parts[0]
     factors = name.parts if name.kind == "product" else (name,)
-    is_name = factors[0].kind in ("symbol", "opaque", "bracketed") or _is_inverse(factors[0])
+    is_name = factors[0].kind in ("symbol", "opaque", "bracketed") or _is_inverse(factors[0]) or _is_share(factors[0])
     return term.parts[-1] if is_name and len(factors) <= 2 and not _has_letters_of(name, term.parts[-1]) else None
+
+
+def _is_calculated(side: Term) -> bool:
+    """Whether a side of an equation is what was asked for: no letters, or a sum, product or quotient of names."""
+    names = [part for part in side.parts if part.kind in ("symbol", "opaque", "call", "bracketed")]
+    is_of_names = side.kind in ("sum", "product", "quotient") and len(names) == len(side.parts) > 1
+    return not symbols(side) or is_of_names or side.kind == "call"
 
 
 def _is_inverse(term: Term) -> bool:
     return term.kind == "power" and term.parts[0].kind == "symbol" and term.parts[1].value == -1
+
+
+def _is_share(term: Term) -> bool:
+    return term.kind == "quotient" and all(part.kind in ("symbol", "opaque") for part in term.parts)
 
 
 def _has_letters_of(name: Term, value: Term) -> bool:
@@ -339,13 +407,23 @@ def _are_same_ratios(wanted: Term, answer: Term, rules: Rules) -> bool:
 
 def _are_same_sets(wanted: Term, answer: Term) -> bool:
     """Whether two terms are the same set of real numbers, as far as marks and points between them tell."""
+    if any(len(symbols(term)) > 1 for term in (wanted, answer)):
+        return False  # "a = 2, b = 3" is no set of numbers
     with with_digits():
         for joint in _joints(wanted, answer):
+            if {wanted.kind, answer.kind} != {"list"}:
+                wanted, answer = map(_joined_intervals, (wanted, answer))
             terms = [Term(joint, term.parts) if _is_system(term) else term for term in (wanted, answer)]
             ours, theirs = map(_real_set, terms)
             if ours is not None and theirs is not None and _agree(ours, theirs):
                 return True
     return False
+
+
+def _joined_intervals(term: Term) -> Term:
+    """Return "(1, 2) or (3, 4)" as a union."""
+    is_of_pairs = term.kind == "list" and all(part.kind == "bracketed" and len(part.parts) == 2 for part in term.parts)
+    return Term("union", term.parts) if is_of_pairs else term
 
 
 def _joints(*terms: Term) -> tuple[str, ...]:
@@ -360,7 +438,10 @@ def _is_system(term: Term) -> bool:
 
 
 def _agree(ours: _RealSet, theirs: _RealSet) -> bool:
-    marks = sorted({as_float(mark) for mark in (*ours.marks, *theirs.marks)})
+    marks: list[Any] = []
+    for each in sorted((ours, theirs), key=lambda side: not side.is_explicit):  # what is exact first
+        marks += [as_float(mark) for mark in each.marks if not _is_among(as_float(mark), marks)]
+    marks.sort()
     places = list(marks)
     ends = (
         [marks[0] - 1000, marks[0] - 1, *marks, marks[-1] + 1, marks[-1] + 1000]
@@ -370,7 +451,7 @@ def _agree(ours: _RealSet, theirs: _RealSet) -> bool:
     for low, high in pairwise(ends):
         places += [low + (high - low) * step / 31 for step in (0, 1, 7, 16, 24, 30, 31)]
     if not (ours.is_explicit and theirs.is_explicit):
-        places += [as_float(Fraction(step, 2)) for step in range(-40, 41)]
+        places += [as_float(place) for place in _GRID]
     return all(ours.contains(place) == theirs.contains(place) for place in places)
 
 
@@ -411,25 +492,29 @@ def _interval(term: Term) -> _RealSet | None:
     low, high = map(_number, term.parts)
 
     def contains(place: Any) -> bool:
-        if are_near(place, low):
-            return term.name[0] == "[" and (not are_near(place, high) or term.name[1] == "]")
-        return term.name[1] == "]" if are_near(place, high) else bool(low < place < high)
+        if _is_among(place, (low,)):
+            return term.name[0] == "[" and (not _is_among(place, (high,)) or term.name[1] == "]")
+        return term.name[1] == "]" if _is_among(place, (high,)) else bool(low < place < high)
 
     return _RealSet(contains, tuple(end for end in (low, high) if abs(end) != float("inf")))
 
 
 def _points(term: Term) -> _RealSet:
     values = tuple(map(_number, _elements(term)))
-    return _RealSet(lambda place: any(are_near(place, value) for value in values), values)
+    return _RealSet(lambda place: _is_among(place, values), values)
 
 
 def _joined(term: Term, hold: Callable[[Iterator[bool]], bool]) -> _RealSet | None:
-    sets = [found for part in term.parts if (found := _real_set(part)) is not None]
-    if len(sets) != len(term.parts):
-        return None
+    sets: list[_RealSet] = []
+    for part in term.parts:
+        found = _real_set(part)
+        if found is None or sum(each.num_searched for each in sets) > _MOST_SEARCHED:
+            return None
+        sets.append(found)
     marks = tuple(mark for each in sets for mark in each.marks)
     is_explicit = all(each.is_explicit for each in sets)
-    return _RealSet(lambda place: hold(each.contains(place) for each in sets), marks, is_explicit)
+    num_searched = sum(each.num_searched for each in sets)
+    return _RealSet(lambda place: hold(each.contains(place) for each in sets), marks, is_explicit, num_searched)
 
 
 def _without(term: Term) -> _RealSet | None:
@@ -452,37 +537,115 @@ def _solutions(term: Term) -> _RealSet | None:
         return None
     (name,) = names
 
+    pairs = list(zip(term.name, term.parts, term.parts[1:], strict=False))
+    zeros = [_where_equal(low, high, name) for _, low, high in pairs]
+    if any(not found and sign in "=≠" for (sign, *_), found in zip(pairs, zeros, strict=True)):
+        return None  # nobody knows where both sides are equal, or they are so nowhere
+    changes = [
+        _changes(low, high, name) if found is None else found
+        for (_, low, high), found in zip(pairs, zeros, strict=True)
+    ]
+
     def contains(place: Any) -> bool:
         try:
-            values = [value_of(part, Point(0, {name: place})) for part in term.parts]
+            return all(
+                _holds(sign, *_sides(low, high, {name: place}), is_near=_is_among(place, marks))
+                for (sign, low, high), marks in zip(pairs, changes, strict=True)
+            )
         except (Undefined, TooLarge):
             return False
-        return all(map(is_real, values)) and all(
-            _holds(sign, as_float(low), as_float(high))
-            for sign, low, high in zip(term.name, values, values[1:], strict=False)
-        )
 
-    pairs = list(zip(term.parts, term.parts[1:], strict=False))
-    marks = tuple(mark for low, high in pairs if (mark := _where_equal(low, high, name)) is not None)
-    return _RealSet(contains, marks, is_explicit=len(marks) == len(pairs))
+    num_searched = sum(found is None or len(found) > 1 for found in zeros)
+    return _RealSet(contains, tuple(chain.from_iterable(changes)), None not in zeros, num_searched)
 
 
-def _holds(sign: str, low: Any, high: Any) -> bool:
-    if are_near(low, high):
+def _is_among(place: Any, marks: Sequence[Any]) -> bool:
+    return any(place == mark or abs(place - mark) <= _NEAR_MARK * (1 + abs(place)) for mark in marks)
+
+
+def _sides(low: Term, high: Term, given: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the values of both sides.  Raises Undefined where one is not real."""
+    values = [value_of(side, Point(0, given)) for side in (low, high)]
+    if not all(map(is_real, values)):
+        raise Undefined("no real number")
+    return as_float(values[0]), as_float(values[1])
+
+
+def _holds(sign: str, low: Any, high: Any, *, is_near: bool) -> bool:
+    """Whether a relation holds; at a place where both sides are equal their values differ by an error of rounding."""
+    if are_near(low, high) or (is_near and abs(low - high) <= _NEAR_MARK * (1 + abs(low))):
         return sign in "=≤≥"
     return bool({"<": low < high, "≤": low < high, ">": low > high, "≥": low > high, "≠": True}.get(sign))
 
 
-def _where_equal(low: Term, high: Term, name: str) -> Any:
-    """Return where two sides that are linear in a letter are equal; None where they are not linear."""
+def _changes(low: Term, high: Term, name: str) -> list[Any]:
+    """Return where the sign of the difference changes between half steps, at a zero or at a pole."""
+
+    def is_above(place: Any) -> bool | None:
+        try:
+            sides = _sides(low, high, {name: place})
+        except (Undefined, TooLarge):
+            return None
+        return bool(sides[0] > sides[1])
+
+    found: list[Any] = []
+    if sum(map(_size, (low, high))) > _LARGEST_SEARCHED:
+        raise TooLarge("it takes too long to find where both sides are equal")
+    signs = [(place, is_above(place)) for place in map(as_float, _GRID)]
+    for (left, is_left_above), (right, is_right_above) in pairwise(signs):
+        if is_left_above != is_right_above:
+            for _ in range(_NUM_HALVINGS):
+                middle = (left + right) / 2
+                left, right = (middle, right) if is_above(middle) == is_left_above else (left, middle)
+            found.append(as_float(right))
+            if len(found) > _MOST_CHANGES:
+                raise TooLarge("both sides are equal too often")
+    return found
+
+
+def _size(term: Term) -> int:
+    """Return how many parts a term has; those of sums over a range are too many to count."""
+    if term.kind in ("sum-over", "product-over"):
+        return _LARGEST_SEARCHED
+    return 1 + sum(map(_size, term.parts))
+
+
+def _where_equal(low: Term, high: Term, name: str) -> list[Any] | None:
+    """Return all places where two sides are equal; None where they are no polynomials of a low degree."""
     gap = Term("sum", (low, Term("negative", (high,))))
     try:
-        at_0, at_1, at_5 = (as_float(value_of(gap, Point(0, {name: as_float(place)}))) for place in (0, 1, 5))
-        slope = at_1 - at_0
-        is_linear = is_real(at_0) and is_real(at_5) and are_near(at_5 - at_0, 5 * slope) and not are_near(slope, 0)
-        return -at_0 / slope if is_linear else None
+        values = [value_of(gap, Point(0, {name: Fraction(place)})) for place in range(_HIGHEST_DEGREE + 3)]
     except (Undefined, TooLarge):
         return None
+    if not all(map(is_real, values)):
+        return None
+    rows = [[as_float(value) for value in values]]
+    while len(rows[-1]) > 1:
+        rows.append([high - low for low, high in pairwise(rows[-1])])
+    largest = max(map(abs, rows[0]))
+    degree = max((n for n, row in enumerate(rows) if abs(row[0]) > _NEAR_MARK * largest), default=0)
+    if degree > _HIGHEST_DEGREE:
+        return None
+    return _real_zeros([row[0] for row in rows[: degree + 1]])
+
+
+def _real_zeros(differences: list[Any]) -> list[Any] | None:
+    """Return the real zeros of the polynomial with these differences at 0, by Newton's formula."""
+    coefficients, falling = [as_float(0)] * len(differences), [as_float(1)]  # of 1, x, x², …
+    for step, difference in enumerate(differences):
+        for power, factor in enumerate(falling):
+            coefficients[power] += difference * factor
+        shifted = [as_float(0), *falling]
+        falling = [
+            (upper - step * lower) / (step + 1) for upper, lower in zip(shifted, [*falling, as_float(0)], strict=True)
+        ]
+    if len(coefficients) == 1:
+        return []
+    try:
+        zeros = mpmath.polyroots(coefficients[::-1], maxsteps=100, extraprec=300)
+    except (mpmath.libmp.NoConvergence, ZeroDivisionError):
+        return None
+    return [mpmath.re(zero) for zero in zeros if abs(mpmath.im(zero)) <= _NEAR_MARK * (1 + abs(zero))]
 
 
 # ------------------------------------------------------------------------------------------------------- expressions
@@ -494,6 +657,8 @@ def _as_quantities(wanted: Term, answer: Term, rules: Rules) -> bool:
         if one.kind == "quantity" and len(one.parts) == 2 and symbols(other) and other.kind != "quantity":
             return _have_same_value(one.parts[1], other) if one is ours else _have_same_value(other, one.parts[1])
     kinds = {ours.kind, theirs.kind}
+    if ours.kind == "quantity" and ours.unit.dimensions and symbols(theirs) and theirs.kind != "quantity":
+        return _have_same_value(ours, _with_units(theirs))
     if kinds & {"percent", "degree"}:
         return _as_shares(ours, theirs)
     if kinds == {"quantity"} and ours.unit.dimensions and theirs.unit.dimensions and rules.units != "ignored":
@@ -517,6 +682,13 @@ def _pushed_in(term: Term) -> Term:
     return term
 
 
+def _with_units(term: Term) -> Term:
+    """Return 5m with m for metres."""
+    if term.kind == "symbol" and may_be_variable(term.name) and (unit := unit_of(term.name)) is not None:
+        return Term("quantity", (Term("number", value=Fraction(1)),), unit=unit)
+    return Term(term.kind, tuple(map(_with_units, term.parts)), term.name, term.value, term.unit)
+
+
 def _times(term: Term, factor: Fraction) -> Term:
     return Term("product", (term, Term("number", value=factor)))
 
@@ -538,8 +710,16 @@ def _as_shares(wanted: Term, answer: Term) -> bool:
 def _have_same_value(wanted: Term, answer: Term) -> bool:
     if wanted.kind in HAS_NO_VALUE or answer.kind in HAS_NO_VALUE:
         return wanted == answer
+    ours, theirs = symbols(wanted), symbols(answer)
+    if wanted.kind == "sum" and ours - theirs == {"C"} and theirs - ours == {"c"}:
+        answer = _renamed(answer, "c", "C")  # a constant of integration
     is_open = any("log" in _calls(term) for term in (wanted, answer))
     return any(_agree_at_points(wanted, answer, base) for base in ((None, 10) if is_open else (None,)))
+
+
+def _renamed(term: Term, old: str, new: str) -> Term:
+    name = new if term.kind == "symbol" and term.name == old else term.name
+    return Term(term.kind, tuple(_renamed(part, old, new) for part in term.parts), name, term.value, term.unit)
 
 
 def _calls(term: Term) -> set[str]:
@@ -586,6 +766,20 @@ def _expanded(term: Term) -> Term:
     if not _has_two_values(term):
         return term
     return Term("list", tuple(_with_sign(term, is_upper=is_upper) for is_upper in (True, False)))
+
+
+def _simplified(term: Term) -> Term:
+    """Return a matrix in place of its product with a number."""
+    factors = term.parts if term.kind in ("product", "quotient", "negative") else ()
+    matrices = [part for part in factors if part.kind == "matrix"]
+    if len(matrices) != 1 or (term.kind == "quotient" and factors[0].kind != "matrix"):
+        return term
+
+    def scaled(cell: Term) -> Term:
+        return Term(term.kind, tuple(cell if part is matrices[0] else part for part in factors))
+
+    rows = (Term("list", tuple(map(scaled, row.parts))) for row in matrices[0].parts)
+    return Term("matrix", tuple(rows))
 
 
 def _has_two_values(term: Term) -> bool:

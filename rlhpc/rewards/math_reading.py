@@ -19,13 +19,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from rlhpc.rewards.math_terms import (
+    Term,
+    added,
+    depth_of,
+    joined_quantity,
+    letter,
+    negative,
+    proper_fraction,
+    times,
+    with_unit_of_last,
+)
 from rlhpc.rewards.math_tokens import Token, Unreadable, normalised, tokens_of
 from rlhpc.rewards.math_units import TIMES, UnitReader
-from rlhpc.rewards.math_words import COUNT, CURRENCY_SIGNS, DEGREES_WORDS, Unit, unit_of
+from rlhpc.rewards.math_words import CURRENCY_SIGNS, DEGREES_WORDS, PHRASES, Unit, unit_of
 from rlhpc.rewards.plain_numbers import LONGEST_TEXT
 
 _DEEPEST = 40  # brackets, fractions and roots in one another
@@ -33,27 +43,8 @@ _DEEPEST_TERM = 80  # also 1/2/3/4 and x!!!!
 _MOST_SIGNS = 16  # of one relation
 _MOST_PARTS = 64  # of a set or a list
 
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One node of an answer; equal terms are written alike.
-
-    kind: "number", "symbol", "constant", "sum", "product", "quotient", "power", "negative", "root", "call" (of a
-    function NAME), "percent", "degree", "quantity" (a value with a unit), "plus-minus", "opaque" (a command NAME that
-    is not understood), "set", "list", "bracketed" (NAME: both brackets), "union", "intersection", "difference",
-    "relation" (NAME: its signs), "either" and "both" (relations), "ratio", "time", "based" (digits NAME in a base),
-    "modulo", "matrix", "words", "sum-over" and "product-over".
-    """
-
-    kind: str
-    parts: tuple[Term, ...] = ()
-    name: str = ""
-    value: Fraction = Fraction(0)
-    unit: Unit = COUNT
-
-
 _RELATIONS = {
-    "=": "=", "==": "=", r"\equiv": "=", r"\approx": "=", r"\simeq": "=", r"\cong": "=", "<": "<", ">": ">", "<=": "≤",
+    "=": "=", "==": "=", r"\equiv": "=", r"\approx": "≈", r"\simeq": "=", r"\cong": "=", "<": "<", ">": ">", "<=": "≤",
     ">=": "≥", r"\le": "≤", r"\leq": "≤", r"\leqslant": "≤", r"\ge": "≥", r"\geq": "≥", r"\geqslant": "≥", r"\lt": "<",
     r"\gt": ">", r"\ne": "≠", r"\neq": "≠", "!=": "≠", "<>": "≠", r"\in": "∈", r"\notin": "∉", r"\to": "=",
     r"\rightarrow": "=", r"\implies": "=", r"\Rightarrow": "=", r"\sim": "=",
@@ -61,6 +52,7 @@ _RELATIONS = {
 _SET_SIGNS = {r"\cup": "union", r"\cap": "intersection", r"\setminus": "difference", r"\backslash": "difference"}
 _JOINING = {",": ",", ";": ",", "or": "or", "and": "and", r"\lor": "or", r"\land": "and", r"\vee": "or",
             r"\wedge": "and", "&": "and"}  # fmt: skip
+_MODULO = ("mod", r"\bmod", r"\mod")
 _DIVIDED = frozenset({"/", r"\div"})
 _FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "sinh",
@@ -89,8 +81,8 @@ _NO_ATOM = frozenset(
      *_DIVIDED, "+", "-", r"\pm", r"\mp"}
 )  # fmt: skip
 _TIME = re.compile(
-    r"([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])(?::([0-5][0-9]))?\s*(?:\\(?:text|mathrm)\s*\{)?\s*"
-    r"(?:([ap])\.?\s*m\.?|(noon|midnight)|o['’]?clock|h(?:ours|rs|r)?)?\s*\}?\.?",
+    r"([01]?[0-9]|2[0-4])\s*(?::\s*([0-5][0-9])(?::([0-5][0-9]))?)?\s*"
+    r"(?:([ap])\.?\s*m\.?|(noon|midnight)|o['’]?clock|h(?:ours|rs|r)?)?\s*\.?",
     re.IGNORECASE,
 )
 # Letters in a row that are multiplied, "xy", "abc", "bi", "xe"; all others are a word.
@@ -99,6 +91,18 @@ _SPELT_PRODUCT = re.compile(
     r"[B-DF-HJ-NP-TV-Z][b-df-hj-np-tv-z]|[b-df-hj-np-tv-z][B-DF-HJ-NP-TV-Z]"
 )
 _ENDING = re.compile(r"(?:(?<!\.)\.|[,;\s])+$")  # the end of a sentence, but no "..."
+_FONT = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
+_FOR_ALL = re.compile(  # what says for which values something holds; it says nothing about them
+    r"\s*,\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?$|"
+    r"[\s,;(]*(?:\\(?:text|mathrm)\s*\{)?[\s,]*(?:\\forall|for (?:all|any|every|each)|where)\}?\s*"
+    r"(?:\\text\s*\{)?(?:(?:real|integer|positive|natural|rational|any|an?|numbers?|integers|is|values|of)\s+)*\}?\s*"
+    r"(?:[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*)?(?:\\in\s*(?:\\mathbb\s*\{?[A-Z]\}?|[A-Z]))?"
+    r"(?:\\text\s*\{)?\s*(?:is)?\s*(?:an?|any)?\s*(?:real|positive)?\s*(?:integers?|numbers?|constant)?\s*\}?\)?$"
+)
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice|answer)\s+\(?(?P<named>[A-J])\)?|\(?(?P<letter>[A-J])[.)]?)"
+    r"(?:(?<=\))[\s~]+(?P<rest>.+))?"
+)
 _A_WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -108,33 +112,42 @@ def read(text: str) -> Term:
     if len(text) > LONGEST_TEXT:
         raise Unreadable(f"{len(text)} characters; legal: at most {LONGEST_TEXT}")
     text = _ENDING.sub("", normalised(text))
+    text = _FOR_ALL.sub("", text) or text
     if not text:
         raise Unreadable("it is empty")
-    if match := _TIME.fullmatch(text):
-        hour, minute, second = int(match[1]), int(match[2]), int(match[3] or 0)
-        half = {"noon": "p", "midnight": "a"}.get((match[5] or "").lower(), (match[4] or "").lower())
-        return Term("time", name=half, value=Fraction(hour * 3600 + minute * 60 + second))
+    bare = _without_fonts(text)
+    if choice := _CHOICE.fullmatch(bare):
+        letters = Term("symbol", name=choice["letter"] or choice["named"])
+        return Term("choice", (letters, read(choice["rest"]))) if choice["rest"] else letter(letters.name)
+    return _time(bare) or _read_tokens(PHRASES.get(bare.casefold(), text))
+
+
+def _time(text: str) -> Term | None:
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    half = {"noon": "p", "midnight": "a"}.get((match[5] or "").lower(), (match[4] or "").lower())
+    if not half and not match[2]:
+        return None
+    hour, minute, second = int(match[1]), int(match[2] or 0), int(match[3] or 0)
+    return Term("time", name=half, value=Fraction(hour * 3600 + minute * 60 + second))
+
+
+def _read_tokens(text: str) -> Term:
     try:
         found = _Parser(tokens_of(text)).whole()
     except Unreadable:
         if (words := _words(text)) is not None:
             return words
         raise
-    if _depth_of(found) > _DEEPEST_TERM:
+    if depth_of(found) > _DEEPEST_TERM:
         raise Unreadable("it is nested too deeply")
     return found
 
 
-def has_phrase(term: Term) -> bool:
-    """Whether several words in a row are part of a term, as a name or as all of it."""
-    return (term.kind in ("words", "symbol") and " " in term.name) or any(map(has_phrase, term.parts))
-
-
-def _depth_of(term: Term) -> int:
-    depth, level = 0, [term]
-    while level:
-        depth, level = depth + 1, [part for each in level for part in each.parts]
-    return depth
+def _without_fonts(text: str) -> str:
+    """Return a text without \text{…} around its words."""
+    return _ENDING.sub("", " ".join(_FONT.sub(r"\1", text).split()))
 
 
 def _words(text: str) -> Term | None:
@@ -194,7 +207,14 @@ class _Parser(UnitReader):
                 raise Unreadable("it has too many parts")
         if len(items) == 1:
             return items[0]
-        if all(item.kind in ("relation", "both", "either") for item in items) and "," not in joints:
+        if (whole := joined_quantity(items, joints)) is not None:
+            return whole
+        has_equations_only = {*joints} == {"and"} and all(set(item.name) == {"="} for item in items)
+        if (
+            all(item.kind in ("relation", "both", "either") for item in items)
+            and "," not in joints
+            and not has_equations_only
+        ):
             if len({*joints}) == 1:
                 return Term("either" if joints[0] == "or" else "both", tuple(items))
             raise Unreadable('"and" and "or" are mixed')
@@ -208,15 +228,23 @@ class _Parser(UnitReader):
             parts.append(self._set())
             if len(signs) > _MOST_SIGNS:
                 raise Unreadable("it has too many signs")
-        found = Term("relation", tuple(parts), "".join(signs)) if signs else parts[0]
-        return self._modulus(found)
+        while len(signs) > 0 and signs[-1] == "≈":
+            signs.pop()
+            rounded = parts.pop()
+            is_name = parts[-1].kind in ("symbol", "opaque")
+            parts[-1] = parts[-1] if is_name else Term("rounded", (parts[-1], rounded))
+            if is_name:
+                signs.append("=")
+                parts.append(rounded)
+        name = "".join(signs).replace("≈", "=")
+        return self._modulus(Term("relation", tuple(parts), name) if signs else parts[0])
 
     def _modulus(self, found: Term) -> Term:
         r"""Read "\pmod 7", "(mod 7)", "mod 7" behind an item."""
         if self._accept(r"\pmod"):
             return Term("modulo", (found, self._tex_argument()))
-        has_bracket = self._next.text == "(" and self._ahead(1).text == "mod"
-        if not has_bracket and self._next.text not in ("mod", r"\bmod", r"\mod"):
+        has_bracket = self._next.text == "(" and self._ahead(1).text in _MODULO
+        if not has_bracket and self._next.text not in _MODULO:
             return found
         self._place += 1 + has_bracket
         modulus = self._sum()
@@ -226,29 +254,38 @@ class _Parser(UnitReader):
 
     def _set(self) -> Term:
         found = self._ratio()
-        while self._next.text in _SET_SIGNS:
-            kind = _SET_SIGNS[self._take().text]
+        while self._next.text in _SET_SIGNS or (self._next.text == "U" and self._joins_brackets()):
+            kind = _SET_SIGNS.get(self._take().text, "union")
             found = Term(kind, (found, self._ratio()))
         return found
 
+    def _joins_brackets(self) -> bool:
+        before = self._tokens[self._place - 1].text if self._place else ""
+        return before in (")", "]", r"\}") and self._ahead(1).text in ("(", "[", r"\{")
+
     def _ratio(self) -> Term:
         parts = [self._sum()]
-        while self._depth == 0 and self._accept(":"):
+        while self._depth == 0 and (self._accept(":") or self._accept_to(parts[-1])):
             parts.append(self._sum())
         return Term("ratio", tuple(parts)) if len(parts) > 1 else parts[0]
+
+    def _accept_to(self, before: Term) -> bool:
+        """Read the "to" of "3 to 4"."""
+        is_ratio = before.kind == "number" and self._next.text == "to" and self._ahead(1).kind == "number"
+        return is_ratio and self._accept("to") is not None
 
     # -------------------------------------------------------------------------------------------------- expressions
 
     def _sum(self) -> Term:
         found = self._signed()
         while sign := self._accept("+", "-", r"\pm", r"\mp"):
-            right = self._product()
+            right = self._signed()
             if sign.text in (r"\pm", r"\mp"):
                 found = Term("plus-minus", (found, right), sign.text)
             else:
                 parts = found.parts if found.kind == "sum" else (found,)
-                found = Term("sum", (*parts, right if sign.text == "+" else _negative(right)))
-        return found
+                found = Term("sum", (*parts, right if sign.text == "+" else negative(right)))
+        return with_unit_of_last(found)
 
     def _signed(self) -> Term:
         sign = self._accept("+", "-", r"\pm", r"\mp")
@@ -259,27 +296,29 @@ class _Parser(UnitReader):
             case "+":
                 return found
             case "-":
-                return _negative(found)
+                return negative(found)
         return Term("plus-minus", (Term("number"), found), sign.text)
 
     def _product(self) -> Term:
         currency = self._currency()
         found = self._factor()
         while True:
-            if self._next.kind == "scale":
-                found = _times(found, Term("number", value=self._take().value))
+            if currency is not None and (below := self._per(currency)) is not None:
+                found, currency = Term("quantity", (found,), unit=below), None
+            elif self._next.kind == "scale":
+                found = times(found, Term("number", value=self._take().value))
             elif (quantity := self._with_unit(found)) is not None:
                 found = quantity
             elif found.kind == "quantity" and self._next.kind == "number":
-                found = _added(found, self._product())
+                found = added(found, self._product())
             elif self._next.text in TIMES:
                 self._take()
-                found = _times(found, self._signed_factor())
+                found = times(found, self._signed_factor())
             elif self._next.text in _DIVIDED:
                 self._take()
                 found = Term("quotient", (found, self._signed_factor()))
             elif self._begins_factor():
-                found = _times(found, self._factor())
+                found = times(found, self._factor())
             else:
                 break
         if currency is not None and found.kind != "quantity":
@@ -306,7 +345,7 @@ class _Parser(UnitReader):
 
     def _signed_factor(self) -> Term:
         if self._accept("-"):
-            return _negative(self._factor())
+            return negative(self._factor())
         return self._factor()
 
     def _begins_factor(self) -> bool:
@@ -317,7 +356,9 @@ class _Parser(UnitReader):
             return True
         if token.kind in ("end", "scale") or token.text in _NO_ATOM or token.text in CURRENCY_SIGNS:
             return False
-        if token.text == "[" and self._is_outward:
+        if (token.text == "[" and self._is_outward) or (token.text == "(" and self._ahead(1).text in _MODULO):
+            return False
+        if token.text == "to" or (token.text == "U" and self._joins_brackets()):
             return False
         return not (token.text in ("|", r"\vert", r"\|") and self._bars)
 
@@ -340,7 +381,7 @@ class _Parser(UnitReader):
         if self._next.text == "{":
             return self._group()
         if self._accept("-"):
-            return _negative(self._exponent())
+            return negative(self._exponent())
         base = self._atom()
         return Term("power", (base, self._deeper(self._exponent))) if self._accept("^") else base
 
@@ -370,7 +411,7 @@ class _Parser(UnitReader):
             return Term("number", value=self._take().value)
         if token.kind == "letter":
             self._take()
-            return self._subscripted(_letter(token.text), token.text)
+            return self._subscripted(letter(token.text), token.text)
         if token.kind == "word":
             return self._word()
         if token.text == "{":
@@ -389,6 +430,10 @@ class _Parser(UnitReader):
         if self._next.text == "_" and token.text:
             self._take()
             return self._based(token.text)
+        steps = 1 + (self._next.text == "in")
+        if token.text and self._ahead(steps - 1).text == "base" and self._ahead(steps).kind == "number":
+            self._place += steps
+            return self._based(token.text)
         if (part := self._mixed_part(token)) is not None:
             return Term("number", value=token.value + part)
         return found
@@ -405,7 +450,7 @@ class _Parser(UnitReader):
             return None
         above, sign, below, behind = (self._ahead(step) for step in range(4))
         if above.kind == "number" and above.has_gap and sign.text == "/" and below.kind == "number":
-            part = _proper(above.value, below.value)
+            part = proper_fraction(above.value, below.value)
             if part is not None and behind.text not in ("^", "/"):
                 self._place += 3
                 return part
@@ -413,7 +458,7 @@ class _Parser(UnitReader):
             start = self._place
             fraction = self._command()
             if fraction.kind == "quotient" and all(part.kind == "number" for part in fraction.parts):
-                part = _proper(fraction.parts[0].value, fraction.parts[1].value)
+                part = proper_fraction(fraction.parts[0].value, fraction.parts[1].value)
                 if part is not None and self._next.text != "^":
                     return part
             self._place = start
@@ -431,7 +476,7 @@ class _Parser(UnitReader):
         if not token.is_upright and _SPELT_PRODUCT.fullmatch(word):
             letters = [Token("letter", letter) for letter in word]
             self._tokens[self._place : self._place] = letters[1:]
-            return self._subscripted(_letter(word[0]), word[0])
+            return self._subscripted(letter(word[0]), word[0])
         words = [word]
         while self._next.kind == "word" and self._next.has_gap and not self._is_known(self._next.text):
             words.append(self._take().text)
@@ -538,12 +583,14 @@ class _Parser(UnitReader):
             raise Unreadable(f"\\{name} stands where a value is due")
         return self._subscripted(Term("symbol", name="\\" + name), "\\" + name)
 
-    def _tex_argument(self) -> Term:
+    def _tex_argument(self, *, is_root: bool = False) -> Term:
         r"""Read what TeX takes for an argument: a group, a command, a letter, or one digit."""
         token = self._next
         if token.text == "{":
             return self._group()
         if token.kind == "number" and token.text[:1].isdigit():
+            if is_root and token.text.isdigit():
+                return Term("number", value=self._take().value)  # \sqrt 10 is meant as a root of ten
             if rest := token.text[1:]:
                 if not rest.isdigit():
                     raise Unreadable("an argument without braces is one digit")
@@ -568,7 +615,7 @@ class _Parser(UnitReader):
         if self._accept("["):
             degree = self._sum()
             self._expect("]")
-        return Term("root", (self._tex_argument(), degree))
+        return Term("root", (self._tex_argument(is_root=True), degree))
 
     def _cube_root(self) -> Term:
         return Term("root", (self._factor(), Term("number", value=Fraction(3))))
@@ -592,7 +639,7 @@ class _Parser(UnitReader):
                 exponent = self._exponent()
         argument = self._argument()
         name = _SAME_FUNCTION.get(name, name)
-        if exponent == _negative(Term("number", value=Fraction(1))) and "arc" + name in _FUNCTIONS:
+        if exponent == negative(Term("number", value=Fraction(1))) and "arc" + name in _FUNCTIONS:
             name, exponent = "arc" + name, None
         parts = argument.parts if argument.kind == "bracketed" or argument.kind == "list" else (argument,)
         found = Term("call", parts if base is None else (*parts, base), name if base is None else name + "_")
@@ -618,11 +665,11 @@ class _Parser(UnitReader):
         sign = self._accept("-")
         found = self._factor()
         while self._begins_factor() and self._next.text.strip("\\") not in _FUNCTIONS and self._next.text != "(":
-            found = _times(found, self._factor())
+            found = times(found, self._factor())
         if self._accept("/"):
             found = Term("quotient", (found, self._factor()))
         self._depth -= 1
-        return _negative(found) if sign else found
+        return negative(found) if sign else found
 
     def _factor_without_power(self) -> Term:
         return self._deeper(self._atom)
@@ -688,12 +735,12 @@ class _Parser(UnitReader):
             self._take()
             if unit_of(self._next.text) is None:
                 return Term("degree", (value,))
-        letter = self._next
+        first = self._next
         unit = self._unit()
         if unit is None:
             self._place, self._tokens = start, tokens
             return None
-        is_letter = letter.kind == "letter" and not letter.is_upright
+        is_letter = first.kind == "letter" and not first.is_upright
         product: tuple[Term, ...] = ()
         if is_letter:
             behind, place = (self._place, self._tokens), self._place
@@ -708,7 +755,7 @@ class _Parser(UnitReader):
         while self._place < end:
             is_below = self._accept("/", *TIMES) is not None and self._tokens[self._place - 1].text == "/"
             factor = self._factor()
-            found = Term("quotient", (found, factor)) if is_below else _times(found, factor)
+            found = Term("quotient", (found, factor)) if is_below else times(found, factor)
         return found
 
 
@@ -723,33 +770,3 @@ _COMMANDS: dict[str, Callable[[_Parser], Term]] = {
     "sum": lambda parser: parser._repeated("sum-over"),
     "prod": lambda parser: parser._repeated("product-over"),
 }
-
-
-def _letter(text: str) -> Term:
-    return Term("constant", name=text) if text in ("e", "i") else Term("symbol", name=text)
-
-
-def _negative(term: Term) -> Term:
-    if term.kind == "number":
-        return Term("number", value=-term.value)
-    return term.parts[0] if term.kind == "negative" else Term("negative", (term,))
-
-
-def _times(left: Term, right: Term) -> Term:
-    parts = left.parts if left.kind == "product" else (left,)
-    return Term("product", (*parts, right))
-
-
-def _added(first: Term, second: Term) -> Term:
-    """Return 5 feet 6 inches as one quantity."""
-    is_same = second.kind == "quantity" and first.unit.dimensions == second.unit.dimensions != ()
-    if not is_same or {first.parts[0].kind, second.parts[0].kind} != {"number"}:
-        raise Unreadable("a number follows a unit")
-    value = first.parts[0].value + second.parts[0].value * second.unit.factor / first.unit.factor
-    return Term("quantity", (Term("number", value=value),), unit=first.unit)
-
-
-def _proper(above: Fraction, below: Fraction) -> Fraction | None:
-    """Return a fraction of whole numbers below 1; None where it is none."""
-    is_proper = above.denominator == below.denominator == 1 and 0 < above < below
-    return above / below if is_proper else None

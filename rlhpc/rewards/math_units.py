@@ -17,6 +17,7 @@ from rlhpc.rewards.math_words import (
     unit_of,
 )
 
+_PER = ("/", "per", "a", "an", "every")
 _MOST_WORDS = 8  # beside something that is counted
 TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 
@@ -64,15 +65,23 @@ class UnitReader:
                 self._place = start
                 break
             found = step if found is None else found.times(step)
-            while self._next.text in ("/", "per", "a", "an", "every") and found is not None:
-                place = self._place
-                self._take()
-                below = self._grouped() if self._next.text == "(" else self._one_unit(is_first=False)
-                if below is None:
-                    self._place = place
+            while self._next.text in _PER:
+                quotient = self._per(found)
+                if quotient is None:
                     return found if self._next.text == "/" else None
-                found = found.times(below, -1)
+                found = quotient
         return found
+
+    def _per(self, above: Unit) -> Unit | None:
+        """Read the "per hour" of "dollars per hour"; None, and nothing read, where there is none."""
+        place = self._place
+        if not self._accept(*_PER):
+            return None
+        below = self._grouped() if self._next.text == "(" else self._one_unit(is_first=False)
+        if below is None:
+            self._place = place
+            return None
+        return above.times(below, -1)
 
     def _grouped(self) -> Unit | None:
         """Read the "(kg K)" of "J/(kg K)"."""
@@ -98,6 +107,9 @@ class UnitReader:
         if token.kind == "word" and (is_needless(word) or (is_beside_unit(word) and self._a_unit_follows())):
             self._take()
             return COUNT
+        if token.text == "of" and self._ahead(1).text in ("a", "an") and unit_of(self._ahead(2).text) is not None:
+            self._place += 2  # "3/4 of an hour"
+            return self._one_unit(is_first=is_first)
         if token.text == "of" and not is_first and self._a_unit_follows():
             self._take()
             return COUNT

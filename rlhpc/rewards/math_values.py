@@ -1,6 +1,6 @@
 """Compute the value of a term, within bounds.
 
-Input: a term (math_reading.py) and a point, which gives letters their values.  Output: a Fraction if it is rational,
+Input: a term (math_terms.py) and a point, which gives letters their values.  Output: a Fraction if it is rational,
 else a number of mpmath to 160 digits.  Numbers of more than _MOST_BITS are not computed (TooLarge), sums of more than
 _MOST_STEPS steps neither; what is undefined, as 1/0, is Undefined.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import mpmath
 
-from rlhpc.rewards.math_reading import Term
+from rlhpc.rewards.math_terms import Term
 
 _MOST_BITS = 1 << 17
 _MOST_STEPS = 4_000
@@ -29,7 +29,8 @@ _NEAR, _TINY = mpmath.mpf(10) ** -100, mpmath.mpf(10) ** -60
 
 HAS_NO_VALUE = frozenset(
     {"set", "list", "bracketed", "union", "intersection", "difference", "relation", "either", "both", "ratio", "time",
-     "based", "modulo", "matrix", "words", "plus-minus"}
+     "based", "modulo", "matrix", "words", "plus-minus",
+     "choice", "rounded"}
 )  # fmt: skip
 
 

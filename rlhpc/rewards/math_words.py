@@ -36,7 +36,9 @@ _MEASURES = {
     "length": "1 m meter metre; 1/1000000000 nm nanometer nanometre; 1/1000000 µm μm um micrometer micrometre micron;"
     " 1/1000 mm millimeter millimetre; 1/100 cm centimeter centimetre; 1/10 dm decimeter decimetre;"
     " 1000 km kilometer kilometre; 254/10000 in inch inches; 3048/10000 ft foot feet; 9144/10000 yd yard;"
-    " 1609344/1000 mi mile",
+    " 1609344/1000 mi mile; 1/10000000000 Å angstrom ångström; 149597870700 AU au;"
+    " 9460730472580800 ly lightyear; 30856775814913673 pc parsec;"
+    " 30856775814913673000 kpc kiloparsec; 30856775814913673000000 Mpc megaparsec",
     "mass": "1 g gram gramme gm; 1/1000 mg milligram; 1/1000000 µg μg ug microgram; 1000 kg kilogram kilo kgm;"
     " 1000000 ton tonne; 45359237/100000 lb lbs pound-mass; 45359237/1600000 oz ounce",
     "time": "1 s sec second; 1/1000 ms millisecond; 1/1000000 µs μs us microsecond; 1/1000000000 ns nanosecond;"
@@ -44,7 +46,7 @@ _MEASURES = {
     " 3155695200 century centuries",
     "volume": "1 l L liter litre ltr; 1/1000 ml mL milliliter millilitre; 1/100 cl cL centiliter centilitre;"
     " 3785411784/1000000000 gal gallon; 946352946/1000000000 qt quart; 473176473/1000000000 pint;"
-    " 2365882365/10000000000 cup; 1478676478125/100000000000000 tablespoon tbsp;"
+    " 2365882365/10000000000 cup; 1478676478125/100000000000000 tablespoon tbsp tbs;"
     " 492892159375/100000000000000 teaspoon tsp; 35239/1000 bushel; 30 drop-of",
     "temperature": "1 ℃ Celsius celsius centigrade; 1 K kelvin",
     "fahrenheit": "1 ℉ Fahrenheit fahrenheit",
@@ -56,8 +58,10 @@ _MEASURES = {
     "peso": "1 peso; 1 ₱",
     "won": "1 ₩ won",
     "force": "1 N newton Newton; 1000 kN kilonewton",
-    "energy": "1 J joule Joule; 1000 kJ kilojoule; 1000000 MJ megajoule; 3600000 kWh kilowatt-hour; 4184/1000 cal;"
-    " 4184 kcal Calorie; 1/1000000000000000000 eV",
+    "energy": "1 J joule Joule; 1000 kJ kilojoule; 1000000 MJ megajoule; 3600000 kWh kilowatt-hour;"
+    " 4184/1000 cal; 4184 kcal Calorie; 16021766/100000000000000000000000000 eV electronvolt;"
+    " 16021766/100000000000000000000000 keV;"
+    " 16021766/100000000000000000000 MeV; 16021766/100000000000000000 GeV; 1/10000000 erg",
     "power": "1 W watt Watt; 1000 kW kilowatt; 1000000 MW megawatt",
     "voltage": "1 V volt Volt; 1/1000 mV millivolt",
     "current": "1 A amp ampere Ampere; 1/1000 mA milliamp",
@@ -65,9 +69,13 @@ _MEASURES = {
     "pressure": "1 Pa pascal Pascal; 1000 kPa kilopascal; 101325 atm; 100000 bar-unit",
     "frequency": "1 Hz hertz Hertz; 1000 kHz; 1000000 MHz; 1000000000 GHz",
     "charge": "1 C coulomb Coulomb; 1/1000000 µC μC",
+    "field": "1 tesla Tesla; 1/1000 mT; 1/10000 gauss",
+    "capacity": "1 farad Farad; 1/1000000 µF μF; 1/1000000000 nF; 1/1000000000000 pF",
+    "loudness": "1 dB decibel",
+    "turns": "1 rev revolution",
     "amount": "1 mol mole; 1/1000 mmol",
-    "information": "1 byte B; 1/8 bit; 1000 kB KB kilobyte; 1000000 MB megabyte; 1000000000 GB gigabyte;"
-    " 1000000000000 TB terabyte",
+    "information": "1 byte B; 1/8 bit; 125000 megabit; 1000 kB KB kilobyte; 1000000 MB megabyte;"
+    " 1000000000 GB gigabyte; 1000000000000 TB terabyte",
     "angle": "1 rad radian",
     "area": "1 acre",
     "hectare": "1 hectare ha",
@@ -77,47 +85,75 @@ _SHORT_SCALES = frozenset("KB")  # 5 K may be 5000
 
 # Things that people count, in the plural; their singular is added.
 _COUNTED = """
-acorns actors adults albums animals answers antacids ants apartments appetizers apples apps arrangements arrows articles
-artists artworks athletes attendees avocados babies bags baguettes bakers bales balloons balls bananas bandages bands
-barrels bars baseballs basketballs baskets batches baths batteries beads beakers beans bears bedrooms beds bees berries
-bicycles bikes bills birds biscuits blankets blisters blocks blouses blueberries boats bolts bones bonuses books bottles
-bouquets bowls boxes boys bracelets branches bricks brothers brownies brushes bubbles buckets bugs builders buildings
-bulbs bundles bunnies burgers burritos buses bushels businesses butterflies buttons cabinets cakes calculators calls
-calories cameras campers candies candles cans caps cards carnations carrots cars cartons cases casts cats cells chairs
-chapters characters cherries chickens children chips chocolates choices circles classes classmates classrooms clients
-clips cloves clusters coats coconuts coins colors colours combinations computers containers contestants cookies copies
-corns costumes countries couples coupons cousins cows crabs crackers crates crayons credits crickets crows cubes
-cucumbers cupcakes customers dates daughters decorations deer degrees desks devices diagonals diamonds dice digits
-discounts dishes divisors doctors dogs dolls donuts doors doses doughnuts dresses drinks drops drums ducklings ducks
-earrings ears edges eggs elements elephants emails employees entries envelopes episodes erasers errors events exams eyes
-faces factors families fans farmers feathers figures figurines files fingers fireworks fishes flags flavors flights
-floors flowers flutes followers footballs forks frames friends frogs fruits functions games gates geese ghosts gifts
-giraffes girls glasses gloves gnomes goals goats goldfish grades grains grandchildren grapes groups guests guitars
-guppies haircuts hamburgers hands handshakes hats heads hens hikes hits holes homes horses hotdogs houses insects
-integers items jackets jars jeans jelly jellybeans jewels jobs journals judges jumps keys kids kittens knives lambs
-lamps laps lawns leaves legs lemons lessons letters lights lilies lines lions lipsticks lizards loads loaves logs
-lollipops lots magazines magnets mangoes maps marbles markers marks marshmallows masks matches math meals medals members
-men messages mice milkshakes minnows mistakes monkeys motorcycles movies muffins multiples mushrooms nails names napkins
-necklaces neighbors nephews newspapers nieces nights notebooks notes novels numbers nuts objects onions oranges orders
-outcomes outfits oysters packages packets packs paddles pages paintings pairs pancakes pans pants papers parents parrots
-participants parts passengers pastries paths patients paws peaches peanuts pearls pears peas pebbles pencils penguins
-pens people peppers permutations persons petals pets phones photographs photos pictures pieces pies pigeons pigs pillows
-pills pineapples pizzas places planes plants plates players plums points poodles popsicles posters posts potatoes pots
-pounds presents primes prizes problems products programs pumpkins pupils puppets puppies purses puzzles questions
-quizzes rabbits racers rats records regions ribbons rings robots rocks rolls rooms roots roses rounds rows rubies rugs
-runners sacks salads sandwiches scarves schools scoops screws seashells seasons seats sections seeds segments
-sentences servings sessions sets shapes sharks sheep sheets shells shelves ships shirts shoes shops shots shows shrimp
-siblings sides sisters skips skirts slices snacks snails snakes snowballs snowflakes soaps socks sodas soldiers
-solutions songs sons spiders spoons sports spots squares squirrels stairs stamps starfish stars states stems steps
-stickers sticks stitches stones stools stores stories strands strawberries straws streets strings students subjects
-subsets suitcases surfers swans sweaters sweets swimmers tables tablets tacos tadpoles tanks tapes tasks teachers teams
-teeth tents terms tests texts things tickets tiles timers times tires tissues toddlers toes tokens tomatoes tools
-toothbrushes toothpicks towels towers toys trains trays trees triangles tricks trips trolls trophies trucks trumpets
-tubes tubs tulips turkeys turns turtles twigs unicorns units values vampires vans vases vehicles vertices vests videos
-violins visitors visits votes waffles wagons walls watches watermelons waves ways weeds weekdays weekends whales wheels
-widgets windows wings winners women words workers worms yachts zebras zombies
+acorns actors ads adults airplanes albums alligators animals answers antacids ants apartments appetizers apples apps
+aprons aquariums arms arrangements arrows artichokes articles artists artworks asparagus athletes attendees aunts
+avocados awards babies backpacks badges bagels baggies bags baguettes bakers bales balloons balls bananas bandages bands
+barrels bars baseballs basketballs baskets batches bathrooms baths batteries beads beakers beans bears beats bedbugs
+bedrooms beds bees beetles beignets belts benches berries bicycles bids bikes billboards bills birds biscuits blackbirds
+blankets blisters blocks blouses blueberries boards boats bollards bolts bones bonnets bonuses books bottlecaps bottles
+bouquets bowls boxes boys bracelets braids branches breaks bricks brochures brothers brownies brushes bubbles buckets
+bugs builders buildings bulbs bunches bundles bunnies burgers burritos buses bushels bushes businesses butterflies
+buttons buyers cabinets cages cakes calculators calls calories camels cameras campers candies candles canes cans
+cantaloupes caps capsules caramels cardinals cards carnations carpets carriages carrots cars cartons cases casts
+caterpillars cats cells chairs channels chapters characters charges checks cheerleaders cheesecakes chefs cherries
+chests chickens chicks children chimichangas chips chocolates choices chores circles citations cities claims clarinets
+classes classmates classrooms claws clerks clients clips clothes clotheslines clouds clovers cloves clowns clusters
+coaches coals coats coconuts coffees coins colors colours columns combinations comics complaints computers cones
+consonants contacts containers contestants cookies copies corns costumes counters countries couples coupons courses
+cousins cows crabs crackers crafts cranberries craters crates crayons credits crickets croissants crops croutons crows
+cubes cucumbers cupcakes curlers customers cuttlebones cycles daisies dates daughters decks decorations deer degrees
+deliveries demerits desks desserts devices diagonals diamonds diapers diaries dice digits dinners discounts dishes
+dislikes divisors doctors dogs dolls dolphins donations donuts doors doses dots doughnuts dragons drawings dreams
+dresses drinks drops drummers drums ducklings ducks dumplings earrings ears edges eggplants eggs elements elephants
+elves emails employees entries envelopes episodes erasers errors events exams eyes faces factors fairies families fans
+farmers farmhands feathers feedings females fences ferns figures figurines files filets fingers firecrackers fires
+fireworks fishes flags flashlights flats flavors fleas flies flights flips floors flowers flutes flyers folders foldings
+followers footballs footprints forks forms foxes frames friends frogs fronds fruits functions galleries games gates
+geckos geese gems gemstones geraniums ghosts gifts gingerbreads giraffes girls glasses gloves gnomes goals goats
+goldfish grades grains grandchildren grapes groups guests guides guitars gumballs guns guppies gusts haircuts hairs
+halls hamburgers hamsters hands handshakes hares hats heads hearts helmets hens highlighters hikes hits hives holes
+homes honeydews hoodies hoots horses horseshoes hotdogs households houses hushpuppies individuals inhabitants insects
+instructions instruments integers intersections intervals islands issues items jackets jars jeans jelly jellybeans
+jerseys jewels jobs joggers jokes journals judges jugs juices jumps kangaroos kernels keys kids kindergartners kinds
+kittens knives ladders ladybugs lambs lamps laps laptops lattes lawns layers leaves legos legs lemons lengths leopards
+lessons letters levels licks lightbulbs lighters lights likes lilies limes lines links lions lipsticks listens lizards
+llamas loads loaves logs lollipops lots lunches macarons macaroons machines magazines maggots magnets males managers
+mangoes mangos maps marbles marigolds markers marks marshmallows masks matchboxes matches matchsticks math meals
+meatballs medals melons members men messages mice microphones milkshakes millipedes minks minnows mirrors mistakes
+models monitors monkeys monsters motorcycles mountains movies muffins multiples mushrooms nails names napkins necklaces
+neighbors nephews newspapers nieces nights notebooks notes nougats novels numbers nurses nuts objects omelets onions
+oranges orchards orchids orcs orders outcomes outfits oysters packages packets packs paddles pages pails paintings pairs
+pallets pamphlets pancakes pandas panels pans pants papayas paperclips papers paragraphs parents parrots parsnips
+participants parts passengers passes pastries patches paths patients patrons paws peaches peanuts pearls pears peas
+pebbles pencils penguins pens people peppers periods permutations persons petals pets petunias phones photographs photos
+phrases pianists pickles pictures pieces pies pigeons piglets pigs piles pillows pills pineapples pinecones pines pins
+pitches pixels pizzas places planes planks plants plates players playlists plays plums pockets pods pointers points
+pollywogs pomegranates poodles popsicles portions postcards posters posts potatoes pots pouches pounds precious presents
+pretzels primes prizes problems products programs puffs pumpkins pumps pupils puppets puppies pups purses pushups
+puzzles questions quilts quizzes rabbits racers racquets raisins raspberries rats records recoveries rectangles
+reflections refuels regions reports reps residents restaurants returns rhinestones rhinos ribbons riddles rides ridges
+rings robins robots rocks rolls roommates rooms roosters roots roses rotations rounds rows rubies rugs rungs runners
+sacks salads sandcastles sandwiches saplings sapphires sausages scallops scarves schools scoops screws seagulls
+seashells seasons seats sections seedlings seeds segments semesters seniors sentences sequins servings sessions sets
+settings shapes shares sharks sheep sheets shells shelves ships shirts shoes shops shorts shots shows shrimp siblings
+sides signatures singers sisters sites situps skeins skeletons skips skirts sleeves slices smores snacks snails snakes
+snapdragons snowballs snowflakes soaps socks sodas sofas soldiers solutions songs sonnets sons sours spaces sparklers
+spears spiders spokes spools spoons sports spots squares squats squirrels stacks stairs stamps stanzas starfish stars
+states stations statues steaks stems steps stickers sticks stingrays stitches stones stools stoplights stops stores
+stories strands strawberries straws streetlights streets strings stripes strokes students stuffies subjects subscribers
+subscriptions subsets suckers suitcases suits sunflowers surfers surveys swallows swans sweaters sweets swimmers systems
+tables tablets tabs tacks tacos tadpoles tangerines tanks tapes taps tarantulas tasks tattoos teachers teacups teams
+tears teddies teenagers teeth televisions tents terms terriers tests tetras texts things thorns tickets ties tigers
+tiles timers times tins tires tissues toads toddlers toenails toes tokens tomatoes tools toothbrushes toothpicks
+toppings touchdowns tourists towels towers toys tractors trains trays treats trees triangles tricks trips trolls
+trophies truckloads trucks trumpets tubes tubs tulips turkeys turns turtles twigs types unicorns units vacations
+vaccines values vampires vans vases vegetables vehicles vents vertices vests vibrations videos violins visitors visits
+vlogs volunteers voters votes waffles wagons waiters walls walnuts wands washers washes watches watermelons waves ways
+weasels websites weeds weekdays weekends whales wheels whiskers whistlers widgets wights wigs windows wings winners wins
+wipes women words workers worms yachts yogurts zebras zits zombies
 """
-_SINGULARS = {"primes": "primes", "children": "child", "men": "man",
+_SINGULARS = {"primes": "primes", "squares": "squares", "cubes": "cubes", "buses": "bus",
+              "children": "child", "men": "man",
               "women": "woman", "people": "person", "mice": "mouse", "teeth": "tooth",
               "geese": "goose", "vertices": "vertex", "dice": "die", "leaves": "leaf", "loaves": "loaf",
               "knives": "knife", "shelves": "shelf", "scarves": "scarf", "grandchildren": "grandchild"}  # fmt: skip
@@ -173,10 +209,10 @@ def _counted() -> Iterator[str]:
         yield word
         if word in _SINGULARS:
             yield _SINGULARS[word]
-        elif word.endswith(("ches", "shes", "sses", "xes", "oes", "zzes")):
+        elif word.endswith(("ches", "shes", "sses", "xes", "toes", "zzes")) and word != "toes":
             yield word[:-2]
-        elif word.endswith("ies") and word not in ("pies", "movies", "cookies", "brownies"):
-            yield word[:-3] + "y"
+        elif word.endswith("ies"):
+            yield from (word[:-1], word[:-3] + "y")
         elif word.endswith("s"):
             yield word[:-1]
 
@@ -281,6 +317,14 @@ _PHRASES = tuple(
         ("equals", "="),
     )
 )
+PHRASES: Mapping[str, str] = MappingProxyType(  # whole answers, and what they are in TeX
+    dict.fromkeys(("all real numbers", "all reals", "all real x", "the set of all real numbers"), r"\mathbb{R}")
+    | dict.fromkeys(
+        ("no solution", "no solutions", "no real solution", "no real solutions", "there is no solution",
+         "there are no solutions", "the empty set", "empty set"), r"\emptyset",
+    )
+    | {"does not exist": r"\text{DNE}", "positive infinity": r"\infty", "no limit": r"\text{DNE}"}
+)  # fmt: skip
 OPERATIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = MappingProxyType(  # by their first word
     {first: tuple(pair for pair in _PHRASES if pair[0][0] == first) for first in {phrase[0] for phrase, _ in _PHRASES}}
 )
