@@ -162,7 +162,10 @@ def matching(directory: Path, pattern: str) -> list[Path]:
 
 def is_absent(path: Path) -> bool:
     """Whether there is no such file or directory, as the one that it would be in says.  Raises OSError."""
-    return path.name not in listing(path.parent)
+    try:
+        return path.name not in listing(path.parent)
+    except NotADirectoryError:  # nothing is below a file
+        return True
 
 
 def names_in(directory: Path) -> set[str]:

@@ -244,7 +244,7 @@ def test_a_sample_longer_than_the_models_context_is_refused(bench: Bench) -> Non
         (['{"prompt": "1+1=", "answer": "2"}', "", "[1, 2]"], [":3", "a list", "legal: an object"]),
         (['{"prompt": "1+1=", "answer": "2"}', '{"prompt": "1+2="}'], [":2", "no field 'answer'"]),
         (['{"prompt": "1+1=", "answer": null}'], [":1", "'answer' is null"]),
-        (['{"prompt": "", "answer": "2"}'], [":1", "the prompt has 0 tokens"]),
+        (['{"prompt": "", "answer": "2"}'], [":1", "field 'prompt' (data.prompt_template) is empty"]),
         ([], ["has no records"]),
         (["", "  "], ["has no records"]),
     ],
@@ -282,9 +282,10 @@ def test_a_token_that_was_added_to_the_tokenizer_alone_is_refused_where_prompts_
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>"])
     tokenizer.save(str(model / "tokenizer.json"))
-    (model / "chat_template.jinja").write_text("<|im_start|>{{ messages[0]['content'][:3] }}")
+    (model / "chat_template.jinja").write_text("<|im_start|>{{ messages[0]['content'] }}")
     bench.settings["model"]["path"] = str(model)
     bench.settings["data"]["use_chat_template"] = True
+    bench.settings["generation"]["max_prompt_tokens"] = 32
     (line,) = bench.refusal()
     assert "config.json: vocab_size=100, and the prompt of " in line
     assert (
@@ -296,7 +297,7 @@ def test_a_token_that_was_added_to_the_tokenizer_alone_is_refused_where_prompts_
     ("template", "end", "said"),
     [
         ("", "<eos>", "data.thinking_end='<eos>' is a special token"),
-        ("{{ messages[0]['content'][:3] }}</t>\n\n", "</t>", "ends with it already"),
+        ("{{ messages[0]['content'] }}</t>\n\n", "</t>", "ends with it already"),
     ],
 )
 def test_thinking_whose_end_no_completion_can_have_is_refused(
@@ -307,6 +308,7 @@ def test_thinking_whose_end_no_completion_can_have_is_refused(
     (model / "chat_template.jinja").write_text(template)
     bench.settings["model"]["path"] = str(model)
     bench.settings["data"] |= {"use_chat_template": bool(template), "thinking_end": end}
+    bench.settings["generation"]["max_prompt_tokens"] = 32
     (line,) = bench.refusal()
     assert said in line
 

@@ -155,7 +155,10 @@ def test_a_file_more_than_was_written_is_no_damage(config: Config, layout: RunLa
     assert resume(config, layout) == (12, [])
 
 
-def test_one_that_cannot_be_read_is_not_taken_for_damaged(config: Config, layout: RunLayout) -> None:
+def test_one_that_cannot_be_read_is_not_taken_for_damaged(
+    config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhpc.patience.DISK_PATIENCE_S", 1.0)
     weights = layout.checkpoint(12) / "trainer" / "weights"
     weights.rename(weights.with_name("kept"))
     weights.symlink_to(weights)  # root, too, is refused to read this, as others are by permissions

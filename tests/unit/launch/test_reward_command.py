@@ -113,7 +113,7 @@ def test_a_composite_is_judged_whose_parts_are_given_on_the_command_line(tmp_pat
             ["regex", "trainer.token_budget=8"],
             "legal: rewards.…, sandbox.…, instructions.…, math.…, text.…, composite.…, judge.…, the others in --run",
         ),
-        (["regex", "rewards.timeout_s=0"], "rewards.timeout_s=0: legal: above 0"),
+        (["regex", "rewards.timeout_s=0"], "rewards.timeout_s=0: legal: 0.01 or more"),
         (["regex", "other.jsonl"], "at most one file"),
         (["regex", "--run", "none.toml"], "none.toml: no such run file"),
     ],

@@ -89,11 +89,11 @@ def test_a_checkpoint_of_before_tells_it_by_its_totals_and_one_that_is_malformed
 
 
 def test_a_critic_has_its_own_rate_and_a_head_start_and_follows_the_schedule_if_it_is_asked_to() -> None:
-    for follows, expected in ((False, [4.0, 4.0, 4.0, 4.0]), (True, [4.0, 3.0, 2.0, 1.0])):
-        critic = {"learning_rate": 4.0, "head_start_steps": 2, "follows_schedule": follows}
-        rates = LearningRates(falling(5, critic, learning_rate=2.0), RunProgress())
+    for follows, expected in ((False, [0.4, 0.4, 0.4, 0.4]), (True, [0.4, 0.3, 0.2, 0.1])):
+        critic = {"learning_rate": 0.4, "head_start_steps": 2, "follows_schedule": follows}
+        rates = LearningRates(falling(5, critic, learning_rate=0.2), RunProgress())
         given = [rates.give(batch(step), None) for step in range(4)]
-        assert [each.learning_rate for each in given] == pytest.approx([0.0, 0.0, 1.0, 0.5])
+        assert [each.learning_rate for each in given] == pytest.approx([0.0, 0.0, 0.1, 0.05])
         assert [each.critic_learning_rate for each in given] == pytest.approx(expected)
 
 

@@ -177,8 +177,8 @@ def test_an_export_in_float32_rounds_nothing_and_another_says_that_it_rounds(tra
     layout.checkpoint(1).symlink_to(checkpoint_dir.resolve())
     write_resolved(tiny_config(model_dir), layout, "")
     said = export_run(layout, tmp_path / "third", 1)
-    assert said.endswith("bfloat16, rounded from float32 (--dtype float32 rounds nothing)")
-    assert export_run(layout, tmp_path / "fourth", 1, dtype="float32").endswith(", float32")
+    assert "bfloat16, rounded from float32 (--dtype float32 rounds nothing)" in said
+    assert ", float32" in export_run(layout, tmp_path / "fourth", 1, dtype="float32")
 
 
 def checkpoint_of(place: Path, weights: dict[str, torch.Tensor]) -> None:
