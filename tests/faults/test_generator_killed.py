@@ -79,7 +79,7 @@ def assert_the_report_tells_of_it(layout: RunLayout, victim: dict) -> None:
     assert "signal SIGKILL" in told["restart"]
     assert "is lost: no sign of life" in " ".join(each.text for each in story.faults if each.who == victim["name"])
     joined = [each.text for each in story.happenings if (each.who, each.kind) == (victim["name"], "joined")]
-    assert len(joined) == 2
+    assert len({*joined}) == 2  # a loaded machine may miss one of them for a moment: it joins again
     assert f"pid {victim['pid']} " in joined[0]
     assert victim["name"] in rows_of(story)
 
