@@ -363,7 +363,7 @@ TRIALS: dict[str, Callable[[Trial], int]] = {
 
 
 def _audited(layout: RunLayout) -> str:
-    """What `rlhpc audit` objects to; "": nothing."""
+    """Return what `rlhpc audit` objects to; "": nothing."""
     audit = audit_run(layout, Depth(is_quick=False), lambda _: None)
     return "; ".join(f"{check.name}: {offence}" for check in audit.checks for offence in check.offences)
 

@@ -90,7 +90,7 @@ def _has_transformers() -> bool:
 
 
 def _view(directory: Path, texts: Sequence[str]) -> dict[str, Any]:
-    """What rlhpc/training/hf_view.py says, now or before, of files with this content."""
+    """Return what rlhpc/training/hf_view.py says, now or before, of files with this content."""
     files = {name: _digest(directory / name) for name in _FILES}
     made_of = json.dumps([_version_of("transformers"), files, list(texts), _digest(Path(__file__))])
     content = cached("loaders", made_of, lambda: _asked(directory, texts), is_whole=_is_answer)

@@ -144,7 +144,7 @@ def _dialogues(config: Config) -> Iterator[_Trial]:
 
 
 async def _played(pool: RewardPool, trial: _Trial) -> str:
-    """What an environment makes of a record, and of one turn.  Raises ConfigError for what would end a run."""
+    """Return what an environment makes of a record, and of one turn.  Raises ConfigError for what would end a run."""
 
     def after(turns: list[str], *, is_last: bool) -> Dialogue:
         return Dialogue("check", trial.task, trial.reference, turns, OWN_REWARD, "", "", is_last)

@@ -30,7 +30,10 @@ HELD = (
     "controller.json",  # of a checkpoint
     "COMPLETE",
 )
-SECTIONS = {"checkpoint": {"every_steps": 1}, "buffer": {"segment_groups": 1, "partial_interval_tokens": 1, "partial_interval_s": 0.01}}
+SECTIONS = {
+    "checkpoint": {"every_steps": 1},
+    "buffer": {"segment_groups": 1, "partial_interval_tokens": 1, "partial_interval_s": 0.01},
+}
 
 
 async def until(disk: WatchedDisk) -> None:

@@ -266,7 +266,7 @@ def _has_gpus(component: Component, node: NodeFacts) -> bool:
 
 
 def _gpus_there(component: Component, node: NodeFacts) -> int:
-    """Those of the type that is asked for."""
+    """Return those of the type that is asked for."""
     return node.num_gpus if component.gres_type is None else node.gpus.get(component.gres_type, 0)
 
 

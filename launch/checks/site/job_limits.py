@@ -170,7 +170,7 @@ def most_submitted(plan: JobPlan, partitions: Mapping[str, PartitionFacts | None
 
 
 class _Sum:
-    """What components that share a limit ask for."""
+    """Return what components that share a limit ask for."""
 
     def __init__(self) -> None:
         self.parts: list[Component] = []

@@ -33,7 +33,7 @@ def preview_evaluations(config: Config, *, roles_run_here: bool = True, has_gpus
 
 
 def _doubts(config: Config, request: Request, data: DataConfig, found: DatasetSummary) -> Iterator[str]:
-    """What an evaluation would say less than it seems to by."""
+    """Yield what an evaluation would say less than it seems to by."""
     if request.prompts is not None and request.prompts > found.num_records:
         yield f"prompts={request.prompts}, and the dataset has {counted(found.num_records, 'record')}: all are taken"
     for trained in config.data:
