@@ -41,7 +41,7 @@ class CurveTable:
         for name, curve in self.curves.items():
             cells: list[float | None] = [None] * len(self.steps)
             for row, value in zip(self.places[name], curve.values, strict=True):
-                cells[row] = _shortest(value)
+                cells[row] = shortest(value)
             found[name] = cells
         return found
 
@@ -76,5 +76,6 @@ def tabulated(curves: Mapping[str, Curve]) -> CurveTable:
     return CurveTable(steps, times, places, ordered)
 
 
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
+    """Return the shortest decimal number that stands for a value of float32."""
     return float(str(np.float32(value)))

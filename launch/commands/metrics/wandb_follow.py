@@ -20,8 +20,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from launch.commands.job_status import is_slurm_run
 from launch.commands.logs import ASK_SLURM_S, LOOK_S, is_over, now_and_then
 from launch.commands.metrics.exported import ExportedRun
@@ -33,7 +31,7 @@ from launch.common.paths import quoted
 from launch.reading.metric_table import metric_table
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_INTERRUPTED
-from rlhpc.metrics.curve_table import CurveTable
+from rlhpc.metrics.curve_table import CurveTable, shortest
 from rlhpc.run_layout import RunLayout
 
 EVALUATION, EVALUATION_STEP = "evaluation/", "evaluation/step"
@@ -166,7 +164,7 @@ def _evaluations(table: CurveTable, names: set[str]) -> list[tuple[float, dict[s
         curve = table.curves[name]
         for step, worth, at in zip(curve.steps, curve.values, curve.unix_times_s, strict=True):
             points = found.setdefault((float(at), int(step)), {EVALUATION_STEP: float(step)})
-            points[name] = float(str(np.float32(worth)))
+            points[name] = shortest(worth)
     return [(at, points) for (at, _), points in sorted(found.items(), key=lambda each: each[0])]
 
 
