@@ -39,6 +39,8 @@ NOT_RUN = {
     ".venv/bin/rlhpc check configs/gsm8k.toml": "needs the reader's model and data",
     "source .venv/bin/activate": "changes the shell",
     "rlhpc run RUN.toml": "starts engines for a minute; tests/ring starts whole runs",
+    "rlhpc run RUN.toml model.path=stand-in model.dtype=float32 run.name=try run.num_steps=3 "
+    "admission.active_sampling=false": "starts engines for a minute; tests/ring starts whole runs",
     "rlhpc run RUN.toml --resume": "needs a run; tests/ring resumes one",
     "rlhpc status runs/first": "needs a run",
     "rlhpc rollouts runs/first --verdict wrong --sample 5": "needs a run; tests/unit/launch/test_rollouts.py has some",

@@ -149,7 +149,10 @@ def test_a_run_from_python_is_the_command_and_an_error_of_its_settings_is_ours(t
 
 
 @pytest.mark.starts
-def test_an_evaluation_from_python_is_the_commands_and_two_are_compared(tmp_path: Path) -> None:
+def test_an_evaluation_from_python_is_the_commands_and_two_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the rewards of the lab are in tests
     lab = make_lab(tmp_path)
     words, how = ["generation.engine=scripted"], {"run": lab.run_file("like"), "prompts": 3, "samples": 2}
     figures = [rlhpc.evaluate(lab.model, lab.dataset, words, out=tmp_path / out, **how) for out in ("a", "b")]
