@@ -43,6 +43,8 @@ import psutil
 
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
+from launch.commands.overview.find import find_runs
+from launch.commands.overview.standing import Queue, State, standing_of
 from launch.run_directory.attempt_number import num_attempts
 from rlhpc.deadline import Deadline
 from rlhpc.run_layout import RunLayout
@@ -209,7 +211,7 @@ def stops(trial: Trial) -> int:
 
     Every run that has done all its steps is followed by another.
     """
-    failures, runs = 0, 0
+    failures, runs, num_unmade = 0, 0, 0
     for number in range(trial.num_trials):
         name = f"stopped-{runs}"
         layout, chance = trial.lab.layout(name), trial.chance
@@ -220,20 +222,31 @@ def stops(trial: Trial) -> int:
             status = run.finish(300.0)
             said = run.output.strip().splitlines()
             run.assert_nothing_is_left(within_s=20.0)
-        has_begun = layout.config.exists() and num_attempts(layout) > attempts
-        is_legal = status in _LEGAL[how] or (not has_begun and status in (-signal.SIGTERM, -signal.SIGINT))
+        is_made = layout.config.exists() and num_attempts(layout) > attempts
+        is_unmade = not is_made and status in _ENDED_BY_SIGNAL
+        num_unmade += is_unmade
+        is_cut_short = status == 130 and (how == "SIGINT twice" or any("is killed" in line for line in said))
+        is_legal = status == 0 or is_unmade or (how.startswith("SIGINT") and is_cut_short)
         problem = "" if is_legal else f"ended with {status}: {said[-1] if said else ''}"
+        problem = problem or next((line for line in said if line.startswith("Traceback")), "")
         if layout.rollouts.exists():
-            problem = problem or _audited(layout)
+            problem = problem or _audited(layout) or ("" if is_unmade else _not_over(layout))
         failures += bool(problem)
         runs += layout.summary.exists() or bool(problem)
-        took_s = time.monotonic() - began
-        print(f"stop {number}: {how}, {took_s:.1f} s, step {_saved_step(layout)} saved {problem}", flush=True)
+        took_s, when = time.monotonic() - began, ", before anything was made" if is_unmade else ""
+        print(f"stop {number}: {how}{when}, {took_s:.1f} s, step {_saved_step(layout)} saved {problem}", flush=True)
+    print(f"{num_unmade} of {trial.num_trials} ended before anything was made, all others with 0, or 130 if killed")
     return failures
 
 
-# An interrupt that leaves no time to save ends with 130.  Before an attempt begins, a signal ends the command as any.
-_LEGAL = {"SIGTERM": (0,), "rlhpc stop": (0,), "SIGINT": (0, 130), "SIGINT twice": (0, 130), "not stopped": (0,)}
+# Of a command that a signal ends before its attempt has begun.
+_ENDED_BY_SIGNAL = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def _not_over(layout: RunLayout) -> str:
+    """Return what `rlhpc list` says of a run that has ended, if it is neither complete nor stopped."""
+    standing = standing_of(find_runs([layout.root], depth=0).runs[0], Queue(), time.time())
+    return "" if standing.state in (State.COMPLETE, State.STOPPED) else f"{standing.state} {standing.remark}"
 
 
 def _stop_at_random(run: Run, chance: random.Random) -> str:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from launch.commands.arguments import (
     continued,
@@ -29,16 +30,19 @@ from launch.common.standard_output import (
     say_or_lose,
 )
 from launch.common.text_table import escaped
-from rlhpc.config_file import load_config
+from launch.supervisor.signals import StopSignal
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from rlhpc.own_user import name_nameless_user
 from rlhpc.patience import seen
 from rlhpc.run_layout import RunLayout
 
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; every error is a line on stderr with exit status 2, Ctrl-C gives 130."""
+    """Run one command; every error is a line on stderr with exit status 2, Ctrl-C gives 130, SIGTERM 143."""
     print_whatever_happens()
     name_nameless_user()
     parser = command_parser()
@@ -62,11 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     except (OSError, UnicodeEncodeError) as error:  # no permission, a full disk, a name that cannot be said
         return refused_by_the_system(error)
+    except StopSignal as stop:
+        say_or_lose(f"rlhpc: {stop}")
+        return stop.status
     except KeyboardInterrupt as interrupt:
         if interrupt.args:  # says what has been done so far
             say_or_lose(f"rlhpc: {escaped(str(interrupt))}")
         return EXIT_INTERRUPTED
     return status
+
+
+def _settings(options: argparse.Namespace, run_file: Path | None = None) -> Config:
+    from rlhpc.config_file import load_config  # takes most of the time in which Ctrl-C could not be handled yet
+
+    return load_config(run_file or options.run_file, options.overrides)
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -99,7 +112,7 @@ def _plan(options: argparse.Namespace) -> int:
     from launch.commands.predict import predict
     from launch.plan.site_file import load_site
 
-    config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
+    config, site = _settings(options), load_site(options.site_file)
     print(predict(config, site, options))
     return 0
 
@@ -108,14 +121,14 @@ def _show_jobs(options: argparse.Namespace) -> int:
     from launch.commands.show_jobs import jobs_in_words
     from launch.plan.site_file import load_site
 
-    print(jobs_in_words(load_config(options.run_file, options.overrides), load_site(options.site_file)))
+    print(jobs_in_words(_settings(options), load_site(options.site_file)))
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
     from launch.commands.run import run_locally
 
-    resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
+    resume_from, config = resume_point(options), _settings(options)
     how = {} if options.max_retries is None else {"max_retries": options.max_retries}
     again = continued(options.typed)
     how |= {"resume": options.resume, "fresh": options.fresh, "is_quiet": options.quiet, "again": again}
@@ -142,7 +155,7 @@ def _submit(options: argparse.Namespace) -> int:
     if options.dry_run:
         dependency(options.after)
         return _show_jobs(options)
-    config = load_config(options.run_file, options.overrides)
+    config = _settings(options)
     how = {"resume": options.resume, "fresh": options.fresh}
     layout = submit_run(config, options.site_file, **how, after=options.after, tell=_tell, resume_from=resume_from)
     return _wait(layout) if options.wait else 0
@@ -282,7 +295,7 @@ def _demo(options: argparse.Namespace) -> int:
         from launch.commands.run import run_locally
         from launch.plan.gpu_map import map_gpus
 
-        map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start
+        map_gpus(_settings(options, run_file), gpus_here(os.environ))  # refused before the warm start
         return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
     from launch.demo import slurm
 

@@ -27,10 +27,11 @@ def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o64
     try:
         write_synced(temporary, content, mode=mode)
         rename(temporary, path)
-    except OSError as error:
+    except BaseException as error:  # a signal, too
         with suppress(OSError):  # the same disk may refuse this, too
             temporary.unlink(missing_ok=True)
-        error.filename = str(path)  # of a rename the first of two names; nobody knows the temporary one
+        if isinstance(error, OSError):
+            error.filename = str(path)  # of a rename the first of two names; nobody knows the temporary one
         raise
     sync_directory(path.parent)
 

@@ -34,6 +34,11 @@ class RunLayout:
         except (ValueError, TypeError):
             return True
 
+    @property
+    def being_deleted(self) -> Path:
+        """config.json of a run that --fresh deletes, until it has."""
+        return self.root / "config.json.deleted"
+
     def require_run(self) -> None:
         """Raises RunDirectoryError if this is not a run directory."""
         if not self.is_run:

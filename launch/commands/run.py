@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.gpus import gpus_here
@@ -13,15 +14,16 @@ from launch.checks.preflight import preflight
 from launch.commands.evaluate.beside_run import EvaluationBesideRun
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.commands.watch import Watch
-from launch.plan.gpu_map import map_gpus
+from launch.plan.gpu_map import GpuMap, map_gpus
 from launch.plan.local import local_plan_document
 from launch.plan.processes import process_names
 from launch.plan.site_file import ClusterConfig
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
-from launch.run_directory.owner import own_run
+from launch.run_directory.owner import RunOwner, Tell, own_run
 from launch.run_directory.prepare import mint_keys, prepare_run_dir
 from launch.run_files.run_state import Attempt, is_complete
-from launch.supervisor.local_run import LocalSignals, supervise_locally
+from launch.supervisor.local_run import LocalSignals, note_stop, supervise_locally
+from launch.supervisor.signals import StopSignal
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
@@ -46,43 +48,60 @@ def run_locally(
 
     max_retries: attempts that may follow failed ones, without a new checkpoint in between.  is_quiet: no progress.
     again: words of the command that continues the run, for whoever stops it.
+    Raises StopSignal: a signal has ended it before the run directory was its own, which is as it was.
     """
+    layout, signals = RunLayout(config.run_directory), LocalSignals()
+    owner: RunOwner | None = None
+    watch = Watch(layout, sys.stderr, expected=process_names(config), is_quiet=is_quiet)
+    with signals.listening(), ExitStack() as evaluating, ExitStack() as owning:
+        try:
+            with signals.raising():
+                gpus = _checked(config, watch.tell)
+                evaluation = evaluating.enter_context(EvaluationBesideRun(config, layout, gpus, watch.tell))
+                owner = owning.enter_context(own_run(layout, watch.tell, may_take_over=resume or fresh))
+                if resume:
+                    look_before_going_on(layout, resume_from, watch.tell)
+                how = {"resume": resume, "fresh": fresh}
+                begun = prepare_run_dir(config, layout, **how, resume_from=resume_from, tell=watch.tell)
+                cores = len(os.sched_getaffinity(0))
+                plan = local_plan_document(config, layout, gpus, max_retries, num_cores=cores, again=again)
+                briefly(lambda: write_atomically(layout.local_plan, plan.encode()), layout.local_plan)
+                briefly(lambda: mint_keys(config, layout), layout.secrets)
+                for change in begun.changed:
+                    watch.tell(f"resumed with {change}")
+                evaluation.start()
+        except StopSignal:
+            if owner is None or not owner.inherited or not layout.is_run:  # nothing was begun
+                raise
+            note_stop(layout)
+            return 0
+        signals.attend([watch.look, evaluation.look, owner.renew], owner.check)
+        status = supervise_locally(
+            layout,
+            Attempt(begun.index, begun.resume_step, job_id=0, restart=0, fence=begun.owner),
+            watch.tell,
+            signals,
+            descriptors=owner.inherited,
+            begins=owner.begins,
+        )
+        watch.close()
+        owning.close()
+        if status == 0 and is_complete(layout):
+            with suppress(StopSignal), signals.raising():
+                evaluation.finish()
+    return status
+
+
+def _checked(config: Config, tell: Tell) -> GpuMap:
+    """Check everything that can be checked before a run directory is made; returns which process has which GPU."""
     refuse_foreign_network(has_cuda=config.trainer.device == "cuda", has_vllm=config.generation.engine == "vllm")
     here = gpus_here(os.environ)
     gpus = map_gpus(config, here)
     findings = preflight(config)
     preview_evaluations(config, has_gpus=bool(here.words))
-    layout = RunLayout(config.run_directory)
-    watch = Watch(layout, sys.stderr, expected=process_names(config), is_quiet=is_quiet)
     if gpus.devices and findings.shape is not None:
         try:
             judge_devices(config, findings.model, findings.shape, gpus, here.memory_gib)
         except ConfigError as error:  # an estimate: `rlhpc check` refuses, a start only warns
-            watch.tell(f"GPU memory may not suffice, as far as an estimate says: {error}")
-    with EvaluationBesideRun(config, layout, gpus, watch.tell) as evaluation:
-        with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
-            if resume:
-                look_before_going_on(layout, resume_from, watch.tell)
-            begun = prepare_run_dir(
-                config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell
-            )
-            plan = local_plan_document(
-                config, layout, gpus, max_retries, num_cores=len(os.sched_getaffinity(0)), again=again
-            )
-            briefly(lambda: write_atomically(layout.local_plan, plan.encode()), layout.local_plan)
-            briefly(lambda: mint_keys(config, layout), layout.secrets)
-            for change in begun.changed:
-                watch.tell(f"resumed with {change}")
-            evaluation.start()
-            status = supervise_locally(
-                layout,
-                Attempt(begun.index, begun.resume_step, job_id=0, restart=0, fence=begun.owner),
-                watch.tell,
-                LocalSignals([watch.look, evaluation.look, owner.renew], owner.check),
-                descriptors=owner.inherited,
-                begins=owner.begins,
-            )
-            watch.close()
-        if status == 0 and is_complete(layout):
-            evaluation.finish()
-    return status
+            tell(f"GPU memory may not suffice, as far as an estimate says: {error}")
+    return gpus

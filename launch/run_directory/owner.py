@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ LEAVE_S = 10.0  # for processes of a dead launcher to exit; the kernel has signa
 KILL_S = 10.0  # for the kernel to end what was killed
 POLL_S = 0.2
 OWN_FILES = {RunLayout(Path()).lock.name, RunLayout(Path()).launcher.name}  # files that exist before the run does
+_HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # by a start that was killed (rlhpc/files.py)
 
 
 class RunOwner:
@@ -180,7 +182,8 @@ def refuse_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> None:
 
 def holds_something(directory: Path) -> bool:
     """Whether the directory has anything but the files that a launcher writes before a run exists."""
-    return directory.is_dir() and bool({*os.listdir(directory)} - OWN_FILES)  # noqa: PTH208  names are enough
+    names = {*os.listdir(directory)} if directory.is_dir() else set()  # noqa: PTH208  names are enough
+    return any(_HALF_WRITTEN.fullmatch(name) is None for name in names - OWN_FILES)
 
 
 @contextmanager
@@ -190,7 +193,8 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
     may_take_over: False for a start that expects an empty directory (no --resume, no --fresh): existing content is left
     unchanged, and refused later.  Raises RunDirectoryError: the run is alive, or one of its processes cannot be ended.
     """
-    if holds_something(layout.root) and not (may_take_over and layout.is_run):
+    is_ours = layout.is_run or layout.being_deleted.exists()
+    if holds_something(layout.root) and not (may_take_over and is_ours):
         yield RunOwner(layout, None)
         return
     layout.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE)

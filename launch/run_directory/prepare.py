@@ -207,7 +207,13 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         return False
     refuse_launcher(layout)
     _refuse_living_jobs(layout, must_know=for_jobs)
-    if not layout.is_run and (layout.attempts.exists() or not resume):
+    if not layout.is_run and layout.being_deleted.exists():
+        if not fresh:
+            raise RunDirectoryError(
+                f"{layout.root}: a start with --fresh was ended while it deleted the run in it; --fresh deletes the "
+                "rest and starts over, or choose another run.name"
+            )
+    elif not layout.is_run and (layout.attempts.exists() or not resume):
         lost = f"; or, if it was one, restore {layout.config.name}" if layout.attempts.exists() else ""
         raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory{lost}")
     if not resume and not fresh:
@@ -259,14 +265,30 @@ def _refuse_complete(config: Config, layout: RunLayout) -> None:
 
 
 def _delete_contents(layout: RunLayout) -> None:
-    """Delete a run, except the files that show that its launcher is alive."""
+    """Delete a run, except the files that show that its launcher is alive, and a stop of this start.
+
+    If it is ended meanwhile, what is left counts as no run, and another --fresh deletes it.
+    """
+    if layout.config.exists():
+        layout.config.rename(layout.being_deleted)
     for path in layout.root.iterdir():
-        if path.name in OWN_FILES:
+        if path.name in OWN_FILES or path == layout.being_deleted or _is_stop_of_this_start(layout, path):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+    layout.being_deleted.unlink(missing_ok=True)
+
+
+def _is_stop_of_this_start(layout: RunLayout, path: Path) -> bool:
+    """Whether this is a request of `rlhpc stop` that was made after this launcher had registered."""
+    if path not in (layout.stop_request, layout.abort_request):
+        return False
+    try:
+        return path.stat().st_mtime_ns >= layout.launcher.stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +358,8 @@ def _clear(layout: RunLayout) -> None:
     """Delete files of earlier attempts, none of which is alive."""
     clear_rendezvous(layout)
     for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
-        stale.unlink(missing_ok=True)
+        if not _is_stop_of_this_start(layout, stale):
+            stale.unlink(missing_ok=True)
     for pattern in ("*.yield", "*.hand_over", "*.released", "left_away.json"):  # Slurm may use their ids again
         for said in matching(layout.jobs, pattern):
             said.unlink(missing_ok=True)

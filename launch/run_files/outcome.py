@@ -41,7 +41,7 @@ class Outcome:
 
     cause: Cause
     text: str  # never empty
-    status: int | None = None  # as in a shell, of the process whose failure this is; None: none is known
+    status: int | None = None  # as in a shell, of the process that failed, or of a stopped controller that did
 
     def __post_init__(self) -> None:
         """Without details, the text of the cause."""

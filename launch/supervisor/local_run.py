@@ -2,6 +2,7 @@
 
     Ctrl-C                            the controller writes its state; everything has ended within ten seconds
     Ctrl-C twice                      everything is killed
+    any of these during the start     the start ends at once, and the run is stopped where it was
     `rlhpc stop`, SIGTERM, SIGHUP,    the controller finishes its step and saves
     or a warning of a scheduler
     another start takes the run over  everything is killed
@@ -18,19 +19,19 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.run_files.events import Log, append_event
-from launch.run_files.outcome import Cause
+from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import read_plan
-from launch.run_files.run_state import Attempt
+from launch.run_files.run_state import Attempt, read_progress
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor.controller_job import ControllerJobSupervisor
-from launch.supervisor.signals import ENDS, WARNINGS, Signals
+from launch.supervisor.signals import ENDS, WARNINGS, Signals, StopSignal
 from launch.supervisor.steps import Tether
 from rlhpc.errors import OwnershipLost
 from rlhpc.patience import patiently, seen
@@ -45,11 +46,17 @@ class LocalSignals(Signals):
 
     sender = "SIGTERM"
 
-    def __init__(self, while_waiting: list[Callable[[], None]], check_owner: Callable[[], None]) -> None:
+    def __init__(
+        self, while_waiting: Sequence[Callable[[], None]] = (), check_owner: Callable[[], None] = lambda: None
+    ) -> None:
         """while_waiting: called several times a second.  Both may raise OwnershipLost."""
         super().__init__()
+        self.attend(while_waiting, check_owner)
+        self._lost_to, self._raises = "", False
+
+    def attend(self, while_waiting: Sequence[Callable[[], None]], check_owner: Callable[[], None]) -> None:
+        """Call these from now on, as the constructor has it."""
         self._while_waiting, self._check_owner = while_waiting, check_owner
-        self._lost_to = ""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -65,6 +72,15 @@ class LocalSignals(Signals):
         finally:
             for number, handler in before:
                 signal.signal(number, handler)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Have signals raise StopSignal while the block runs, which looks at no flag: it reads for minutes."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     def sleep(self, seconds: float) -> None:
         """Wait, at most until the next signal."""
@@ -86,11 +102,17 @@ class LocalSignals(Signals):
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         self.sender = signal.Signals(number).name
-        super()._end(number, frame)
+        super()._end(number, frame)  # first: where an exception is lost, in a finaliser, the supervisor sees the flag
+        self._raise(number)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1
         self._wake()
+        self._raise(number)
+
+    def _raise(self, number: int) -> None:
+        if self._raises:
+            raise StopSignal(number)
 
 
 class TerminalLog(Log):
@@ -121,8 +143,8 @@ def supervise_locally(
     """Run the plan in layout.local_plan, whose first attempt has begun; returns the exit status of the command.
 
     descriptors: open files that every process of the run keeps open.  begins: called with the owner of each attempt.
-    Returns 0: the run is complete, or was stopped and has saved its state; 130: interrupted, and killed before it could
-    save; 4: another start has taken the run over; otherwise the status of the process that failed (128 + signal).
+    Returns 0: the run is complete, or was stopped with nothing lost; 130: stopped, and killed before it could save; 4:
+    another start has taken the run over; otherwise the status of the process that failed (128 + signal).
     """
     plan = patiently(lambda: read_plan(layout.local_plan, "local"), layout.local_plan)
     job = ThisJob.without_slurm()
@@ -148,16 +170,27 @@ def supervise_locally(
     finally:
         os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
-    if outcome.cause not in (Cause.COMPLETE, Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
-        log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
-        tell(outcome.text)
-        status = outcome.status or outcome.cause.status
-        return Cause.FAILED.status if status == Cause.INTERRUPTED.status else status  # nobody has pressed Ctrl-C
-    if outcome.cause is Cause.COMPLETE or supervisor.controller_status == 0:
+    if outcome.cause is Cause.COMPLETE:
         return 0
-    if supervisor.controller_status not in (None, 128 + signal.SIGKILL):  # its exit status if it took too long
-        tell(supervisor.controller_summary)
-    return Cause.INTERRUPTED.status
+    if outcome.cause in (Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
+        note_stop(layout)
+        if not outcome.status:  # of its controller, if one was started
+            return 0
+        if outcome.status == 128 + signal.SIGKILL:  # it took too long
+            return Cause.INTERRUPTED.status
+        outcome = Outcome(Cause.FAILED, supervisor.controller_summary, outcome.status)
+    log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
+    tell(outcome.text)
+    status = outcome.status or outcome.cause.status
+    return Cause.FAILED.status if status == Cause.INTERRUPTED.status else status  # nobody has pressed Ctrl-C
+
+
+def note_stop(layout: RunLayout) -> None:
+    """Leave a stop by a signal as `rlhpc stop` leaves its request, for who asks later how the run has ended."""
+    progress = seen(lambda: read_progress(layout), None)
+    if progress is None or not progress.is_over:
+        with suppress(OSError):
+            layout.stop_request.touch()
 
 
 def private_temporary_directory() -> Path:

@@ -26,6 +26,7 @@ _FINAL = {
     Cause.STOP,
     Cause.SETTINGS,
 }  # whatever the status
+_STOPS = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED)
 
 
 def asked_to_end(layout: RunLayout) -> Outcome | None:
@@ -55,7 +56,7 @@ class OutcomeClassifier:
                 Outcome(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Outcome(Cause.COMPLETE, "complete")
             )
         if asked in _FINAL:
-            return Outcome(asked, why)
+            return Outcome(asked, why, status=status or None if asked in _STOPS else None)
         records = self._records(attempt)
         settings = [record for record in records if record.status == EXIT_CONFIG]
         if settings or status == EXIT_CONFIG:
@@ -113,7 +114,7 @@ class OutcomeClassifier:
         text = self._told(failed[0], attempt) if failed else why or self._untold(status, attempt)
         if end_requested:  # before components are checked: Slurm may be requeueing all of them
             by = "a signal" if self._plan.is_local else "Slurm"
-            return Outcome(Cause.SIGNAL, f"ended by {by}: {text}")
+            return Outcome(Cause.SIGNAL, f"ended by {by}: {text}", status=status or None)
         if self._component_is_gone("trainer"):
             return Outcome(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
         if asked is Cause.FAILED and self._component_is_gone("generation"):

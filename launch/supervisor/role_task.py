@@ -33,6 +33,7 @@ from launch.run_files.plan_file import JobPart, Part, read_plan
 from launch.run_files.run_state import is_complete, read_attempt, read_progress
 from launch.slurm.this_job import ThisJob
 from launch.supervisor.bounded_log import BoundedLog
+from launch.supervisor.signals import REQUESTS, WARNINGS
 from launch.supervisor.surroundings import TaskError, caches_below, choose_gpus, name_host, node_name
 from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
@@ -52,8 +53,6 @@ ASKED = "asked to leave"  # in the exit record
 _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)  # settings: another try would not help
 _SIGNALS: list[int] = []  # that this process has received
 _ENDS = (signal.SIGTERM, signal.SIGINT)
-_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-_DEAF_TO = (*_ENDS, *_NOTICES, signal.SIGHUP)
 
 
 class _LogRefused(RlhpcError):
@@ -119,7 +118,7 @@ class _Task:
         # What the role is sent for a signal to this process; of the others it has its own, or is to have none.
         self._asks: dict[int, signal.Signals] = {number: number for number in _ENDS}
         if self._is_expendable:
-            self._asks.update(dict.fromkeys(_NOTICES, signal.SIGTERM))
+            self._asks.update(dict.fromkeys(WARNINGS, signal.SIGTERM))
 
     def run(self) -> int:
         """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
@@ -212,7 +211,7 @@ class _Task:
                 _SIGNALS.append(number)
                 role.send_signal(signal.SIGTERM)
 
-            for number in _NOTICES:
+            for number in WARNINGS:
                 signal.signal(number, pass_on)
         for received in [each for each in _SIGNALS if each in self._asks]:
             role.send_signal(self._asks[received])
@@ -345,18 +344,21 @@ def _own_directory(base: Path) -> Path:
 def _before_the_role(parent: int) -> None:
     """Runs in the role's process before its program: Slurm's warning signals must not kill a role without a handler.
 
-    The role dies with this process; once it has started, by the signal that it chooses itself (lifecycle.py).
+    An interrupt waits until its Python has started, which would end with status 1 (rlhpc/roles/__main__.py).  The role
+    dies with this process; once it has started, by the signal that it chooses itself (lifecycle.py).
     """
-    for number in _NOTICES:
+    for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     die_with(parent)
 
 
 def _outlive_signals() -> None:
     """Ignore signals meant for the role, die with the supervisor, and outlive everything that the role starts."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who has started us, it would hide how the role ends
-    for number in _DEAF_TO:
+    for number in REQUESTS:
         signal.signal(number, lambda number, _: _SIGNALS.append(number))  # not SIG_IGN: the role would inherit that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)  # the supervisor has blocked them (steps.py)
     end_with_parent()
     adopt_orphans()
 

@@ -10,10 +10,34 @@ from __future__ import annotations
 import os
 import select
 import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGALRM, signal.SIGPWR)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS)  # that reach the task of a role
+
+
+@contextmanager
+def blocked(numbers: Iterable[int]) -> Iterator[None]:
+    """Block signals while the block runs; what is started in it has them blocked until it unblocks them itself.
+
+    Python without a handler dies of them, and of SIGINT, where its own start is interrupted, with status 1.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class StopSignal(KeyboardInterrupt):
+    """A signal that ends a start before its attempt can begin.  It passes whoever catches every Exception."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name} has ended this start before the run began")
+        self.status = 128 + number  # as shells report it
 
 
 class Signals:

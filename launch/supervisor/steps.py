@@ -20,6 +20,7 @@ from functools import partial
 from launch.run_files.plan_file import JobPart, Part
 from launch.run_files.run_state import Attempt
 from launch.slurm.commands import srun_environment
+from launch.supervisor.signals import REQUESTS, blocked
 from rlhpc.deadline import Deadline
 from rlhpc.files import leave_deleted_directory
 from rlhpc.parent_death import die_with
@@ -50,14 +51,15 @@ class Step:
         if tether is not None:
             environment = {**os.environ, **tether.environment}
         # In its own session: a signal can be sent to all its processes, and Ctrl-C at a terminal does not reach it.
-        self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-            pass_fds=() if tether is None else tether.descriptors,
-            preexec_fn=None if tether is None else partial(die_with, os.getpid()),  # this process has one thread
-        )
+        with blocked(() if self.is_srun else REQUESTS):  # a task takes them when it has its handlers
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+                pass_fds=() if tether is None else tether.descriptors,
+                preexec_fn=None if tether is None else partial(die_with, os.getpid()),  # this process has one thread
+            )
 
     def status(self) -> int | None:
         """Exit status as in a shell (128 + signal), of an srun the highest of its tasks; None while it runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import NoReturn
 
@@ -16,6 +17,10 @@ from rlhpc.roles.common.lifecycle import RoleContext, leave_at_once, parse_role,
 
 def main() -> NoReturn:
     """Read who we are, load that role alone, run it."""
+    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_interruptible:  # whoever is to end while it loads does so without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # its task has blocked it
     try:
         context = parse_role(sys.argv[1:])
     except ConfigError as error:
@@ -37,6 +42,8 @@ def main() -> NoReturn:
                 from rlhpc.roles.reward_service import run
             case _:
                 from rlhpc.roles.trainer.role import run
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     leave_at_once(run_role(context, run))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -85,6 +86,61 @@ def test_a_stop_while_the_trainer_loads_ends_everything_at_once(lab: Lab) -> Non
             assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
     assert "killed" not in run.output
+
+
+# Sends the command a signal when Python is about to do something: an event of audit hooks, a word of its arguments.
+STOPS_AT = """
+import os, sys
+event, word = os.environ["STOPS_AT"].split()
+number = int(os.environ["STOPS_BY"])
+
+def look(name, arguments):
+    global number
+    if number and name == event and word in str(arguments):
+        by, number = number, 0
+        os.kill(os.getpid(), by)
+
+if "launch.cli" in sys.orig_argv and "run" in sys.orig_argv:
+    sys.addaudithook(look)
+"""
+BEFORE_ANYTHING = ("import launch.commands.run", "open train.jsonl", "os.rename launcher.json", "os.rename config.json")
+IN_THE_START = ("os.rename inputs.json", "open attempts.jsonl", "os.rename local_plan.json", "os.mkdir secrets")
+IN_A_RESUME = ("os.rename owner.json", "open attempts.jsonl", "subprocess.Popen 'controller'")
+
+
+@pytest.mark.parametrize(
+    ("number", "made"),
+    [
+        (signal.SIGTERM, [BEFORE_ANYTHING[1], BEFORE_ANYTHING[3], IN_THE_START[0], *IN_A_RESUME[1:]]),
+        pytest.param(signal.SIGTERM, [*BEFORE_ANYTHING, *IN_THE_START, *IN_A_RESUME], marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, [*BEFORE_ANYTHING, *IN_THE_START, *IN_A_RESUME], marks=pytest.mark.long),
+    ],
+)
+def test_a_stop_at_any_point_of_a_start_is_a_stop_or_leaves_nothing(
+    lab: Lab, number: signal.Signals, made: list[str]
+) -> None:
+    """SIGTERM left half a directory, which no start took, or ended the command with 130 though nothing was lost."""
+    name = f"points-{int(number)}-{len(made)}"
+    run_file, layout = lab.run_file(name, run={"num_steps": 2}), lab.layout(name)
+    (lab.root / "sitecustomize.py").write_text(STOPS_AT)
+    path = f"{lab.root}{os.pathsep}{command_environment()['PYTHONPATH']}"
+    for point in made:
+        resume = ["--resume"] if layout.config.exists() else []
+        environment = {"PYTHONPATH": path, "STOPS_AT": point, "STOPS_BY": str(int(number))}
+        with Run(run_file, layout, *resume, environment=environment) as run:
+            status = run.finish()
+            run.assert_nothing_is_left()
+        assert "Traceback" not in run.output, run.story()
+        if point in BEFORE_ANYTHING:
+            assert status in (-number, 128 + number), (point, run.story())
+            assert not layout.root.exists(), point
+        else:
+            assert status == 0, (point, run.story())
+            assert "stopped before the first step" in run.output, point
+            assert "stopped" in rlhpc("status", str(layout.root)).stdout, point
+    with Run(run_file, layout, "--resume") as run:
+        assert run.finish() == 0, run.story()
+    assert_full_batches_trained_once(layout.rollouts, 2, GROUPS, GROUP_SIZE)
 
 
 @pytest.mark.vllm

@@ -31,14 +31,18 @@ pytestmark = pytest.mark.starts
 
 # In the place of `python -m rlhpc.roles ROLE …`: the program of that name, in the run directory.
 ROLE = """
-import sys, pathlib
+import signal, sys, pathlib
 words = sys.argv
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # as a role does
 role, root = words[words.index("rlhpc.roles") + 1], pathlib.Path(words[words.index("--run-dir") + 1])
 name = role + "-" + words[words.index("--replica") + 1]
 exec((root / (name + ".py")).read_text())
 """
 PATIENT = "import time; time.sleep(600)"  # longer than any test has patience
-STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)];"
+    "(root / f'{name}.stubborn').touch(); time.sleep(600)"
+)
 COMPLETE = (
     "import json, time; (root / 'new').write_text(json.dumps("
     "dict(phase='complete', step=3, is_ending=True, roles=[], unix_time_s=time.time())));"
@@ -70,7 +74,12 @@ class Lab:
         self._role.write_text(ROLE)
         self._strangers = _children()
 
-    def run(self, while_waiting: Callable[[], None] = lambda: None, **programs: str) -> int:
+    def run(
+        self,
+        while_waiting: Callable[[], None] = lambda: None,
+        begins: Callable[[str], None] = lambda _: None,
+        **programs: str,
+    ) -> int:
         """Run `controller_0="…"`, … to the end; returns the exit status of the command."""
         for name, program in programs.items():
             (self.layout.root / f"{name.replace('_', '-')}.py").write_text(program)
@@ -83,7 +92,7 @@ class Lab:
             self.told.append,
             LocalSignals([self._look, while_waiting], lambda: None),
             descriptors=(),
-            begins=lambda _: None,
+            begins=begins,
         )
 
     def _look(self) -> None:
@@ -214,7 +223,7 @@ def test_what_does_not_end_in_time_is_killed(lab: Lab, monkeypatch: pytest.Monke
     began: list[float] = []
 
     def interrupt() -> None:
-        if len(lab.pids) >= 4 and not began:
+        if len(list(lab.layout.root.glob("*.stubborn"))) == 2 and not began:
             began.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -229,7 +238,7 @@ def test_a_second_interrupt_ends_everything_at_once(lab: Lab, monkeypatch: pytes
     sent: list[int] = []
 
     def interrupt() -> None:
-        if len(lab.pids) >= 4 and len(sent) < 2:
+        if len(list(lab.layout.root.glob("*.stubborn"))) == 2 and len(sent) < 2:
             sent.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -292,6 +301,53 @@ def once_up(lab: Lab, *numbers: signal.Signals) -> Callable[[], None]:
             os.kill(os.getpid(), to_send.pop(0))
 
     return end
+
+
+def test_a_stop_before_the_controller_is_started_is_a_stop(lab: Lab) -> None:
+    def stop(_: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert lab.run(begins=stop, controller_0=PATIENT, generator_0=PATIENT) == 0
+    assert lab.pids == set()
+    assert lab.layout.stop_request.exists()  # what `rlhpc status` and `rlhpc list` go by
+    assert read_story(lab.layout).faults == []
+
+
+SLOW_TASK = """
+import pathlib, sys, time
+if "launch.supervisor.role_task" in sys.orig_argv and "controller" in sys.orig_argv:
+    pathlib.Path({0!r}, "up").touch()
+    while not pathlib.Path({0!r}, "asked").exists():
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_the_controllers_task_can_handle_it_is_a_stop(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """It died of the signal, or with status 1 and a traceback: nothing had begun that could be lost."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TASK.format(str(lab.layout.root)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    stop = once_up(lab, number)
+
+    def stop_and_let_go() -> None:
+        stop()
+        if lab.told:  # it has been asked
+            (lab.layout.root / "asked").touch()
+
+    assert lab.run(stop_and_let_go, controller_0=PATIENT, generator_0=PATIENT) == 0
+    assert lab.layout.stop_request.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_controller_that_fails_while_it_is_to_stop_has_failed(lab: Lab, number: signal.Signals) -> None:
+    """Not 130, as if somebody had been in a hurry: what it failed of may have cost its last steps."""
+    fails = "import signal, time\ndef fail(*_):\n  print('disk gone'); sys.exit(3)\n"
+    fails += f"signal.signal({int(number)}, fail); (root / 'up').touch(); time.sleep(600)"
+    assert lab.run(once_up(lab, number), controller_0=fails, generator_0=PATIENT) == 3
+    assert "ended with exit status 3: disk gone (log: " in lab.told[-1]
+    assert [fault.kind for fault in read_story(lab.layout).faults] == ["verdict"]
 
 
 def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab: Lab) -> None:

@@ -17,6 +17,7 @@ from launch.commands.submit import dependency, refuse_small_memory, roles_run_he
 from launch.plan.report import plan_document, plan_report, shared_layout
 from launch.plan.site_file import PrologueConfig
 from launch.run_directory.begin_attempt import begin_attempt
+from launch.run_directory.owner import own_run
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.config import Config
@@ -56,6 +57,55 @@ def nothing(_: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- preparing
+
+
+def test_a_start_that_was_killed_in_its_first_write_is_in_nobodys_way(config: Config, layout: RunLayout) -> None:
+    layout.root.mkdir()
+    (layout.root / f".{layout.config.name}.0123456789ab.tmp").write_text('{"config": ')
+    with own_run(layout, nothing, may_take_over=False) as owner:
+        assert owner.inherited
+        assert prepare_run_dir(config, layout, resume=False, fresh=False).index == 0
+    assert layout.is_run
+
+
+def test_a_deletion_that_was_ended_half_way_is_done_by_another_fresh_start_alone(
+    config: Config, layout: RunLayout, no_slurm: None
+) -> None:
+    """It was no run any more, and only a person could delete the rest."""
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+
+    def end(path: Path) -> None:
+        raise KeyboardInterrupt(path)
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr("shutil.rmtree", end)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_run_dir(config, layout, resume=False, fresh=True)
+    for resume in (False, True):
+        with pytest.raises(RunDirectoryError, match="--fresh deletes the rest and starts over"):
+            prepare_run_dir(config, layout, resume=resume, fresh=False)
+    with own_run(layout, nothing, may_take_over=True) as owner:
+        assert owner.inherited
+        prepare_run_dir(config, layout, resume=False, fresh=True)
+    assert layout.is_run
+    assert not layout.being_deleted.exists()
+
+
+@pytest.mark.parametrize("how", [{"resume": True, "fresh": False}, {"resume": False, "fresh": True}])
+def test_a_stop_of_a_start_that_is_under_way_is_kept_and_an_earlier_one_is_not(
+    config: Config, layout: RunLayout, no_slurm: None, how: dict[str, bool]
+) -> None:
+    """It was deleted with those of earlier attempts, and `rlhpc stop` waited for the end of the run."""
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    layout.stop_request.touch()
+    os.utime(layout.stop_request, (0, 0))
+    for is_stopped in (False, True):
+        with own_run(layout, nothing, may_take_over=True):
+            if is_stopped:
+                layout.abort_request.touch()
+            prepare_run_dir(config, layout, **how)
+        assert not layout.stop_request.exists()
+        assert layout.abort_request.exists() == is_stopped
 
 
 def test_a_claim_makes_settings_and_directories_and_no_attempt(config: Config, layout: RunLayout) -> None:

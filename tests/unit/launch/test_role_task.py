@@ -158,7 +158,8 @@ def test_a_role_that_is_asked_to_leave_before_it_listens_leaves_and_has_not_fail
 ) -> None:
     """The signal comes before the role is started, and the role dies of it: `rlhpc stop` called that a failure."""
     layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    role.write_text("#!/bin/sh\nexec sleep 600\n")
+    unblocks = "import signal, time; signal.pthread_sigmask(signal.SIG_UNBLOCK, [2]); time.sleep(600)"
+    role.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{unblocks}'\n")
     role.chmod(0o700)
     plan = plan_with(role, layout)
     content = plan.read_text()
