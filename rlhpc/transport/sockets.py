@@ -11,7 +11,9 @@ Input: a ChannelSpec and the [transport] settings.  Output: configured sockets. 
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -36,6 +38,7 @@ FRAME_OVERHEAD_BYTES = 1 << 12  # upper bound of CURVE's nonce and tag
 ZERO_COPY_BYTES = 64 << 10  # when sending: below this a copy is cheaper than tracking
 SHARED_BUFFER_BYTES = 16 << 10  # when receiving: smaller frames are unaligned in ZeroMQ's 8 KiB buffers
 MAX_IPC_PATH_BYTES = 107
+SOCKET_NAME = "s"
 # Plain numbers: combining two members of zmq's enumeration makes a third one, for every frame.
 _NO_WAIT, _NO_WAIT_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
@@ -84,6 +87,26 @@ class Binding:
     address: str
     directory: Path | None  # of the unix socket
 
+    def renew(self, socket: Socket) -> bool:
+        """Listen again at the same address if its unix socket has been deleted; connections that stand are not touched.
+
+        Returns whether it was.  Raises OSError; ConfigError: its directory has become somebody else's.
+        """
+        if self.directory is None or (self.directory / SOCKET_NAME).exists():
+            return False
+        missing = [place for place in (self.directory, *self.directory.parents) if not place.exists()]
+        for place in reversed(missing):
+            place.mkdir(mode=0o700, exist_ok=True)
+        found, above = self.directory.lstat(), self.directory.parent.stat()
+        is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        if not is_private or above.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(f"{self.directory}: is not, or not only, this user's any more")
+        try:
+            socket.bind(self.address)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror, str(self.directory)) from error
+        return True
+
     def remove(self) -> None:
         """Delete the files created by binding.  Idempotent."""
         if self.directory is not None:
@@ -100,7 +123,7 @@ def bind(socket: Socket, kind: str, interface: str | None) -> Binding:
         wanted, directory = f"tcp://{interface or host_address()}:*", None
     else:
         directory = _short_private_directory()
-        wanted = f"ipc://{directory}/s"
+        wanted = f"ipc://{directory}/{SOCKET_NAME}"
     try:
         socket.bind(wanted)
     except zmq.ZMQError as error:
@@ -110,7 +133,7 @@ def bind(socket: Socket, kind: str, interface: str | None) -> Binding:
 
 def _short_private_directory() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="rlhpc-"))  # mkdtemp makes it 0700 under any umask
-    if len(f"{directory}/s".encode()) <= MAX_IPC_PATH_BYTES:
+    if len(f"{directory}/{SOCKET_NAME}".encode()) <= MAX_IPC_PATH_BYTES:
         return directory
     directory.rmdir()
     return Path(tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp"))

@@ -24,7 +24,7 @@ import zmq
 from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import ChannelStatistics, Clock, ServerChannel
 from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelClosed, ChannelFull, PeerUnreachable, ProtocolError
+from rlhpc.errors import ChannelClosed, ChannelFull, ConfigError, PeerUnreachable, ProtocolError
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.inbox import Inbox
@@ -35,6 +35,7 @@ from rlhpc.transport.sockets import bind, contents, make_socket, receive_queue, 
 from rlhpc.transport.zap import AllowList, Rarely, ZapHandler
 
 log = logging.getLogger("rlhpc.transport")
+LOOK_S = 2.0  # polling interval for a unix socket that has been deleted
 
 
 class ZmqServer(ServerChannel):
@@ -74,6 +75,7 @@ class ZmqServer(ServerChannel):
             secure_server(self._socket, keys[1])
         self._binding = bind(self._socket, config.kind, interface)
         self._pump = SocketPump(self._socket, self._deliver, self._inbox.has_room)
+        self._next_look = asyncio.get_running_loop().call_later(LOOK_S, self._keep_address)
 
     @property
     def address(self) -> str:
@@ -129,7 +131,19 @@ class ZmqServer(ServerChannel):
         terminate(self._context)
         self._binding.remove()
 
+    def _keep_address(self) -> None:
+        """Look again and again whether a cleaner of temporary files has deleted the socket, which keeps others out."""
+        try:
+            if self._binding.renew(self._socket):
+                self._pump.drain()
+                log.warning("%s: the socket at %s was deleted, and is made again", self._title, self.address)
+        except (OSError, ConfigError) as error:
+            if self._told["address"].may_tell():
+                log.warning("%s: the socket at %s was deleted: %s", self._title, self.address, error)
+        self._next_look = asyncio.get_running_loop().call_later(LOOK_S, self._keep_address)
+
     def _end(self) -> None:
+        self._next_look.cancel()
         self._inbox.close()
         self._pump.stop()
         self._socket.close()

@@ -27,7 +27,7 @@ from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import connect, connect_blocking, open_server
 from rlhpc.transport.rendezvous import Endpoint, find, publish
-from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, terminate
+from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, SOCKET_NAME, terminate
 from tests.patience import PATIENCE_S
 
 CONFIG = TransportConfig()
@@ -54,6 +54,23 @@ async def join(layout: RunLayout, incarnation: str = "a", **changed: Any) -> Any
 
 def beat(number: int) -> Heartbeat:
     return Heartbeat("running", "", number)
+
+
+async def test_a_server_whose_socket_a_cleaner_has_deleted_is_reached_again(layout: RunLayout) -> None:
+    """Those that had connected went on, and a generator that was started again waited for good."""
+    server = serve(layout)
+    first = await join(layout)
+    directory = Path(server.address.removeprefix("ipc://")).parent
+    assert stat.S_ISSOCK((directory / SOCKET_NAME).stat().st_mode)
+    shutil.rmtree(directory)
+    second = await join(layout, replica=1)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for number, client in enumerate((first, second)):
+        await client.send(beat(number))
+        assert await server.receive(PATIENCE_S) == (f"generator-{number}", beat(number))
+    for end in (first, second, server):
+        await end.close()
+    assert not directory.exists()
 
 
 async def test_a_server_may_open_as_many_files_as_the_host_allows(layout: RunLayout):
