@@ -23,12 +23,8 @@ from typing import Any
 
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
-from launch.run_directory.attempt_number import num_attempts
-from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
-from launch.run_directory.prepare import Attempt, note_attempt
-from rlhpc.config_file import config_hash, write_resolved
+from rlhpc.config_file import write_resolved
 from rlhpc.generation.engine_script import Script
-from rlhpc.ownership import take_over
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, exit_status_of
 from rlhpc.roles.controller.role import Controller
 from rlhpc.run_layout import RunLayout
@@ -36,7 +32,7 @@ from rlhpc.topology import BATCHES, CONTROL, LEASES
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import PackedBatch, ScoredRollout
 from tests.simulator.generators import SimulatedGenerator
-from tests.simulator.settings import EOS, VOCABULARY, settings_of
+from tests.simulator.settings import EOS, VOCABULARY, begin, settings_of
 from tests.simulator.trainer import Broadcasts, ScriptedTrainer, Weights
 
 STEP_S = 0.05  # the longest
@@ -50,9 +46,23 @@ log = logging.getLogger("tests.real_time")
 class Attempted:
     """An attempt that is under way."""
 
-    controller: Controller
+    controller: ClosingController
     stop: StopRequest
-    is_closing: bool = False  # all that is left is to write what is in memory
+
+    @property
+    def is_closing(self) -> bool:
+        """All that is left is to write what is in memory."""
+        return self.controller.is_closing
+
+
+class ClosingController(Controller):
+    """The product's, which tells that it closes."""
+
+    is_closing = False
+
+    async def close(self) -> None:
+        self.is_closing = True
+        await super().close()
 
 
 class RealTime:
@@ -80,38 +90,21 @@ class RealTime:
 
     async def _attempt(self, disturb: Callable[[Attempted], Coroutine[Any, Any, None]]) -> None:
         """As roles/controller/role.py."""
-        context, stop = self._begin(), StopRequest()
+        context, stop = begin(self.layout, self.config), StopRequest()
         self.broadcasts = Broadcasts(self.rng)
         self._servers = {spec.name: MemoryServer(spec) for spec in (CONTROL, LEASES, BATCHES)}
-        controller = Controller(context, *self._servers.values())
+        controller = ClosingController(context, *self._servers.values())
         self.controller_incarnation = context.incarnation
         attempted = Attempted(controller, stop)
         around = [asyncio.ensure_future(each) for each in (disturb(attempted), *self._others(context))]
         try:
-            try:
-                await controller.run(stop)
-            finally:
-                await controller.say_farewell()
+            await controller.run_and_close(stop)
         finally:
-            attempted.is_closing = True
-            await controller.close()
             for task in around:
                 task.cancel()
             disturbed, *_ = await asyncio.gather(*around, return_exceptions=True)
         if isinstance(disturbed, Exception):
             raise disturbed
-
-    def _begin(self) -> RoleContext:
-        index = num_attempts(self.layout)
-        owner = take_over(self.layout, index).owner
-        choice = choose(self.layout, ResumePoint(), lambda _: None)
-        put_aside(choice, lambda _: None)
-        note_attempt(self.layout, Attempt(index, choice.step, owner))
-        return RoleContext(
-            role="controller", replica=0, num_ranks=1, attempt=index, resume_step=choice.step,
-            incarnation=f"0.{index}.0-c", layout=self.layout, config=self.config, config_hash=config_hash(self.config),
-            meet_timeout_s=60.0, owner=owner,
-        )  # fmt: skip
 
     def _others(self, context: RoleContext) -> Iterator[Coroutine[Any, Any, None]]:
         incarnation = context.incarnation.removesuffix("c")

@@ -1,4 +1,4 @@
-"""The settings of a simulated run: small, quick, and another combination for each seed."""
+"""The settings of a simulated run: small, quick, and another combination for each seed; and how an attempt begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from launch.run_directory.attempt_number import num_attempts
+from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
+from launch.run_directory.prepare import Attempt, note_attempt
 from rlhpc.config import Config
+from rlhpc.config_file import config_hash
+from rlhpc.ownership import take_over
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.run_layout import RunLayout
 
 EOS = 2
 VOCABULARY = 14
@@ -43,6 +50,20 @@ def settings_of(seed: int, root: Path) -> Config:
             "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((3, 8, 8))}),
         }
     )
+
+
+def begin(layout: RunLayout, config: Config) -> RoleContext:
+    """Begin an attempt as the launcher does; returns who its controller is."""
+    index = num_attempts(layout)
+    owner = take_over(layout, index).owner
+    choice = choose(layout, ResumePoint(), lambda _: None)
+    put_aside(choice, lambda _: None)
+    note_attempt(layout, Attempt(index, choice.step, owner))
+    return RoleContext(
+        role="controller", replica=0, num_ranks=1, attempt=index, resume_step=choice.step,
+        incarnation=f"0.{index}.0-c", layout=layout, config=config, config_hash=config_hash(config),
+        meet_timeout_s=60.0, owner=owner,
+    )  # fmt: skip
 
 
 def _curriculum(rng: random.Random, seed: int, base: Config) -> dict[str, object]:

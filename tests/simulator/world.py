@@ -24,12 +24,9 @@ from unittest.mock import patch
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
 from launch.run_directory.attempt_number import num_attempts
-from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
-from launch.run_directory.prepare import Attempt, note_attempt
 from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.generation.engine_script import Script
-from rlhpc.ownership import take_over
 from rlhpc.patience import LONGEST_PAUSE_S
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
 from rlhpc.roles.controller import batch_maker
@@ -45,7 +42,7 @@ from tests.simulator.invariants import Invariants, Known, Violation, check_step,
 from tests.simulator.loop import Process, SimulatedLoop, start
 from tests.simulator.network import SimulatedClient, SimulatedServer
 from tests.simulator.seclusion import in_silence
-from tests.simulator.settings import EOS, VOCABULARY, settings_of
+from tests.simulator.settings import EOS, VOCABULARY, begin, settings_of
 from tests.simulator.trainer import Broadcasts, ScriptedTrainer, Weights
 
 FAULTS_OF_THE_WORLD = (RoleFailed, ChannelTimeout, CheckpointError, JournalError, SegmentError)  # end an attempt
@@ -170,17 +167,8 @@ class World:
 
     async def _attempt(self) -> asyncio.Event:
         """Begin one, as the launcher does; returns what is set when controller or trainer is gone."""
-        index = num_attempts(self.layout)
-        owner = take_over(self.layout, index).owner
-        choice = choose(self.layout, ResumePoint(), _unheard)
-        put_aside(choice, _unheard)
-        note_attempt(self.layout, Attempt(index, choice.step, owner))
-        self.tell("attempt", index, "from", choice.step)
-        context = RoleContext(
-            role=CONTROLLER, replica=0, num_ranks=1, attempt=index, resume_step=choice.step,
-            incarnation=f"0.{index}.0-c", layout=self.layout, config=self.config, config_hash=self.hash,
-            meet_timeout_s=60.0, owner=owner,
-        )  # fmt: skip
+        context = begin(self.layout, self.config)
+        self.tell("attempt", context.attempt, "from", context.resume_step)
         ended = asyncio.Event()
         controller = self.processes[CONTROLLER] = Process(CONTROLLER)
         trainer = self.processes[TRAINER] = Process(TRAINER)
@@ -192,7 +180,9 @@ class World:
             self.servers[spec.name].on_receive = partial(self._heard, controller)
         self.controller_incarnation = context.incarnation
         self._watch(start(self.loop, controller, self._control(context)), controller)
-        script = ScriptedTrainer(self, replace(context, role=TRAINER, incarnation=f"0.{index}.0-t"), self._step_s)
+        script = ScriptedTrainer(
+            self, replace(context, role=TRAINER, incarnation=f"0.{context.attempt}.0-t"), self._step_s
+        )
         self._watch(start(self.loop, trainer, script.run()), trainer)
         return ended
 
@@ -252,13 +242,7 @@ class World:
         controller = Controller(context, *(self.servers[spec.name] for spec in (CONTROL, LEASES, BATCHES)))
         self.invariants = Invariants(controller, self.known, self.loop.time, self._is_hindered)
         self._check_totals = partial(check_totals, controller, self.layout.rollouts)  # of the one that ends the run
-        try:
-            try:
-                await controller.run(stop)
-            finally:
-                await controller.say_farewell()
-        finally:
-            await controller.close()
+        await controller.run_and_close(stop)
 
     async def _keep_alive(self, name: str) -> None:
         """Start a generator again and again."""

@@ -104,12 +104,7 @@ async def _control(context: RoleContext) -> None:
             channel = await patiently_here(opening, context.layout.rendezvous)
             stack.push_async_callback(channel.close)
             channels.append(channel)
-        controller = Controller(context, *channels)
-        stack.push_async_callback(controller.close)
-        try:
-            await controller.run(stop)
-        finally:
-            await controller.say_farewell()
+        await Controller(context, *channels).run_and_close(stop)
 
 
 class Controller:
@@ -199,6 +194,16 @@ class Controller:
         )
 
     # ---------------------------------------------------------------------------------------------------------- running
+
+    async def run_and_close(self, stop: StopRequest) -> None:
+        """Run; whatever ends it, tell the others to leave, then write what is only in memory."""
+        try:
+            try:
+                await self.run(stop)
+            finally:
+                await self.say_farewell()
+        finally:
+            await self.close()
 
     async def run(self, stop: StopRequest) -> None:
         """Run until the last step or `stop`; then finish the records."""
