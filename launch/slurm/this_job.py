@@ -80,14 +80,26 @@ class ThisJob:
 
         Slurm has signalled every srun then, but not the batch step, and does not requeue a job that ends meanwhile.
         """
+        return any(state == "RUNNING" and is_preempted for state, is_preempted in self._components())
+
+    def is_to_go_on(self) -> bool:
+        """True if Slurm has not ended this job: who has sent its batch step a signal, by scancel, was a person.
+
+        False too if Slurm does not answer.
+        """
+        components = self._components()
+        return bool(components) and all(state == "RUNNING" and not preempted for state, preempted in components)
+
+    def _components(self) -> list[tuple[str, bool]]:
+        """State of each, and whether Slurm has said when it must go; none if Slurm does not answer."""
         if not self.job_id:
-            return False
+            return []
         words = ("squeue", "--all", "--noheader", f"--jobs={self.name}", "--Format=State:20,PreemptTime:30")
         try:
             rows = [line.split() for line in slurm(*words, timeout_s=30.0).splitlines()]
         except SlurmError:
-            return False
-        return any(row[0] == "RUNNING" and row[-1][:1].isdigit() for row in rows if row)  # N/A: it is not
+            return []
+        return [(row[0], row[-1][:1].isdigit()) for row in rows if row]  # N/A: it has not
 
 
 class NoTimeLimit:

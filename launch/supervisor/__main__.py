@@ -24,6 +24,7 @@ from launch.supervisor.controller_job import ControllerJobSupervisor
 from launch.supervisor.ending import go_back_into_queue, submit_successor, write_result
 from launch.supervisor.other_jobs import PATIENCE_S, end_other_jobs
 from launch.supervisor.outcome_classifier import asked_to_end
+from launch.supervisor.role_task import base_directory, leave_node
 from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.worker_job import WorkerJobSupervisor
 from rlhpc.deadline import Deadline
@@ -65,7 +66,10 @@ def main() -> int:
     if over is not None:
         return _follow_up(plan, job, log, over)
     successor = submit_successor(plan, job, log, limit.life_s) if plan.continuation == "successor" else None
-    return _follow_up(plan, job, log, _one_life(plan, job, limit, log, signals), successor)
+    outcome = _one_life(plan, job, limit, log, signals)
+    with suppress(RlhpcError):  # requeued, it may come back on another node
+        leave_node(base_directory(job.job_id))
+    return _follow_up(plan, job, log, outcome, successor)
 
 
 def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> Outcome:
@@ -86,6 +90,10 @@ def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, sign
         outcome.cause = Cause.TIME  # saving took longer than ever before
     elif outcome.cause is Cause.TIME and signals.end_requested and limit.left_s() > LIMIT_S:
         outcome.cause = Cause.SIGNAL  # it was cancelled meanwhile, or Slurm requeues it itself
+    if outcome.cause is Cause.SIGNAL and plan.hosts_controller and not outcome.status and job.is_to_go_on():
+        outcome.cause = Cause.STOP
+        with suppress(OSError):  # as `rlhpc stop` does
+            plan.layout.stop_request.touch()
     return outcome
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -114,6 +115,7 @@ class _Task:
         self._bounded = BoundedLog(self._name, plan.limits.log_bytes)
         self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
         self._starts = 0
+        self._held: int | None = None  # open, and locked: its directory for temporary files
         self._is_expendable = options.role in ("generator", "reward")
         # What the role is sent for a signal to this process; of the others it has its own, or is to have none.
         self._asks: dict[int, signal.Signals] = {number: number for number in _ENDS}
@@ -200,7 +202,10 @@ class _Task:
             raise (TaskError(text) if error.errno in _NO_PROGRAM else NotNow(text)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            self._leave(base)
+            if self._held is not None:
+                os.close(self._held)
+            if not self._plan.is_local:  # whose supervisor has made it
+                leave_node(base)
         return status if status >= 0 else 128 - status
 
     def _pass_on_signals(self, role: subprocess.Popen[bytes]) -> None:
@@ -231,13 +236,6 @@ class _Task:
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             log.write(f"{when} {self._name} rlhpc.task ERROR stopped by a signal for {limit_s:g} s: killed\n")
 
-    def _leave(self, base: Path) -> None:
-        """Delete the job's temporary directory on this node, after the last of its processes."""
-        if not self._plan.is_local:  # whose supervisor has made it
-            with contextlib.suppress(OSError):  # another task of this node may be doing the same
-                if not [path for path in base.iterdir() if path.name != "cache"]:
-                    shutil.rmtree(base, ignore_errors=True)
-
     def _temporary_directory(self) -> tuple[Path, Path]:
         """The job's temporary directory on this node, and this process's within it."""
         try:
@@ -250,10 +248,13 @@ class _Task:
 
     def _make_temporary_directory(self) -> tuple[Path, Path]:
         # Without Slurm the supervisor has made one for the whole run; a cleaner of /tmp may have deleted it.
-        base = Path(os.environ["TMPDIR"]) if self._plan.is_local else _base_directory(self._job.job_id)
-        if not base.is_dir():
-            _own_directory(base)
-        return base, Path(tempfile.mkdtemp(prefix=f"{self._options.role[:1]}{self._replica}-", dir=base))
+        base = Path(os.environ["TMPDIR"]) if self._plan.is_local else base_directory(self._job.job_id)
+        if not base.is_dir() or not self._plan.is_local:
+            own_directory(base)
+        with contextlib.nullcontext() if self._plan.is_local else _locked(base):
+            own = Path(tempfile.mkdtemp(prefix=f"{self._options.role[:1]}{self._replica}-", dir=base))
+            self._held = _held(own)
+        return base, own
 
     def _command(self, base: Path) -> list[str]:
         options, plan = self._options, self._plan
@@ -320,8 +321,50 @@ def _bound(python: Sequence[str], base: Path) -> list[str]:
     return [*python[:2], "--bind", str(base), *python[2:]]
 
 
-def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:
-    """The job's directory for temporary files and caches on this node, mode 0700."""
+def leave_node(base: Path) -> None:
+    """Delete the job's temporary directory on this node after the last of its processes, and what killed ones left."""
+    with contextlib.suppress(OSError), _locked(base):  # another task of this node may have done the same
+        is_empty = True
+        for path in [path for path in base.iterdir() if path.name != "cache"]:
+            if (descriptor := _held(path)) is None:
+                is_empty = False
+                continue
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(descriptor)
+        if is_empty:
+            shutil.rmtree(base, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(base: Path) -> Iterator[None]:
+    """Have no other task delete a directory that this one makes in it.  Raises FileNotFoundError: one has done so."""
+    descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: nothing of others is deleted there
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not os.path.samestat(os.fstat(descriptor), base.stat()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(base))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _held(directory: Path) -> int | None:
+    """A process's directory, open and locked until it is closed, which systemd-tmpfiles leaves alone, too.
+
+    None: a living task has it, or there are no locks.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the job's directory for temporary files and caches is on this node."""
     name = f"rlhpc-{os.getuid()}-{job_id}"  # not the user's name, which a node may not know
     for parent in (environment.get("SLURM_TMPDIR"), environment.get("TMPDIR"), "/tmp"):
         base = Path(parent) / name if parent else None
@@ -329,11 +372,11 @@ def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) ->
             break
     else:
         raise TaskError("no directory for temporary files: /tmp is not writable")
-    return _own_directory(base)
+    return base
 
 
-def _own_directory(base: Path) -> Path:
-    """Make it if it is not there.  Raises TaskError: others can reach it."""
+def own_directory(base: Path) -> Path:
+    """Make it, mode 0700, if it is not there.  Raises TaskError: others can reach it."""
     base.mkdir(mode=0o700, exist_ok=True)
     owner = base.lstat()  # of a link to a directory of ours, which anybody can put there, stat would say nothing wrong
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077 or not stat.S_ISDIR(owner.st_mode):

@@ -74,6 +74,23 @@ def test_a_run_goes_on_after_the_directory_that_it_was_submitted_from_is_gone(
     run.stop()
 
 
+@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
+def test_a_signal_to_the_controllers_batch_step_stops_the_run(slurm: DevCluster, lab: Lab, placement: str) -> None:
+    """Its job counted as failed, and the others waited for another controller."""
+    run = SlurmRun(slurm, lab, f"end-by-signal-{placement}", placement, run=ENDLESS, **LASTING)
+    run.submit()
+    run.wait_step(3)
+    lead = str(run.jobs.get("hetjob") or run.jobs["controller"])
+    slurm.run("scancel", "--batch", "--signal=TERM", lead)
+    assert "stop: " in wait_for_the_end(run)
+    assert run.status()["phase"] == "stopped"
+    assert slurm.run("squeue", "--noheader", "--states=all", f"--jobs={lead}", "--format=%T").split()[0] == "COMPLETED"
+    assert "stopped" in run.cli("status", str(run.layout.root))
+    run.cli("resume", str(run.layout.root))
+    run.wait(lambda: run.status().get("attempt") == 1 and run.status()["step"] >= 1, "the resume goes on")
+    run.stop()
+
+
 @contextmanager
 def standing_still(run: SlurmRun, role: str) -> Iterator[None]:
     """Stop every process of a role again and again: one that stands still is killed and started again by its task."""

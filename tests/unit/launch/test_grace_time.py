@@ -77,6 +77,24 @@ def test_a_job_is_being_preempted_while_it_runs_and_slurm_has_said_when_it_must_
     assert not ThisJob.without_slurm().is_being_preempted()
 
 
+@pytest.mark.parametrize(
+    ("said", "is_to_go_on"),
+    [
+        (f"{UNTROUBLED}\n{UNTROUBLED}", True),  # components of one job
+        (f"{UNTROUBLED}\n{IN_GRACE}", False),
+        (f"{UNTROUBLED}\n{REQUEUED}", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_signal_to_a_batch_step_that_slurm_lets_go_on_is_a_persons(
+    squeue: Path, said: str | None, is_to_go_on: bool
+) -> None:
+    if said is not None:
+        squeue.write_text(f"{said}\n")
+    assert ThisJob.of({"SLURM_JOB_ID": "8"}).is_to_go_on() is is_to_go_on
+
+
 @pytest.mark.parametrize(("said", "cause"), [(IN_GRACE, Cause.TIME), (UNTROUBLED, Cause.STOP)])
 def test_a_generator_that_leaves_in_the_grace_time_comes_back_and_one_that_is_retired_does_not(
     squeue: Path, layout: RunLayout, said: str, cause: Cause

@@ -344,8 +344,8 @@ def test_a_role_in_an_image_sees_the_directory_of_its_temporary_files_and_caches
 @pytest.mark.starts
 def test_a_node_need_not_know_its_users_by_name(tmp_path: Path) -> None:
     """As where its directory service does not answer."""
-    tells = "import os, pwd; pwd.getpwuid(os.getuid())"
-    looks = f"import launch.supervisor.role_task as t; print(t._base_directory(7, {{'TMPDIR': {str(tmp_path)!r}}}))"
+    tells, where = "import os, pwd; pwd.getpwuid(os.getuid())", {"TMPDIR": str(tmp_path)}
+    looks = f"import launch.supervisor.role_task as t; print(t.own_directory(t.base_directory(7, {where})))"
     as_stranger = ["unshare", "--user", "--map-user=54321", sys.executable, "-c"]
     stranger = subprocess.run([*as_stranger, tells], capture_output=True, text=True, check=False)
     if "KeyError" not in stranger.stderr:
@@ -386,16 +386,52 @@ def test_events_of_a_run_that_is_gone_make_no_directory_for_it(tmp_path: Path) -
     assert not layout.root.exists()
 
 
+@pytest.mark.starts
+def test_what_a_killed_task_has_left_goes_with_others_of_its_job_and_what_living_ones_have_stays() -> None:
+    """As after a requeue: the job, and so the directory, have the name that they had."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        layout, role = RunLayout(Path(parent, "run")), Path(parent, "role")
+        role.write_text("#!/bin/sh\necho $TMPDIR > $TMPDIR/../../$SLURM_PROCID.there\nexec sleep 600\n")
+        role.chmod(0o700)
+        command = task_command(plan_with(role, layout))
+        base = role_task.base_directory(12, {"TMPDIR": parent})
+
+        def start(rank: str) -> tuple[subprocess.Popen[bytes], Path]:
+            environment = {**in_job(Path(parent)), "SLURM_PROCID": rank}
+            task = subprocess.Popen(command, env=environment, start_new_session=True)
+            there = Path(parent, f"{rank}.there")
+            assert Deadline(PATIENCE_S).wait_for(lambda: there.exists() and bool(there.read_text()), 0.02)
+            return task, Path(there.read_text().strip())
+
+        (killed, left), (living, kept), (last, _) = start("0"), start("1"), start("2")
+        (base / "cache").mkdir()
+        try:
+            killed.kill()
+            killed.wait()
+            assert left.is_dir()
+            os.killpg(last.pid, signal.SIGTERM)
+            assert last.wait(PATIENCE_S) == 0
+            assert {path.name for path in base.iterdir()} == {"cache", kept.name}
+            os.killpg(living.pid, signal.SIGTERM)
+            assert living.wait(PATIENCE_S) == 0
+            assert not base.exists()
+        finally:
+            for task in (killed, living, last):
+                task.kill()
+                task.wait()
+
+
 @pytest.mark.parametrize("is_link", [True, False])
 def test_a_temporary_directory_that_somebody_else_may_have_put_there_is_refused(is_link: bool) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:  # of a short name, which unix sockets need
-        base = role_task._base_directory(7, {"TMPDIR": parent})
-        assert base.stat().st_mode & 0o777 == 0o700
-        assert role_task._base_directory(7, {"TMPDIR": parent}) == base == Path(parent, f"rlhpc-{os.getuid()}-7")
+        base = role_task.base_directory(7, {"TMPDIR": parent})
+        assert base == Path(parent, f"rlhpc-{os.getuid()}-7")
+        assert role_task.own_directory(base).stat().st_mode & 0o777 == 0o700
+        assert role_task.own_directory(base) == base
         if is_link:
             base.rename(Path(parent, "ours"))
             base.symlink_to(Path(parent, "ours"))
         else:
             base.chmod(0o770)
         with pytest.raises(role_task.TaskError, match="is a link, belongs to another user or is accessible to others"):
-            role_task._base_directory(7, {"TMPDIR": parent})
+            role_task.own_directory(base)
