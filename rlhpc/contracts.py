@@ -231,7 +231,7 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def weight_devices(self) -> tuple[str, ...]:
-        """Devices of the workers in a weight group, by rank: GPU UUIDs, "" for the CPU."""
+        """Devices of the workers in a weight group, by rank, as device_id.py calls them; "" for the CPU."""
 
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> Rollout:

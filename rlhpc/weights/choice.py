@@ -2,7 +2,9 @@
 
 Input: weights.transport, the device of the trainer's rank 0, the devices of every engine's workers.  Output: gloo,
 nccl, ipc or disk.  A device is "" for the CPU, else a unique name: a GPU's UUID, or its index in CUDA_VISIBLE_DEVICES
-if all names belong to one machine.  Pure, without torch: launcher and controller both use it.
+if all names belong to one machine; behind it "@" and the process's NCCL_HOSTID, where one is set.  NCCL refuses two
+ranks only if GPU and host are the same, IPC needs the same GPU whatever NCCL calls its hosts.  Pure, without torch:
+launcher and controller both use it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from rlhpc.errors import ConfigError
 TRANSPORTS = ("gloo", "nccl", "ipc", "disk")
 CPU = ""
 MIG = "MIG-"  # prefix of NVIDIA's names for GPU partitions
+HOST = "@"  # between a GPU and the host of its process
 
 
 def choose_transport(
@@ -51,7 +54,7 @@ def choose_transport(
         return "ipc" if is_one_host else "gloo"
     if trainer == CPU or CPU in workers:
         return "gloo"
-    if trainer in workers:
+    if _gpu(trainer) in map(_gpu, workers):
         return _ipc(trainer, engines)
     # NCCL cannot connect two partitions of one GPU, and we cannot tell whether these belong to one.
     is_by_gloo = is_deterministic or any(device.startswith(MIG) for device in (trainer, *workers))
@@ -59,6 +62,8 @@ def choose_transport(
 
 
 def _ipc(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
+    trainer = _gpu(trainer)
+    engines = {name: [_gpu(device) for device in devices] for name, devices in engines.items()}
     near = [name for name, devices in engines.items() if trainer in devices]
     apart = [name for name, devices in engines.items() if any(device != trainer for device in devices)]
     if apart:
@@ -88,7 +93,7 @@ def _nccl(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
 
 
 def _legal(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
-    if all(device == trainer for devices in engines.values() for device in devices):
+    if all(_gpu(device) == _gpu(trainer) for devices in engines.values() for device in devices):
         return "NCCL wants a GPU for each; legal: weights.transport auto, ipc, gloo, disk"
     return (
         "NCCL wants a GPU for each, ipc the same GPU for all; legal: all engines on the trainer's GPU, or none, or "
@@ -97,4 +102,8 @@ def _legal(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
 
 
 def _words(devices: Sequence[str]) -> str:
-    return ", ".join(f"GPU {device}" if device.isdigit() else device or "the CPU" for device in devices)
+    return ", ".join(f"GPU {device}" if device.isdigit() else _gpu(device) or "the CPU" for device in devices)
+
+
+def _gpu(device: str) -> str:
+    return device.partition(HOST)[0]

@@ -1,6 +1,7 @@
 """Name a device, so that two processes can tell whether they use the same one.
 
-Input: a torch device.  Output: "" for a CPU, else the UUID of a GPU, or the name of a GPU partition (MIG).
+Input: a torch device.  Output: "" for a CPU, else the UUID of a GPU, or the name of a GPU partition (MIG); behind it,
+where NCCL_HOSTID is set, "@" and the host that this process is to NCCL (choice.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 
 import torch
 
-from rlhpc.weights.choice import CPU, MIG
+from rlhpc.weights.choice import CPU, HOST, MIG
 
 
 def device_id(device: torch.device | str) -> str:
@@ -21,4 +22,6 @@ def device_id(device: torch.device | str) -> str:
     words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     word = words[index].strip() if index < len(words) else ""
     # Partitions of a GPU may report the UUID of the whole; their processes know them by name.
-    return word if word.startswith(MIG) else f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    name = word if word.startswith(MIG) else f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    host = os.environ.get("NCCL_HOSTID", "")
+    return f"{name}{HOST}{host}" if host else name

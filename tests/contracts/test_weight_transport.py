@@ -1,4 +1,7 @@
-"""What every way of moving weights promises: one publisher here, two receivers in processes of their own."""
+"""What every way of moving weights promises: one publisher here, two receivers in processes of their own.
+
+By NCCL too, where there is a GPU: one is enough (tests/gpu/one_card.py).
+"""
 
 from __future__ import annotations
 
@@ -20,30 +23,51 @@ from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.checksum import RunningChecksum, checksum64
 from rlhpc.weights.factory import make_publisher
+from tests.gpu.one_card import environment_of, place, why_not
 from tests.patience import PATIENCE_S
 
 BUCKET_BYTES = 1 << 16  # smaller than the largest tensor
 TIMEOUT_S = PATIENCE_S
 SHORT_S = 2.0  # where the limit is what ends the wait
-KINDS = {"gloo": "", "gloo over tcp": "127.0.0.1", "disk": "", "ipc": ""}  # kind → host; ipc maps a file on CPU
+TCP = "gloo over tcp"
+KINDS = {"gloo": "", "gloo over tcp": "127.0.0.1", "disk": "", "ipc": "", "nccl": ""}  # → host; ipc maps a file on CPU
+NUM_RANKS = 4  # the publisher, two receivers, and one that comes in the place of another
+NOT_NCCL = why_not(NUM_RANKS) if place() == "cuda" else "gloo in its place"
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(bool(NOT_NCCL), reason=NOT_NCCL))
+CASES = [(kind, staging) for staging in ("shadow", "paused") for kind in KINDS if (kind, staging) != (TCP, "paused")]
+
+
+def started(rank: int) -> ReceiverProcess:
+    """Start a receiver, which is on a host of its own to NCCL if it has to share a card."""
+    receiver = ReceiverProcess({} if NOT_NCCL else environment_of(rank, NUM_RANKS))
+    assert receiver.answer() == {"ok": "ready"}
+    return receiver
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[ReceiverProcess]]:
-    receivers = [ReceiverProcess() for _ in range(2)]
-    assert [receiver.answer() for receiver in receivers] == [{"ok": "ready"}] * 2
+    receivers = [started(rank) for rank in (1, 2)]
     yield receivers
     for receiver in receivers:
         receiver.kill()
 
 
-@pytest.fixture(params=[*((kind, "shadow") for kind in KINDS), *((kind, "paused") for kind in ("gloo", "ipc", "disk"))])
-def broadcast(request: pytest.FixtureRequest, tmp_path: Path, processes: list[ReceiverProcess]) -> Iterator[Broadcast]:
+@pytest.fixture(
+    params=[pytest.param(case, marks=ON_A_GPU if case[0] == "nccl" else (), id="-".join(case)) for case in CASES]
+)
+def broadcast(
+    request: pytest.FixtureRequest, tmp_path: Path, processes: list[ReceiverProcess], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Broadcast]:
     kind, staging = request.param
-    transport = kind.split()[0]
+    transport, device = kind.split()[0], "cuda" if kind == "nccl" else "cpu"
+    if kind == "nccl":
+        for name, value in environment_of(0, NUM_RANKS).items():
+            monkeypatch.setenv(name, value)
     config = WeightsConfig(transport=transport, timeout_s=TIMEOUT_S)
-    publisher = make_publisher(config, directory=tmp_path / "weights", device="cpu", host=KINDS[kind])
-    yield Broadcast(publisher, transport, processes, TIMEOUT_S, "cpu", staging)
+    publisher = make_publisher(config, directory=tmp_path / "weights", device=device, host=KINDS[kind])
+    yield Broadcast(publisher, transport, processes, TIMEOUT_S, device, staging)
+    for receiver in processes:
+        receiver.wake()
     publisher.dissolve()
 
 
@@ -53,7 +77,7 @@ def manifest_of(seed: int, version: int, epoch: int) -> WeightManifest:
 
 def publish(broadcast: Broadcast, version: int, epoch: int) -> None:
     broadcast.tell_all(manifest_of(version, version, epoch))
-    broadcast.publisher.publish(manifest_of(version, version, epoch), iter(draw_weights(version)))
+    broadcast.publisher.publish(manifest_of(version, version, epoch), iter(broadcast.draw(version)))
 
 
 def test_several_versions_arrive_bit_for_bit_everywhere(broadcast: Broadcast) -> None:
@@ -67,8 +91,7 @@ def test_several_versions_arrive_bit_for_bit_everywhere(broadcast: Broadcast) ->
 def test_a_new_epoch_goes_on_without_the_member_that_was_killed(
     broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doomed = ReceiverProcess()
-    assert doomed.answer() == {"ok": "ready"}
+    doomed = started(NUM_RANKS - 1)
     survivors = broadcast.receivers
     broadcast.form(epoch=1, receivers=[*survivors[:1], doomed])
     publish(broadcast, 1, epoch=1)
@@ -81,7 +104,7 @@ def test_a_new_epoch_goes_on_without_the_member_that_was_killed(
     with monkeypatch.context() as patch:
         patch.setattr(broadcast.publisher, "_timeout_s", SHORT_S)  # weights on disk are waited for so long
         with pytest.raises(GroupFailed):
-            broadcast.publisher.publish(manifest_of(2, 2, 1), counting(draw_weights(2), drawn))
+            broadcast.publisher.publish(manifest_of(2, 2, 1), counting(broadcast.draw(2), drawn))
     assert time.monotonic() - began < TIMEOUT_S
     assert drawn == [name for name, _ in draw_weights(2)]  # drawn to the end, or the trainer's ranks would hang
     survivors[0].answer()  # weights from disk it may have whole; over a group it has GroupFailed; it never hangs
@@ -89,6 +112,53 @@ def test_a_new_epoch_goes_on_without_the_member_that_was_killed(
     broadcast.form(epoch=2, receivers=survivors)
     publish(broadcast, 3, epoch=2)
     assert [receiver.answer() for receiver in survivors] == [{"ok": fingerprint(draw_weights(3))}] * 2
+
+
+def test_a_receiver_that_dies_in_a_broadcast_is_noticed_and_another_takes_its_place(
+    broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doomed, (survivor, other) = started(NUM_RANKS - 1), broadcast.receivers
+    broadcast.form(epoch=1, receivers=[survivor, doomed])
+    manifest = manifest_of(1, 1, 1)
+    broadcast.tell(survivor, manifest)
+    broadcast.tell(doomed, manifest, "dies at 1")
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(broadcast.publisher, "_timeout_s", SHORT_S)  # weights on disk are waited for so long
+        with pytest.raises(GroupFailed):
+            broadcast.publisher.publish(manifest, iter(broadcast.draw(1)))
+    assert time.monotonic() - began < TIMEOUT_S
+    doomed.kill()
+    broadcast.publisher.dissolve()
+    survivor.answer()  # it may have the version whole, or know that another has not
+    broadcast.form(epoch=2, receivers=[survivor, other])
+    publish(broadcast, 2, epoch=2)
+    assert [receiver.answer() for receiver in broadcast.receivers] == [{"ok": fingerprint(draw_weights(2))}] * 2
+
+
+def test_a_receiver_that_stands_still_in_a_broadcast_is_left_out_and_rejoins(
+    broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections stay open: only the limit ends the wait."""
+    survivor, still = broadcast.receivers
+    with monkeypatch.context() as patch:
+        patch.setattr(broadcast.publisher, "_timeout_s", SHORT_S if broadcast.device == "cpu" else 10 * SHORT_S)
+        broadcast.form(epoch=1)
+        manifest = manifest_of(1, 1, 1)
+        broadcast.tell(survivor, manifest)
+        broadcast.tell(still, manifest, "stops at 1")
+        with pytest.raises(GroupFailed):
+            broadcast.publisher.publish(manifest, iter(broadcast.draw(1)))
+    broadcast.publisher.dissolve()
+    survivor.answer()
+    broadcast.form(epoch=2, receivers=[survivor])
+    publish(broadcast, 2, epoch=2)
+    assert survivor.answer() == {"ok": fingerprint(draw_weights(2))}
+    still.wake()
+    assert still.answer()["error"] in ("GroupFailed", "TornWeights")
+    broadcast.form(epoch=3, receivers=[survivor, still])
+    publish(broadcast, 3, epoch=3)
+    assert [receiver.answer() for receiver in broadcast.receivers] == [{"ok": fingerprint(draw_weights(3))}] * 2
 
 
 class _Wrong(RunningChecksum):
@@ -141,7 +211,7 @@ def test_a_receiver_that_cannot_take_a_version_says_so_instead_of_being_waited_f
     broadcast.tell(roomy, manifest)
     began = time.monotonic()
     with pytest.raises(GroupFailed, match=r"cannot|torn"):
-        broadcast.publisher.publish(manifest, counting(draw_weights(1), drawn))
+        broadcast.publisher.publish(manifest, counting(broadcast.draw(1), drawn))
     why = small.answer()
     assert why["error"] == "GroupFailed"
     assert ("CUDA out of memory" if how == "no room" else "a layer could not be put together") in why["message"]
@@ -159,7 +229,7 @@ def test_receivers_refuse_another_version_than_they_were_told(broadcast: Broadca
     broadcast.form(epoch=1)
     broadcast.tell_all(manifest_of(1, 8, 1))
     with pytest.raises(GroupFailed):
-        broadcast.publisher.publish(manifest_of(1, 7, 1), iter(draw_weights(1)))
+        broadcast.publisher.publish(manifest_of(1, 7, 1), iter(broadcast.draw(1)))
     for receiver in broadcast.receivers:
         answer = receiver.answer()
         assert answer["error"] == "TornWeights"
@@ -185,7 +255,7 @@ def test_a_group_that_does_not_come_together_fails_in_time(
 def test_nothing_is_published_to_an_epoch_that_was_not_formed(broadcast: Broadcast) -> None:
     drawn: list[str] = []
     with pytest.raises(GroupFailed):
-        broadcast.publisher.publish(manifest_of(1, 1, 5), counting(draw_weights(1), drawn))
+        broadcast.publisher.publish(manifest_of(1, 1, 5), counting(broadcast.draw(1), drawn))
     assert len(drawn) == len(draw_weights(1))
 
 
@@ -196,7 +266,8 @@ def test_weights_that_differ_from_the_manifest_are_a_bug_of_the_exporter(broadca
     manifest = manifest_of(1, 1, 1)
     broadcast.tell_all(manifest)
     drawn: list[str] = []
-    swapped = [draw_weights(1)[1], draw_weights(1)[0], *draw_weights(1)[2:]]
+    first, second, *others = broadcast.draw(1)
+    swapped = [second, first, *others]
     with pytest.raises(ValueError, match="the manifest expects"):
         broadcast.publisher.publish(manifest, counting(swapped, drawn))
     assert len(drawn) == len(swapped)

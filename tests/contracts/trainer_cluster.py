@@ -25,6 +25,7 @@ from tests.unit.training.packed_rows import dummy_row, tiny_config
 TIMEOUT_S = 150
 GRACE_S = 3  # for the others, once one rank has failed: they may hang in a collective, or have their own story
 MAX_PROCESSES = 9  # alive at once; each takes up to a gigabyte
+EnvironmentOf = Callable[[int, int], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,16 @@ class Rank:
 class RankProcesses:
     """`world_size` processes that have loaded nothing but what one backend made them load."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, environment_of: EnvironmentOf = lambda rank, world_size: {}) -> None:
+        """environment_of: (rank, world size) → variables that this rank sets before it does anything."""
         self.world_size = world_size
         self.is_alive = True
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             here, there = RANKS.Pipe()
-            process = RANKS.Process(target=_serve, args=(there, rank, world_size), daemon=True)
+            whose = rank, world_size
+            process = RANKS.Process(target=_serve, args=(there, *whose, environment_of(*whose)), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -137,15 +140,17 @@ class ClusterPool:
     Importing a backend takes longer than most tests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environment_of: EnvironmentOf = lambda rank, world_size: {}) -> None:
+        """environment_of: see RankProcesses."""
         self._processes: dict[tuple[str, int], RankProcesses] = {}  # oldest use first
+        self._environment_of = environment_of
 
     def cluster(self, name: str, layout: Mapping[str, Any]) -> TrainerCluster:
         key = str(layout["backend"]), int(layout["num_ranks"])
         processes = self._processes.pop(key, None)
         if processes is None or not processes.is_alive:
             self._make_room(key[1])
-            processes = RankProcesses(key[1])
+            processes = RankProcesses(key[1], self._environment_of)
         self._processes[key] = processes
         return TrainerCluster(name, layout, processes)
 
@@ -159,7 +164,8 @@ class ClusterPool:
         self._processes.clear()
 
 
-def _serve(pipe: Connection, rank: int, world_size: int) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
     begin_rank()
     while True:
         try:

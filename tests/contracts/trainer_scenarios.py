@@ -131,9 +131,9 @@ def refuse_a_step(rank: Rank, *, model: Path, rows: Rows, **settings: Any) -> An
     return [result.applied for result in results], asked, told, steps_applied
 
 
-def save_midway(rank: Rank, *, model: Path, steps: list[Rows], directory: Path) -> Any:
+def save_midway(rank: Rank, *, model: Path, steps: list[Rows], directory: Path, **settings: Any) -> Any:
     """Train, save after two steps, go on while it is written."""
-    backend = rank.open(model)
+    backend = rank.open(model, **settings)
     for rows in steps[:2]:
         train(rank, backend, rows)
     future = backend.save(directory)
@@ -144,8 +144,8 @@ def save_midway(rank: Rank, *, model: Path, steps: list[Rows], directory: Path) 
     return files, results, weights
 
 
-def resume(rank: Rank, *, model: Path, steps: list[Rows], directory: Path) -> Any:
-    backend = rank.open(model)
+def resume(rank: Rank, *, model: Path, steps: list[Rows], directory: Path, **settings: Any) -> Any:
+    backend = rank.open(model, **settings)
     backend.load(directory)
     assert backend.num_steps_applied == 2
     results = [train(rank, backend, rows) for rows in steps[2:]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 from contextlib import closing
 from typing import Any
@@ -19,6 +21,7 @@ from rlhpc.weights.out_of_memory import room_for
 from rlhpc.weights.shadow import HostShadow, fresh_blocks, named_tensors
 
 SHADOW = HostShadow(is_pinned=False)
+SIGNALS = {"dies at": signal.SIGKILL, "stops at": signal.SIGSTOP}
 
 
 def fingerprint(weights: list[tuple[str, torch.Tensor]]) -> list[list[Any]]:
@@ -32,7 +35,8 @@ def hash_of(tensor: torch.Tensor) -> str:
 def received(receiver: WeightReceiver, manifest: WeightManifest, staging: str) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a version, as an engine's worker would come by them.
 
-    staging "no room N": memory ends at bucket N.  "fails at N": what is done with bucket N raises.
+    staging "no room N": memory ends at bucket N.  "fails at N": what is done with bucket N raises.  "dies at N" and
+    "stops at N": a signal ends, or stops, this process when it has bucket N.
     """
     words, _, number = staging.rpartition(" ")
     if words:
@@ -59,6 +63,8 @@ def failing(
         for index, _ in enumerate(arriving):
             if how == "fails at" and index == bucket:
                 raise GroupFailed("a layer could not be put together")
+            if how in SIGNALS and index == bucket:
+                os.kill(os.getpid(), SIGNALS[how])
     raise AssertionError("nothing failed")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,8 +25,9 @@ Weights = list[tuple[str, torch.Tensor]]
 class ReceiverProcess:
     """One engine worker, told what to do."""
 
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def __init__(self, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        """variables: of the environment, beside those of this process."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -41,6 +44,10 @@ class ReceiverProcess:
         assert line, "the receiver process has ended"
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def wake(self) -> None:
+        """Let it go on after it has stopped itself."""
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()
@@ -70,15 +77,24 @@ class Broadcast:
         names = tuple(f"generator-{index}" for index in range(len(self.receivers)))
         group = self.publisher.open(WeightGroup(epoch, self.transport, "", names, (1,) * len(names)))
         for name, receiver in zip(names, self.receivers, strict=True):
+            rank = group.first_rank(name)
             receiver.tell(
                 "join",
                 group=msgspec.to_builtins(group),
-                rank=group.first_rank(name),
+                rank=rank,
                 timeout_s=self.timeout_s,
-                device=self.device,
+                device=self._device_of(rank),
             )
         self.publisher.form()
         assert [receiver.answer() for receiver in self.receivers] == [{"ok": "joined"}] * len(self.receivers)
+
+    def _device_of(self, rank: int) -> str:
+        """Return the receiver's device: with NCCL one after the other, else that of all."""
+        return f"cuda:{rank % torch.cuda.device_count()}" if self.transport == "nccl" else self.device
+
+    def draw(self, seed: int) -> Weights:
+        """Return weights where the publisher has them."""
+        return draw_weights(seed, self.device)
 
     def tell_all(self, manifest: WeightManifest) -> None:
         for receiver in self.receivers:

@@ -21,7 +21,7 @@ from rlhpc.training.determinism import compute_deterministically
 from tests.contracts.part_scenarios import train_in_parts
 from tests.contracts.reference_scenarios import ask_a_reference
 from tests.contracts.trainer_cluster import Rank
-from tests.contracts.trainer_scenarios import NanGradientOn, Rows, train
+from tests.contracts.trainer_scenarios import NanGradientOn, Rows, resume, save_midway, train
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
 VOCABULARY = 1000
@@ -81,10 +81,7 @@ def _masters_after(rank: Rank, steps: list[Callable[..., StepResult]], *, model:
 
 def ask_the_same(rank: Rank, **settings: Any) -> Any:
     """ask_a_reference, each kernel the same in every run: after two steps other sums would be other bits."""
-    compute_deterministically()
-    seen = ask_a_reference(rank, **settings)
-    torch.use_deterministic_algorithms(False)
-    return seen
+    return _deterministically(ask_a_reference, rank, **settings)
 
 
 def save_twice(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:
@@ -100,6 +97,23 @@ def save_twice(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -
     backend.close()
     assert all(applied)
     return not is_rank_zero or _equal(masters_in(rank.scratch / "quiet"), masters_in(rank.scratch / "busy"))
+
+
+def save_and_go_on(rank: Rank, *, directory: Path, **settings: Any) -> Any:
+    """save_midway, each kernel the same in every run."""
+    return _deterministically(save_midway, rank, directory=directory, **settings)
+
+
+def go_on_from(rank: Rank, *, directory: Path, **settings: Any) -> Any:
+    """resume, each kernel the same in every run."""
+    return _deterministically(resume, rank, directory=directory, **settings)
+
+
+def _deterministically(scenario: Callable[..., Any], rank: Rank, **arguments: Any) -> Any:
+    compute_deterministically()
+    seen = scenario(rank, **arguments)
+    torch.use_deterministic_algorithms(False)
+    return seen
 
 
 def skip_a_nan_gradient(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:

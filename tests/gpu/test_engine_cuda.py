@@ -1,4 +1,4 @@
-"""What only a GPU can show: weights over CUDA IPC and NCCL, and vLLM on CUDA.  One GPU is enough for all but NCCL."""
+"""What only a GPU can show: weights over CUDA IPC, and vLLM on CUDA.  By NCCL: contracts/test_weight_transport.py."""
 
 from __future__ import annotations
 
@@ -52,20 +52,6 @@ def test_weights_reach_another_process_on_the_same_gpu(
         broadcast.tell_all(manifest)
         publisher.publish(manifest, iter(weights))
         assert receiver.answer() == {"ok": fingerprint(weights)}
-    publisher.dissolve()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two ranks on one device")
-def test_weights_reach_another_gpu_by_nccl(tmp_path: Path, receiver: ReceiverProcess) -> None:
-    config = WeightsConfig(transport="nccl", timeout_s=TIMEOUT_S)
-    publisher = make_publisher(config, directory=tmp_path, device="cuda")
-    broadcast = Broadcast(publisher, "nccl", [receiver], TIMEOUT_S, "cuda:1")
-    broadcast.form(epoch=1)
-    weights = draw_weights(1, device="cuda")
-    manifest = make_manifest(1, 1, specs_of(weights), 1 << 16)
-    broadcast.tell_all(manifest)
-    publisher.publish(manifest, iter(weights))
-    assert receiver.answer() == {"ok": fingerprint(weights)}
     publisher.dissolve()
 
 

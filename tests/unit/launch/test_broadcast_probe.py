@@ -1,7 +1,13 @@
-"""The measured broadcast over NCCL, on nodes with several GPUs, by torch's rule for the device of a barrier."""
+"""The measured broadcast: between two processes, by NCCL where there is a GPU, and on nodes with several GPUs, by
+torch's rule for the device of a barrier.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +16,12 @@ import torch
 import torch.distributed as dist
 
 from launch.checks.nodes import broadcast_probe
+from tests.gpu.one_card import environment_of, place, why_not
+from tests.patience import PATIENCE_S
 
 NUM_GPUS = 4  # of each node
+NOT_NCCL = why_not(2) if place() == "cuda" else "gloo in its place"
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(bool(NOT_NCCL), reason=NOT_NCCL))
 
 
 class Nccl:
@@ -52,3 +62,28 @@ def test_a_probe_of_nccl_meets_on_the_gpu_that_it_broadcasts_from(
     assert broadcast_probe.main([str(tmp_path / "store"), "127.0.0.1", str(rank), "nccl"]) == 0
     assert nccl.used
     assert set(nccl.used) == {0}
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=ON_A_GPU)])
+def test_two_probes_measure_the_broadcast_between_them(backend: str, tmp_path: Path) -> None:
+    """As doctor starts them, each on a node."""
+    probes = []
+    for rank in range(2):
+        own = environment_of(rank, 2) if backend == "nccl" else {}
+        if backend == "nccl" and not own:
+            own = {"CUDA_VISIBLE_DEVICES": str(rank)}
+        words = [broadcast_probe.__file__, str(tmp_path / "store"), "127.0.0.1", str(rank), backend]
+        environment = os.environ | own | {"OMP_NUM_THREADS": "1"}
+        probes.append(subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment))
+    try:
+        said = [probe.communicate(timeout=2 * PATIENCE_S)[0] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.kill()
+            probe.wait()
+    print(*said)
+    for text in said:
+        found = json.loads(text.splitlines()[-1])
+        assert found["backend"] == backend
+        assert found["gbit_per_s"] > 0

@@ -23,6 +23,7 @@ class Nodes:
     """Nodes of eight GPUs, of which a process sees its own, or all of its node; stands in for torch.cuda."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_visible: int) -> None:
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
         self._num_given, self._first_visible, self._sees_node = 0, 0, num_visible == 8
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
@@ -60,6 +61,12 @@ def test_a_part_of_a_gpu_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) 
     Nodes(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0001,MIG-c6d4")
     assert (device_id("cuda:0"), device_id("cuda:1"), device_id("cpu")) == ("GPU-0000", "MIG-c6d4", "")
+
+
+def test_a_device_is_called_by_the_host_that_its_process_is_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    Nodes(monkeypatch, 2)
+    monkeypatch.setenv("NCCL_HOSTID", "n1.7.trainer")
+    assert (device_id("cuda:0"), device_id("cpu")) == ("GPU-0000@n1.7.trainer", "")
 
 
 async def placed(ring: SmallRing, trainer: str, *generators: tuple[str, ...]) -> str:
