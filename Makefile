@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # For example TORCH_ARGS="--index-url URL-of-the-CPU-wheels"; by default pip's own configuration decides.
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+ONE_CARD_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # pip would compile all 19,000 modules, which takes as long as installing them: those that are used are, at their first
 # import, and found by the processes after it, whatever the user's environment says.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -12,7 +13,7 @@ KEEPS_COMPILED := PYTHONDONTWRITEBYTECODE=
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 $(KEEPS_COMPILED)  # processes share two cores
 
 .PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator soak-sandbox test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
-    slurm-releases gpu gpu-dry bench clean
+    slurm-releases gpu gpu-one-card gpu-dry bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -103,6 +104,10 @@ slurm-releases: setup  ## the tests on Slurm, on 22.05, 24.11 and 26.05 one afte
 
 gpu: setup  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# ONE_CARD_ARGS: see `python -m bench.one_card --help`; "--dry" does it on CPU, with gloo in NCCL's place.
+gpu-one-card:  ## what one card shows of two nodes, and its numbers, in 9 minutes: docs/gpu.md; takes the python that is there
+	$(ONE_CARD_PYTHON) -m bench.one_card run $(ONE_CARD_ARGS)
 
 # GPU_DRY_PYTHON: an interpreter with '.[gpu]' installed; without one an environment of 9 GB is made below .cache.
 gpu-dry: setup  ## without a GPU: our adapters beside official wheels, and the CUDA build of torch; downloads GBs

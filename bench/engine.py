@@ -3,11 +3,11 @@
     python -m bench.engine MODEL [--requests 512] [--prompt 64] [--tokens 256] [--max-num-seqs 256] [--repeats 3]
                            [--dtype bfloat16] [--kv-cache-gib 8] [--eager] [--updates 5]
 
-MODEL: an HF checkpoint directory; without one, a random model of Qwen3-0.6B's sizes is made.  Both ways ask the same
-engine for the same requests in the same process, turn about.  "direct" is AsyncLLM.generate by hand, all requests at
-once; "ours" goes through VllmEngine, which keeps every token's version.  Nobody stops early.  Prints generated tokens/s
-(median and range) and the ratio; then tokens/s while weights arrive one version after the other from this process (by
-CUDA IPC, on CPU by gloo), and how long a version takes to arrive and stops sampling for.
+MODEL: an HF checkpoint directory; without one, a random model is made, of Qwen3-0.6B's sizes or of --random.  Both ways
+ask the same engine for the same requests in the same process, turn about.  "direct" is AsyncLLM.generate by hand, all
+requests at once; "ours" goes through VllmEngine, which keeps every token's version.  Nobody stops early.  Prints
+generated tokens/s (median and range) and the ratio; then tokens/s while weights arrive one version after the other from
+this process (by CUDA IPC, on CPU by gloo), and how long a version takes to arrive and stops sampling for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.trainer import make_model
+from bench.figures import tell
+from bench.trainer import MODELS, make_model
 from rlhpc.config import Config
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import WeightTiming
@@ -138,6 +139,8 @@ async def measure(model: Path, options: argparse.Namespace, scratch: Path) -> No
     for name, found in rates.items():
         print(f"{name:<13} {medians[name]:10,.0f} tokens/s   {min(found[1:]):,.0f} to {max(found[1:]):,.0f}")
     print(f"ours / direct {medians['ours'] / medians['direct']:.3f}", flush=True)
+    tell("engine tokens/s", medians["ours"])
+    tell("engine over vLLM alone", medians["ours"] / medians["direct"])
     trainer = Trainer(model, config, scratch / "weights")
     try:
         if options.updates:
@@ -166,11 +169,15 @@ async def with_updates(
     print(f"{len(timings)} versions of {size:.2f} GiB in {seconds:.1f} s{beyond}")
     print(f"a version     arrives in {receive:.3f} s ({size / receive:.1f} GiB/s), sampling stops for {pause:.3f} s")
     print(f"with updates  {during:10,.0f} tokens/s   {during / alone:.3f} of without", flush=True)
+    tell("engine with updates over without", during / alone)
+    tell("a version arrives in, s", receive)
+    tell("sampling stops for, s", pause)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--random", default="qwen3-0.6b", choices=MODELS, help="sizes of the random model")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of one prompt")
     parser.add_argument("--tokens", type=int, default=256, help="of one completion")
@@ -182,7 +189,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        model = options.model or make_model(Path(scratch) / "model", "qwen3-0.6b", dtype=torch.bfloat16)
+        model = options.model or make_model(Path(scratch) / "model", options.random, dtype=torch.bfloat16)
         copy = Path(scratch) / "copy"  # without an end-of-sequence token
         copy.mkdir()
         for path in model.iterdir():

@@ -3,11 +3,13 @@
     python -m bench.trainer [--layouts dp1 tp2 pp2] [--model tiny] [--tokens 2048] [--rows 4] [--repeats 7]
     python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-0.6b --layouts dp1 --tokens 16384 --rows 4 \
         --parts 4
+    python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-4b --layouts dp1 --offload --alone
 
 Both take the same rows through the same model, layout and optimiser in the same processes, turn about.  "direct" is
 what one writes by hand when nothing else is wanted: rows made ready beforehand, one loss, Megatron's own
-optimizer.step(); no metrics, no vote.  Prints tokens/s (median and range) and the ratio; with --parts also the time of
-a step whose rows come in parts (admission.step_parts), over that of a whole step; on CUDA also MFU: model FLOPs
+optimizer.step(); no metrics, no vote; --alone leaves it out, where a second optimiser has no room.  Prints tokens/s
+(median and range) and the ratio; with --parts also the time of a step whose rows come in parts (admission.step_parts),
+over that of a whole step; on CUDA also MFU: model FLOPs
 (6 per parameter and token without the embedding, and attention's 12 · heads · head size per token pair that is looked
 at, counted once for forward and twice for backward) over the GPU's dense bf16 peak.
 """
@@ -30,6 +32,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from bench.figures import tell
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
@@ -56,6 +59,7 @@ MODELS = {
     "tiny": (256, 768, 4, 8, 4, 32, 8_000),
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151_936),
 }
 PEAK_BF16_FLOPS = {
     "H100": 989e12,
@@ -76,6 +80,7 @@ class Task:
     rows: list[PackedMicrobatch]
     repeats: int
     parts: int
+    is_alone: bool  # nothing written by hand beside it
     scratch: Path
 
 
@@ -219,8 +224,9 @@ def on_rank(rank: int, task: Task, pipe: Connection) -> None:
     a_part = -(-len(task.rows) // task.parts)
     ours()
     peak = torch.cuda.max_memory_allocated() if backend.device == "cuda" else 0  # before the other has taken any
-    direct = DirectStep(backend, config.trainer, task.rows, getattr(torch, task.dtype))
-    contenders = [("ours", ours), ("direct", direct)]
+    contenders = [("ours", ours)]
+    if not task.is_alone:
+        contenders.append(("direct", DirectStep(backend, config.trainer, task.rows, getattr(torch, task.dtype))))
     if task.parts > 1:
         contenders.append(("in parts", in_parts))
     times: dict[str, list[float]] = {name: [] for name, _ in contenders}
@@ -286,19 +292,21 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
+    parser.add_argument("--offload", action="store_true", help="the optimiser is in host memory")
+    parser.add_argument("--alone", action="store_true", help="without the step written by hand")
     options = parser.parse_args()
     rows = [draw_row(options.tokens, MODELS[options.model][-1], seed) for seed in range(options.rows)]
     tokens = sum(len(row.token_ids) for row in rows)
     print(
         f"{options.model}, {options.rows} rows of {options.tokens} tokens a rank, {options.dtype} on {options.device}, "
-        f"recompute {options.recompute}"
+        f"recompute {options.recompute}{', optimiser in host memory' if options.offload else ''}"
     )
     print(
         f"{'layout':8}{'ours tok/s':>12}{'range':>18}{'direct tok/s':>14}{'range':>18}"
         f"{'ratio':>8}{'MFU':>7}{'peak GiB':>10}{'parts/whole':>14}"
     )
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_model(Path(scratch) / "model", options.model)
+        model = make_model(Path(scratch) / "model", options.model, getattr(torch, options.dtype))
         for layout in options.layouts:
             place = Path(scratch) / layout
             place.mkdir()
@@ -307,30 +315,50 @@ def main() -> None:
                 "device": options.device,
                 "recompute_activations": options.recompute,
                 "token_budget": options.tokens,
+                "optimizer_offload": options.offload,
             }
-            times, peak, gpu = measure(Task(model, keys, options.dtype, rows, options.repeats, options.parts, place))
+            task = Task(model, keys, options.dtype, rows, options.repeats, options.parts, options.alone, place)
+            times, peak, gpu = measure(task)
             replicas = keys["num_ranks"] if layout.startswith("dp") else 1
-            print(
-                render(layout, times, tokens * replicas, model_flops(options.model, rows) * replicas, keys, peak, gpu)
-            )
+            flops = model_flops(options.model, rows) * replicas
+            print(render(layout, times, tokens * replicas, flops, keys, peak, gpu))
+            tell_figures(times["ours"], tokens * replicas, flops / keys["num_ranks"], peak, gpu)
+
+
+def tell_figures(seconds: list[float], tokens: int, flops: float, peak: int, gpu: str) -> None:
+    """Tell what one rank does with its card.  flops: of this rank."""
+    median = statistics.median(seconds)
+    tell("trainer tokens/s", tokens / median)
+    if peak:
+        tell("trainer GiB", peak / 2**30)
+    if fastest := peak_flops_of(gpu):
+        tell("trainer share of the dense peak", flops / median / fastest)
+
+
+def peak_flops_of(gpu: str) -> float | None:
+    """Return the dense bf16 peak of a card of this name; None where no data sheet is known."""
+    return next((peak_flops for name, peak_flops in PEAK_BF16_FLOPS.items() if name in gpu), None)
 
 
 def render(
     layout: str, times: dict[str, list[float]], tokens: int, flops: float, keys: dict[str, Any], peak: int, gpu: str
 ) -> str:
     def cell(name: str) -> str:
+        if name not in times:
+            return f"{'–':>14}{'–':>18}"
         rates = [tokens / seconds for seconds in times[name]]
         width = 12 if name == "ours" else 14
         return f"{statistics.median(rates):>{width},.0f}{f'{min(rates):,.0f}–{max(rates):,.0f}':>18}"
 
     # Pairs were timed one right after the other: the median of their ratios is steadier than a ratio of medians.
-    ratio = statistics.median(d / o for o, d in zip(times["ours"], times["direct"], strict=True))
-    fastest = next((peak_flops for name, peak_flops in PEAK_BF16_FLOPS.items() if name in gpu), None)
+    ratios = [d / o for o, d in zip(times["ours"], times.get("direct", ()), strict=False)]
+    ratio = f"{statistics.median(ratios):.3f}" if ratios else "–"
+    fastest = peak_flops_of(gpu)
     mfu = f"{flops / statistics.median(times['ours']) / keys['num_ranks'] / fastest:.1%}" if fastest else "–"
     memory = f"{peak / 2**30:.1f}" if peak else "–"
     pairs = zip(times.get("in parts", ()), times["ours"], strict=False)
     parts = f"{statistics.median(p / o for p, o in pairs):.3f}" if "in parts" in times else "–"
-    return f"{layout:8}{cell('ours')}{cell('direct')}{ratio:>8.3f}{mfu:>7}{memory:>10}{parts:>14}"
+    return f"{layout:8}{cell('ours')}{cell('direct')}{ratio:>8}{mfu:>7}{memory:>10}{parts:>14}"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from rlhpc.types import PackedMicrobatch
 from tests.rank_context import RANKS, begin_rank
 from tests.unit.training.packed_rows import dummy_row, tiny_config
 
-TIMEOUT_S = 150
+TIMEOUT_S = float(os.environ.get("RLHPC_TEST_RANKS_S", "150"))
 GRACE_S = 3  # for the others, once one rank has failed: they may hang in a collective, or have their own story
 MAX_PROCESSES = 9  # alive at once; each takes up to a gigabyte
 EnvironmentOf = Callable[[int, int], Mapping[str, str]]

@@ -6,7 +6,8 @@ over sockets, here those of the loopback interface.  Their kernels take turns on
 few.
 
 RLHPC_ONE_CARD=cpu runs the same tests on CPU with gloo in NCCL's place; RLHPC_ONE_CARD_WAY=device asks NCCL itself
-for several ranks on a device in the place of names of hosts (experimental, since NCCL 2.30).
+for several ranks on a device in the place of names of hosts (experimental, since NCCL 2.30), but not in whole runs,
+whose controller goes by names.
 """
 
 from __future__ import annotations
@@ -119,10 +120,7 @@ def settle(words: Sequence[str], environment: MutableMapping[str, str]) -> None:
     role, replica = words[words.index("rlhpc.roles") + 1], words[words.index("--replica") + 1]
     if environment.get("CUDA_VISIBLE_DEVICES"):
         environment["CUDA_VISIBLE_DEVICES"] = "0"
-    if environment.get(WAY, HOSTS) == DEVICE_WAY:
-        environment.update(OVER_SOCKETS | SEVERAL_ON_A_DEVICE)
-    else:
-        environment.update(OVER_SOCKETS | {"NCCL_HOSTID": f"{role}-{replica}"})
+    environment.update(OVER_SOCKETS | {"NCCL_HOSTID": f"{role}-{replica}"})
 
 
 def _memory_mib() -> int:

@@ -1,4 +1,4 @@
-"""Whole runs whose trainer ranks and engines are nodes of their own to NCCL, on as many cards or on one (one_card.py)."""
+"""Whole runs whose trainer ranks and engines are nodes to NCCL, on as many cards or on one (one_card.py)."""
 
 from __future__ import annotations
 
