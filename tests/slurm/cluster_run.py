@@ -43,6 +43,12 @@ def held_by(gate: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def environment_on(cluster: DevCluster) -> dict[str, str]:
+    """The environment of a command on this cluster that finds the rewards of the tests."""
+    ours = command_environment()
+    return {**cluster.environment(), **{name: ours[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}}
+
+
 class SlurmRun:
     """One run on one cluster."""
 
@@ -68,7 +74,7 @@ class SlurmRun:
             text=True,
             timeout=timeout_s,
             cwd=cwd or self.lab.root,
-            env={**command_environment(), **self.cluster.environment()},
+            env=environment_on(self.cluster),
         )
         assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.story()}"
         return done.stdout + done.stderr

@@ -18,8 +18,9 @@ from launch.cli import main
 from launch.run_files.job_records import read_records
 from launch.supervisor.other_jobs import submit_again
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
-from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
+from tests.ring.run_kit import ROOT, Lab, make_lab
 from tests.slurm.cluster_kit import PATIENCE_S, wait_until
+from tests.slurm.cluster_run import environment_on
 from tests.slurm.submit_kit import Desk, ids_of
 
 JOBS = {"placement": "jobs"}
@@ -49,7 +50,7 @@ def until_told(directory: Path) -> str:
 def submission(desk: Desk, name: str, site: Path) -> subprocess.Popen[str]:
     """`rlhpc submit` in a process group that Ctrl-C reaches as a whole, as at a terminal."""
     words = [sys.executable, "-m", "launch.cli", "submit", str(desk.run_file(name)), str(site)]
-    environment = {**command_environment(), **desk.cluster.environment(), "PATH": os.environ["PATH"]}
+    environment = {**environment_on(desk.cluster), "PATH": os.environ["PATH"]}
     return subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
         start_new_session=True,
@@ -145,7 +146,7 @@ def test_of_two_submissions_at_once_one_is_refused(
     code = ["scale", str(layout.root), "--generators", "+1"]
     other = subprocess.Popen(
         [sys.executable, "-m", "launch.cli", *code], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**command_environment(), **desk.cluster.environment(), "PATH": os.environ["PATH"]},
+        env={**environment_on(desk.cluster), "PATH": os.environ["PATH"]},
     )  # fmt: skip
     wait_until((tmp_path / "begun").exists, "the first is at work")
     assert main(code) == EXIT_CONFIG

@@ -18,9 +18,9 @@ import pytest
 
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.shape import default_shape
-from tests.ring.run_kit import Lab, command_environment
+from tests.ring.run_kit import Lab
 from tests.slurm.cluster_kit import MakeCluster
-from tests.slurm.cluster_run import SlurmRun, assert_whole
+from tests.slurm.cluster_run import SlurmRun, assert_whole, environment_on
 from tests.unsettling import UNSETTLING
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
@@ -95,7 +95,7 @@ def nobody_can_ask(cluster: DevCluster) -> bool:
 
 def rlhpc(cluster: DevCluster, commands: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Any command, as somebody with such a shell gives it."""
-    environment = {**command_environment(), **cluster.environment(), **UNSETTLING}
+    environment = {**environment_on(cluster), **UNSETTLING}
     environment["PATH"] = f"{commands}:{environment['PATH']}"  # a private Slurm has its own commands there
     return subprocess.run(
         [sys.executable, "-m", "launch.cli", *words], capture_output=True, text=True, env=environment, timeout=120.0
