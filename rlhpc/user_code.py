@@ -62,16 +62,30 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
 
 def parameters(path: str) -> tuple[str, ...]:
     """Names of a function's positional parameters, from the source of its module; () if they cannot be determined."""
+    function = _definition(path)
+    return () if function is None else tuple(each.arg for each in (*function.args.posonlyargs, *function.args.args))
+
+
+def required_parameters(path: str) -> tuple[str, ...]:
+    """Names of those without a default, keyword-only ones last; () as of parameters(), and beside *others."""
+    function = _definition(path)
+    if function is None or function.args.vararg is not None:
+        return ()
+    names, keywords = parameters(path), function.args.kwonlyargs
+    without = [each.arg for each, default in zip(keywords, function.args.kw_defaults, strict=True) if default is None]
+    return (*names[: len(names) - len(function.args.defaults)], *without)
+
+
+def _definition(path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The function in the source of its module; None if it is not found there."""
     module, name = _parts(path)
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
     source = _source_file(spec, inner) if spec is not None else None
     if source is None:
-        return ()
-    for node in ast.parse(source.read_bytes()).body:
-        if isinstance(node, _FUNCTIONS) and node.name == name:
-            return tuple(each.arg for each in (*node.args.posonlyargs, *node.args.args))
-    return ()
+        return None
+    nodes = ast.parse(source.read_bytes()).body
+    return next((node for node in nodes if isinstance(node, _FUNCTIONS) and node.name == name), None)
 
 
 def load(key: str, path: str, said: str | None = None) -> Any:

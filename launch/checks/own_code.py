@@ -1,12 +1,15 @@
 """Try the user's own code that a run file names, in separate processes, before a run needs it.
 
     data.task          judges the first record: the reference as an answer, and one that says nothing; both together
-                       where the function is batched
-    data.environment   begins with the first record, and takes one turn, after which more may follow, and then none
+                       where the function is batched; both a second time, and where they have the same reward, the
+                       reference in forms that functions ask for
+    data.environment   begins with the first record, and takes one turn, after which more may follow, and then none;
+                       all of it a second time
     agent.function     imported, by the process that would start agents, and its parameters are counted
     algorithm.loss, algorithm.advantage   imported and tried as when a run starts (own_formulas.py)
 
-Input: Config.  Output: lines for people; a ConfigError with the key, the record, and what was raised or returned.
+Input: Config.  Output: lines for people, warnings of what is legal and seldom meant (rewards that change, that are
+always the same, huge, or slow) among them; a ConfigError with the key, the record, and what was raised or returned.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ import asyncio
 import json
 import logging
 import subprocess
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from launch.common.counted import counted
+from rlhpc.algorithms.advantages.spread import has_reward_variance
 from rlhpc.config import Config
 from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.config_environment import LIBRARIES
@@ -40,6 +47,10 @@ from rlhpc.types import Verdict
 NO_ANSWER = "I do not know."
 _MOST_RECORDS = 1000  # among which the first of each task is looked for
 _MOST_S = 120.0  # for the imports of a formula
+_PATIENCE_S = 5.0  # of judging, after which nothing is judged that would only raise doubts
+_HUGE = 1e4  # rewards beyond it are seldom meant
+_MOST_LEAVES = 8  # of a record, which may be its answer
+_FORMS = ("#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "Answer: {}", "{}")  # in which functions ask for answers
 _LEGAL = (
     "legal: f(completion, reference) that returns a number, a bool, a dict with a reward or a RewardOutcome; or "
     "f(completions, references) that returns a list of these"
@@ -59,7 +70,7 @@ def try_own_code(config: Config) -> list[str]:
     """A line for each thing that was tried.  Raises ConfigError for whatever would fail in a run."""
     said = []
     for key, path in config.algorithm.own_formulas:
-        _try_formula(key, path)
+        _try_formula(key, path, config.admission.group_size)
         said.append(f"{key.partition('.')[2]:<11} {path}, tried on a few numbers")
     if config.agent.function and any(dataset.environment == AGENT for dataset in config.data):
         _try_agent(config)
@@ -123,8 +134,8 @@ async def _judge(config: Config, trials: list[_Trial], *, with_environments: boo
     tasks = [trial.task for trial in trials]
     with _unheard():
         async with open_pool(config, tasks, 1, with_environments=with_environments) as pool:
-            said = [await _tried(config, pool, trial) for trial in trials]
-            return said + [await _played(pool, trial) for trial in _dialogues(config)]
+            said = [line for trial in trials for line in await _tried(config, pool, trial)]
+            return said + [line for trial in _dialogues(config) for line in await _played(config, pool, trial)]
 
 
 def _is_theirs(environment: str) -> bool:
@@ -143,21 +154,49 @@ def _dialogues(config: Config) -> Iterator[_Trial]:
                 break
 
 
-async def _played(pool: RewardPool, trial: _Trial) -> str:
+async def _played(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
     """Return what an environment makes of a record, and of one turn.  Raises ConfigError for what would end a run."""
-
-    def after(turns: list[str], *, is_last: bool) -> Dialogue:
-        return Dialogue("check", trial.task, trial.reference, turns, OWN_REWARD, "", "", is_last)
-
-    opening = await pool.answer(after([], is_last=False))
-    _refuse_failed_turn(trial, opening, "reset(record)", "legal: async reset(record) that returns a list of messages")
     said = "legal: async step(completion) that returns a Step"
-    turn = await pool.answer(after([NO_ANSWER], is_last=False))  # its messages count only if more turns may follow
-    _refuse_failed_turn(trial, turn, f"step({NO_ANSWER!r})", said)
-    last = await pool.answer(after([NO_ANSWER], is_last=True))
-    _refuse_failed_turn(trial, last, f"step({NO_ANSWER!r}), and then finish()", said)
+    asked: tuple[tuple[str, list[str], bool, str], ...] = (
+        ("reset(record)", [], False, "legal: async reset(record) that returns a list of messages"),
+        (f"step({NO_ANSWER!r})", [NO_ANSWER], False, said),  # its messages count only if more turns may follow
+        (f"step({NO_ANSWER!r}), and then finish()", [NO_ANSWER], True, said),
+    )
+    rounds: list[list[Turn]] = []
+    doubts, spent_s = [], 0.0
+    while len(rounds) < 2 and spent_s <= _PATIENCE_S:
+        rounds.append([])
+        for what, turns, is_last, legal in asked:
+            began = time.monotonic()
+            key = f"check {len(rounds)}"
+            dialogue = Dialogue(key, trial.task, trial.reference, turns, OWN_REWARD, "", "", is_last)
+            turn = await pool.answer(dialogue)
+            took_s = time.monotonic() - began
+            spent_s += took_s
+            _refuse_failed_turn(trial, turn, what, legal)
+            rounds[-1].append(turn)
+            where = f"data.environment={trial.task!r}, {what} of {trial.record.source}"
+            doubts += [_slow(where, took_s, OWN_REWARD, config), _huge(where, turn.reward)]
+    opening, _, last = rounds[0]
     begins = f"begins with {counted(len(opening.messages), 'message')}"
-    return f"environment {trial.task}, tried on {trial.record.source}: {begins}, {last.reward:g} for {NO_ANSWER!r}"
+    line = f"environment {trial.task}, tried on {trial.record.source}: {begins}, {last.reward:g} for {NO_ANSWER!r}"
+    return [line, *dict.fromkeys(filter(None, [*doubts, *_other_turns(trial, rounds)]))]
+
+
+def _other_turns(trial: _Trial, rounds: Sequence[Sequence[Turn]]) -> Iterator[str]:
+    """Warn of an environment that does not do the same again, as it has to where a dialogue goes on elsewhere."""
+    where = f"warning     data.environment={trial.task!r} twice with {trial.record.source} and the same turn"
+    rule = "an environment has to be deterministic, since its dialogues are played again (docs/environments.md)"
+    for before, after in zip(*rounds, strict=True) if len(rounds) > 1 else ():
+        if before.messages != after.messages:
+            pair = " and ".join(
+                f"{[each.get('content', '') for each in turn.messages]!r:.60}" for turn in (before, after)
+            )
+            yield f"{where}: messages {pair}: {rule}"
+            return
+        if before.reward != after.reward:
+            yield f"{where}: rewards {before.reward:.9g} and {after.reward:.9g}: {rule}"
+            return
 
 
 def _refuse_failed_turn(trial: _Trial, turn: Turn, what: str, legal: str) -> None:
@@ -181,13 +220,13 @@ def _unheard() -> Iterator[None]:
         log.setLevel(before)
 
 
-async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> str:
-    said, tries = [], {"the reference": trial.reference, repr(NO_ANSWER): NO_ANSWER}
-    judgements = await asyncio.gather(*(pool.judge(trial.task, each, trial.reference) for each in tries.values()))
+async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
+    said, doubts, tries = [], [], {"the reference": trial.reference, repr(NO_ANSWER): NO_ANSWER}
+    verdicts = await _verdicts(pool, trial, [*tries.values()])
     if (why := pool.failed_batches.get(trial.task)) is not None:
         where = f"data.task={trial.task!r}, tried on {trial.record.source} with two completions at once"
-        raise ConfigError(f"{where}: {why}; {_LEGAL}")
-    for what, found in zip(tries, judgements, strict=True):
+        raise ConfigError(f"{where}: {why}; {_LEGAL}{_hint(why)}")
+    for what, (found, took_s) in zip(tries, verdicts, strict=True):
         where = f"data.task={trial.task!r}, tried on {trial.record.source} with {what} as the completion"
         if found.verdict is Verdict.VERIFIER_ERROR:
             limit = (
@@ -195,10 +234,112 @@ async def _tried(config: Config, pool: RewardPool, trial: _Trial) -> str:
                 if "no answer within" in found.detail
                 else ""
             )
-            raise ConfigError(f"{where}: {_cause(found.detail).removeprefix(f'{trial.task}: ')}{limit}; {_LEGAL}")
+            raise ConfigError(f"{where}: {_own_words(trial, found)}{limit}; {_LEGAL}{_hint(found.detail)}")
         _refuse_missing_parts(config, found, where)
         said.append(f"{found.reward:g} for {what}")
-    return f"reward      {trial.task}, tried on {trial.record.source}: {', '.join(said)}"
+        doubts += [_slow(where, took_s, trial.task, config), _huge(where, found.reward)]
+    if sum(took_s for _, took_s in verdicts) <= _PATIENCE_S:
+        doubts += await _judged_again(pool, trial, tries, [found for found, _ in verdicts])
+    return [f"reward      {trial.task}, tried on {trial.record.source}: {', '.join(said)}", *filter(None, doubts)]
+
+
+async def _verdicts(pool: RewardPool, trial: _Trial, completions: Sequence[str]) -> list[tuple[Judgement, float]]:
+    """Judge them, together where the function is batched; with the seconds that each took."""
+    began, found = time.monotonic(), list[tuple[Judgement, float]]()
+    if pool.judges_together(trial.task):
+        of_all = await asyncio.gather(*(pool.judge(trial.task, each, trial.reference) for each in completions))
+        return [(each, time.monotonic() - began) for each in of_all]
+    for each in completions:
+        began = time.monotonic()
+        found.append((await pool.judge(trial.task, each, trial.reference), time.monotonic() - began))
+    return found
+
+
+async def _judged_again(
+    pool: RewardPool, trial: _Trial, tries: Mapping[str, str], before: Sequence[Judgement]
+) -> list[str]:
+    """Warn of a reward that is another one the second time, or the same for whatever was tried."""
+    named = f"warning     data.task={trial.task!r}, tried on {trial.record.source}"
+    again = [found for found, _ in await _verdicts(pool, trial, [*tries.values()])]
+    for what, first, second in zip(tries, before, again, strict=True):
+        if second.verdict is Verdict.VERIFIER_ERROR:
+            return [f"{named} with {what} twice: {first.reward:.9g}, and then an error: {_own_words(trial, second)}"]
+        if _differ([first, second]):
+            return [
+                f"{named} with {what} twice: {first.reward:.9g} and {second.reward:.9g}; the same completion has to "
+                "have the same reward: it may be judged again (docs/rewards.md)"
+            ]
+    if _differ(before):
+        return []
+    others = [found for found, _ in await _verdicts(pool, trial, list(_answers(trial.reference)))]
+    if any(found.verdict is Verdict.VERIFIER_ERROR for found in others) or _differ([*before, *others]):
+        return []
+    return [
+        f"{named}: {before[0].reward:g} for {NO_ANSWER!r}, for nothing, and for the reference, alone, after ####, in "
+        "\\boxed{} and in <answer>: where all rewards are equal nothing is learnt, unless it wants another form"
+    ]
+
+
+def _differ(found: Sequence[Judgement]) -> bool:
+    return has_reward_variance(np.array([each.reward for each in found], np.float32))
+
+
+def _answers(reference: str) -> Iterator[str]:
+    """Yield what may be right, as far as a reference tells, and an empty completion."""
+    try:
+        record = json.loads(reference)
+    except ValueError:
+        record = reference
+    yield ""
+    for text in [*_leaves(record)][:_MOST_LEAVES]:
+        yield from (form.format(text) for form in _FORMS)
+        if "####" in text:  # a solution of GSM8K's
+            yield text.rpartition("####")[2].strip()
+
+
+def _leaves(value: object) -> Iterator[str]:
+    """Yield the texts and numbers in a record."""
+    if isinstance(value, str | int | float):
+        yield str(value)
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+
+
+def _slow(where: str, took_s: float, task: str, config: Config) -> str:
+    """Warn of a verdict that took more than half of its time; "" for none."""
+    limit_s = config.rewards.timeout_of(task)
+    if took_s <= limit_s / 2:
+        return ""
+    key = f"rewards.task_timeout_s of {task!r}" if task in config.rewards.task_timeout_s else "rewards.timeout_s"
+    return (
+        f"warning     {where}: {took_s:.1f} s, more than half of {key}={limit_s:g}: on a busy node it may take longer, "
+        "and what exceeds the limit has no verdict"
+    )
+
+
+def _huge(where: str, reward: float) -> str:
+    """Warn of a reward that nobody means; "" for none."""
+    if abs(reward) <= _HUGE:
+        return ""
+    return (
+        f"warning     {where}: a reward of {reward:g} is unusual (usual: {-_HUGE:g} to {_HUGE:g}); advantages that are "
+        "not divided by a deviation grow with it, and so does each step"
+    )
+
+
+def _hint(why: str) -> str:
+    """What a function of TRL, or of verifiers, means that looks for messages in a completion."""
+    if "string indices must be" not in why and "'str' object has no attribute" not in why:
+        return ""
+    return (
+        "; completions and references are texts, never messages or records: `completion` in place of "
+        "completion[0]['content'], a parameter called record for the record (docs/coming_from.md, Reward functions)"
+    )
+
+
+def _own_words(trial: _Trial, failed: Judgement) -> str:
+    return _cause(failed.detail).removeprefix(f"{trial.task}: ")
 
 
 def _refuse_missing_parts(config: Config, found: Judgement, where: str) -> None:
@@ -223,9 +364,9 @@ def _try_agent(config: Config) -> None:
         raise ConfigError(str(error).removeprefix("no agent can be started: ")) from error
 
 
-def _try_formula(key: str, path: str) -> None:
+def _try_formula(key: str, path: str, group_size: int) -> None:
     """In a process of its own: it may import torch, and do anything."""
-    command = child_command("launch.checks.own_formulas", key, path)
+    command = child_command("launch.checks.own_formulas", key, path, str(group_size))
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=child_environment(), timeout=_MOST_S, check=False,

@@ -180,7 +180,7 @@ def _tasks_are_there(config: Config) -> None:
             if asks_for_record(task) and dataset.reference_field != WHOLE_RECORD:
                 raise ConfigError(
                     f"data.reference_field={dataset.reference_field!r}: data.task={task!r} asks for the whole record "
-                    f'(its parameters say so); legal: "{WHOLE_RECORD}"'
+                    f'(its parameters say so); legal: "{WHOLE_RECORD}" (docs/rewards.md, Your own reward function)'
                 )
 
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from launch.checks.bias import biases, doubtful
+from launch.checks.bias import biases, doubtful, unusual
 from launch.checks.first_prompt import (
     date_in_prompts,
     ended_prompts,
@@ -81,7 +81,8 @@ def check_run_file(options: argparse.Namespace) -> int:
     print("\n".join([stop_tokens(tokenizer, template, config.generation.stop), *warnings]))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     software = software_not_here(load_site(options.site)) if options.site else []
-    odd = doubtful(config, num_cores=None if options.site else len(os.sched_getaffinity(0)))
+    odd = [f"warning     {line}" for line in unusual(config)]
+    odd += doubtful(config, num_cores=None if options.site else len(os.sched_getaffinity(0)))
     print("\n".join([*own, *sandbox, *evaluations, memory, *software, *biases(config), *odd]))
     return 0
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from launch.checks.audit.before_resume import look_before_going_on
+from launch.checks.bias import unusual
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.device_verdict import judge_devices
 from launch.checks.preflight import preflight
@@ -99,6 +100,8 @@ def _checked(config: Config, tell: Tell) -> GpuMap:
     gpus = map_gpus(config, here)
     findings = preflight(config)
     preview_evaluations(config, has_gpus=bool(here.words))
+    for line in unusual(config):
+        tell(f"warning: {line}")
     if gpus.devices and findings.shape is not None:
         try:
             judge_devices(config, findings.model, findings.shape, gpus, here.memory_gib)

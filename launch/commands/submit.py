@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.checks.audit.before_resume import look_before_going_on
+from launch.checks.bias import unusual
 from launch.checks.memory.host_verdict import judge_host
 from launch.checks.memory.verdict import judge_memory
 from launch.checks.other_loaders import refuse_made_up_tensors
@@ -102,6 +103,8 @@ def check(run: Submission, tell: Tell) -> None:
     if run_here:
         refuse_made_up_tensors(run.config.model.path, findings.model)
     preview_evaluations(run.config, roles_run_here=run_here)
+    for line in unusual(run.config):
+        tell(f"warning     {line}")
     refuse_small_memory(run.config, findings, run.site, run.site_file, tell)
     refuse_unfit(run.plan)
     if run.config.evaluation:

@@ -49,7 +49,7 @@ class SampleMaker:
         """As the run file says."""
         algorithm = config.algorithm
         return cls(
-            make_estimator(algorithm),
+            make_estimator(algorithm, config.admission.group_size),
             normalization(algorithm),
             algorithm.aggregation,
             config.generation.max_completion_tokens,

@@ -126,6 +126,10 @@ class RewardPool:
             await self.close()
             raise RoleFailed(f"reward pool: {failures[0]}") from failures[0]
 
+    def judges_together(self, task: str) -> bool:
+        """Return whether completions that wait at the same time are judged in one call; known once it has started."""
+        return task in self._batched
+
     async def judge(self, task: str, completion: str, reference: str) -> Judgement:
         """Score one completion.  Pure: may be repeated.
 

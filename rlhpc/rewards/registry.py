@@ -14,9 +14,10 @@ from typing import cast
 
 from rlhpc.contracts import RewardFunction
 from rlhpc.errors import ConfigError
+from rlhpc.foreign_rewards import foreign_reward
 from rlhpc.rewards.batched import BatchedFunction, asks_for_fields, is_batched
 from rlhpc.rewards.whole_record import PARAMETER, PLACE, given_its_record
-from rlhpc.user_code import is_import_path, load, look_up, parameters
+from rlhpc.user_code import is_import_path, load, look_up, parameters, required_parameters
 
 KEY = "data.task"
 
@@ -55,9 +56,13 @@ def task_names() -> tuple[str, ...]:
 def validate_task(task: str) -> None:
     """Check a task name without importing anything of the user's.
 
-    Raises ConfigError if the name is neither in the table nor an import path, or as user_code.look_up.
+    Raises ConfigError if the name is neither in the table nor an import path, as user_code.look_up, or if the function
+    is called in the way of another system.
     """
-    look_up(KEY, _import_path(task), repr(task))
+    path = _import_path(task)
+    look_up(KEY, path, repr(task))
+    if said := foreign_reward(task.partition(":")[2], required_parameters(path), parameters(path)):
+        raise ConfigError(f"{KEY}={task!r}: {said}")
 
 
 def asks_for_record(task: str) -> bool:

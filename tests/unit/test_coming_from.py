@@ -16,6 +16,7 @@ import pytest
 from rlhpc.config_file import sections, settled
 from rlhpc.errors import ConfigError
 from rlhpc.foreign_keys import SYSTEMS, USUAL, Counterpart
+from rlhpc.foreign_rewards import FOREIGN, Foreign, foreign_reward, wrapper
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 LEAST = 40  # keys of each system
@@ -35,6 +36,46 @@ def _ours(key: str) -> str:
 
 def _shown(each: Counterpart) -> str:
     return each.note if each.ours or not each.note else f"because {each.note}"
+
+
+def table_of_rewards() -> str:
+    """Markdown: the parameters of a reward function of theirs, and the function here that calls it."""
+    rows = {f"{each.system}: `{', '.join(each.arguments or each.named)}`": each for each in FOREIGN}
+    lines = [f"| {theirs} | {_called(each)} |" for theirs, each in rows.items()]
+    return "\n".join(["| parameters | here |", "|---|---|", *lines])
+
+
+def _called(each: Foreign) -> str:
+    note = f"; {each.note}" if each.note else ""
+    return f"`{wrapper('f', each, [*each.arguments])}`{note}" if each.ours else each.note
+
+
+def test_the_page_has_the_reward_functions_that_messages_know() -> None:
+    assert table_of_rewards() in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("each", FOREIGN, ids=lambda each: f"{each.system}: {each.named[-1]}")
+def test_the_line_that_calls_a_reward_function_of_theirs_calls_it(each: Foreign) -> None:
+    if not each.ours:
+        return
+    record = {name: name for name in ("data_source", "verification_info", "prompt", "answer")}
+    records = [record | {"reward_model": {"ground_truth": "7"}}]
+    given: dict[str, Any] = {}
+    names: dict[str, Any] = {"f": lambda **arguments: given.update(arguments), "parser": None}
+    exec(wrapper("f", each, [*each.arguments]), names)
+    of_ours = {"completion": "c", "completions": ["c"], "record": records[0], "records": records}
+    names["judge"](*(of_ours[name] for name in each.ours.split(", ")))
+    assert {*given} == {*each.arguments}
+    assert "c" in given.values() or ["c"] in given.values() or ["promptc"] in given.values()
+
+
+@pytest.mark.parametrize(
+    "names", [("completion", "reference"), ("solution_str", "ground_truth"), ("completion", "answer"), ("a", "b")]
+)
+def test_a_function_of_two_parameters_is_called_as_it_is(names: tuple[str, ...]) -> None:
+    assert foreign_reward("f", names, names) == ""
+    assert foreign_reward("f", names, (*names, "info", "parser", "state")) == ""  # with defaults
+    assert foreign_reward("f", (), ()) == ""  # unknown
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -97,5 +138,6 @@ def test_a_key_of_another_system_is_answered_with_ours(word: str, said: str) -> 
 
 
 if __name__ == "__main__":
+    sys.stdout.write(f"## Reward functions\n\n{table_of_rewards()}\n\n")
     for name, keys in SYSTEMS.items():
         sys.stdout.write(f"## {name}\n\n{table_of(keys)}\n\n")

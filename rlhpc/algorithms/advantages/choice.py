@@ -26,11 +26,15 @@ BY_GROUP: Mapping[str, AdvantageEstimator] = MappingProxyType(
 )
 
 
-def make_estimator(config: AlgorithmConfig) -> AdvantageEstimator:
-    """Return what algorithm.advantage names.  Raises ConfigError for a function that is not there, or does not fit."""
+def make_estimator(config: AlgorithmConfig, group_size: int | None = None) -> AdvantageEstimator:
+    """Return what algorithm.advantage names.  Raises ConfigError for a function that is not there, or does not fit.
+
+    group_size: members of the groups on which one of the user's own is tried; None: a few.
+    """
     if config.advantage == "pass_at_k":
         return PassAtK(config.pass_k)
-    return BY_GROUP.get(config.advantage) or load_own_estimator(config.advantage)
+    of_ours = BY_GROUP.get(config.advantage)
+    return of_ours or load_own_estimator(config.advantage, *(() if group_size is None else (group_size,)))
 
 
 def normalization(config: AlgorithmConfig) -> str:

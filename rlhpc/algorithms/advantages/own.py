@@ -1,6 +1,7 @@
 """An estimator of the user's own: algorithm.advantage = "package.module:function".
 
-Looked at on a tiny group when it is loaded, and each time that it is used: what does not fit would end in the weights.
+Tried on small groups when it is loaded, equal rewards and members without loss tokens among them, and checked each time
+that it is used: what does not fit would end in the weights.
 """
 
 from __future__ import annotations
@@ -11,18 +12,39 @@ from functools import partial
 import numpy as np
 
 from rlhpc.contracts import AdvantageEstimator
+from rlhpc.errors import ConfigError
 from rlhpc.types import Float32, Int32
 from rlhpc.user_code import load, try_out
 
 KEY = "algorithm.advantage"
+_PAGE = "docs/algorithms.md, Advantages"
+_REWARDS, _LENGTHS = (1.0, 0.0, 0.5), (3, 1, 2)  # of the first members; those of a larger group repeat them
+_SHOWN = 4  # members of a group that a message names
+_NOTHING = 1e-3  # an advantage below it is one of rounding
 
 
-def load_own_estimator(path: str) -> AdvantageEstimator:
-    """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or returns what does not fit."""
-    estimator = OwnEstimator(path, load(KEY, path))
-    rewards, lengths = np.array([1.0, 0.0, 0.5], np.float32), np.array([3, 1, 2], np.int32)
-    try_out(KEY, path, "rewards 1, 0, 0.5 of 3, 1, 2 tokens", partial(estimator.checked, rewards, lengths))
-    return estimator
+def load_own_estimator(path: str, group_size: int = len(_REWARDS)) -> AdvantageEstimator:
+    """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or returns what does not fit.
+
+    group_size: members of the groups on which it is tried.
+    """
+    function = load(KEY, path)
+    rewards = np.resize(np.array(_REWARDS, np.float32), group_size)
+    lengths = np.resize(np.array(_LENGTHS, np.int32), group_size)
+    only_first = np.where(np.arange(group_size) == 0, lengths, np.int32(0))
+    for group in (
+        (rewards, lengths),
+        (np.zeros_like(rewards), lengths),
+        (np.ones_like(rewards), lengths),
+        (rewards, only_first),  # completions that were cut off have no loss tokens with shaping.truncated = "masked"
+        (rewards, np.zeros_like(lengths)),
+    ):
+        on = _described(*group)
+        with np.errstate(all="ignore"):
+            problem = try_out(KEY, path, on, partial(_problem, function, *group))
+        if problem:
+            raise ConfigError(f"{KEY}={path!r}, tried on {on}: it {problem} ({_PAGE})")
+    return OwnEstimator(path, function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +56,45 @@ class OwnEstimator:
 
     def __call__(self, rewards: Float32, lengths: Int32) -> Float32:
         """Raises ConfigError: the function raises, or returns something else than a finite number for each member."""
-        return try_out(KEY, self.path, f"{len(rewards)} rewards of a run", partial(self.checked, rewards, lengths))
-
-    def checked(self, rewards: Float32, lengths: Int32) -> Float32:
-        """The same, but raises what the function raises, and ValueError."""
-        advantages = np.asarray(self.function(rewards, lengths), np.float32)
-        if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
-            raise ValueError(
-                f"{KEY}={self.path!r} returned {np.array2string(advantages, threshold=8)} for {len(rewards)} rewards; "
-                "legal: one finite number for each"
-            )
+        on = f"{len(rewards)} rewards of a run"
+        advantages = try_out(KEY, self.path, on, partial(_called, self.function, rewards, lengths))
+        if problem := _misfit(advantages, rewards):
+            raise ConfigError(f"{KEY}={self.path!r} {problem} ({_PAGE})")
         return advantages
+
+
+def _called(function: AdvantageEstimator, rewards: Float32, lengths: Int32) -> Float32:
+    return np.asarray(function(rewards, lengths), np.float32)
+
+
+def _misfit(advantages: Float32, rewards: Float32) -> str:
+    """What is wrong with what was returned, "" if nothing."""
+    if advantages.shape == rewards.shape and np.isfinite(advantages).all():
+        return ""
+    return (
+        f"returned {np.array2string(advantages, threshold=8)} for {len(rewards)} rewards; legal: one finite number for "
+        "each, and zeros where all rewards are equal"
+    )
+
+
+def _problem(function: AdvantageEstimator, rewards: Float32, lengths: Int32) -> str:
+    """What is wrong with it, as far as this group shows, "" if nothing."""
+    given: tuple[Float32, Int32] = rewards.copy(), lengths.copy()
+    advantages = _called(function, *given)
+    if problem := _misfit(advantages, rewards):
+        return problem
+    for name, before, after in zip(("rewards", "lengths"), (rewards, lengths), given, strict=True):
+        if not np.array_equal(before, after):
+            return f"changes {name} in place; legal: to leave its arguments as they are"
+    if rewards.min() == rewards.max() and np.abs(advantages).max() > _NOTHING:
+        return (
+            f"returned {np.array2string(advantages, threshold=8)} where all rewards are equal, so that a group without "
+            "a better answer would be learnt from; legal: zeros there"
+        )
+    return ""
+
+
+def _described(rewards: Float32, lengths: Int32) -> str:
+    more = ", …" if len(rewards) > _SHOWN else ""
+    shown, tokens = (", ".join(f"{each:g}" for each in values[:_SHOWN]) for values in (rewards, lengths))
+    return f"rewards {shown}{more} of {tokens}{more} tokens"

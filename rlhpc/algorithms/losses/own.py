@@ -1,14 +1,16 @@
 """A loss of the user's own: algorithm.loss = "package.module:name", any PolicyLoss.
 
-Tried on two tiny sequences when it is loaded, for what a run would find out late: that it is a sum, that its metrics
-are scalars without gradient, that what stands off the loss mask counts nothing, also where nothing stands on it, and
-that what is not finite is not hidden.  Looked at each time that it is used, as far as that costs nothing.
+Tried on two tiny sequences when it is loaded, for what a run would find out late: that it is a sum with a gradient,
+that its metrics are scalars without one, that it leaves its arguments as they are, that tokens off the loss mask count
+for nothing, also where all are, that it stays finite for ratios beyond what float32 can hold, and that it hides nothing
+that is not finite.  Checked each time that it is used, as far as that costs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from functools import cache, partial
 
 import torch
@@ -20,19 +22,26 @@ from rlhpc.user_code import load, try_out
 
 KEY = "algorithm.loss"
 FAMILY = "own_loss"  # of its metrics in TensorBoard
+PAGE = "docs/algorithms.md, A loss of your own"
 TRIAL = "a row of four tokens"
 # A device that has failed says so to whoever uses it next, as do a full disk and memory that is used up.
 OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, OSError, MemoryError)
 IDLE_TRIAL = "a row without loss tokens, as a rank without samples has"
+FAR = 100.0  # nats between two policies: the ratio is beyond float32
+FAR_TRIAL = f"a row of four tokens, of which one has become e^{FAR:g} times as likely, or as unlikely"
 
 
 @cache
 def load_own_loss(path: str) -> PolicyLoss:
     """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or breaks the contract."""
     loss, names = load(KEY, path), set[str]()
-    for trial, on in ((partial(_problem, loss, names), TRIAL), (partial(_problem_when_idle, loss), IDLE_TRIAL)):
+    for trial, on in (
+        (partial(_problem, loss, names), TRIAL),
+        (partial(_problem_when_idle, loss), IDLE_TRIAL),
+        (partial(_problem_when_far, loss), FAR_TRIAL),
+    ):
         if problem := try_out(KEY, path, on, trial):
-            raise ConfigError(f"{KEY}={path!r}, tried on {on}: {problem} (rlhpc/contracts.py, PolicyLoss)")
+            raise ConfigError(f"{KEY}={path!r}, tried on {on}: {problem} ({PAGE})")
     return OwnLoss(path, loss, tuple(sorted(names)))
 
 
@@ -53,7 +62,7 @@ class OwnLoss:
         on = f"a row of {len(current)} tokens of a run"
         returned = try_out(KEY, self.path, on, partial(self.loss, current, row), unless=OF_THE_MACHINE)
         if problem := _misfit(returned) or _news(returned[1], self.names):
-            raise ConfigError(f"{KEY}={self.path!r} in a run: {problem} (rlhpc/contracts.py, PolicyLoss)")
+            raise ConfigError(f"{KEY}={self.path!r} in a run: {problem} ({PAGE})")
         value, metrics = returned
         all_of_them = {name: metrics[name] if name in metrics else current.new_zeros(()) for name in self.names}
         return value, {f"{FAMILY}/{name.replace('/', '_')}": metric for name, metric in all_of_them.items()}
@@ -62,13 +71,13 @@ class OwnLoss:
 def _misfit(returned: object) -> str:
     """What is wrong with what a loss has returned, "" if nothing."""
     if not isinstance(returned, tuple) or len(returned) != 2:
-        return f"it returned {type(returned).__name__}; legal: the loss and its metrics"
+        return f"it returned {type(returned).__name__}; legal: the loss and its metrics, a pair"
     value, metrics = returned
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        return f"the loss is {got}; legal: one number, as a tensor"
+        return f"the loss is {got}; legal: one number, as a tensor: the sum over loss tokens"
     if not isinstance(metrics, Mapping) or not all(map(_is_metric, metrics.values())):
-        return "metrics are not scalars without gradient, tensors by name"
+        return "metrics are not scalars without gradient, tensors by name; legal: {'name': value.detach().sum()}, or {}"
     return ""
 
 
@@ -101,8 +110,9 @@ def _trial_row() -> tuple[Tensor, TokenRow]:
 def _problem(loss: PolicyLoss, names: set[str]) -> str:
     """What is wrong with it, "" if nothing.  names: gets those of its metrics."""
     current, row = _trial_row()
-    returned = loss(current.clone().requires_grad_(), row)
-    if problem := _misfit(returned):
+    passed = current.clone().requires_grad_() * 1.0  # no leaf, as in a run: torch lets it be changed in place
+    returned = loss(passed, row)
+    if problem := _misfit(returned) or _changed(passed, row) or _without_gradient(returned[0], passed):
         return problem
     names |= set(returned[1])
     return _broken_promise(loss, current, row)
@@ -110,27 +120,73 @@ def _problem(loss: PolicyLoss, names: set[str]) -> str:
 
 def _problem_when_idle(loss: PolicyLoss) -> str:
     current, row = _trial_row()
-    found = _value_and_gradient(loss, current, replace(row, loss_mask=torch.zeros(4, dtype=torch.bool)))
-    return "loss or gradient is not 0" if found.any() else ""
+    idle = replace(row, loss_mask=torch.zeros(4, dtype=torch.bool))
+    passed = current.clone().requires_grad_()
+    returned = loss(passed, idle)
+    if problem := _misfit(returned) or _without_gradient(returned[0], passed):
+        return problem
+    found = _value_and_gradient(loss, current, idle)
+    return "loss or gradient is not 0; legal: 0, from torch.where(row.loss_mask, …, 0.0).sum()" if found.any() else ""
+
+
+def _problem_when_far(loss: PolicyLoss) -> str:
+    current, row = _trial_row()
+    for place in (0, 3):  # of a good and of a bad sequence
+        token = torch.tensor([place])
+        near, far = current.index_fill(0, token, -1e-3), current.index_fill(0, token, -FAR)
+        for now, then in ((near, far), (far, near)):
+            found = _value_and_gradient(loss, now, replace(row, behaviour=then, proximal=then, reference=then))
+            if not torch.isfinite(found).all():
+                return (
+                    "loss or gradient is not finite, so that one token would have every step skipped; legal: a bound "
+                    "before exp, as (current - row.behaviour).clamp(-20, 20).exp()"
+                )
+    return ""
+
+
+def _without_gradient(value: Tensor, current: Tensor) -> str:
+    """What is to be said of a loss that does not depend on `current` for torch, "" if it does."""
+    if value.requires_grad and torch.autograd.grad(value, current, allow_unused=True)[0] is not None:
+        return ""
+    return (
+        "the loss carries no gradient; legal: a torch expression of `current`, without detach(), item(), numpy() or "
+        "torch.no_grad(), also where no token is on the loss mask"
+    )
+
+
+def _changed(current: Tensor, row: TokenRow) -> str:
+    """Which argument of the trial is no longer what it was, in words."""
+    before, given = _trial_row()
+    fields = [each.name for each in fields_of(given) if isinstance(getattr(given, each.name), Tensor)]
+    names = [f"row.{name}" for name in fields if not torch.equal(getattr(row, name), getattr(given, name))]
+    names += [] if torch.equal(current, before) else ["current"]
+    return f"it changes {names[0]} in place; legal: to leave its arguments as they are" if names else ""
 
 
 def _broken_promise(loss: PolicyLoss, current: Tensor, row: TokenRow) -> str:
     """Of sum, mask and nan, in words; "": none is broken."""
     whole = _value_and_gradient(loss, current, row)
     if not torch.isfinite(whole).all():
-        return "loss or gradient is not finite for finite numbers"
+        return "loss or gradient is not finite for finite numbers; legal: finite ones"
     apart = sum(_value_and_gradient(loss, *_sequence(current, row, index))[0] for index in (0, 1))
     if not torch.isclose(torch.as_tensor(apart), whole[0], rtol=1e-3, atol=1e-5):
-        return f"two sequences apart give {float(apart):.6g}, together {float(whole[0]):.6g}: not a sum over sequences"
+        return (
+            f"two sequences apart give {float(apart):.6g}, together {float(whole[0]):.6g}: not a sum over sequences; "
+            "legal: .sum() over loss tokens, each times row.weights; the caller divides"
+        )
     last, nan = torch.tensor([3]), torch.nan
     masked = replace(row, loss_mask=row.loss_mask.index_fill(0, last, False))
     noisy = replace(masked, **{n: getattr(row, n).index_fill(0, last, nan) for n in ("behaviour", "reference")})
     plain = _value_and_gradient(loss, current, masked)
     found = _value_and_gradient(loss, current.index_fill(0, last, nan), noisy)
     if not torch.equal(found[:4], plain[:4]) or found[4] != 0:
-        return "nan off the loss mask changes loss or gradient"
+        return (
+            "nan off the loss mask changes loss or gradient; legal: torch.where(row.loss_mask, …, 0.0) of every "
+            "argument first, since 0 · nan is nan"
+        )
     broken = _value_and_gradient(loss, current.index_fill(0, last, nan), row)
-    return "" if torch.isnan(broken[0]) else "a log-probability of nan gives a finite loss, so that no step is skipped"
+    hidden = "a log-probability of nan gives a finite loss, so that no step is skipped; legal: nan, not nan_to_num()"
+    return "" if torch.isnan(broken[0]) else hidden
 
 
 def _value_and_gradient(loss: PolicyLoss, current: Tensor, row: TokenRow) -> Tensor:

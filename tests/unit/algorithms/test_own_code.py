@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhpc.algorithms.advantages.choice import make_estimator
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.config_algorithm import LOSSES, AlgorithmConfig
 from rlhpc.errors import ConfigError
 from rlhpc.metrics.names import find_metric
 
@@ -32,6 +32,14 @@ def loss(current, row):
 def median(rewards, lengths):
     import numpy as np
     return rewards - np.median(rewards)
+"""
+RATIO = """
+import torch
+
+def ratio(above, below, row):
+    above, below = (torch.where(row.loss_mask, values, 0.0) for values in (above, below))
+    return (above - below).exp()
+
 """
 BROKEN_LOSSES = {
     "a mean": (
@@ -60,6 +68,38 @@ BROKEN_LOSSES = {
         "tried on a row without loss tokens, as a rank without samples has: loss or gradient is not 0",
     ),
     "raises": ("undefined, {}", r"tried on a row of four tokens: NameError\("),
+    "no gradient": (
+        "-(row.advantages * current.detach()).sum(), {}",
+        r"the loss carries no gradient; legal: a torch expression of `current`",
+    ),
+    "a gradient of something else": (
+        "row.weights.clone().requires_grad_().sum(), {}",
+        r"the loss carries no gradient; legal: a torch expression of `current`",
+    ),
+    "no gradient without loss tokens": (
+        "(torch.where(row.loss_mask, current, 0.0).sum() if row.loss_mask.any() else torch.zeros(())), {}",
+        "without loss tokens, .*: the loss carries no gradient; legal: .* where no token is on the loss mask",
+    ),
+    "a ratio without bound": (
+        "(row.advantages * row.loss_mask * ratio(current, row.behaviour, row)).sum(), {}",
+        r"has become e\^100 times as likely.*: loss or gradient is not finite.*clamp\(-20, 20\)",
+    ),
+    "a ratio of another policy without bound": (
+        "(row.loss_mask * ratio(row.reference, current, row)).sum(), {}",
+        r"has become e\^100 times as likely",
+    ),
+    "a change of its row": (
+        "torch.where(row.loss_mask, current * row.advantages.mul_(2), 0.0).sum(), {}",
+        "it changes row.advantages in place; legal: to leave its arguments as they are",
+    ),
+    "a change of what carries the gradient": (
+        "torch.where(row.loss_mask, current.clamp_(min=-1), 0.0).sum(), {}",
+        "it changes current in place; legal",
+    ),
+    "a loss per token": (
+        "torch.where(row.loss_mask, current, 0.0), {}",
+        r"the loss is a tensor of shape \(4,\); legal: one number, as a tensor: the sum",
+    ),
     "no pair": ("current.sum()", "it returned Tensor; legal: the loss and its metrics"),
     "no tensor": ("0.0, {}", "the loss is float; legal: one number, as a tensor"),
 }
@@ -191,10 +231,22 @@ def test_a_loss_of_ones_own_costs_no_operation_more_than_it_has(module: Path) ->
 @pytest.mark.parametrize("kind", BROKEN_LOSSES)
 def test_a_loss_that_breaks_the_contract_is_refused_with_what_is_wrong(module: Path, kind: str) -> None:
     expression, message = BROKEN_LOSSES[kind]
-    module.write_text(f"import torch\ndef loss(current, row):\n    return {expression}\n")
+    module.write_text(f"{RATIO}def loss(current, row):\n    return {expression}\n")
     with pytest.raises(ConfigError, match=message) as error:
         make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 0)
     assert str(error.value).startswith(f"algorithm.loss='{module.stem}:loss'")
+
+
+@pytest.mark.parametrize("proximal", ["current", "behaviour", "loglinear"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_of_ours_would_pass_the_trial(module: Path, name: str, proximal: str) -> None:
+    module.write_text(
+        "from rlhpc.algorithms.losses.policy_loss import make_policy_loss\n"
+        "from rlhpc.config_algorithm import AlgorithmConfig\n"
+        f"config = AlgorithmConfig(loss={name!r}, proximal={proximal!r}, importance_cap='off', kl_coefficient=0.1)\n"
+        "loss = make_policy_loss(config, 2)\n"
+    )
+    make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 2)
 
 
 def test_an_estimator_of_ones_own_is_used(module: Path) -> None:
@@ -211,12 +263,41 @@ def test_an_estimator_of_ones_own_is_used(module: Path) -> None:
         ("rewards.sum()", "returned 1.5 for 3 rewards"),
         ("rewards * float('nan')", "returned"),
         ("rewards[:2]", "for 3 rewards"),
+        ("np.subtract(rewards, rewards.mean(), out=rewards)", "it changes rewards in place; legal"),
+        ("(lengths.sort(), rewards - rewards.mean())[1]", "it changes lengths in place; legal"),
     ],
 )
 def test_an_estimator_that_does_not_fit_is_refused(module: Path, expression: str, message: str) -> None:
-    module.write_text(f"def mine(rewards, lengths):\n    return {expression}\n")
+    module.write_text(f"import numpy as np\ndef mine(rewards, lengths):\n    return {expression}\n")
     with pytest.raises(ConfigError, match=f"tried on rewards 1, 0, 0.5 of 3, 1, 2 tokens: .*{message}"):
         make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("(rewards - rewards.mean()) / rewards.std()", "rewards 0, 0, 0 of 3, 1, 2 tokens: .*legal: one finite number"),
+        ("rewards - 0.5", "rewards 0, 0, 0 of 3, 1, 2 tokens: .*where all rewards are equal.*legal: zeros there"),
+        ("rewards * (rewards.max() > 0)", "rewards 1, 1, 1 of 3, 1, 2 tokens: .*legal: zeros there"),
+        ("rewards - np.average(rewards, weights=lengths)", "rewards 1, 0, 0.5 of 0, 0, 0 tokens: ZeroDivisionError"),
+        ("(rewards - rewards.mean()) / lengths", "rewards 1, 0, 0.5 of 3, 0, 0 tokens: .*legal: one finite number"),
+    ],
+)
+def test_an_estimator_that_fails_where_rewards_are_equal_or_tokens_are_missing_is_refused(
+    module: Path, expression: str, message: str
+) -> None:
+    module.write_text(f"import numpy as np\ndef mine(rewards, lengths):\n    return {expression}\n")
+    with pytest.raises(ConfigError, match=f"tried on {message}"):
+        make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
+
+
+def test_an_estimator_is_tried_on_groups_of_the_runs_size(module: Path) -> None:
+    """One that takes the four best of eight has nothing to say of three."""
+    module.write_text("def mine(rewards, lengths):\n    return rewards - sorted(rewards)[7]\n")
+    config = AlgorithmConfig(advantage=f"{module.stem}:mine")
+    assert make_estimator(config, 8)(np.ones(8, np.float32), np.ones(8, np.int32)).tolist() == [0] * 8
+    with pytest.raises(ConfigError, match=r"tried on rewards 1, 0, 0\.5, 1, … of 3, 1, 2, 3, … tokens: IndexError"):
+        make_estimator(config, 7)
 
 
 def test_a_function_of_python_itself_that_does_not_fit_is_refused() -> None:
@@ -226,7 +307,7 @@ def test_a_function_of_python_itself_that_does_not_fit_is_refused() -> None:
 
 
 def test_an_estimator_that_fails_later_says_so(module: Path) -> None:
-    module.write_text("def mine(rewards, lengths):\n    return rewards[:3]\n")
+    module.write_text("def mine(rewards, lengths):\n    return (rewards - rewards.mean())[:3]\n")
     estimator = make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
     with pytest.raises(ConfigError, match=rf"algorithm\.advantage='{module.stem}:mine' returned .* for 4 rewards"):
         estimator(np.zeros(4, np.float32), np.ones(4, np.int32))
@@ -234,7 +315,8 @@ def test_an_estimator_that_fails_later_says_so(module: Path) -> None:
 
 def test_what_an_estimator_raises_later_has_its_name(module: Path) -> None:
     module.write_text(
-        "def mine(rewards, lengths):\n    return rewards / (1 if len(rewards) == 3 else {}[len(rewards)])\n"
+        "def mine(rewards, lengths):\n"
+        "    return (rewards - rewards.mean()) / (1 if len(rewards) == 3 else {}[len(rewards)])\n"
     )
     estimator = make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
     with pytest.raises(ConfigError, match=rf"{module.stem}:mine', tried on 4 rewards of a run: KeyError\(4"):

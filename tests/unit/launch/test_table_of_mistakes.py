@@ -25,7 +25,14 @@ from launch.cli import main
 from rlhpc.exit_status import EXIT_CONFIG
 from tests.ring.run_kit import Lab, make_lab
 from tests.unit.doc_pages import ROOT
-from tests.unit.launch.bad_inputs import code_cases, data_cases, model_cases, place_cases, run_file_cases
+from tests.unit.launch.bad_inputs import (
+    code_cases,
+    data_cases,
+    model_cases,
+    place_cases,
+    run_file_cases,
+    warned_cases,
+)
 from tests.unit.launch.bad_inputs.desk import Case, Desk
 
 PAGE = ROOT / "docs" / "bad_inputs.md"
@@ -48,8 +55,17 @@ TABLES: Mapping[str, tuple[Case, ...]] = {
     "Evaluations": place_cases.EVALUATIONS,
     "Site files (`--site`)": place_cases.SITES,
 }
-CASES = [pytest.param(each, id=f"{title}: {each.what}") for title, table in TABLES.items() for each in table]
+WARNED: Mapping[str, tuple[Case, ...]] = {
+    "Warnings of values": warned_cases.UNUSUAL,
+    "Warnings of keys beside others": warned_cases.BESIDE_OTHERS,
+    "Warnings of your own code": warned_cases.CODE,
+}
+CASES, DOUBTS = (
+    [pytest.param(each, id=f"{title}: {each.what}") for title, table in tables.items() for each in table]
+    for tables in (TABLES, WARNED)
+)
 ANEW = "docs/bad_inputs.md is not of today: python -m tests.unit.launch.test_table_of_mistakes"
+OF_THE_LAB = "AutoTokenizer takes"  # a warning of its tiny model
 # Words of libraries that may change with their versions, and of this machine.
 VARYING = (
     (re.compile(r"(is not a readable (?:Parquet|Arrow) file: ).*"), r"\1…"),
@@ -59,6 +75,8 @@ VARYING = (
     (re.compile(r"CUDA_VISIBLE_DEVICES[^)]*"), "CUDA_VISIBLE_DEVICES …"),
     (re.compile(r"(cannot be read: ).*"), r"\1…"),
     (re.compile(r"0x[0-9a-f]{6,}"), "0x…"),
+    (re.compile(r"\d+\.\d(?= s, more than half)"), "…"),
+    (re.compile(r"(processes that share )\d+"), r"\1…"),
 )
 
 
@@ -99,22 +117,33 @@ def test_a_mistake_is_refused_with_place_value_and_what_is_legal(
     assert not (tmp_path / "runs" / "first" / "config.json").exists()
 
 
-def test_what_is_right_is_accepted(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.starts
+@pytest.mark.parametrize("case", DOUBTS)
+def test_what_is_legal_and_seldom_meant_is_warned_of(lab: Lab, tmp_path: Path, case: Case) -> None:
+    desk, words = _spoiled(lab, tmp_path, case)
+    message = _warnings(desk, words)
+    for part in case.says:
+        assert part in message
+    assert _row(lab, desk, case, message) in PAGE.read_text(encoding="utf-8").splitlines(), ANEW
+
+
+def test_what_is_right_is_accepted_without_a_warning(lab: Lab, tmp_path: Path) -> None:
     """The desk on which mistakes are made: nothing but the mistake is refused."""
     desk, _ = _spoiled(lab, tmp_path, Case("nothing", lambda desk: None, ()))
-    assert _refusal(desk, "check", [])[0] == 0
+    assert _warnings(desk, []) == ""
 
 
 def test_there_are_enough_of_them_and_no_two_are_alike() -> None:
-    names = [(title, each.what) for title, table in TABLES.items() for each in table]
+    names = [(title, each.what) for tables in (TABLES, WARNED) for title, table in tables.items() for each in table]
     assert len(names) == len({*names}) >= 120
 
 
 def test_the_page_has_a_row_for_each() -> None:
     """The test above compares their words."""
     shown = re.findall(r"^\| (.*?) \| ``", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert shown == [_cell(each.what) for table in TABLES.values() for each in table], ANEW
-    assert f"{len(shown)} mistakes" in PAGE.read_text(encoding="utf-8"), ANEW
+    wanted = [_cell(each.what) for tables in (TABLES, WARNED) for table in tables.values() for each in table]
+    assert shown == wanted, ANEW
+    assert f"{sum(map(len, TABLES.values()))} mistakes" in PAGE.read_text(encoding="utf-8"), ANEW
 
 
 # ------------------------------------------------------------------------------------------------------------ internals
@@ -129,7 +158,21 @@ def _spoiled(lab: Lab, root: Path, case: Case) -> tuple[Desk, list[str]]:
 
 
 def _refusal(desk: Desk, command: str, words: list[str]) -> tuple[int, str]:
-    """(exit status, what is said on stderr), with the user's directory as the current one and on the import path."""
+    """Return exit status and what is said on stderr."""
+    status, _, errors = _said(desk, command, words)
+    return status, errors
+
+
+def _warnings(desk: Desk, words: list[str]) -> str:
+    """Return the warnings of `rlhpc check`, without the word, and assert that it refuses nothing."""
+    status, output, errors = _said(desk, "check", words)
+    assert status == 0, errors
+    said = [line.removeprefix("warning     ") for line in output.splitlines() if line.startswith("warning")]
+    return "\n".join(line for line in said if not line.startswith(OF_THE_LAB))
+
+
+def _said(desk: Desk, command: str, words: list[str]) -> tuple[int, str, str]:
+    """Return exit status, stdout and stderr, with the user's directory as the current one and on the import path."""
     output, errors = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(desk.root),
@@ -138,7 +181,7 @@ def _refusal(desk: Desk, command: str, words: list[str]) -> tuple[int, str]:
         contextlib.redirect_stderr(errors),
     ):
         status = main([command, "run.toml", *words])
-    return status, errors.getvalue().removeprefix("rlhpc: ").rstrip("\n")
+    return status, output.getvalue(), errors.getvalue().removeprefix("rlhpc: ").rstrip("\n")
 
 
 @contextlib.contextmanager
@@ -172,13 +215,15 @@ def page() -> str:
     parts = [re.sub(r"\d+ mistakes", f"{number} mistakes", head).rstrip("\n")]
     with tempfile.TemporaryDirectory() as place:
         lab = make_lab(Path(place) / "lab")
-        for title, table in TABLES.items():
-            parts += ["", f"## {title}", "", "| mistake | what is said |", "|---|---|"]
+        for title, table in [*TABLES.items(), *WARNED.items()]:
+            what = "what is legal" if title in WARNED else "mistake"
+            parts += ["", f"## {title}", "", f"| {what} | what is said |", "|---|---|"]
             for index, each in enumerate(table):
                 root = Path(place) / f"{len(parts)}_{index}"
                 root.mkdir()
                 desk, words = _spoiled(lab, root, each)
-                parts.append(_row(lab, desk, each, _refusal(desk, "check", words)[1]))
+                said = _warnings(desk, words) if title in WARNED else _refusal(desk, "check", words)[1]
+                parts.append(_row(lab, desk, each, said))
     return "\n".join(parts) + "\n"
 
 

@@ -12,9 +12,10 @@ CHAT = model_file(
 )
 
 
-def _game(*methods: str) -> Spoil:
+def game(*methods: str) -> Spoil:
     """An environment of the user's own, in which these stand in the place of what is right."""
-    head = "from rlhpc.environment import Environment, Step\nclass Game(Environment):\n"
+    head = "import itertools, time\nfrom rlhpc.environment import Environment, Step\n"
+    head += "NUMBERS = map(str, itertools.count(1))\nclass Game(Environment):\n"
     right = ("async def reset(self, record): return []", "async def step(self, completion): return Step(is_done=True)")
     body = "".join(f"    {method}\n" for method in (*right, *methods))
     return both(
@@ -32,7 +33,19 @@ REWARDS = (
     case("an exception on import", module("x = 1 / 0\n" + DEF + "    return 1.0\n", **MINE), "data.task='mine:judge'", "ZeroDivisionError", is_tried=True),
     case("a program for a module", module("import argparse\n" + DEF + "    return 1.0\np = argparse.ArgumentParser()\np.add_argument('model')\np.parse_args([])\n", **MINE), "data.task='mine:judge'", "SystemExit", "__main__", is_tried=True),
     case("a number in place of a function", module("judge = 3\n", **MINE), "data.task='mine:judge'", "function", is_tried=True),
-    case("one parameter", module("def judge(completion):\n    return 1.0\n", **MINE), "data.task='mine:judge'", "train.jsonl:1", "positional argument", is_tried=True),
+    case("one parameter", module("def judge(completion):\n    return 1.0\n", **MINE), "data.task='mine:judge'", "one parameter; legal: def judge(completion, reference): return judge(completion)", "docs/coming_from.md"),
+    case("a function of verl", module("def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n    return 1.0\n", data={"task": "mine:compute_score"}), "data.task='mine:compute_score'", "parameters of verl (data_source, solution_str, ground_truth, extra_info)", "solution_str=completion", 'data.reference_field = "*"', "docs/coming_from.md"),
+    case("a function of verl with keywords alone", module("def compute_score(*, data_source, solution_str, ground_truth):\n    return 1.0\n", data={"task": "mine:compute_score"}), "parameters of verl", "docs/coming_from.md"),
+    case("a batched function of verl", module("def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return [1.0 for _ in solution_strs]\n", data={"task": "mine:compute_score"}), "parameters of verl, in batches", "def judge(completions, records)"),
+    case("a function of prime-rl", module("def reward(completion, verification_info):\n    return 1.0\n", data={"task": "mine:reward"}), "parameters of prime-rl", 'verification_info=record["verification_info"]'),
+    case("a function of a rubric", module("def correct(prompt, completion, answer, state):\n    return 1.0\n", data={"task": "mine:correct"}), "parameters of prime-rl's verifiers", "a completion is a text here"),
+    case("a function of TRL that asks for tokens", module("def reward(prompts, completions, completion_ids, **kwargs):\n    return [1.0 for _ in completions]\n", data={"task": "mine:reward"}), "parameters of TRL", "without completion_ids"),
+    case("a function of TRL whose completions are messages", module("def reward(completions, answer, **kwargs):\n    return [float(each[0]['content'] == right) for each, right in zip(completions, answer)]\n", data={"task": "mine:reward", "reference_field": "*"}), "two completions at once", "TypeError", "`completion` in place of completion[0]['content']", "docs/coming_from.md", is_tried=True),
+    case("a function of AReaL", module("def reward(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):\n    return 1.0\n", data={"task": "mine:reward"}), "parameters of AReaL", "completions=completion"),
+    case("a function of OpenRLHF", module("def reward_func(queries, prompts, labels):\n    return [1.0 for _ in labels]\n", data={"task": "mine:reward_func"}), "parameters of OpenRLHF", 'labels=[each["answer"] for each in records]'),
+    case("a function of slime", module("async def custom_rm(args, sample, **kwargs):\n    return 1.0\n", data={"task": "mine:custom_rm"}), "parameters of slime", "sample.label"),
+    case("the reference before the completion", module("def score(ground_truth, response):\n    return 1.0\n", data={"task": "mine:score"}), "takes 'ground_truth' first", "score(ground_truth=reference, response=completion)"),
+    case("a reference that is read as a record", module("def judge(completion, reference):\n    return float(completion == reference['answer'])\n", **MINE), "string indices", "a parameter called record", is_tried=True),
     case("four parameters", module("def judge(data_source, solution, truth, extra):\n    return 1.0\n", **MINE), "data.task='mine:judge'", "missing 2 required", is_tried=True),
     case("it raises", module(DEF + "    raise KeyError('x')\n", **MINE), "data.task='mine:judge'", "train.jsonl:1", "KeyError: 'x'", is_tried=True),
     case("it returns a text", module(DEF + "    return '1.0'\n", **MINE), "data.task='mine:judge'", "not str", is_tried=True),
@@ -70,11 +83,11 @@ ENVIRONMENTS = (
     case("a class that is no environment", both(CHAT, module("class Game:\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "Environment", is_tried=True),
     case("an environment that lacks a method", both(CHAT, module("from rlhpc.environment import Environment\nclass Game(Environment):\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "lacks", is_tried=True),
     case("an environment with an error on import", both(CHAT, module("import no_such_package\nclass Game: pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "no_such_package", is_tried=True),
-    case("an environment whose reset raises", _game("async def reset(self, record): return [record['question']]"), "data.environment='mine:Game', tried on", "train.jsonl:1, reset(record)", "KeyError: 'question'", is_tried=True),
-    case("an environment whose reset is not async", _game("def reset(self, record): return []"), "data.environment='mine:Game'", "reset(record)", "await", "legal: async reset(record)", is_tried=True),
-    case("an environment whose reset returns a text", _game("async def reset(self, record): return 'Begin.'"), "data.environment='mine:Game'", "reset(record)", "a list of messages is wanted", "not str", is_tried=True),
-    case("an environment whose step returns a number", _game("async def reset(self, record): return []", "async def step(self, completion): return 1.0"), "data.environment='mine:Game'", "step('I do not know.')", "legal: async step(completion)", is_tried=True),
-    case("an environment whose step returns messages without content", _game("async def reset(self, record): return []", "async def step(self, completion): return Step([{'role': 'user', 'text': 'lower'}])"), "data.environment='mine:Game'", "step('I do not know.')", "a message is", is_tried=True),
+    case("an environment whose reset raises", game("async def reset(self, record): return [record['question']]"), "data.environment='mine:Game', tried on", "train.jsonl:1, reset(record)", "KeyError: 'question'", is_tried=True),
+    case("an environment whose reset is not async", game("def reset(self, record): return []"), "data.environment='mine:Game'", "reset(record)", "await", "legal: async reset(record)", is_tried=True),
+    case("an environment whose reset returns a text", game("async def reset(self, record): return 'Begin.'"), "data.environment='mine:Game'", "reset(record)", "a list of messages is wanted", "not str", is_tried=True),
+    case("an environment whose step returns a number", game("async def reset(self, record): return []", "async def step(self, completion): return 1.0"), "data.environment='mine:Game'", "step('I do not know.')", "legal: async step(completion)", is_tried=True),
+    case("an environment whose step returns messages without content", game("async def reset(self, record): return []", "async def step(self, completion): return Step([{'role': 'user', 'text': 'lower'}])"), "data.environment='mine:Game'", "step('I do not know.')", "a message is", is_tried=True),
     case("an agent without a program", both(CHAT, key("data.environment", "agent", data__use_chat_template=True, data__task="environment")), "agent.function", "agent.command"),
     case("an agent of another program", both(CHAT, key("data.environment", "agent", data__use_chat_template=True, data__task="environment", agent__command=["no-such-program"])), "agent.command=['no-such-program']", "legal: one on PATH"),
     case("an agent's script that is not there", both(CHAT, key("data.environment", "agent", data__use_chat_template=True, data__task="environment", agent__command=["python3", "-u", "no_such_script.py"])), "no file 'no_such_script.py'", "agent.command=['python3', '-u', 'no_such_script.py']", "legal: a script that is there"),
@@ -87,6 +100,14 @@ LOSSES = (
     case("a loss that is not there", module("def other(a, b): pass\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", "other"),
     case("an advantage with an error on import", module("import no_such_package\ndef mine(rewards, lengths): pass\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", "no_such_package", is_tried=True),
     case("a program for a loss", module("import sys\ndef loss(current, row): pass\nsys.exit(0)\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", "SystemExit", "__main__", is_tried=True),
+    case("a loss without gradient", module("def loss(current, row):\n    return -(current.detach() * row.advantages).sum(), {}\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", "carries no gradient; legal: ", "docs/algorithms.md", is_tried=True),
+    case("a loss with a ratio that is not bounded", module("import torch\ndef loss(current, row):\n    c, b = (torch.where(row.loss_mask, v, 0.0) for v in (current, row.behaviour))\n    return -(row.loss_mask * row.advantages * (c - b).exp()).sum(), {}\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", "e^100 times as likely", "clamp(-20, 20)", is_tried=True),
+    case("a loss for each token", module("import torch\ndef loss(current, row):\n    return torch.where(row.loss_mask, current, 0.0), {}\n", algorithm={"loss": "mine:loss"}), "shape (4,); legal: one number", is_tried=True),
+    case("a loss that changes its row", module("def loss(current, row):\n    row.advantages.mul_(row.loss_mask)\n    row.weights.zero_()\n    return (current * row.advantages).sum(), {}\n", algorithm={"loss": "mine:loss"}), "it changes row.weights in place; legal: ", is_tried=True),
+    case("an advantage divided by a deviation of 0", module("def mine(rewards, lengths):\n    return (rewards - rewards.mean()) / rewards.std()\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", "rewards 0, 0, 0, 0", "zeros where all rewards are equal", "docs/algorithms.md", is_tried=True),
+    case("an advantage where no answer is better", module("def mine(rewards, lengths):\n    return rewards - 0.5\n", algorithm={"advantage": "mine:mine"}), "where all rewards are equal", "legal: zeros there", is_tried=True),
+    case("an advantage divided by tokens that are not there", module("def mine(rewards, lengths):\n    return (rewards - rewards.mean()) / lengths\n", algorithm={"advantage": "mine:mine"}), "of 3, 0, 0, 0 tokens", "legal: one finite number for each", is_tried=True),
+    case("an advantage that changes its rewards", module("def mine(rewards, lengths):\n    rewards -= rewards.mean()\n    return rewards\n", algorithm={"advantage": "mine:mine"}), "it changes rewards in place; legal: ", is_tried=True),
     case("a loss that is a mean", module("def loss(current, row):\n    return (current * row.advantages * row.loss_mask).mean(), {}\n", algorithm={"loss": "mine:loss"}), "algorithm.loss='mine:loss'", is_tried=True),
     case("an advantage of one number", module("def mine(rewards): return 0.0\n", algorithm={"advantage": "mine:mine"}), "algorithm.advantage='mine:mine'", is_tried=True),
 )  # fmt: skip
