@@ -17,7 +17,7 @@ from launch.common.counted import counted
 from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, read_plan
-from launch.run_files.run_state import is_complete
+from launch.run_files.run_state import is_complete, read_attempt
 from launch.slurm.control import cancel
 from launch.slurm.this_job import ThisJob, TimeLimit
 from launch.supervisor.controller_job import ControllerJobSupervisor
@@ -90,11 +90,17 @@ def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, sign
         outcome.cause = Cause.TIME  # saving took longer than ever before
     elif outcome.cause is Cause.TIME and signals.end_requested and limit.left_s() > LIMIT_S:
         outcome.cause = Cause.SIGNAL  # it was cancelled meanwhile, or Slurm requeues it itself
-    if outcome.cause is Cause.SIGNAL and plan.hosts_controller and not outcome.status and job.is_to_go_on():
+    if outcome.cause is Cause.SIGNAL and not outcome.status and owns_run(plan, job) and job.is_to_go_on():
         outcome.cause = Cause.STOP
         with suppress(OSError):  # as `rlhpc stop` does
             plan.layout.stop_request.touch()
     return outcome
+
+
+def owns_run(plan: JobPart, job: ThisJob) -> bool:
+    """Whether the run ends with this job: it is not one that stood by, or was taken over from."""
+    attempt = read_attempt(plan.layout)
+    return plan.hosts_controller and (attempt is None or attempt.owner == (job.job_id, job.restart))
 
 
 def _over_before_it_began(plan: JobPart) -> Outcome | None:

@@ -173,11 +173,9 @@ def supervise_locally(
     if outcome.cause is Cause.COMPLETE:
         return 0
     if outcome.cause in (Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
-        note_stop(layout)
-        if not outcome.status:  # of its controller, if one was started
-            return 0
-        if outcome.status == 128 + signal.SIGKILL:  # it took too long
-            return Cause.INTERRUPTED.status
+        if outcome.status in (None, 128 + signal.SIGKILL):  # of its controller: the latter if it took too long
+            note_stop(layout)
+            return Cause.INTERRUPTED.status if outcome.status else 0
         outcome = Outcome(Cause.FAILED, supervisor.controller_summary, outcome.status)
     log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
     tell(outcome.text)

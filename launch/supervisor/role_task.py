@@ -204,6 +204,7 @@ class _Task:
             shutil.rmtree(temporary, ignore_errors=True)
             if self._held is not None:
                 os.close(self._held)
+                self._held = None
             if not self._plan.is_local:  # whose supervisor has made it
                 leave_node(base)
         return status if status >= 0 else 128 - status
@@ -253,7 +254,7 @@ class _Task:
             own_directory(base)
         with contextlib.nullcontext() if self._plan.is_local else _locked(base):
             own = Path(tempfile.mkdtemp(prefix=f"{self._options.role[:1]}{self._replica}-", dir=base))
-            self._held = _held(own)
+            self._held = _held(own, waits=True)
         return base, own
 
     def _command(self, base: Path) -> list[str]:
@@ -349,14 +350,14 @@ def _locked(base: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _held(directory: Path) -> int | None:
+def _held(directory: Path, *, waits: bool = False) -> int | None:
     """A process's directory, open and locked until it is closed, which systemd-tmpfiles leaves alone, too.
 
-    None: a living task has it, or there are no locks.
+    waits: for a cleaner that looks at it.  None: a living task has it, or there are no locks.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         return None

@@ -19,6 +19,7 @@ from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.run_files.run_state import Attempt, read_progress
 from launch.slurm.this_job import NoTimeLimit, ThisJob
+from launch.supervisor.__main__ import owns_run
 from launch.supervisor.controller_job import ControllerJobSupervisor
 from launch.supervisor.signals import Signals
 from launch.supervisor.worker_job import WorkerJobSupervisor
@@ -93,6 +94,15 @@ def test_a_signal_to_a_batch_step_that_slurm_lets_go_on_is_a_persons(
     if said is not None:
         squeue.write_text(f"{said}\n")
     assert ThisJob.of({"SLURM_JOB_ID": "8"}).is_to_go_on() is is_to_go_on
+
+
+def test_a_signal_to_a_job_that_stands_by_stops_no_run_of_another_job(layout: RunLayout) -> None:
+    plan, (owner, follower) = plan_of(layout, "controller"), (ThisJob.of({"SLURM_JOB_ID": n}) for n in "78")
+    assert owns_run(plan, owner)
+    assert not owns_run(plan, follower)
+    assert not owns_run(plan_of(layout, "generator"), owner)
+    layout.attempt.unlink()
+    assert owns_run(plan, follower)
 
 
 @pytest.mark.parametrize(("said", "cause"), [(IN_GRACE, Cause.TIME), (UNTROUBLED, Cause.STOP)])
