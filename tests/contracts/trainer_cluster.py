@@ -73,13 +73,18 @@ class RankProcesses:
     ) -> list[Any]:
         """Run a scenario on all ranks; return their results in rank order.
 
-        Raises AssertionError with the traceback of every rank that raised or the news that it hangs; then all of them
-        have ended: what state they were in nobody knows.
+        Raises AssertionError with the traceback of every rank that raised or the news that it hangs; then, and when a
+        test's time limit interrupts the wait, all of them have ended: what state they were in nobody knows, and a late
+        answer would be taken for that to the next question.
         """
         scratch.mkdir(parents=True, exist_ok=True)
         for pipe in self._pipes:
             pipe.send((scenario, layout, scratch, arguments))
-        answers = self._collect()
+        try:
+            answers = self._collect()
+        except BaseException:
+            self.close(grace_s=0)
+            raise
         failures = [
             f"rank {rank}: {'no answer' if rank not in answers else answers[rank][1]}"
             for rank in range(self.world_size)
