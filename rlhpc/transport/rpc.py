@@ -89,16 +89,17 @@ class RpcClient:
             if replica.channel is old:
                 await self._retire(replica)
 
-    async def call(self, request: Any, timeout_s: float) -> Any:
+    async def call(self, request: Any, timeout_s: float, tried: set[int] | None = None) -> Any:
         """Return the reply, under the request's own id.
 
         timeout_s: of one attempt, counted from its turn: a replica that answers earlier requests, of any client, has a
         queue, and the call waits as long as it makes progress.  The replica with the fewest outstanding requests is
         tried first, after a failure another one.  A channel that is closed meanwhile does not count as an attempt.
+        tried: kept by a caller whom a reply may not content; another call with it goes to a replica that is not in it.
         Raises ChannelTimeout after max_attempts, ChannelClosed if no replica is left, ProtocolError if the request may
         not be sent.
         """
-        tried: set[int] = set()
+        tried = set() if tried is None else tried
         num_failures = 0
         while num_failures < self._max_attempts:
             replica = self._choose(tried)

@@ -55,7 +55,7 @@ class ScriptedJudges:
     def __init__(self, world: Simulation, name: str) -> None:
         self._world, self._name, self._serial = world, name, 0
 
-    async def call(self, request: RewardRequest, timeout_s: float) -> RewardReply:
+    async def call(self, request: RewardRequest, timeout_s: float, tried: set[int] | None = None) -> RewardReply:
         rng = self._world.rng
         await asyncio.sleep(rng.random() * 0.2)
         self._serial += 1

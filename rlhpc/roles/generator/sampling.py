@@ -312,11 +312,12 @@ class Sampling:
     async def _attempts(self, judges: RpcClient, request: RewardRequest | TurnRequest) -> Any:
         rewards = self._config.rewards
         timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.longest_timeout_s)
-        reply = await judges.call(request, timeout_s)
+        tried: set[int] = set()  # its node may be what fails, and fails fast, so that it would always be the idlest
+        reply = await judges.call(request, timeout_s, tried)
         for _ in range(1, rewards.max_attempts):
             if reply.verdict != Verdict.VERIFIER_ERROR.value:
                 break
-            reply = await judges.call(request, timeout_s)
+            reply = await judges.call(request, timeout_s, tried)
         return reply
 
     async def _next_link(self, other_than: Link | None = None) -> Link:

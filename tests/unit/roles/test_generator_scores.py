@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ MAX_ATTEMPTS = 3
 class Verifier:
     """A reward service that fails so many times before it has a verdict."""
 
-    def __init__(self, num_failures: int, rewards_at: dict[int, float] | None = None) -> None:
-        self.server = MemoryServer(REWARDS)
+    def __init__(self, num_failures: int, rewards_at: dict[int, float] | None = None, replica: int = 0) -> None:
+        self.server = MemoryServer(REWARDS, replica)
         self.asked: list[RewardRequest] = []
         self._num_failures, self._rewards_at = num_failures, rewards_at or {}
 
@@ -48,7 +48,7 @@ class Verifier:
 
 
 @asynccontextmanager
-async def generator(root: Path, verifier: Verifier, stop_probability: float) -> AsyncIterator[MemoryServer]:
+async def generator(root: Path, verifiers: Sequence[Verifier], stop_probability: float) -> AsyncIterator[MemoryServer]:
     """What a generator samples of the leases that come over the channel that this yields."""
     leases = MemoryServer(LEASES)
     config = small_config()
@@ -61,7 +61,8 @@ async def generator(root: Path, verifier: Verifier, stop_probability: float) -> 
     engine = ScriptedEngine(Script(vocab_size=VOCABULARY, stop_token_id=EOS, stop_probability=stop_probability))
     await engine.receive_weights(make_manifest(0, 1, (), 1))
     client = leases.connect("generator-0")
-    judges = RpcClient([verifier.server.connect("generator-0")], max_attempts=MAX_ATTEMPTS)
+    replicas = [verifier.server.connect("generator-0") for verifier in verifiers]
+    judges = RpcClient(replicas, max_attempts=MAX_ATTEMPTS)
     async with judges, asyncio.TaskGroup() as tasks:
         sampling = Sampling(config, engine, tasks)
 
@@ -69,7 +70,7 @@ async def generator(root: Path, verifier: Verifier, stop_probability: float) -> 
             while True:
                 sampling.start(await client.receive())
 
-        loops = [tasks.create_task(verifier.run()), tasks.create_task(start())]
+        loops = [tasks.create_task(loop) for loop in (*(verifier.run() for verifier in verifiers), start())]
         await sampling.enter(0)
         await sampling.attach(Link(client, judges, lambda error: pytest.fail(str(error))))
         try:
@@ -79,11 +80,11 @@ async def generator(root: Path, verifier: Verifier, stop_probability: float) -> 
                 loop.cancel()
 
 
-async def scored(root: Path, verifier: Verifier, *, max_tokens: int, stop_probability: float) -> ScoredRollout:
+async def scored(root: Path, *verifiers: Verifier, max_tokens: int, stop_probability: float) -> ScoredRollout:
     """What the generator delivers of one sample."""
     prompt = Prompt(0, "any", np.array([9, 9], np.int32), "42")
     lease = Lease(0, 0, prompt, 2, (0,), SamplingParams(max_tokens=max_tokens), 0)
-    async with generator(root, verifier, stop_probability) as leases:
+    async with generator(root, verifiers, stop_probability) as leases:
         await leases.send("generator-0", lease)
         _, delivered = await leases.receive(PATIENCE_S)
     assert isinstance(delivered, Delivery)
@@ -96,6 +97,13 @@ async def test_a_failed_verifier_is_asked_again_and_its_verdict_then_counts(tmp_
     delivered = await scored(tmp_path, verifier, max_tokens=5, stop_probability=0.0)
     assert (delivered.verdict, delivered.reward) == (Verdict.CORRECT, 1.0)
     assert len(verifier.asked) == num_failures + 1
+
+
+async def test_a_verifier_that_fails_on_one_node_is_asked_on_another_one(tmp_path: Path) -> None:
+    broken, sound = Verifier(1000), Verifier(0, replica=1)
+    delivered = await scored(tmp_path, broken, sound, max_tokens=5, stop_probability=0.0)
+    assert (delivered.verdict, delivered.reward) == (Verdict.CORRECT, 1.0)
+    assert (len(broken.asked), len(sound.asked)) == (1, 1)
 
 
 async def test_a_verifier_that_fails_max_attempts_times_is_asked_no_more_and_its_failure_is_delivered(
