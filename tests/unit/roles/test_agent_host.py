@@ -69,3 +69,13 @@ async def test_agents_of_a_host_that_cannot_be_listened_to_have_ended_and_the_ne
         assert (await told.get()).fault == ""
     assert processes.num_hosts == 2
     await processes.close()
+
+
+@pytest.mark.starts
+async def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    processes, told = AgentProcesses("", (str(tmp_path / "solve"),)), asyncio.Queue[Ended]()
+    await processes.start("one", "{}", {}, told.put_nowait)
+    async with asyncio.timeout(PATIENCE_S):
+        ended = await told.get()
+    await processes.close()
+    assert ended.fault == f"it ended with exit status 127: {tmp_path / 'solve'}: No such file or directory"

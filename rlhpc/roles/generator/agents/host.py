@@ -37,6 +37,7 @@ _PIECE = 1 << 16
 _PARENT_DIED = signal.SIGHUP
 _LEFT_TO_THE_GENERATOR = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals every process
 _RAISED = 1  # exit status of an agent that was a function
+_NO_PROGRAM = 127  # as of a shell
 
 
 @dataclass(slots=True)
@@ -169,7 +170,11 @@ class Host:
             file.seek(0)
             os.dup2(file.fileno(), 0)
         os.dup2(output, 1)
-        os.execvp(self._command[0], list(self._command))
+        try:
+            os.execvp(self._command[0], list(self._command))
+        except OSError as error:  # it was there when the run was checked, perhaps on another node
+            os.write(output, f"{self._command[0]}: {error.strerror}".encode())
+        os._exit(_NO_PROGRAM)
 
 
 def _draw_anew() -> None:
