@@ -35,7 +35,10 @@ class RewardsConfig(Section):
     max_attempts: Positive = 2
     """Attempts to score one completion before its group is dropped."""
     max_error_share: Share = 0.2
-    """The run stops when more than this share of the last 200 verdicts are verifier errors."""
+    """The run stops when more than this share of the last 200 verdicts are verifier errors, for error_patience_s."""
+    error_patience_s: Annotated[float, Field(ge=0)] = 120.0
+    """Seconds from the first time that they are more, in which the run waits for what fails (a tool server, a judge),
+    and samples only a group now and then until there is a verdict. 0: it stops at once."""
 
     def timeout_of(self, task: str) -> float:
         """Seconds in which a task has to judge a completion."""

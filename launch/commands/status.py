@@ -188,7 +188,18 @@ def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
 def error_lines(errors: Mapping[str, Any]) -> list[str]:
     """Return what had no verdict in this attempt, by cause, and the last of it."""
     causes = [f"{cause.replace('_', ' ')} {number}" for cause, number in errors.get("causes", {}).items()]
-    return [f"errors   {', '.join(causes)}; the last: {shortened(errors['latest'])}"] if causes else []
+    if not causes:
+        return []
+    paused = [f"nothing but errors on {', '.join(names)}"] if (names := errors.get("paused")) else []
+    notes = [f"the last: {shortened(errors['latest'])}", *paused, *_waiting_for_verdicts(errors)]
+    return [f"errors   {', '.join(causes)}; {'; '.join(notes)}"]
+
+
+def _waiting_for_verdicts(errors: Mapping[str, Any]) -> list[str]:
+    """Return how long a run has waited for verifiers that fail, and how long it will, if it waits."""
+    if "waited_s" not in errors:
+        return []
+    return [f"waiting for verdicts since {errors['waited_s']:.0f} s, at most {errors['patience_s']:.0f} s"]
 
 
 def _row(role: dict[str, Any]) -> str:

@@ -52,6 +52,7 @@ class Watch:
         self._attempt: int | None = None  # as last seen
         self._told = dict.fromkeys(_TOLD, 0)  # groups at the last warning
         self._has_disk_trouble, self._saw_disk_s = False, -math.inf  # as last told
+        self._waits_in: int | None = None  # attempt that waits for verdicts, as last told
 
     def look(self) -> None:
         """Show what has changed since the last call."""
@@ -59,6 +60,7 @@ class Watch:
         if status is None or self._is_quiet:
             return
         self._warn(status["queue"], status.get("errors", {}).get("latest", ""))
+        self._warn_of_errors(status)
         self._warn_of_disk(status)
         if self._line is None:
             self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
@@ -82,6 +84,19 @@ class Watch:
                 groups = "1 group is" if count == 1 else f"{count} groups are"
                 last = f"; the last error: {shortened(latest)}" if latest else ""
                 self.tell(f"{groups} dropped: {words.format(root=quoted(self._layout.root))}{last}")
+
+    def _warn_of_errors(self, status: dict[str, Any]) -> None:
+        errors, attempt = status.get("errors", {}), status.get("attempt")
+        told, self._waits_in = self._waits_in, attempt if "waited_s" in errors else None
+        if self._waits_in == told:
+            return
+        if self._waits_in is not None:
+            self.tell(
+                f"too many errors in place of verdicts: the run waits for up to {errors['patience_s']:.0f} s until "
+                f"there are some again (rewards.error_patience_s); the last error: {shortened(errors['latest'])}"
+            )
+        elif told == attempt:
+            self.tell("the run waits for verdicts no longer")
 
     def _warn_of_disk(self, status: dict[str, Any]) -> None:
         if not status.get("disk_troubles") and self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:

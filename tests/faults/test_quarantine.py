@@ -1,4 +1,4 @@
-"""Agents, environments and reward functions that fail: for a while, for good, and by killing their worker.
+"""Agents, environments, tools, judges and reward functions that fail: for a while, for good, and by killing a worker.
 
 Their prompts are all of the same tokens.
 """
@@ -6,33 +6,55 @@ Their prompts are all of the same tokens.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
-from tests.faults.unreliable import FAULTS, GAME, WORDS, break_down, mend
-from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
+from tests.faults.unreliable import CALL, FAULTS, GAME, WORDS, break_down, grade, mend
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import ROOT, Lab, Run, rlhpc
+from tests.unit.rewards.judge_server import judging
 
 pytestmark = pytest.mark.ring
+PARITY = "tests.ring.ring_rewards:parity"
 NUM_STEPS = 3
 MODULE = "tests.faults.unreliable"
+OF_ENVIRONMENT: dict[str, Any] = {"task": "environment", "prompt_template": "{same}"}
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
-    "agent": {"data": {"environment": "agent", "task": "environment"}, "agent": {"function": f"{MODULE}:play"}},
+    "agent": {
+        "data": {"environment": "agent", "task": "environment"},
+        "agent": {"function": f"{MODULE}:play"},
+        "environment": {"max_turn_tokens": 4},
+    },
     "environment": {
-        "data": {"environment": f"{MODULE}:OneTurn", "task": "environment", "prompt_template": "{same}"},
+        "data": {"environment": f"{MODULE}:OneTurn", **OF_ENVIRONMENT},
+        "environment": {"max_turn_tokens": 4},
     },
     "game": {
-        "data": {"environment": "gymnasium", "task": "environment", "prompt_template": "{same}"},
-        "environment": {"id": GAME},
+        "data": {"environment": "gymnasium", **OF_ENVIRONMENT},
+        "environment": {"id": GAME, "max_turn_tokens": 4},
     },
-    "judge": {"data": {"task": f"{MODULE}:judge", "prompt_template": "{same}", "reference_field": "seed"}},
+    "tools": {
+        "data": {"environment": f"{MODULE}:Tools", **OF_ENVIRONMENT, "task": PARITY, "reference_field": "seed"},
+        "environment": {"max_turns": 2, "max_turn_tokens": 4},
+    },
+    "judge": {
+        "data": {"task": "llm_judge", "prompt_template": "{same}", "reference_field": "seed"},
+        "judge": {"model": "judge", "template": "{completion}", "attempts": 1},
+    },
+    "function": {"data": {"task": f"{MODULE}:judge", "prompt_template": "{same}", "reference_field": "seed"}},
 }
+EACH_KIND = pytest.mark.parametrize(
+    "kind", ["agent", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "agent")]
+)
 
 
 @pytest.fixture
@@ -49,12 +71,22 @@ def write_records(lab: Lab, number: int) -> Lab:
     return lab
 
 
+def teach_calls(lab: Lab) -> None:
+    """Have most tokens of the vocabulary be calls of a tool: a scripted engine draws few texts of more than one."""
+    path = lab.model / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {
+        CALL % int(token) if token.isdigit() and token != "7" else token: number for token, number in vocabulary.items()
+    }
+    path.write_text(json.dumps(tokenizer))
+
+
 def run_of(lab: Lab, kind: str, *words: str, **sections: dict[str, Any]) -> Run:
     common: dict[str, dict[str, Any]] = {
-        "run": {"num_steps": NUM_STEPS},
+        "run": {"num_steps": 100_000},  # stopped once everything has been seen
         "data": {"use_chat_template": True},
         "generation": {"max_prompt_tokens": 24, "max_completion_tokens": 40},
-        "environment": {} if kind == "judge" else {"max_turn_tokens": 4},
     }
     layers = (common, KINDS[kind], sections)
     merged = {name: {} for layer in layers for name in layer}
@@ -64,26 +96,51 @@ def run_of(lab: Lab, kind: str, *words: str, **sections: dict[str, Any]) -> Run:
     return Run(lab.run_file(kind, **merged), lab.layout(kind), *words)
 
 
+@contextmanager
+def surroundings(lab: Lab, kind: str) -> Iterator[dict[str, dict[str, Any]]]:
+    """What a kind needs beside its run, and the settings that name it."""
+    if kind == "tools":
+        teach_calls(lab)
+    if kind != "judge":
+        yield {}
+        return
+    with judging(grade) as server:
+        yield {"judge": {"endpoint": server.endpoint}}
+
+
+def stop_later(run: Run, layout: RunLayout) -> None:
+    """Let it train some steps more, stop it, and see that it has trained every batch once."""
+    run.wait_for_step(run.status()["step"] + NUM_STEPS)
+    stopped = rlhpc("stop", str(layout.root))
+    assert stopped.returncode == 0, stopped.stderr
+    assert run.finish() == 0, run.story()
+    run.assert_nothing_is_left()
+    assert_full_batches_trained_once(layout.rollouts, run.status()["step"], 4, 4)
+
+
 def strikes(layout: RunLayout) -> str:
     return layout.strikes.read_text() if layout.strikes.exists() else ""
 
 
-@pytest.mark.parametrize(
-    "kind", ["agent", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "agent")]
-)
+@EACH_KIND
 def test_a_run_goes_on_when_what_has_failed_for_a_while_works_again(lab: Lab, kind: str, tmp_path: Path) -> None:
-    break_down(tmp_path / "faults", "raise", times=30)  # of two attempts each
-    with run_of(lab, kind) as run:
-        assert run.finish() == 0, run.story()
-        run.assert_nothing_is_left()
-        status = run.status()
     layout = lab.layout(kind)
-    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
+    with surroundings(lab, kind) as settings, run_of(lab, kind, **settings) as run:
+        run.wait_for_step(1)
+        break_down(tmp_path / "faults", "raise")
+        run.wait_until(lambda status: "waited_s" in status["errors"])
+        told = rlhpc("status", str(layout.root)).stdout
+        mend(tmp_path / "faults")
+        stop_later(run, layout)
+        status = run.status()
+    assert "; waiting for verdicts since " in told or kind == "tools"  # where a turn without a call has its verdict
+    assert "too many errors in place of verdicts: the run waits for up to 120 s" in run.output
+    assert "the run waits for verdicts no longer" in run.output
+    assert len(layout.attempts.read_text().splitlines()) == 1
     assert status["queue"]["dropped_verifier_error"] >= 1
     assert status["queue"]["dropped_poison"] == 0
-    assert WORDS in status["errors"]["latest"]
+    assert WORDS in status["errors"]["latest"] or kind == "judge"
     assert strikes(layout) == ""
-    assert f"; the last error: {kind if kind == 'agent' else ''}" in run.output
     told = rlhpc("status", str(layout.root)).stdout
     assert f"the last: {status['errors']['latest'][:20]}" in told
     assert f"dropped_verifier_error {status['queue']['dropped_verifier_error']}" in told
@@ -91,24 +148,45 @@ def test_a_run_goes_on_when_what_has_failed_for_a_while_works_again(lab: Lab, ki
     assert (audit.returncode, "poison and quarantine" in audit.stdout.splitlines()[-1]) == (0, True), audit.stdout
 
 
-@pytest.mark.parametrize(
-    "kind", ["agent", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "agent")]
-)
+@EACH_KIND
 def test_what_fails_for_good_ends_the_run_with_the_cause_and_a_resume_after_the_mend_samples(
     lab: Lab, kind: str, tmp_path: Path
 ) -> None:
-    break_down(tmp_path / "faults", "raise")
-    with run_of(lab, kind) as run:
-        assert run.finish() == EXIT_FAULT, run.story()
-    assert "rewards.max_error_share=0.2: 41 of the last 41 verdicts" in run.output
-    assert f"{'agent raised' if kind == 'agent' else 'raised'} 41)" in run.output
-    assert WORDS in run.output
-    assert {rollout.drop_reason for rollout in rollouts_on_disk(lab.layout(kind).rollouts)} == {"verifier_error"}
-    mend(tmp_path / "faults")
-    with run_of(lab, kind, "--resume") as run:
-        assert run.finish() == 0, run.story()
+    layout, rewards = lab.layout(kind), {"error_patience_s": 1.0}
+    with surroundings(lab, kind) as settings:
+        with run_of(lab, kind, rewards=rewards, **settings) as run:
+            run.wait_for_step(1)
+            break_down(tmp_path / "faults", "raise")
+            assert run.finish() == EXIT_CONFIG, run.story()
+            run.assert_nothing_is_left()
+        cause = "agent raised" if kind == "agent" else "raised"
+        last_words = run.output.splitlines()[-1]
+        assert re.search(rf"rewards.max_error_share=0.2: 41 of the last \d+ verdicts .*{cause} 41\), \d+ s", last_words)
+        assert ("status 502" if kind == "judge" else WORDS) in last_words
+        assert len(layout.attempts.read_text().splitlines()) == 1
+        audit = rlhpc("audit", str(layout.root))
+        assert audit.returncode == 0, audit.stdout
+        mend(tmp_path / "faults")
+        with run_of(lab, kind, "--resume", rewards=rewards, **settings) as run:
+            run.wait_until(lambda status: status["attempt"] == 1)
+            stop_later(run, layout)
     assert "quarantine" not in run.output
-    assert_full_batches_trained_once(lab.layout(kind).rollouts, NUM_STEPS, 4, 4)
+
+
+@pytest.mark.long
+def test_where_agents_fail_on_one_generator_alone_it_is_given_fewer_leases_and_the_run_goes_on(
+    lab: Lab, tmp_path: Path
+) -> None:
+    layout = lab.layout("agent")
+    break_down(tmp_path / "faults", "raise", where="/g0-")
+    with run_of(lab, "agent", generation={"num_replicas": 3}) as run:
+        status = run.wait_until(lambda status: "paused" in status["errors"])
+        run.wait_for_step(status["step"] + NUM_STEPS)
+        assert "; nothing but errors on generator-0" in rlhpc("status", str(layout.root)).stdout
+        mend(tmp_path / "faults")
+        run.wait_until(lambda status: "paused" not in status["errors"])
+        stop_later(run, layout)
+    assert len(layout.attempts.read_text().splitlines()) == 1
 
 
 @pytest.mark.long
@@ -118,6 +196,7 @@ def test_a_run_of_which_quarantine_leaves_nothing_says_so_and_goes_on_once_it_is
     write_records(lab, 6)
     break_down(tmp_path / "faults", "die")
     deadly: dict[str, dict[str, Any]] = {
+        "run": {"num_steps": NUM_STEPS},
         "rewards": {"max_error_share": 1.0, "max_attempts": 1},
         "admission": {"max_attempts": 1, "max_groups_without_spread": 40},
     }

@@ -1,4 +1,4 @@
-"""An agent, an environment, a game and a reward function that fail as often as a directory says, and work then.
+"""Agent, environments, tool, judge and reward function that fail as often as a directory says, and work then.
 
 The directory, named by FAULTS, holds an empty file for each failure that is left, and in HOW what a failure does.
 """
@@ -16,23 +16,26 @@ from typing import Any
 
 import gymnasium
 
+from rlhpc.config_environment import EnvironmentConfig
 from rlhpc.contracts import RewardOutcome
 from rlhpc.environment import Environment, Step
+from rlhpc.rewards.environments.tools import ToolEnvironment
 from tests.ring.ring_rewards import parity
 
 FAULTS = "RLHPC_TEST_FAULTS"  # environment variable
-HOW = "how"  # "raise", or "die": the process ends
+HOW = "how"  # "raise", or "die": the process ends; and where
 ALWAYS = 10_000
 WORDS = "the tool server answers 502"
+CALL = '<tool_call>{"name": "look_up", "arguments": {"text": "%d"}}</tool_call>'
 GAME = "tests.faults.unreliable:Unreliable-v0"  # Gymnasium imports the module
 
 
-def break_down(directory: Path, how: str, times: int = ALWAYS) -> None:
-    """Fail so often from now on."""
+def break_down(directory: Path, how: str, times: int = ALWAYS, where: str = "") -> None:
+    """Fail so often from now on; where: only in processes with this in the path of their temporary files."""
     directory.mkdir(exist_ok=True)
     for number in range(times):
         (directory / f"{number}.left").touch()
-    (directory / HOW).write_text(how)
+    (directory / HOW).write_text(f"{how} {where}")
 
 
 def mend(directory: Path) -> None:
@@ -44,7 +47,9 @@ def fail_if_told() -> None:
     """Take one of the failures that are left; who takes none goes on."""
     directory = Path(os.environ[FAULTS])
     with suppress(FileNotFoundError):
-        how = (directory / HOW).read_text()
+        how, _, where = (directory / HOW).read_text().partition(" ")
+        if where not in os.environ.get("TMPDIR", ""):
+            return
         for left in directory.glob("*.left"):
             with suppress(FileNotFoundError):  # another has taken it
                 left.unlink()
@@ -90,6 +95,20 @@ class Game(gymnasium.Env[str, str]):
         return "", parity(action, "").reward, True, False, {}
 
 
+class Tools(ToolEnvironment):
+    """One tool, whose server fails."""
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        super().__init__(settings)
+        self.tools = {"look_up": look_up}
+
+
+def look_up(text: str) -> str:
+    """Give back what was looked up."""
+    fail_if_told()
+    return text
+
+
 gymnasium.register("Unreliable-v0", Game)
 
 
@@ -97,3 +116,12 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     """As parity."""
     fail_if_told()
     return parity(completion, reference)
+
+
+def grade(asked: dict[str, Any]) -> str | int:
+    """What a judge replies to a request, or the status with which its server fails."""
+    try:
+        fail_if_told()
+    except ConnectionError:
+        return 502
+    return f"Grade: {10 * parity(asked['messages'][0]['content'], '').reward:.0f}"

@@ -42,6 +42,16 @@ class Credit(Protocol):
         """Samples this generator is willing to hold."""
 
 
+class Brake(Protocol):
+    """What ErrorGate knows of verifiers that fail."""
+
+    def may_lease(self, name: str) -> bool:
+        """Whether this generator may be granted a lease now."""
+
+    def lease_granted(self) -> None:
+        """Call for each that is granted."""
+
+
 class LeaseDispatcher:
     """Admits and grants whenever it is woken."""
 
@@ -54,6 +64,7 @@ class LeaseDispatcher:
         credit: Credit,
         on_disk: Callable[[], Awaitable[None]] | None = None,
         fills_slots: bool = False,
+        brake: Brake | None = None,
     ) -> None:
         """on_disk: waited for between admission and lease, where another prompt might be drawn after a restart.
 
@@ -62,7 +73,7 @@ class LeaseDispatcher:
         """
         self._leases, self._buffer, self._prompts = leases, buffer, prompts
         self._policy, self._credit, self._on_disk = policy, credit, on_disk
-        self._fills_slots = fills_slots
+        self._fills_slots, self._brake = fills_slots, brake
         self._work = asyncio.Event()
         self._queue = CreditQueue(self._credit_of)
         self._changed: set[str] = set()  # generators whose credit may be another
@@ -120,6 +131,8 @@ class LeaseDispatcher:
                 return
 
     async def _send(self, name: str, lease: Lease) -> None:
+        if self._brake is not None:
+            self._brake.lease_granted()
         try:
             await self._leases.send(name, lease)
         except (PeerUnreachable, ChannelFull) as error:
@@ -146,4 +159,6 @@ class LeaseDispatcher:
         self._changed.add(name)
 
     def _credit_of(self, name: str) -> int:
-        return self._credit.capacity(name) - self._buffer.outstanding(name) if self._policy.is_ready(name) else 0
+        if not self._policy.is_ready(name) or (self._brake is not None and not self._brake.may_lease(name)):
+            return 0
+        return self._credit.capacity(name) - self._buffer.outstanding(name)

@@ -132,12 +132,14 @@ class Controller:
             clock=self._awake,
         )
         self._journaling = Journaling(self._state.journal, leases, self._awake, self._disk.journal)
-        gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
+        rewards, is_exact = config.rewards, config.run.deterministic
+        gate = ErrorGate(rewards.max_error_share, patience_s=rewards.error_patience_s, clock=self._awake)
         buffer, prompts, shaping = self._state.buffer, self._state.prompts, RewardShaping.of(config)
         self._sink = RolloutSink(buffer, gate, config.admission, shaping, prompts, of_one_version=is_exact)
         self._sink.lost_leases = self._state.lost_leases
         saved = self._journaling.durable if config.curriculum.goes_by_memory else None
-        self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, saved, is_exact)
+        known = prompts, self._weight_sync, self._registry
+        self._dispatcher = LeaseDispatcher(leases, buffer, *known, saved, is_exact, gate)
         self._cancelling = Cancelling(buffer, self._sink, leases, self._weight_sync, config.admission)
         guarding = partial(Guarding.of, context, self._state, self._disk.notes)
         self._guarding = patiently(guarding, context.layout.guard)

@@ -94,7 +94,7 @@ class RolloutSink:
             log.warning("rollout %d:%d was sampled with other weights: ignored", rollout.group_id, rollout.sample_index)
             return False  # a generator has kept it from before a restart that has not repeated its steps
         self.stats.num_tokens += len(rollout.token_ids)
-        self._gate.count(scored.verdict, scored.detail, scored.failure)
+        self._gate.count(scored.verdict, scored.detail, scored.failure, holder)
         if scored.verdict is Verdict.VERIFIER_ERROR:
             log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
             if scored.failure in KILLS_ITS_WORKER:

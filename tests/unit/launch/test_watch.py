@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -37,13 +38,15 @@ class Screen:
         *roles: str,
         attempt: int = 0,
         disk: Sequence[str] = (),
+        errors: Mapping[str, object] = MappingProxyType({}),
         ago_s: float = 0.0,
         **queue: int,
     ) -> None:
         document = {
             "phase": phase, "step": step, "num_steps": 9, "reward": 0.5, "trainer_tokens_per_s": 100.0,
             "generator_tokens_per_s": 200.0, "staleness_max": 1, "eta_s": 60.0, "queue": queue, "attempt": attempt,
-            "disk_troubles": disk, "roles": [{"name": name} for name in roles], "unix_time_s": time.time() - ago_s,
+            "disk_troubles": disk, "errors": dict(errors), "roles": [{"name": name} for name in roles],
+            "unix_time_s": time.time() - ago_s,
         }  # fmt: skip
         self.layout.status.write_text(json.dumps(document))
         self.watch.look()
@@ -96,6 +99,18 @@ def test_what_no_verifier_can_judge_is_told_when_it_happens_and_whenever_it_has_
     told = [line for line in screen.lines if line.startswith("rlhpc: ")]
     why = f"dropped: no verifier could judge them; `rlhpc rollouts {tmp_path} --verdict verifier_error` says why"
     assert told == [f"rlhpc: 1 group is {why}", *(f"rlhpc: {n} groups are {why}" for n in (2, 5))]
+
+
+def test_a_wait_for_verdicts_is_told_when_it_begins_and_when_it_is_over(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    waits = {"causes": {"raised": 41}, "latest": "no tool server", "waited_s": 3, "patience_s": 60.0}
+    for attempt, errors in enumerate(({}, waits, waits, {}, waits, {})):
+        screen.show("training", 0, errors=errors, attempt=attempt // 5)
+    begins = (
+        "rlhpc: too many errors in place of verdicts: the run waits for up to 60 s until there are some again "
+        "(rewards.error_patience_s); the last error: no tool server"
+    )
+    assert screen.lines == [begins, "rlhpc: the run waits for verdicts no longer", begins]  # another attempt is anew
 
 
 def test_a_disk_that_refuses_is_told_when_it_begins_and_when_it_is_over(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ class JudgeServer(ThreadingHTTPServer):
     """script: what each request is answered with, the last entry for ever; see _Handler.
 
     A text is the judge's reply, a number a status, "slow", "dribble", "close", "garbage" and "redirect" what they say;
-    "hung 503" is an error whose text never comes, and bytes are a body.
+    "hung 503" is an error whose text never comes, bytes are a body, and a function makes one of these of the request.
     """
 
     daemon_threads = True
@@ -49,6 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
             judge.keys.append(self.headers.get("Authorization"))
             judge.times.append(time.monotonic())
             answer = judge.script.pop(0) if len(judge.script) > 1 else judge.script[0]
+        answer = answer(body) if callable(answer) else answer
         if isinstance(answer, int):
             self._send(answer, b'{"error": "no"}', judge.headers)
         elif answer == "slow":

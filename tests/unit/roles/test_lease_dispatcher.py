@@ -12,10 +12,11 @@ import pytest
 
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import PromptSource, RecordName
+from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.topology import LEASES
 from rlhpc.transport.memory import MemoryServer
-from rlhpc.types import Lease, Prompt
+from rlhpc.types import Lease, Prompt, Verdict
 from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, small_config
 
 CONFIG = small_config(groups_per_step=4, group_size=4, max_staleness=1, window_groups=1)  # 8 slots of 4 samples
@@ -84,8 +85,9 @@ class Exchange:
         self.generators = TwoGenerators(set(self.clients))
         self.capacity = self.generators.samples
         buffer = make_buffer(CONFIG, directory, self.ledger)
+        self.now_s, self.gate = 0.0, ErrorGate(0.2, patience_s=60.0, clock=lambda: self.now_s)
         self.dispatcher = LeaseDispatcher(
-            self.server, buffer, self.prompts, self.generators, self.generators, on_disk, fills_slots
+            self.server, buffer, self.prompts, self.generators, self.generators, on_disk, fills_slots, self.gate
         )
 
     async def leases(self, name: str = "") -> dict[str, list[Lease]]:
@@ -130,6 +132,23 @@ async def test_a_hard_prompt_is_leased_with_more_members_than_others(exchange: E
     leases = (await exchange.leases())["generator-0"]
     assert [(lease.group_size, len(lease.sample_indices)) for lease in leases[:4]] == [(4, 4), (7, 7), (4, 4), (4, 4)]
     assert not exchange.ledger.has_slot  # as many slots as ever
+
+
+async def test_while_verifiers_fail_one_group_is_leased_now_and_then(
+    exchange: Exchange,
+) -> None:
+    for _ in range(41):
+        exchange.gate.count(Verdict.VERIFIER_ERROR)
+        exchange.gate.check()
+    exchange.capacity["generator-0"] = exchange.capacity["generator-1"] = 1000
+    assert await exchange.leases() == {"generator-0": [], "generator-1": []}
+    exchange.now_s += 1.0
+    leases = await exchange.leases()
+    assert sum(map(len, leases.values())) == 1
+    exchange.gate.count(Verdict.WRONG)
+    leases = await exchange.leases()
+    assert sum(map(len, leases.values())) == 7
+    assert not exchange.ledger.has_slot
 
 
 async def test_before_the_first_version_is_live_nothing_is_drawn(exchange: Exchange) -> None:
