@@ -209,11 +209,11 @@ class ErrorGate:
         )
 
     def _said(self) -> str:
-        remedy = ""
+        remedy = ""  # first: details may be long, and whoever shows a last line may cut it
         if QUARANTINED in self._last:
-            remedy = "; quarantined prompts are listed by `rlhpc status`, and sampled again after a resume with "
-            remedy += "--lift-quarantine"
-        return f"the latest: {'; '.join(self._details)}{remedy}"
+            remedy = "quarantined prompts are listed by `rlhpc status`, and sampled again after a resume with "
+            remedy += "--lift-quarantine; "
+        return f"{remedy}the latest: {'; '.join(self._details)}"
 
 
 def _counted(causes: Counter[str]) -> str:

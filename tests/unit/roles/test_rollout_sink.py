@@ -309,7 +309,7 @@ def test_a_run_in_which_nothing_but_quarantined_prompts_is_left_ends_and_says_wh
     for turn in range(10):
         judged.sink.refuse(judged.admit(1 + turn % 2))
     last = judged.admit(1)
-    said = r"11 of the last 11 verdicts .* quarantined 11\).*SIGSEGV.*--lift-quarantine"
+    said = r"11 of the last 11 verdicts .* quarantined 11\).*--lift-quarantine; the latest: .*SIGSEGV"
     with pytest.raises(StarvedError, match=said):
         judged.sink.refuse(last)
 
