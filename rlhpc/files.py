@@ -72,6 +72,12 @@ def set_mode(file: int | Path, mode: int) -> None:
             raise OSError(error.errno, said, error.filename) from error
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory, and what is missing above it, mode 0700.  Raises OSError."""
+    for place in reversed([place for place in (directory, *directory.parents) if not place.exists()]):
+        place.mkdir(mode=0o700, exist_ok=True)
+
+
 def link_new(source: Path, name: Path) -> None:
     """Give a complete file a second name.  Raises FileExistsError if it is taken; OSError.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from rlhpc.errors import ConfigError
@@ -17,10 +19,25 @@ from rlhpc.roles.common.lifecycle import RoleContext, leave_at_once, parse_role,
 
 def main() -> NoReturn:
     """Read who we are, load that role alone, run it."""
-    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_interruptible:  # whoever is to end while it loads does so without a traceback
+    with _dying_of_interrupts():
+        context, run = _loaded()
+    leave_at_once(run_role(context, run))
+
+
+@contextmanager
+def _dying_of_interrupts() -> Iterator[None]:
+    """Whoever is to end while it loads does so without a traceback."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # its task has blocked it
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _loaded() -> tuple[RoleContext, Callable[[RoleContext], None]]:
     try:
         context = parse_role(sys.argv[1:])
     except ConfigError as error:
@@ -42,9 +59,7 @@ def main() -> NoReturn:
                 from rlhpc.roles.reward_service import run
             case _:
                 from rlhpc.roles.trainer.role import run
-    if is_interruptible:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    leave_at_once(run_role(context, run))
+    return context, run
 
 
 def _refuse_foreign_network(context: RoleContext) -> None:

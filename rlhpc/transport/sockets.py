@@ -25,6 +25,7 @@ import zmq
 
 from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ConfigError
+from rlhpc.files import make_private
 from rlhpc.host_address import host_address
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import MAX_FRAME_BYTES, Frame
@@ -94,9 +95,7 @@ class Binding:
         """
         if self.directory is None or (self.directory / SOCKET_NAME).exists():
             return False
-        missing = [place for place in (self.directory, *self.directory.parents) if not place.exists()]
-        for place in reversed(missing):
-            place.mkdir(mode=0o700, exist_ok=True)
+        make_private(self.directory)
         found, above = self.directory.lstat(), self.directory.parent.stat()
         is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
         if not is_private or above.st_uid not in (os.geteuid(), 0):

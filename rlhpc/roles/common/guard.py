@@ -4,6 +4,8 @@ Input: the parent's pid and the fence.  A thread checks every LOOK_S and, if eit
 library call the other threads are in.  Signals and the checks before each write come first (lifecycle.py,
 ownership.py); this is for a process that reacts to neither: one that was stopped, that imports, that waits in a
 collective.
+
+It also makes TMPDIR again, with which this process and its children were started, where a cleaner has deleted it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 from rlhpc.errors import OwnershipLost
+from rlhpc.files import make_private
 from rlhpc.ownership import Fence
 
 log = logging.getLogger("rlhpc.guard")
@@ -31,6 +36,8 @@ class Guard(threading.Thread):
         """fence: None for a process that outlives attempts."""
         super().__init__(name="guard", daemon=True)
         self._fence, self._parent = fence, os.getppid()
+        temporary = os.environ.get("TMPDIR")
+        self._temporary = Path(temporary) if temporary else None
 
     def run(self) -> None:
         """Look until there is a reason to end."""
@@ -38,6 +45,7 @@ class Guard(threading.Thread):
         num_lost = 0
         while True:
             time.sleep(LOOK_S)
+            self._keep_temporary_directory()
             if os.getppid() != self._parent:
                 log.warning("the parent of this process is gone: ending in %g s", ORPHAN_GRACE_S)
                 time.sleep(ORPHAN_GRACE_S)
@@ -47,6 +55,13 @@ class Guard(threading.Thread):
                 num_lost = num_lost + 1 if self._is_lost(self._fence) else 0
                 if num_lost >= NUM_DOUBTS:
                     end_now()
+
+    def _keep_temporary_directory(self) -> None:
+        if self._temporary is None or self._temporary.is_dir():
+            return
+        with suppress(OSError):
+            make_private(self._temporary)
+            log.warning("%s was deleted, and is made again", self._temporary)
 
     def _is_lost(self, fence: Fence) -> bool:
         try:

@@ -229,6 +229,28 @@ def test_a_generator_that_still_loads_leaves_at_once(context: RoleContext, tmp_p
             os.close(descriptor)
 
 
+KEEPS_TMPDIR = """
+import os, shutil, sys, tempfile, time
+from rlhpc.roles.common.guard import Guard
+Guard(None).start()
+tempfile.TemporaryFile().close()
+shutil.rmtree(sys.argv[1])
+while not os.path.isdir(os.environ["TMPDIR"]): time.sleep(0.02)
+tempfile.TemporaryFile().close()
+"""
+
+
+@pytest.mark.starts
+def test_a_role_may_make_temporary_files_after_a_cleaner_has_deleted_its_directory(tmp_path: Path) -> None:
+    base = tmp_path / "rlhpc-run"
+    directory = base / "r0-own"
+    directory.mkdir(parents=True)
+    environment = {**os.environ, "TMPDIR": str(directory)}
+    command = [sys.executable, "-c", KEEPS_TMPDIR, str(base)]
+    subprocess.run(command, env=environment, check=True, timeout=PATIENCE_S)
+    assert {place.stat().st_mode & 0o777 for place in (base, directory)} == {0o700}
+
+
 def test_the_first_error_of_our_own_is_the_reason_however_deep_it_lies() -> None:
     first, second = RoleFailed("first"), StarvedError("second")
     nested = BaseExceptionGroup("all", [ValueError("foreign"), ExceptionGroup("some", [first]), second])
