@@ -94,6 +94,8 @@ def _check(options: argparse.Namespace) -> int:
         from launch.commands.check_run import check_run_directory
 
         return check_run_directory(options)
+    if not options.run_file.exists() and options.run_file.suffix != ".toml":
+        _refuse_missing(options.run_file, "file or directory")
     from launch.commands.check import check_run_file
 
     return check_run_file(options)
@@ -236,12 +238,18 @@ def _layout(options: argparse.Namespace) -> RunLayout:
     from launch.common.paths import without_dots
 
     layout = RunLayout(without_dots(options.run_dir))
-    usual = RunLayout(Path("runs") / options.run_dir)
-    if not layout.is_run and usual.is_run:
-        raise RunDirectoryError(f"{options.run_dir}: not a run directory (did you mean {usual.root}?)")
-    if not layout.root.exists():
-        raise RunDirectoryError(f"{options.run_dir}: no such directory; `rlhpc list` shows your runs")
+    if not layout.is_run:
+        _refuse_missing(options.run_dir, "directory")
     return layout
+
+
+def _refuse_missing(run: Path, what: str) -> None:
+    """Raises RunDirectoryError: there is nothing, or the run of this name is below runs/."""
+    usual = RunLayout(Path("runs") / run)
+    if usual.is_run:
+        raise RunDirectoryError(f"{run}: not a run directory (did you mean {usual.root}?)")
+    if not run.exists():
+        raise RunDirectoryError(f"{run}: no such {what}; `rlhpc list` shows your runs")
 
 
 def _tell(line: str) -> None:

@@ -248,6 +248,10 @@ def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
 
 
 def _explain(key: str, detail: ErrorDetails) -> str | None:
+    if detail["type"] == "path_type" and isinstance(detail["input"], list):
+        return (
+            f"{key}={shown(detail['input'])}: legal: one path; of several files a directory, or a table [[data]] each"
+        )
     if detail["type"] == "tuple_type" and key in _SECTIONS:
         return f"{key}={shown(detail['input'])}: legal: a table [{key}], or several [[{key}]]"
     if detail["type"] == "extra_forbidden":

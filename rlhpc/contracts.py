@@ -1,5 +1,8 @@
 """Every interface of the ring, on one page.
 
+What users write has an example of a few lines beside it, and a page: RewardFunction (docs/rewards.md, Your own reward
+function), AdvantageEstimator and PolicyLoss (docs/algorithms.md); environments have rlhpc/environment.py.
+
 ABC where we own implementations with a life cycle, Protocol for plain callables.  Each method says what it raises and
 what state it leaves.  One suite per contract (tests/contracts/) runs against all implementations, third-party ones too.
 Async in controller, generator and reward service; blocking in the trainer and in engine workers.
@@ -370,28 +373,52 @@ class WeightPublisher(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """The result of a reward function."""
+    """The result of a reward function that says more than a number.
 
-    reward: float
-    is_correct: bool
-    parts: dict[str, float] = field(default_factory=dict)
-    detail: str = ""
+    RewardOutcome(1.1, is_correct=True, parts={"answer": 1.0, "brevity": 0.1}, answer="42")
+    """
+
+    reward: float  # finite, within ±1e30; whatever its parts add up to
+    is_correct: bool  # for pass rates and curricula, never for training
+    parts: dict[str, float] = field(default_factory=dict)  # name → number, plotted as reward_part/NAME
+    detail: str = ""  # one line for people
     answer: str = ""  # extracted answer, for majority votes in evaluations; "": none, or not reported
     rewards_at: dict[int, float] = field(default_factory=dict)  # n → part of `reward` earned by the first n characters
 
 
 class RewardFunction(Protocol):
-    """Scores one completion.  Pure: the same arguments give the same outcome.  Runs in a process that may be killed."""
+    """Scores one completion.  Pure: the same arguments give the same outcome.  Runs in a process that may be killed.
+
+        def judge(completion: str, reference: str) -> float:  # data.task = "my_rewards:judge"
+            marked = re.findall(r"#### (.+)", completion)
+            return float(bool(marked) and marked[-1].strip() == reference)
+
+    Called with both by position, texts.  A second parameter named `record` gets the record instead of the reference,
+    with data.reference_field = "*"; a parameter named `completions` makes it batched (docs/rewards.md).
+    """
 
     def __call__(self, completion: str, reference: str) -> object:
-        """Return a RewardOutcome or shorthand (rewards/returned.py); an exception is a verifier error, never a zero."""
+        """Return a RewardOutcome, a number, a bool or a dict with a reward (rewards/returned.py).
+
+        An exception is a verifier error, never a reward of zero: raise what cannot be judged.
+        """
 
 
 class AdvantageEstimator(Protocol):
-    """Turns the rewards of one group into advantages."""
+    """Turns the rewards of one group into advantages.  Pure.
+
+        def centred(rewards, lengths):  # algorithm.advantage = "my_advantages:centred"
+            spread = rewards.std()
+            return (rewards - rewards.mean()) / spread if spread > 1e-6 else np.zeros_like(rewards)
+
+    docs/algorithms.md, An advantage of your own, has the rules.
+    """
 
     def __call__(self, rewards: Float32, lengths: Int32) -> Float32:
-        """rewards float32 [G], lengths int32 [G] (loss tokens) → float32 [G]; all zero in a zero-variance group."""
+        """Return float32 [G], finite, all zero where all rewards are equal.  Leaves its arguments as they are.
+
+        rewards: float32 [G], G ≥ 2.  lengths: int32 [G], loss tokens, 0 of a truncated completion that is masked.
+        """
 
 
 # --------------------------------------------------------------------------------------------------------- training
@@ -414,13 +441,25 @@ class TokenRow:
 
 
 class PolicyLoss(Protocol):
-    """A loss over packed tokens.  Tensors in, never batches; log-probabilities, never logits."""
+    """A loss over packed tokens.  Tensors in, never batches; log-probabilities, never logits.
+
+        def loss(current, row):  # algorithm.loss = "my_losses:loss"; off the mask may stand anything, nan too
+            logprobs, then, gains = (
+                torch.where(row.loss_mask, each, 0.0) for each in (current, row.behaviour, row.advantages)
+            )
+            ratio = (logprobs - then).clamp(-20, 20).exp()
+            return -(row.weights * gains * ratio)[row.loss_mask].sum(), {"ratio": ratio.detach()[row.loss_mask].sum()}
+
+    docs/algorithms.md, A loss of your own, has the rules; examples/own_loss.py is a longer one.
+    """
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """current: float32 [T], carries the gradient.  Tokens off the loss mask must not count.
+        """Return the loss *summed* over loss tokens, each times its weight, and metrics summed over loss tokens.
 
-        Returns the loss *summed* over loss tokens, each times its weight, and metrics summed over loss tokens (detached
-        scalars); the caller divides both by the global number of loss tokens.
+        current: float32 [T], carries the gradient, as the loss does, also where no token is on the loss mask (it is 0
+        then).  Tokens off the loss mask do not count; a loss token that is not finite makes the loss so.  Metrics are
+        detached scalars.  The caller divides both by the global number of loss tokens.  Leaves its arguments as they
+        are.
         """
 
 

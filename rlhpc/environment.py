@@ -34,6 +34,14 @@ class Step:
 class Environment(ABC):
     """One dialogue.  Deterministic: the same record and the same turns give the same messages and rewards.
 
+        class Echo(Environment):  # data.environment = "my_environments:Echo", data.task = "environment"
+            async def reset(self, record):
+                self.word = record["answer"]
+                return [{"role": "user", "content": f"Say {self.word}."}]
+
+            async def step(self, completion):
+                return Step(reward=float(completion.strip() == self.word), is_done=True)
+
     So it needs no saved state: to continue a dialogue in another process, its turns so far are replayed.
     An exception in a method is a verifier error, never a reward of zero.
     """

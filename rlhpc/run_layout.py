@@ -42,7 +42,9 @@ class RunLayout:
     def require_run(self) -> None:
         """Raises RunDirectoryError if this is not a run directory."""
         if not self.is_run:
-            raise RunDirectoryError(f"{self.root}: not a run directory: it has no {self.config.name} of a run")
+            raise RunDirectoryError(
+                f"{self.root}: not a run directory: it has no {self.config.name} of a run; `rlhpc list` shows your runs"
+            )
 
     @property
     def inputs(self) -> Path:

@@ -22,9 +22,25 @@ _QUOTES = re.compile("[“”„‘’«»`]")
 _TABLE_IN_WORDS_OF_A_LIBRARY = re.compile(r"\('([^()]*)',?\)")
 _INVISIBLE = re.compile("[\u00a0\u00ad\u200b-\u200f\u2028-\u202f\u2060\ufeff]")
 
+# Patterns of lines that are no `key = value`, and what is legal instead.
+_STATEMENTS = (
+    (re.compile(r"//|/\*|\*|--|;|%|<!--"), "# before a comment"),
+    (
+        re.compile(r"(?:[{}]|- |[\"']?[\w.-]+[\"']?\s*:)[^=]*$"),
+        "TOML: [section] on a line of its own, key = value below it",
+    ),
+    (re.compile(r"[\w.-]+\s+[^=]+$"), "key = value"),
+    (re.compile(r"\["), "[section], closed on its line"),
+)
 # Patterns of common mistakes in values, and what is legal instead.
 _HABITS = (
+    (re.compile(r"[^\"']*\s(?://|/\*|--|;)"), "# before a comment"),
     (re.compile(r"(?i:true|false)\b"), "true and false in small letters"),
+    (re.compile(r"(?i:yes|no|on|off)$"), "true or false"),
+    (re.compile(r"[=>:]"), "one = between key and value"),
+    (re.compile(r"[({]\s*[\"'\d]"), "[1, 2] for a list"),
+    (re.compile(r"[+-]?\d*\.\d*$"), "a digit on both sides of the point"),
+    (re.compile(r"[\d.e]+\s*(?:\*|/|<<|\^|\+|-)"), "the number itself: nothing is computed"),
     (re.compile(r"(?i:null|none|nil)\b"), "leave the key out where nothing is meant"),
     (re.compile(r"[+-]?\d+,\d+$"), "a decimal point, no comma; of thousands 1_000"),
     (re.compile(r"[^\[{]*[,;]$"), "nothing behind the value"),
@@ -107,10 +123,8 @@ def _legal(line: str, said: str) -> str:
         return 'straight quotes, "text"'
     if "\\" in value:
         return "\\\\ for each \\ between double quotes, or single quotes: 'C:\\data'"
-    if not equals and (line.startswith("{") or re.match(r"[\w.-]+\s*:", line)):
-        return "TOML: [section] on a line of its own, key = value below it"
-    if line.startswith("["):
-        return "[section], closed on its line"
+    if statement := next((legal for form, legal in _STATEMENTS if form.match(line)), ""):
+        return statement
     return next((legal for form, legal in _HABITS if equals and form.match(value)), "")
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 
 
@@ -25,6 +26,12 @@ def filled_template(name: str, *, DATA: str = "", **texts: str) -> bytes:  # noq
 
 
 def write_whole(path: Path, page: bytes) -> None:
-    """Write the page atomically.  Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, page)
+    """Write the page atomically.  Raises ConfigError: it cannot be written there."""
+    legal = "legal: the name of a file in a directory of yours, with room for it, such as report.html"
+    if path.is_dir():
+        raise ConfigError(f"{path}: cannot be written: it is a directory; {legal}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}; {legal}") from error

@@ -41,7 +41,7 @@ STEP_PARTS = {"trainer waits for its batch": "time/wait_for_batch_s", "training"
 
 
 def write_report(path: Path, report: RunReport) -> int:
-    """Write the page; returns its bytes.  Raises OSError."""
+    """Write the page; returns its bytes.  Raises ConfigError as write_whole."""
     name = dict(report.headline)["run"]
     page = filled_template("report.html", TITLE=f"Report of {name}", DATA="".join(_sections(report)))
     write_whole(path, page)

@@ -153,7 +153,12 @@ def _meant(path: Path, parent: Path) -> str:
 
 
 def _remedy(path: Path) -> str:
-    """Return what to do about a name of a hub, or an address: not even the directory of such a path is there."""
+    """Return what to do about a pattern, a list, a name of a hub, or an address."""
+    if set("*?[]{},") & set(str(path)):
+        return (
+            "; patterns and lists are not expanded; legal: one file, a directory, of which every file is read (or "
+            "those of data.split), or a table [[data]] for each file"
+        )
     if path.absolute().parent.is_dir():
         return ""
     return (

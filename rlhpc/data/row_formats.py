@@ -81,11 +81,27 @@ def json_lines(lines: Iterable[bytes], name: str) -> Rows:
                 legal = "legal: a line feed at the end of each, as Linux and Windows write it"
                 raise DataError(f"{name}: lines end in a carriage return alone; {legal}") from error
             damage = "; the line has NUL bytes, as after a crash or a sparse copy" if b"\0" in line else ""
-            raise DataError(f"{source}: malformed JSON: {error.msg} at column {error.colno}{damage}") from error
+            wrong = f"{source}: malformed JSON: {error.msg} at column {error.colno}{damage}"
+            raise DataError(f"{wrong}{_habit(text, error)}") from error
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
             raise DataError(f"{source}: JSON that cannot be read: {error}") from error
         if text.strip():
             yield _object(fields, source, "the line"), number
+
+
+def _habit(text: str, error: json.JSONDecodeError) -> str:
+    """What would be legal in place of what people write who have other forms of JSON in mind, "" if not known."""
+    rest = text[error.pos :].lstrip()
+    if not rest:  # also the last line of a copy that was cut off
+        return (
+            ", where the line ends; legal: one record a line, not over several as an indented one (`jq -c .` writes it "
+            "so); or an array [{…}, {…}] in a file named .json"
+        )
+    if rest.startswith("'"):
+        return "; legal: double quotes, as json.dumps writes them"
+    if text.lstrip().startswith(("//", "/*", "#")):
+        return "; legal: records alone, JSON has no comments"
+    return "; legal: one record a line, with nothing behind it" if rest.startswith(",") else ""
 
 
 def _json_document(file: Path) -> Rows:
@@ -116,7 +132,10 @@ def _json_document(file: Path) -> Rows:
 
 def _object(value: Any, source: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f'{source}: {what} is {kind(value)}; legal: an object, {{"question": …}}')
+        several = (
+            "; an array of records is a file named .json" if isinstance(value, list) and what == "the line" else ""
+        )
+        raise DataError(f'{source}: {what} is {kind(value)}; legal: an object, {{"question": …}}{several}')
     return value
 
 

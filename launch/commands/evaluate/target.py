@@ -78,6 +78,10 @@ def find_target(path: Path, step: int | None) -> Target:
         return _of_run(RunLayout(path), step)
     if step is not None:
         raise ConfigError(f"--step {step}: {path} is not a run directory")
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: no such directory; legal: an HF checkpoint, or a run directory (`rlhpc list` shows your runs)"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: neither an HF checkpoint directory (no config.json) nor a run directory")
     return Target(path.name, Path("evaluations").absolute(), None, None, path)

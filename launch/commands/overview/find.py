@@ -107,7 +107,7 @@ def directories_to_search(given: Sequence[Path]) -> list[Path]:
     """
     for directory in given:
         if not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory")
+            raise ConfigError(f"{directory}: no such directory; `rlhpc list` shows the runs below runs/")
     default = Path("runs") if Path("runs").is_dir() else Path()
     return [without_dots(directory) for directory in given or [default]]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,8 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhpc.algorithms.advantages.choice import make_estimator
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
 from rlhpc.config_algorithm import LOSSES, AlgorithmConfig
+from rlhpc.config_environment import EnvironmentConfig
+from rlhpc.contracts import AdvantageEstimator, PolicyLoss, RewardFunction
+from rlhpc.environment import Environment, Step
 from rlhpc.errors import ConfigError
 from rlhpc.metrics.names import find_metric
+from rlhpc.rewards.registry import resolve
 
 GOOD = """
 import torch
@@ -120,6 +126,29 @@ def test_the_loss_of_the_page_passes_its_trial_and_is_the_reinforce_that_it_says
     current, row = ragged_row(0)
     value, _ = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)(current, row)
     torch.testing.assert_close(value, -(row.weights * row.advantages * current)[row.loss_mask].sum())
+
+
+def example_of(contract: type) -> str:
+    """Return the code in the docstring of a contract: what is indented further than the rest."""
+    lines = (contract.__doc__ or "").splitlines()[1:]
+    found = [line for line in lines if line.startswith(" " * 8) or not line]
+    return "import re\nimport numpy as np\nimport torch\n" + textwrap.dedent("\n".join(found))
+
+
+def test_the_examples_of_the_contracts_pass_their_trials(module: Path) -> None:
+    module.write_text("\n".join(map(example_of, (PolicyLoss, AdvantageEstimator, RewardFunction))))
+    make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 0)
+    make_estimator(AlgorithmConfig(advantage=f"{module.stem}:centred"), 8)
+    judge = resolve(f"{module.stem}:judge")
+    assert [judge(text, "7") for text in ("3 + 4 = 7 #### 7", "7", "#### 7 #### 8")] == [1.0, 0.0, 0.0]
+
+
+def test_the_example_of_environments_plays() -> None:
+    module: dict[str, Any] = {"Environment": Environment, "Step": Step}
+    exec(example_of(Environment), module)
+    echo = module["Echo"].open(EnvironmentConfig())
+    assert asyncio.run(echo.reset({"answer": "yes"})) == [{"role": "user", "content": "Say yes."}]
+    assert asyncio.run(echo.step(" yes\n")) == Step(reward=1.0, is_done=True)
 
 
 def test_a_loss_of_ones_own_is_used_and_its_metrics_have_a_family(module: Path) -> None:

@@ -171,7 +171,8 @@ def test_what_another_try_would_not_mend_ends_with_status_2(
 ) -> None:
     assert main(["--run-dir", str(tmp_path / "nowhere"), "--job-id", "1"]) == EXIT_CONFIG
     said = capsys.readouterr().err
-    assert said == f"rlhpc: {tmp_path / 'nowhere'}: not a run directory: it has no config.json of a run\n"
+    why = "not a run directory: it has no config.json of a run; `rlhpc list` shows your runs"
+    assert said == f"rlhpc: {tmp_path / 'nowhere'}: {why}\n"
     layout.config.write_text(layout.config.read_text().replace('"seed": ', '"seed": 1'))
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_CONFIG
     assert "altered since the run was started" in capsys.readouterr().err

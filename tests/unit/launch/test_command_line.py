@@ -412,17 +412,48 @@ def test_what_the_system_refuses_is_a_line_and_no_traceback(
 # ------------------------------------------------------------------------------------------------ status, stop, export
 
 
+COMMANDS_OF_RUNS = (
+    "check", "status", "stop", "logs", "report", "metrics", "audit", "rollouts", "tensorboard", "resume", "export out",
+    "evaluate", "evaluate data.jsonl", "scale --generators=+1",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_a_directory_that_is_no_run_is_refused(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = tmp_path / "nowhere"
     for directory, said in (
-        (tmp_path, "not a run directory: it has no config.json of a run"),
+        (tmp_path, "not a run directory: it has no config.json of a run; `rlhpc list` shows your runs"),
         (nowhere, "no such directory; `rlhpc list` shows your runs"),
     ):
         assert main([command, str(directory)]) == EXIT_CONFIG
         assert capsys.readouterr().err == f"rlhpc: {directory}: {said}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_RUNS)
+def test_a_run_that_is_not_there_is_answered_with_how_to_find_it(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, *more = command.split()
+    assert main([name, "runs/typo", *more]) == EXIT_CONFIG
+    said = capsys.readouterr().err
+    assert said.startswith(("rlhpc: runs/typo: no such", f"rlhpc: {tmp_path}/runs/typo: no"))
+    assert "`rlhpc list` shows" in said
+
+
+@pytest.mark.parametrize("place", ["/proc/page.html", ".", "notes.txt/page.html"])
+def test_a_page_that_cannot_be_written_is_answered_with_where_it_can(
+    place: str, layout: RunLayout, config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    monkeypatch.chdir(layout.root.parent)
+    Path("notes.txt").write_text("a file")
+    assert main(["report", str(layout.root), "--html", place]) == EXIT_CONFIG
+    said = capsys.readouterr().err
+    assert f"{place}: cannot be written: " in said
+    assert "legal: the name of a file in a directory of yours" in said
 
 
 def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, layout: RunLayout) -> None:

@@ -45,6 +45,15 @@ def _two(**second: Any) -> Any:
 
 FILES = (
     case("no such file", key("data.path", "trian.jsonl"), "data.path=", "trian.jsonl does not exist", "did you mean train.jsonl?"),
+    case("a pattern of files", key("data.path", "train*.jsonl"), "train*.jsonl does not exist", "patterns and lists are not expanded; legal", "[[data]]"),
+    case("braces of a shell", key("data.path", "{train,more}.jsonl"), "patterns and lists are not expanded; legal"),
+    case("two files in one text", key("data.path", "train.jsonl,more.jsonl"), "patterns and lists are not expanded; legal"),
+    case("an indented document called JSON lines", data_file("train.jsonl", '{\n  "prompt": "1+1=",\n  "answer": "2"\n}\n'), "train.jsonl:1", "one record a line", "named .json"),
+    case("an array over several lines called JSON lines", data_file("train.jsonl", '[\n' + GOOD + ',\n' + GOOD + '\n]\n'), "train.jsonl:1", "one record a line", "named .json"),
+    case("an array on a line called JSON lines", data_file("train.jsonl", f"[{GOOD}, {GOOD}]\n"), "train.jsonl:1", "a list", "a file named .json"),
+    case("indented records one after the other", data_file("train.json", '{\n  "prompt": "1+1=",\n  "answer": "2"\n}\n' * 2), "train.json:1", "one record a line"),
+    case("a comma behind each line", data_file("train.jsonl", f"{GOOD},\n{GOOD}\n"), "train.jsonl:1", "with nothing behind it"),
+    case("a comment in JSON lines", data_file("train.jsonl", f"// sums\n{GOOD}\n"), "train.jsonl:1", "JSON has no comments"),
     case("a form that is not known", data_file("train.txt", "1+1=2"), "train.txt", "legal: a file of .jsonl"),
     case("an Excel sheet", data_file("train.xlsx", b"PK\x03\x04"), "train.xlsx", "legal: a file of .jsonl"),
     case("an empty file", records(), "train.jsonl", "has no records"),
