@@ -78,7 +78,7 @@ async def ours(engine: VllmEngine, requests: list[RolloutRequest]) -> int:
 
 async def direct(engine: VllmEngine, requests: list[RolloutRequest]) -> int:
     async def one(request: RolloutRequest) -> int:
-        prompt = {"prompt_token_ids": request.prompt.token_ids.tolist()}
+        prompt = {"prompt_token_ids": request.prompt.token_ids.tolist(), "cache_salt": "direct"}
         parameters = vllm_sampling_params(request, set())
         async for output in engine._llm.generate(prompt, parameters, f"direct-{request.group_id}"):
             return len(output.outputs[0].token_ids)

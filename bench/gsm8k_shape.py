@@ -30,6 +30,7 @@ from tests.tiny_models import make_character_tokenizer
 
 RUN_FILE = Path(__file__).parents[1] / "configs" / "gsm8k.toml"
 QUESTION_TOKENS = 96  # characters here; GSM8K's questions have 60 tokens in the mean, with a template about so many
+MAX_PROMPT_TOKENS = 512  # of configs/gsm8k.toml
 KV_CACHE_BYTES = 12 << 30
 SHOWN = {
     "time/step_s": "s, a step",
@@ -55,12 +56,22 @@ def write_questions(path: Path, count: int) -> Path:
     return path
 
 
+def save_tokenizer(model: Path, vocabulary: int) -> None:
+    """Give a model a tokenizer that knows a word for each of its tokens: rewards see text."""
+    make_character_tokenizer().save_pretrained(model)
+    path = model / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    known = document["model"]["vocab"]
+    known.update({f"w{index} ": index for index in range(len(known), vocabulary)})
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
 def words_of(options: argparse.Namespace, root: Path) -> list[str]:
     """What configs/gsm8k.toml is changed in."""
     model = make_model(root / "model", options.model)
-    make_character_tokenizer().save_pretrained(model)
+    save_tokenizer(model, MODELS[options.model][-1])
     groups, size = options.groups, options.group_size
-    longest = QUESTION_TOKENS + 200 + options.tokens
+    longest = MAX_PROMPT_TOKENS + options.tokens
     return [
         f"run.directory={root / 'run'}", f"run.num_steps={options.steps}", f"model.path={model}",
         f"data.path={write_questions(root / 'train.jsonl', max(500, 4 * groups))}", "data.use_chat_template=false",
@@ -68,7 +79,8 @@ def words_of(options: argparse.Namespace, root: Path) -> list[str]:
         f"admission.group_size={size}", "admission.active_sampling=false", f"generation.engine={options.engine}",
         f"generation.max_completion_tokens={options.tokens}", f"generation.kv_cache_bytes={options.kv_cache_bytes}",
         f"trainer.device={options.device}", f"trainer.token_budget={max(longest, options.token_budget)}",
-        f"model.dtype={'bfloat16' if options.device == 'cuda' else 'float32'}", "checkpoint.every_steps=1000",
+        f"model.dtype={'bfloat16' if options.device == 'cuda' else 'float32'}",
+        "checkpoint.every_steps=1000", "trainer.warmup_steps=0",
         *options.words,
     ]  # fmt: skip
 

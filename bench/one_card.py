@@ -7,8 +7,10 @@
 
 Parts stand in order of worth.  Each runs in a process of its own, is ended at its limit, and may fail without the
 others; one for which no time is left is skipped.  Results go into one JSON file after every part, and a table as
-docs/gpu.md has it beside it.  A part that has passed in that file is not repeated, so that a second call goes on where
-the first ended.  --dry: the same on CPU, with gloo in NCCL's place and sizes of toys; its numbers say nothing.
+docs/gpu.md has it beside it.  A part that has passed in that file is not repeated, and one that has failed comes last,
+so that a second call goes on where the first ended.
+
+--dry: the same on CPU, with gloo in NCCL's place and sizes of toys, of which each is run once; its numbers say nothing.
 
 Standard library only: it starts on a machine where half of the packages are missing.
 """
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from bench.figures import FIGURES_FILE, read_figures
@@ -157,13 +159,14 @@ class Parts:
     def __init__(self, results: Path, seconds: float, is_dry: bool) -> None:
         self._path, self._ends_at, self._is_dry = results, time.monotonic() + seconds, is_dry
         self._results = {each.name: each for each in read_results(results)}
+        self._done: dict[tuple[str, ...], str] = {}  # words → part, of a dry run: parts that differ by size are one
         self._machine = {} if is_dry else machine_here()
 
     def run(self, parts: Sequence[Part]) -> list[Result]:
-        """Run those that have not passed yet; returns the results of all."""
-        for part in parts:
-            before = self._results.get(part.name)
-            if before is not None and before.outcome == PASSED:
+        """Run those that have not passed yet, first those that have not been tried; returns the results of all."""
+        before = {part.name: self._results[part.name].outcome for part in parts if part.name in self._results}
+        for part in sorted(parts, key=lambda part: before.get(part.name, SKIPPED) != SKIPPED):
+            if before.get(part.name) == PASSED:
                 continue
             self._results[part.name] = self._run(part)
             self._write()
@@ -178,6 +181,8 @@ class Parts:
         if part.needs_engine and not self._is_dry and not has_engine():
             return Result(part.name, SKIPPED, why="vLLM for CUDA is not here")
         words = (part.dry or part.words) if self._is_dry else part.words
+        if self._is_dry and (like := self._done.setdefault(words, part.name)) != part.name:
+            return replace(self._results[like], name=part.name, seconds=0.0, why=f"as {like}")
         with tempfile.TemporaryDirectory() as scratch:
             figures = Path(scratch) / "figures"
             environment = environment_of_parts(self._is_dry) | {FIGURES_FILE: str(figures)}

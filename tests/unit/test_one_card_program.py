@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -63,6 +64,21 @@ def test_what_has_passed_is_not_repeated_and_what_does_not_fit_is_skipped(tmp_pa
     again, skipped = run(tmp_path, QUICK, MISSING, seconds=0.0)
     assert (again.outcome, again.seconds) == (PASSED, before["seconds"])
     assert (skipped.outcome, skipped.why) == (SKIPPED, "0 s are left, its limit is 150 s")
+
+
+@pytest.mark.starts
+def test_what_has_failed_comes_behind_what_was_not_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, MISSING)
+    capsys.readouterr()
+    run(tmp_path, MISSING, QUICK)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["quick", "missing"]
+
+
+@pytest.mark.starts
+def test_parts_of_a_dry_run_that_differ_in_size_alone_are_run_once(tmp_path: Path) -> None:
+    once, alike = run(tmp_path, QUICK, replace(QUICK, name="larger", words=("no_such_module",), dry=QUICK.words))
+    assert (alike.outcome, alike.why, alike.name) == (PASSED, "as quick", "larger")
+    assert once.seconds > 0 == alike.seconds
 
 
 SAID = {
