@@ -168,9 +168,10 @@ class Parts:
         for part in sorted(parts, key=lambda part: before.get(part.name, SKIPPED) != SKIPPED):
             if before.get(part.name) == PASSED:
                 continue
-            self._results[part.name] = self._run(part)
+            last = self._run(part)
+            if last.outcome != SKIPPED or part.name not in self._results:  # a failure that is not repeated stays one
+                self._results[part.name] = last
             self._write()
-            last = self._results[part.name]
             print(f"{part.name:<18}{last.outcome:<10}{last.seconds:6.0f} s  {last.why}", flush=True)
         return [self._results[part.name] for part in parts]
 

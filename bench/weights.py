@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, get_args
@@ -139,10 +140,15 @@ def host_of(transport: Transport, rank: int, num_ranks: int) -> dict[str, str]:
     """Return the variables that connect ranks on one card by NCCL.  Raises SystemExit where nothing does."""
     if transport != "nccl":
         return {}
-    cards = Cards.here()
-    if reason := cards.why_not(num_ranks):
+    if reason := cards_here().why_not(num_ranks):
         raise SystemExit(f"nccl: {reason}")
-    return cards.environment(rank, num_ranks)
+    return cards_here().environment(rank, num_ranks)
+
+
+@cache
+def cards_here() -> Cards:
+    """Look once, before this process has given itself a name."""
+    return Cards.here()
 
 
 def settle(device: str) -> None:

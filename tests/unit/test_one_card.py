@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import weights
 from launch.checks.gpus import parse_listing, parse_memory
 from rlhpc.weights.choice import choose_transport
 from tests.gpu import one_card
@@ -113,6 +114,20 @@ def test_a_role_without_a_gpu_is_given_none() -> None:
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     settle(["python", "-m", "rlhpc.roles", "controller", "--replica", "0"], environment)
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_measurement_over_nccl_is_taken_after_another(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has given this process a name, which is no reason to refuse the second."""
+    monkeypatch.setattr(Cards, "here", lambda: Cards(1, OLD, HOSTS, os.environ.get("NCCL_HOSTID", "")))
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    weights.cards_here.cache_clear()
+    for num_ranks in (2, 3):
+        names = [weights.host_of("nccl", rank, num_ranks)["NCCL_HOSTID"] for rank in range(num_ranks)]
+        assert len(set(names)) == num_ranks
+        monkeypatch.setenv("NCCL_HOSTID", names[0])
+    with pytest.raises(SystemExit, match="nccl: 5 ranks"):
+        weights.host_of("nccl", 0, 5)
+    weights.cards_here.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

@@ -72,6 +72,7 @@ def test_what_has_failed_comes_behind_what_was_not_tried(tmp_path: Path, capsys:
     capsys.readouterr()
     run(tmp_path, MISSING, QUICK)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["quick", "missing"]
+    assert run(tmp_path, MISSING, seconds=0.0)[0].outcome == FAILED
 
 
 @pytest.mark.starts
