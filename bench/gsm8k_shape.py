@@ -4,7 +4,7 @@
                                 [--device cuda] [--engine vllm] [KEY=VALUE ...]
 
 configs/gsm8k.toml with a random model of real sizes, made-up questions of GSM8K's length and a coin for a reward:
-weights do not change what it costs.  No rollout ends early, so every completion has --tokens tokens.  On one card
+weights do not change what it costs.  Next to no rollout ends early: completions have --tokens tokens.  On one card
 trainer and engine share it.  Prints what a step takes, who waits for whom, and tokens/s of both sides, means after the
 first tenth of the steps; then what `rlhpc report` says.
 """
@@ -26,7 +26,7 @@ from bench.ladder import settled_mean
 from bench.trainer import MODELS, make_model
 from launch.reading.run_figures import read_figures
 from rlhpc.run_layout import RunLayout
-from tests.tiny_models import make_character_tokenizer
+from tests.tiny_models import EOS_ID, make_character_tokenizer
 
 RUN_FILE = Path(__file__).parents[1] / "configs" / "gsm8k.toml"
 QUESTION_TOKENS = 96  # characters here; GSM8K's questions have 60 tokens in the mean, with a template about so many
@@ -57,13 +57,14 @@ def write_questions(path: Path, count: int) -> Path:
 
 
 def save_tokenizer(model: Path, vocabulary: int) -> None:
-    """Give a model a tokenizer that knows a word for each of its tokens: rewards see text."""
+    """Give a model a tokenizer that knows a word for each of its tokens, since rewards see text, and an end of turn."""
     make_character_tokenizer().save_pretrained(model)
-    path = model / "tokenizer.json"
-    document = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer, config = model / "tokenizer.json", model / "config.json"
+    document = json.loads(tokenizer.read_text(encoding="utf-8"))
     known = document["model"]["vocab"]
     known.update({f"w{index} ": index for index in range(len(known), vocabulary)})
-    path.write_text(json.dumps(document), encoding="utf-8")
+    tokenizer.write_text(json.dumps(document), encoding="utf-8")
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"eos_token_id": EOS_ID}))
 
 
 def words_of(options: argparse.Namespace, root: Path) -> list[str]:
