@@ -176,11 +176,12 @@ async def _played(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
             _refuse_failed_turn(trial, turn, what, legal)
             rounds[-1].append(turn)
             where = f"data.environment={trial.task!r}, {what} of {trial.record.source}"
-            doubts += [_slow(where, took_s, OWN_REWARD, config), _huge(where, turn.reward)]
+            if len(rounds) == 1:
+                doubts += [_slow(where, took_s, OWN_REWARD, config), _huge(where, turn.reward)]
     opening, _, last = rounds[0]
     begins = f"begins with {counted(len(opening.messages), 'message')}"
     line = f"environment {trial.task}, tried on {trial.record.source}: {begins}, {last.reward:g} for {NO_ANSWER!r}"
-    return [line, *dict.fromkeys(filter(None, [*doubts, *_other_turns(trial, rounds)]))]
+    return [line, *filter(None, [*doubts, *_other_turns(trial, rounds)])]
 
 
 def _other_turns(trial: _Trial, rounds: Sequence[Sequence[Turn]]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from rlhpc.types import Float32, Int32
 from rlhpc.user_code import load, try_out
 
 KEY = "algorithm.advantage"
-_PAGE = "docs/algorithms.md, Advantages"
+_PAGE = "docs/algorithms.md, An advantage of your own"
 _REWARDS, _LENGTHS = (1.0, 0.0, 0.5), (3, 1, 2)  # of the first members; those of a larger group repeat them
 _SHOWN = 4  # members of a group that a message names
 _NOTHING = 1e-3  # an advantage below it is one of rounding
