@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from launch.common.standard_output import (
     say_or_lose,
 )
 from launch.common.text_table import escaped
-from launch.supervisor.signals import StopSignal
+from launch.supervisor.signals import REQUESTS, StopSignal
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from rlhpc.own_user import name_nameless_user
@@ -73,6 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if interrupt.args:  # says what has been done so far
             say_or_lose(f"rlhpc: {escaped(str(interrupt))}")
         return EXIT_INTERRUPTED
+    return status
+
+
+def command() -> int:
+    """Run one command as a process of its own: main, after which a signal cannot change the status of a run."""
+    status = main()
+    if sys.argv[1:2] == ["run"]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     return status
 
 
@@ -364,4 +373,4 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

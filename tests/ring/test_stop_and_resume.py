@@ -90,7 +90,7 @@ def test_a_stop_while_the_trainer_loads_ends_everything_at_once(lab: Lab) -> Non
 
 # Sends the command a signal when Python is about to do something: an event of audit hooks, a word of its arguments.
 STOPS_AT = """
-import os, sys
+import atexit, os, sys
 event, word = os.environ["STOPS_AT"].split()
 number = int(os.environ["STOPS_BY"])
 
@@ -102,6 +102,8 @@ def look(name, arguments):
 
 if "launch.cli" in sys.orig_argv and "run" in sys.orig_argv:
     sys.addaudithook(look)
+    if event == "exit":
+        atexit.register(os.kill, os.getpid(), number)
 """
 BEFORE_ANYTHING = ("import launch.commands.run", "open train.jsonl", "os.rename launcher.json", "os.rename config.json")
 IN_THE_START = ("os.rename inputs.json", "open attempts.jsonl", "os.rename local_plan.json", "os.mkdir secrets")
@@ -138,8 +140,9 @@ def test_a_stop_at_any_point_of_a_start_is_a_stop_or_leaves_nothing(
             assert status == 0, (point, run.story())
             assert "stopped before the first step" in run.output, point
             assert "stopped" in rlhpc("status", str(layout.root)).stdout, point
-    with Run(run_file, layout, "--resume") as run:
-        assert run.finish() == 0, run.story()
+    environment = {"PYTHONPATH": path, "STOPS_AT": "exit python", "STOPS_BY": str(int(number))}
+    with Run(run_file, layout, "--resume", environment=environment) as run:
+        assert run.finish() == 0, run.story()  # -15: a complete run was told by a signal that came as Python ended
     assert_full_batches_trained_once(layout.rollouts, 2, GROUPS, GROUP_SIZE)
 
 
