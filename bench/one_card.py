@@ -223,7 +223,8 @@ def has_engine() -> bool:
 
 def environment_of_parts(is_dry: bool) -> dict[str, str]:
     """Return the environment in which the parts run."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = os.pathsep.join([str(ROOT), *(str(Path(place).absolute()) for place in given)])  # runs are elsewhere
     fixed = {"PYTHONPATH": path, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     kind = {PLACE: "cpu", "OMP_NUM_THREADS": "1"} if is_dry else {RANKS_TIMEOUT: "45"}
     return {**os.environ, **fixed, **kind}

@@ -108,6 +108,12 @@ def test_without_its_largest_library_no_engine_is_there(tmp_path: Path, monkeypa
     assert one_card.has_engine()
 
 
+def test_packages_beside_the_checkout_are_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "site")
+    assert one_card.environment_of_parts(is_dry=False)["PYTHONPATH"].split(os.pathsep)[1:] == [str(tmp_path / "site")]
+
+
 def test_parts_have_names_of_their_own_and_choose_tests_that_are_there() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert [part.name for part in one_card.chosen(["GSM8K", "doctor"])] == ["doctor", "GSM8K"]

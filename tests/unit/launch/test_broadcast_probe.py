@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.figures import tell
 from launch.checks.nodes import broadcast_probe
 from tests.gpu.one_card import environment_of, place, why_not
 from tests.patience import PATIENCE_S
@@ -82,8 +83,8 @@ def test_two_probes_measure_the_broadcast_between_them(backend: str, tmp_path: P
         for probe in probes:
             probe.kill()
             probe.wait()
-    print(*said)
     for text in said:
         found = json.loads(text.splitlines()[-1])
         assert found["backend"] == backend
         assert found["gbit_per_s"] > 0
+    tell(f"broadcast by {backend}, Gbit/s", found["gbit_per_s"])
