@@ -43,7 +43,8 @@ class Cards:
         import torch
 
         num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        version = tuple(torch.cuda.nccl.version()) if num_cards and torch.distributed.is_nccl_available() else ()
+        has_nccl = num_cards and torch.distributed.is_nccl_available()
+        version = tuple(torch.cuda.nccl.version()) if has_nccl else ()  # type: ignore[no-untyped-call]
         return cls(num_cards, version, os.environ.get(WAY, HOSTS), os.environ.get("NCCL_HOSTID", ""))
 
     def why_not(self, num_ranks: int) -> str:

@@ -153,7 +153,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             for _ in range(5):  # a task group does not let go at once
                 with suppress(BaseException):
-                    task.get_coro().close()  # type: ignore[union-attr]
+                    task.get_coro().close()
                     break
         self._tasks.clear()
 
