@@ -145,6 +145,9 @@ USUAL_RANGES: Mapping[str, UsualRange] = MappingProxyType(
         "rewards.memory_bytes": UsualRange(1e7, 1e13, _BYTES, zero=True),
         "rewards.task_memory_bytes": UsualRange(1e7, 1e13, _BYTES),
         "rewards.max_attempts": UsualRange(1, 100, _TRIES),
+        "rewards.error_patience_s": UsualRange(
+            1, 86_400, "so long a run that fails everywhere stands still", zero=True
+        ),
         "sandbox.compile_s": UsualRange(0.5, 600, _SECONDS),
         "sandbox.compile_memory_bytes": UsualRange(1e7, 1e12, _BYTES),
         "sandbox.cpu_s": UsualRange(0.05, 3600, _SECONDS),
