@@ -186,18 +186,20 @@ def test_of_the_engine_goes_along_what_a_hopper_card_imports() -> None:
     assert list(one_card_pack.members_of_base(names)) == kept
 
 
+TOYS = {part.dry or part.words: part for part in reversed(PARTS)}  # each once, under the name of the first
+
+
 @pytest.mark.starts
 @pytest.mark.vllm
 @pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_all_of_it_runs_dry(tmp_path: Path) -> None:
+@pytest.mark.timeout(630)
+@pytest.mark.parametrize("part", reversed(TOYS.values()), ids=lambda part: part.name)
+def test_all_of_it_runs_dry(part: Part, tmp_path: Path) -> None:
     """On CPU with gloo in NCCL's place: what is left to a card is the card."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    words = ["run", "--dry", "--seconds", "1200", "--results", str(tmp_path / "dry.json")]
+    words = ["run", "--dry", "--seconds", "600", "--results", str(tmp_path / "dry.json"), "--parts", part.name]
     command = [sys.executable, "-m", "bench.one_card", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-    parts = json.loads((tmp_path / "dry.json").read_text())["parts"]
-    story = "\n".join(f"{part['name']}: {part['tail']}" for part in parts if part["outcome"] != PASSED)
-    assert done.returncode == 0, done.stdout + done.stderr + story
-    assert [(part["name"], part["outcome"]) for part in parts] == [(part.name, PASSED) for part in PARTS]
-    assert all(part["figures"] for part in parts if part["name"] in ("0.6B", "versions", "engine", "GSM8K"))
+    (found,) = json.loads((tmp_path / "dry.json").read_text())["parts"]
+    assert (done.returncode, found["outcome"]) == (0, PASSED), done.stdout + done.stderr + found["tail"]
+    assert found["figures"] or part.words[0] == "pytest"
