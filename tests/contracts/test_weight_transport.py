@@ -142,7 +142,7 @@ def test_a_receiver_that_stands_still_in_a_broadcast_is_left_out_and_rejoins(
     """Its connections stay open: only the limit ends the wait."""
     survivor, still = broadcast.receivers
     with monkeypatch.context() as patch:
-        patch.setattr(broadcast.publisher, "_timeout_s", SHORT_S if broadcast.device == "cpu" else 10 * SHORT_S)
+        patch.setattr(broadcast.publisher, "_timeout_s", (3 if broadcast.device == "cpu" else 10) * SHORT_S)
         broadcast.form(epoch=1)
         manifest = manifest_of(1, 1, 1)
         broadcast.tell(survivor, manifest)
