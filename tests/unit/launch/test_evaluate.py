@@ -256,7 +256,7 @@ def test_a_changed_model_has_another_digest(model: Path) -> None:
     [
         (
             ["no-model", "test.jsonl"],
-            "no-model: neither an HF checkpoint directory (no config.json) nor a run directory",
+            "no-model: no such directory; legal: an HF checkpoint, or a run directory (`rlhpc list` shows your runs)",
         ),
         (["model", "test.jsonl", "--step", "3"], "--step 3: "),
         (["model", "test.jsonl"], "generation.max_completion_tokens: missing; it has no default"),
