@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 KEEPS_COMPILED := PYTHONDONTWRITEBYTECODE=
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 $(KEEPS_COMPILED)  # processes share two cores
 
-.PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator soak-sandbox test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
+.PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator soak-sandbox soak-matrix test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
     slurm-releases gpu gpu-one-card gpu-dry bench clean
 
 help:  ## show this
@@ -41,7 +41,7 @@ demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
 demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of three partitions
 	$(KEEPS_COMPILED) $(BIN)/rlhpc demo --slurm
 
-soak: soak-hostile soak-simulator soak-sandbox soak-kills  ## these, then a run through 100 time limits on a private Slurm; three hours
+soak: soak-hostile soak-simulator soak-sandbox soak-kills soak-matrix  ## these, then a run through 100 time limits on a private Slurm; three hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
 soak-hostile: setup  ## 1,000,000 mutated frames and 10,000 hostile connections; about ten minutes
@@ -53,6 +53,9 @@ soak-kills: setup  ## 200 SIGKILLs at random instants, all roles and the launche
 soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); ten minutes on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulator --seeds 10000 --jobs 2
 
+soak-matrix: setup  ## the cases of long matrices that `make test-all` leaves out, 40 instants in place of 3; an hour
+	$(TEST_ENVIRONMENT) RLHPC_TEST_INSTANTS=40 $(BIN)/python -m pytest -n 4 -m soak -o faulthandler_timeout=3000 $(PYTEST_ARGS)
+
 soak-sandbox: setup  ## 10,000 programs, good and bad ones, through one warm sandbox; five minutes
 	OMP_NUM_THREADS=1 RLHPC_TEST_PROGRAMS=10000 $(BIN)/python -m pytest tests/unit/sandbox/test_thousands_of_runs.py
 
@@ -60,7 +63,7 @@ test: setup  ## the tests: every promise, on real parts; shared out by tests/con
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 4 -m "not long" $(PYTEST_ARGS)
 
 test-all: setup  ## what `make test` leaves out: exhaustive matrices, long scenarios
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 4 -m long $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 4 -m "long and not soak" $(PYTEST_ARGS)
 
 quick: setup  ## tests of units that start no process and wait for nothing
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 3 -m "not long and not starts and not waits" $(PYTEST_ARGS) tests/unit tests/architecture

@@ -53,9 +53,15 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "function": {"data": {"task": f"{MODULE}:judge", "prompt_template": "{same}", "reference_field": "seed"}},
 }
-EACH_KIND = pytest.mark.parametrize(
-    "kind", ["agent", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "agent")]
-)
+
+
+def each_kind(*long: str) -> pytest.MarkDecorator:
+    """Agents in `make test`, these in `make test-all`, all in `make soak-matrix`."""
+    soak = [kind for kind in KINDS if kind not in ("agent", *long)]
+    rarely = [pytest.param(kind, marks=[pytest.mark.long, pytest.mark.soak]) for kind in soak]
+    return pytest.mark.parametrize(
+        "kind", ["agent", *(pytest.param(each, marks=pytest.mark.long) for each in long), *rarely]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +136,7 @@ def strikes(layout: RunLayout) -> str:
     return layout.strikes.read_text() if layout.strikes.exists() else ""
 
 
-@EACH_KIND
+@each_kind("tools", "judge")
 def test_a_run_goes_on_when_what_has_failed_for_a_while_works_again(lab: Lab, kind: str, tmp_path: Path) -> None:
     layout = lab.layout(kind)
     with surroundings(lab, kind) as settings, run_of(lab, kind, **settings) as run:
@@ -156,7 +162,7 @@ def test_a_run_goes_on_when_what_has_failed_for_a_while_works_again(lab: Lab, ki
     assert (audit.returncode, "poison and quarantine" in audit.stdout.splitlines()[-1]) == (0, True), audit.stdout
 
 
-@EACH_KIND
+@each_kind("game", "function")
 def test_what_fails_for_good_ends_the_run_with_the_cause_and_a_resume_after_the_mend_samples(
     lab: Lab, kind: str, tmp_path: Path
 ) -> None:

@@ -108,14 +108,15 @@ if "launch.cli" in sys.orig_argv and "run" in sys.orig_argv:
 BEFORE_ANYTHING = ("import launch.commands.run", "open train.jsonl", "os.rename launcher.json", "os.rename config.json")
 IN_THE_START = ("os.rename inputs.json", "open attempts.jsonl", "os.rename local_plan.json", "os.mkdir secrets")
 IN_A_RESUME = ("os.rename owner.json", "open attempts.jsonl", "subprocess.Popen 'controller'")
+EVERYWHERE = [*BEFORE_ANYTHING, *IN_THE_START, *IN_A_RESUME]
 
 
 @pytest.mark.parametrize(
     ("number", "made"),
     [
         (signal.SIGTERM, [BEFORE_ANYTHING[1], BEFORE_ANYTHING[3], IN_THE_START[0], *IN_A_RESUME[1:]]),
-        pytest.param(signal.SIGTERM, [*BEFORE_ANYTHING, *IN_THE_START, *IN_A_RESUME], marks=pytest.mark.long),
-        pytest.param(signal.SIGINT, [*BEFORE_ANYTHING, *IN_THE_START, *IN_A_RESUME], marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, EVERYWHERE, marks=[pytest.mark.long, pytest.mark.soak]),
+        pytest.param(signal.SIGINT, EVERYWHERE, marks=pytest.mark.long),
     ],
 )
 def test_a_stop_at_any_point_of_a_start_is_a_stop_or_leaves_nothing(

@@ -20,7 +20,7 @@ from tests.ring.run_kit import Lab
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, role_pids
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
-NUM_INSTANTS = int(os.environ.get("RLHPC_TEST_INSTANTS", "6"))  # of a disk that refuses
+NUM_INSTANTS = int(os.environ.get("RLHPC_TEST_INSTANTS", "3"))  # of a disk that refuses
 
 
 def wait_for_the_end(run: SlurmRun) -> str:
@@ -171,8 +171,15 @@ def test_a_site_without_requeue_is_served_by_successors(slurm: DevCluster, lab: 
 @pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seconds", [1.0, 10.0])
-@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
+@pytest.mark.parametrize(
+    ("placement", "seconds"),
+    [
+        ("hetjob", 1.0),
+        ("jobs", 10.0),
+        pytest.param("hetjob", 10.0, marks=pytest.mark.soak),
+        pytest.param("jobs", 1.0, marks=pytest.mark.soak),
+    ],
+)
 def test_jobs_whose_disk_refuses_again_and_again_go_on(
     slurm: DevCluster, lab: Lab, placement: str, seconds: float
 ) -> None:
