@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(slots=True)
 class Result:
-    """What became of a part."""
+    """The outcome of a part."""
 
     name: str
     outcome: str

@@ -330,7 +330,7 @@ def _huge(where: str, reward: float) -> str:
 
 
 def _hint(why: str) -> str:
-    """What a function of TRL, or of verifiers, means that looks for messages in a completion."""
+    """Return the remedy for a function of TRL's or verifiers' kind, which looks for messages; "" for others."""
     if "string indices must be" not in why and "'str' object has no attribute" not in why:
         return ""
     return (

@@ -365,7 +365,7 @@ def _held(directory: Path, *, waits: bool = False) -> int | None:
 
 
 def base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the job's directory for temporary files and caches is on this node."""
+    """Return the job's directory for temporary files and caches on this node."""
     name = f"rlhpc-{os.getuid()}-{job_id}"  # not the user's name, which a node may not know
     for parent in (environment.get("SLURM_TMPDIR"), environment.get("TMPDIR"), "/tmp"):
         base = Path(parent) / name if parent else None

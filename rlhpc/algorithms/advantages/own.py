@@ -68,7 +68,7 @@ def _called(function: AdvantageEstimator, rewards: Float32, lengths: Int32) -> F
 
 
 def _misfit(advantages: Float32, rewards: Float32) -> str:
-    """What is wrong with what was returned, "" if nothing."""
+    """Return what is wrong with these advantages, "" if nothing."""
     if advantages.shape == rewards.shape and np.isfinite(advantages).all():
         return ""
     return (
@@ -78,7 +78,7 @@ def _misfit(advantages: Float32, rewards: Float32) -> str:
 
 
 def _problem(function: AdvantageEstimator, rewards: Float32, lengths: Int32) -> str:
-    """What is wrong with it, as far as this group shows, "" if nothing."""
+    """Return what this group shows to be wrong with the function, "" if nothing."""
     given: tuple[Float32, Int32] = rewards.copy(), lengths.copy()
     advantages = _called(function, *given)
     if problem := _misfit(advantages, rewards):

@@ -155,7 +155,7 @@ def _without_gradient(value: Tensor, current: Tensor) -> str:
 
 
 def _changed(current: Tensor, row: TokenRow) -> str:
-    """Which argument of the trial is no longer what it was, in words."""
+    """Return words that name an argument of the trial that was changed in place, "" if none was."""
     before, given = _trial_row()
     fields = [each.name for each in fields_of(given) if isinstance(getattr(given, each.name), Tensor)]
     names = [f"row.{name}" for name in fields if not torch.equal(getattr(row, name), getattr(given, name))]
