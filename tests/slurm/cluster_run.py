@@ -122,6 +122,18 @@ class SlurmRun:
         self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}")
         return time.time() - self.submitted_at
 
+    def wait_attempt(self, attempt: int, step: int = 0) -> None:
+        """Wait until the controller of this attempt, or of a later one, runs and has done so many steps.
+
+        A later one, since Slurm may say only after the next attempt has begun that a component or a node is gone.
+        """
+
+        def is_there() -> bool:
+            status = self.status()
+            return status.get("attempt", -1) >= attempt and status["step"] >= step
+
+        self.wait(is_there, f"attempt {attempt}, step {step}")
+
     def wait_more_steps(self, num_steps: int = 2) -> None:
         """Wait until an attempt has done so many more steps than it has now."""
 

@@ -72,7 +72,7 @@ def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster
         data={"task": "tests.ring.ring_rewards:very_slow_parity"},  # a minute of steps as fast as can be is one of CPU
     )
     run.submit()
-    run.wait(lambda: run.layout.attempts.exists() and len(run.attempts()) == 2, "a second attempt")
+    run.wait(lambda: run.layout.attempts.exists() and len(run.attempts()) >= 2, "a second attempt")
     run.wait_more_steps()
     assert run.events("requeue")  # on a machine that is busy a life may be too short for a step
     for event in run.events("attempt_end"):
@@ -90,8 +90,8 @@ def test_a_trainer_that_is_killed_is_started_again_in_the_same_job(slurm: DevClu
     generators = role_pids(run, "generator")
     [trainer] = role_pids(run, "trainer")
     os.kill(trainer, signal.SIGKILL)
-    run.wait(lambda: len(run.attempts()) == 2, "a second attempt")
-    run.wait(lambda: run.status().get("attempt") == 1, "its controller")
+    run.wait(lambda: len(run.attempts()) >= 2, "a second attempt")
+    run.wait_attempt(1)
     run.wait_more_steps()
     assert role_pids(run, "generator") == generators, "engines outlast a trainer"
     run.stop()
@@ -119,10 +119,10 @@ def test_a_dead_node_under_a_generator_requeues_the_whole_job(slurm: DevCluster,
     victim = slurm.run("scontrol", "show", "hostnames", gen).split()[0]
     began = time.monotonic()
     crash_node(slurm, victim)
-    run.wait(lambda: len(run.attempts()) == 2, "a second attempt")
+    run.wait(lambda: len(run.attempts()) >= 2, "a second attempt")
     print(f"from a dead node to the next attempt: {time.monotonic() - began:.1f} s")
     start_node(slurm, victim)
-    run.wait(lambda: run.status().get("attempt") == 1, "its controller")
+    run.wait_attempt(1)
     run.wait_more_steps()
     run.stop()
 
@@ -150,8 +150,9 @@ def test_a_cancelled_generation_component_stops_the_run_where_it_can_be_resumed(
     slurm.run("scancel", f"{run.jobs['hetjob']}+2")
     run.wait(lambda: not run.queue(), "no job left")
     assert run.events("verdict")[-1]["text"].startswith("component"), run.story()
+    num_attempts = len(run.attempts())
     run.cli("resume", str(run.layout.root))
-    run.wait(lambda: run.status().get("attempt") == 1, "its controller")
+    run.wait_attempt(num_attempts)
     run.wait_more_steps()
     run.stop()
 

@@ -70,7 +70,7 @@ def test_a_run_goes_on_after_the_directory_that_it_was_submitted_from_is_gone(
     place.rmdir()
     [trainer] = role_pids(run, "trainer")
     os.kill(trainer, signal.SIGKILL)
-    run.wait(lambda: run.status().get("attempt") == 1 and run.status()["step"] >= 1, "a step of another attempt")
+    run.wait_attempt(1, step=1)
     run.stop()
 
 
@@ -87,7 +87,7 @@ def test_a_signal_to_the_controllers_batch_step_stops_the_run(slurm: DevCluster,
     assert slurm.run("squeue", "--noheader", "--states=all", f"--jobs={lead}", "--format=%T").split()[0] == "COMPLETED"
     assert "stopped" in run.cli("status", str(run.layout.root))
     run.cli("resume", str(run.layout.root))
-    run.wait(lambda: run.status().get("attempt") == 1 and run.status()["step"] >= 1, "the resume goes on")
+    run.wait_attempt(1, step=1)
     run.stop()
 
 
