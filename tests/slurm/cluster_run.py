@@ -130,7 +130,7 @@ class SlurmRun:
 
         def is_there() -> bool:
             status = self.status()
-            return status.get("attempt", -1) >= attempt and status["step"] >= step
+            return bool(status.get("attempt", -1) >= attempt and status["step"] >= step)
 
         self.wait(is_there, f"attempt {attempt}, step {step}")
 
