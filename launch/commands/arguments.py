@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 40  # of a list
 _BEGINNINGS = ("--resume", "--fresh", "--from-start", "--no-replay", "--step")
 _OF_PREDICTIONS = {
-    "from_run": "--from", "mean_tokens": "--mean-tokens", "length_law": "--length-law",
-    "dropped_share": "--dropped-share", "json": "--json",
+    "from_run": "--from", "mean_tokens": "--mean-tokens", "dropped_share": "--dropped-share", "json": "--json"
 }  # fmt: skip
 
 

