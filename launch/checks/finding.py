@@ -17,7 +17,6 @@ class Finding:
     verdict: Verdict
     text: str
     remedy: str = ""  # what to do; of a failure "legal: …"
-    sbatch_decides: bool = False  # a failure that becomes a warning if sbatch accepts the component
 
     @property
     def component(self) -> str:

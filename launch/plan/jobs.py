@@ -65,7 +65,6 @@ class Component:
     runs_in_batch_step: bool = False  # no srun: the supervisor starts its processes itself
     hides_gpus: bool = False  # its processes are on CPU, also where the node has GPUs
     num_threads: int = 1  # of a library in each process
-    gpus_of_a_node: int = 0  # that there are, as the site file says; 0: it says nothing of them
 
     @property
     def num_tasks(self) -> int:
@@ -234,7 +233,6 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
         allocation=allocation,
         gpu_request=section.gpu_request,
         gres_type=section.gres_type,
-        gpus_of_a_node=(section.gpus_per_node or 0) if shape.gpus_per_task else 0,
     )
 
 

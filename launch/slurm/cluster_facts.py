@@ -1,4 +1,4 @@
-"""Properties of a cluster: partitions, nodes, accounts, reservations, settings.  Slurm is queried once.
+"""Properties of a cluster: partitions, nodes, accounts, settings.  Slurm is queried once.
 
 Input: the output of scontrol and sacctmgr.  Output: ClusterFacts.  Only `ask_cluster` runs commands; the rest is pure.
 Guarantees: what a site hides (PrivateData, no accounting) is empty or None here and listed in `hidden`, never an error.
@@ -49,19 +49,15 @@ class PartitionFacts:
     """One partition; None means no limit, or no restriction of users."""
 
     name: str
-    state: str  # UP, DOWN, DRAIN, INACTIVE
     is_default: bool
     max_time_s: int | None
     max_nodes: int | None
     min_nodes: int
-    max_cpus_per_node: int | None
     allowed_accounts: tuple[str, ...] | None
     denied_accounts: tuple[str, ...]
     allowed_qos: tuple[str, ...] | None
     denied_qos: tuple[str, ...]
     preempt_mode: str  # OFF, REQUEUE, CANCEL, SUSPEND, …
-    needs_reservation: bool
-    is_root_only: bool
     qos: str = ""  # whose limits hold for all its jobs
 
 
@@ -71,10 +67,7 @@ class NodeFacts:
 
     name: str
     partitions: frozenset[str]
-    cpus: int
-    memory_mib: int
     gpus: Mapping[str, int]  # by type; "" where the site names none
-    features: frozenset[str]
     state: str
 
     @property
@@ -136,17 +129,15 @@ class ClusterFacts:
 
     version: tuple[int, int]
     release: str
-    user: str
     config: Mapping[str, str]  # of `scontrol show config`
     clock_text: str  # slurmctld's local time when it was asked, "2026-01-31T12:00:00"
     partitions: tuple[PartitionFacts, ...]
     nodes: tuple[NodeFacts, ...]
-    reservations: tuple[str, ...]
     associations: tuple[Association, ...] | None  # None: no accounting, or it does not answer
     default_account: str
     qos: tuple[Qos, ...]
     accounts: tuple[Account, ...] = ()  # the user's, and those above them
-    hidden: frozenset[str] = frozenset()  # "partition", "node", "reservation": what the site shows only to its staff
+    hidden: frozenset[str] = frozenset()  # "partition", "node": what the site shows only to its staff
 
     @property
     def default_partition(self) -> str | None:
@@ -190,7 +181,6 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
         partitions = show("partition", "--all")
         config = ask("scontrol", "show", "config")
         nodes = show("node", "--all")
-        reservations = show("reservation")
         release = ask("scontrol", "--version")
     except SlurmError as error:
         if "no such command" in str(error):
@@ -198,18 +188,15 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
         why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be queried"
         raise SlurmError(f"{why}, so nothing could be checked ({error}); try again later") from None
     settings = parse_config(config)
-    user = own_user()
-    known = _ask_accounts(partial(ask, patience_s=0.0), settings, user)
+    known = _ask_accounts(partial(ask, patience_s=0.0), settings, own_user())
     found = re.search(r"(\d+)\.(\d+)", release)
     return ClusterFacts(
         version=(int(found[1]), int(found[2])) if found else (0, 0),
         release=release.split()[-1] if release.split() else "?",
-        user=user,
         config=settings,
         clock_text=config.partition("as of ")[2].split("\n", 1)[0].strip(),
         partitions=parse_partitions(partitions),
         nodes=parse_nodes(nodes),
-        reservations=tuple(record["ReservationName"] for record in records(reservations, "ReservationName")),
         associations=None if known is None else known.associations,
         default_account="" if known is None else known.default_account,
         qos=() if known is None else known.qos,
@@ -285,19 +272,15 @@ def parse_partitions(text: str) -> tuple[PartitionFacts, ...]:
     return tuple(
         PartitionFacts(
             name=record["PartitionName"],
-            state=record.get("State", "UP"),
             is_default=record.get("Default") == "YES",
             max_time_s=duration_s(record.get("MaxTime", "")),
             max_nodes=_number(record.get("MaxNodes", "")),
             min_nodes=_number(record.get("MinNodes", "")) or 0,
-            max_cpus_per_node=_number(record.get("MaxCPUsPerNode", "")),
             allowed_accounts=_everybody(record.get("AllowAccounts", "ALL")),
             denied_accounts=_names(record.get("DenyAccounts", "")),
             allowed_qos=_everybody(record.get("AllowQos", "ALL")),
             denied_qos=_names(record.get("DenyQos", "")),
             preempt_mode=record.get("PreemptMode", "OFF"),
-            needs_reservation=record.get("ReqResv") == "YES",
-            is_root_only=record.get("RootOnly") == "YES",
             qos="".join(_names(record.get("QoS", ""))),
         )
         for record in records(text, "PartitionName")
@@ -310,10 +293,7 @@ def parse_nodes(text: str) -> tuple[NodeFacts, ...]:
         NodeFacts(
             name=record["NodeName"],
             partitions=frozenset(_names(record.get("Partitions", ""))),
-            cpus=_number(record.get("CPUEfctv", "")) or _number(record.get("CPUTot", "")) or 0,
-            memory_mib=(_number(record.get("RealMemory", "")) or 0) - (_number(record.get("MemSpecLimit", "")) or 0),
             gpus=parse_gpus(record.get("Gres", "")),
-            features=frozenset(_names(record.get("AvailableFeatures", ""))),
             state=record.get("State", "UNKNOWN"),
         )
         for record in records(text, "NodeName")

@@ -1,24 +1,25 @@
 """Refuse before submission what the cluster would refuse, or keep pending forever.
 
-Input: JobPlan and ClusterFacts.  Output: Findings.  `check_plan` is pure; `ask_sbatch` runs sbatch --test-only for each
-component; `refuse_unfit` does both and raises.  Checks of a single component are in component_check.py.
+Input: JobPlan and ClusterFacts.  Output: Findings.  Whether a component fits the cluster, sbatch --test-only says.
+`check_plan`, which is pure, finds what sbatch takes without a word although it never starts, or not well: limits that
+the site does not enforce at submission, components that do not fit together, settings of the cluster.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from launch.checks.finding import Finding
-from launch.checks.site.component_check import candidate_nodes, check_component, partitions_of
-from launch.checks.site.job_limits import check_limits_together, most_submitted
+from launch.checks.site.job_limits import check_limits, check_limits_together, most_submitted, qos_of
 from launch.checks.site.shared_directory import check_directory
 from launch.plan.jobs import Component, Job, JobPlan
 from launch.plan.script import component_directives
-from launch.slurm.cluster_facts import PATIENCE_S, ClusterFacts, PartitionFacts, ask_cluster
+from launch.plan.site_values import slurm_time
+from launch.slurm.cluster_facts import PATIENCE_S, ClusterFacts, NodeFacts, PartitionFacts, ask_cluster
 from launch.slurm.commands import SlurmError, is_away
 from launch.slurm.sbatch import try_script
 from rlhpc.errors import ConfigError
@@ -32,71 +33,46 @@ def refuse_unfit(plan: JobPlan) -> None:
     Raises ConfigError with one line for each failure: key, value, what is legal.  Raises SlurmError: slurmctld does not
     answer, or Slurm is not here.
     """
-    failures = [finding for finding in find_unfit(plan) if finding.verdict == "fail"]
+    findings = [*check_directory(plan.cluster.shared_directory), *find_unfit(plan, ask_cluster())]
+    failures = [finding for finding in findings if finding.verdict == "fail"]
     if failures:
         raise ConfigError("\n".join(finding.line for finding in failures))
 
 
-def find_unfit(plan: JobPlan) -> list[Finding]:
-    """All findings, those that pass too.  Raises SlurmError: slurmctld does not answer, or Slurm is not here."""
-    return [*check_directory(plan.cluster.shared_directory), *ask_sbatch(plan, check_plan(plan, ask_cluster()))]
+def find_unfit(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
+    """All findings, and those of sbatch on components without a failure.  Raises SlurmError: no answer."""
+    findings = check_plan(plan, facts)
+    blamed = {finding.component for finding in findings if finding.verdict == "fail"}
+    return [*findings, *try_components(plan, facts, skip=blamed)]
 
 
 def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
-    """Hold a plan against a cluster."""
-    findings = [finding for part in plan.components for finding in check_component(part, facts)]
-    # Sums of what does not exist mean nothing.
-    if not any(finding.verdict == "fail" and not finding.sbatch_decides for finding in findings):
+    """What sbatch does not say."""
+    findings = [finding for part in plan.components for finding in _in_partitions(part, facts)]
+    # Sums of what does not fit alone mean nothing.
+    if not any(finding.verdict == "fail" for finding in findings):
         findings += [*_sums(plan, facts), *check_limits_together(plan, _partitions(plan, facts), facts)]
     findings += [*_preemption(plan, facts), *_requeue(plan, facts), *_arrays(plan, facts), *_submissions(plan, facts)]
     return [*findings, *_hidden(facts)]
 
 
-def ask_sbatch(plan: JobPlan, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings of check_plan, and sbatch's word on the components, as `settle` weighs them.
-
-    Not asked about a component whose failures are all such as sbatch takes without a word: times, sums, numbers of
-    nodes, GPUs; nor about one whose partition or account does not exist.
-    """
-    failures = [finding for finding in findings if finding.verdict == "fail"]
-    blamed = {finding.component for finding in failures}
-    open_still = {finding.component for finding in failures if finding.sbatch_decides}
-    return settle(findings, try_components(plan, skip=blamed - open_still))
-
-
-def settle(findings: Sequence[Finding], tried: Sequence[Finding]) -> list[Finding]:
-    """What sbatch decides is a warning where sbatch takes the component; of one that fails our own words are enough.
-
-    tried: from try_components.
-    """
-    taken = {finding.key for finding in tried if finding.verdict == "pass"}
-    settled = [
-        replace(finding, verdict="warn", text=f"{finding.text}, but sbatch accepts it")
-        if finding.verdict == "fail" and finding.sbatch_decides and finding.component in taken
-        else finding
-        for finding in findings
-    ]
-    # sbatch says less than our lines, and would say it a second time.
-    blamed = {finding.component for finding in settled if finding.verdict == "fail"}
-    return [*settled, *(finding for finding in tried if finding.key not in blamed)]
-
-
-def try_components(plan: JobPlan, skip: set[str] | None = None) -> list[Finding]:
+def try_components(plan: JobPlan, facts: ClusterFacts, skip: Collection[str] = ()) -> list[Finding]:
     """`sbatch --test-only` of every component by itself; what waits for nodes that are away is a warning.
 
     Raises SlurmError: slurmctld does not answer.
     """
     findings = []
     with tempfile.TemporaryDirectory(prefix="rlhpc-") as scratch:
-        for component in [part for part in plan.components if part.name not in (skip or ())]:
+        for component in [part for part in plan.components if part.name not in skip]:
             script = Path(scratch, f"{component.name}.sbatch")
-            lines = [f"#SBATCH {directive}" for directive in component_directives(component)]
+            directives = list(component_directives(component))
+            lines = [f"#SBATCH {directive}" for directive in directives]
             script.write_text("\n".join(["#!/bin/sh", *lines, "true", ""]), encoding="utf-8")
-            findings.append(_try(component, script))
+            findings.append(_try(component, script, facts, f"it was asked for {' '.join(directives)}"))
     return findings
 
 
-def _try(component: Component, script: Path) -> Finding:
+def _try(component: Component, script: Path, facts: ClusterFacts, asked: str) -> Finding:
     key, value = f"{component.name}", "sbatch --test-only"
     try:
         try_script(script, PATIENCE_S)
@@ -106,12 +82,19 @@ def _try(component: Component, script: Path) -> Finding:
                 f"slurmctld does not answer, so {key} could not be checked ({error}); try again later"
             ) from None
         said = str(error).removeprefix("sbatch: ")
-        # Slurm says the same of what does not exist and of what is drained; check_plan has told the first.
-        waits = "node configuration is not available" in said or "not available (" in said
-        text = f"sbatch refuses it: {said}"
-        remedy = "nodes may be down or drained" if waits else f"legal: see `sbatch --test-only` of [{key}]"
-        return Finding(key, value, "warn" if waits else "fail", text, remedy)
+        # Slurm says "configuration is not available" of what no node has, and of what no node has that is up.
+        nodes = [node for partition in partitions_of(component, facts) for node in facts.nodes_of(partition.name)]
+        may_be_away = not nodes or not all(node.is_up for node in nodes)
+        waits = "not available (" in said or ("node configuration is not available" in said and may_be_away)
+        remedy = "nodes may be down or drained" if waits else asked
+        return Finding(key, value, "warn" if waits else "fail", f"sbatch refuses it: {said}", remedy)
     return Finding(key, value, "pass", "sbatch takes it")
+
+
+def partitions_of(component: Component, facts: ClusterFacts) -> list[PartitionFacts]:
+    """Those named, or the default one; those that do not exist are left out."""
+    named = component.allocation.partition or facts.default_partition or ""
+    return [found for name in named.split(",") if (found := facts.partition(name)) is not None]
 
 
 def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
@@ -119,6 +102,55 @@ def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
         what = " and ".join(f"{kind}s" for kind in sorted(facts.hidden))
         text = f"this site hides its {what}: they were not checked, except by sbatch"
         yield Finding("slurm.PrivateData", facts.config.get("PrivateData", ""), "warn", text)
+
+
+# ------------------------------------------------------------------------------------- limits that Slurm does not tell
+
+
+def _in_partitions(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
+    """Limits beyond which most sites take a job and never start it.
+
+    If several partitions are named, what only some of them refuse is a warning.
+    """
+    if "partition" in facts.hidden:
+        yield from check_limits(component, None, facts)
+    problems = [list(_in_partition(component, partition, facts)) for partition in partitions_of(component, facts)]
+    is_refused = [any(problem.verdict == "fail" for problem in some) for some in problems]
+    for some in problems:
+        yield from some if all(is_refused) else (replace(problem, verdict="warn") for problem in some)
+
+
+def _in_partition(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
+    yield from _policy(component, partition, facts)
+    yield from check_limits(component, partition, facts)
+    qos, name, time_s = qos_of(component, facts), partition.name, component.allocation.time_s
+    flags = "" if qos is None else qos.flags  # a QOS may go beyond a partition's limits
+    most_s, most, least = partition.max_time_s, partition.max_nodes, partition.min_nodes
+    if most_s is not None and time_s > most_s and "PartitionTimeLimit" not in flags:
+        text, legal = f"partition {name!r} allows {slurm_time(most_s)}", f"legal: at most {slurm_time(most_s)!r}"
+        yield Finding(f"{component.name}.time", slurm_time(time_s), "fail", text, legal)
+    if most is not None and component.nodes > most and "PartitionMaxNodes" not in flags:
+        text = f"partition {name!r} allows {most} per job"
+        yield Finding(f"{component.name}.nodes", str(component.nodes), "fail", text, f"legal: at most {most}")
+    if component.nodes < least and "PartitionMinNodes" not in flags:
+        text = f"partition {name!r} requires at least {least}"
+        yield Finding(f"{component.name}.nodes", str(component.nodes), "fail", text, f"legal: {least} or more")
+
+
+def _policy(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
+    """Accounts and QOS that it takes.  Newer Slurm includes an account's children: a warning."""
+    account, qos = component.allocation.account or facts.default_account, qos_of(component, facts, partition.name)
+    if account and not _is_allowed(account.lower(), partition.allowed_accounts, partition.denied_accounts):
+        text = f"partition {partition.name!r} does not accept this account by its name: it may never start"
+        yield Finding(f"{component.name}.account", account, "warn", text, "another account or partition")
+    if qos is not None and not _is_allowed(qos.name, partition.allowed_qos, partition.denied_qos):
+        open_to = partition.allowed_qos or [each.name for each in facts.qos if each.name not in partition.denied_qos]
+        text = f"partition {partition.name!r} does not accept this QOS"
+        yield Finding(f"{component.name}.qos", qos.name, "fail", text, f"legal: {', '.join(open_to)}")
+
+
+def _is_allowed(name: str, allowed: tuple[str, ...] | None, denied: tuple[str, ...]) -> bool:
+    return name in allowed if allowed is not None else name not in denied
 
 
 # ---------------------------------------------------------------------------------------------------------------- sums
@@ -138,7 +170,7 @@ def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
 
     Slurm takes a job that breaks it, and lets it wait forever.  The smallest group to blame is told.
     """
-    reach = {part.name: {node.name: node for node in candidate_nodes(part, facts)} for part in job.components}
+    reach = {part.name: _nodes_with_its_gpus(part, facts) for part in job.components}
     for size in range(2, len(job.components) + 1):
         for group in itertools.combinations(job.components, size):
             there = {name: node for part in group for name, node in reach[part.name].items()}
@@ -155,10 +187,21 @@ def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
             yield Finding(f"{group[0].name}.partition", _partition_text(group[0]), "warn", text, "it will wait")
 
 
+def _nodes_with_its_gpus(component: Component, facts: ClusterFacts) -> dict[str, NodeFacts]:
+    """Nodes of its partitions by name, whatever state they are in, that have the GPUs that it needs of one."""
+    kind = component.gres_type
+    return {
+        node.name: node
+        for partition in partitions_of(component, facts)
+        for node in facts.nodes_of(partition.name)
+        if component.gpus_per_node <= (node.num_gpus if kind is None else node.gpus.get(kind, 0))
+    }
+
+
 def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     """Jobs that do not all fit at the same time run one after another, and wait for each other while they do."""
     parts = [(part, job.array_size or 1) for job in plan.jobs for part in job.components if part.gpus_per_task]
-    there = {node.name: node for part, _ in parts for node in candidate_nodes(part, facts)}
+    there = {name: node for part, _ in parts for name, node in _nodes_with_its_gpus(part, facts).items()}
     has, wanted = sum(node.num_gpus for node in there.values()), sum(p.gpus_per_node * p.nodes * n for p, n in parts)
     if there and wanted > has:
         text = f"trainer and generation request {wanted} GPUs, and there are {has}: some jobs will never start"

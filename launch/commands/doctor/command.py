@@ -18,7 +18,7 @@ from launch.checks.nodes.verdicts import judge
 from launch.checks.site import login_checks
 from launch.checks.site.sandbox_check import check_sandboxes
 from launch.checks.site.shared_directory import KEY, check_directory
-from launch.checks.site.slurm_check import ask_sbatch, check_plan
+from launch.checks.site.slurm_check import find_unfit
 from launch.checks.site.space import check_space, forecast
 from launch.commands.doctor.report_file import write_report
 from launch.commands.doctor.table import exit_status, render
@@ -100,7 +100,7 @@ def _ask_slurm(plan: JobPlan) -> list[Finding]:
     try:
         facts = ask_cluster()
         findings = [*login_checks.check_version(plan, facts), login_checks.check_clock(facts, asked)]
-        return [*findings, *ask_sbatch(plan, check_plan(plan, facts))]
+        return [*findings, *find_unfit(plan, facts)]
     except SlurmError as error:
         return [Finding("slurm", "", "fail", str(error), "run the command where sbatch works")]
 

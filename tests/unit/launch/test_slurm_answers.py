@@ -10,13 +10,14 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.checks.nodes.probe_jobs import last_error
 from launch.checks.site import slurm_check
-from launch.checks.site.slurm_check import check_plan, try_components
+from launch.checks.site.slurm_check import check_plan, find_unfit, try_components
 from launch.commands import stop
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
@@ -31,7 +32,7 @@ from launch.supervisor.begin import AttemptStarter, BeginError
 from launch.supervisor.signals import Signals
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import plan_of
-from tests.unit.launch.test_slurm_check import CONFIG, NODES, PARTITIONS
+from tests.unit.launch.test_slurm_check import CONFIG, FACTS, NODES, PARTITIONS
 
 pytestmark = pytest.mark.starts
 
@@ -126,21 +127,20 @@ def test_a_clock_that_is_set_while_a_job_runs_changes_nothing(
 def scontrol(hidden: tuple[str, ...]) -> str:
     """Shows all but these kinds, which PrivateData keeps for operators."""
     cases = [f"  {kind}) {DENIED.format(kind)};;" for kind in hidden]
-    shown = {"partition": PARTITIONS, "node": NODES, "config": CONFIG, "reservation": "ReservationName=course\n"}
+    shown = {"partition": PARTITIONS, "node": NODES, "config": CONFIG}
     cases += [f"  {kind}) cat <<'END'\n{text}\nEND\n  ;;" for kind, text in shown.items() if kind not in hidden]
     return "\n".join(['[ "$1" = --version ] && { echo slurm-wlm 22.05.8; exit; }', 'case "$2" in', *cases, "esac"])
 
 
 def test_what_a_site_hides_is_passed_over(commands: Commands) -> None:
-    commands.put("scontrol", scontrol(("partition", "node", "reservation")))
+    commands.put("scontrol", scontrol(("partition", "node")))
     commands.put("sacctmgr", "exit 1")
     facts = ask_cluster()
-    assert facts.hidden == {"partition", "node", "reservation"}
-    plan = plan_of(common={"reservation": "course"}, trainer={"partition": "gpu"})
-    wrong = [finding for finding in check_plan(plan, facts) if finding.verdict != "pass"]
+    assert facts.hidden == {"partition", "node"}
+    wrong = [finding for finding in check_plan(plan_of(), facts) if finding.verdict != "pass"]
     assert [finding.key for finding in wrong] == ["slurm.PrivateData"]
     assert wrong[0].verdict == "warn"
-    assert "hides its nodes and partitions and reservations" in wrong[0].text
+    assert "hides its nodes and partitions" in wrong[0].text
 
 
 def test_nodes_alone_may_be_hidden(commands: Commands) -> None:
@@ -148,8 +148,8 @@ def test_nodes_alone_may_be_hidden(commands: Commands) -> None:
     commands.put("sacctmgr", "exit 1")
     facts = ask_cluster()
     assert (facts.nodes, len(facts.partitions)) == ((), 4)
-    lines = [finding.line for finding in check_plan(plan_of(trainer={"partition": "gpuu"}), facts)]
-    assert any("no such partition; legal: cpu, gpu, lab, old" in line for line in lines)
+    (line,) = [each.line for each in check_plan(plan_of(), facts) if each.verdict != "pass"]
+    assert "hides its nodes" in line
 
 
 def test_what_is_neither_hidden_nor_there_is_still_an_error(
@@ -176,12 +176,31 @@ def test_a_list_that_fails_for_another_reason_is_not_taken_for_a_hidden_one(comm
 
 def test_a_time_out_of_a_trial_submission_is_no_refusal(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     commands.put("sbatch", f"[ $n = 1 ] && {{ {TIMED_OUT}; }}; echo 'sbatch: Job 9 to start' >&2")
-    assert [finding.verdict for finding in try_components(plan_of())] == ["pass"] * 3
+    assert [finding.verdict for finding in try_components(plan_of(), FACTS)] == ["pass"] * 3
     assert len(commands.calls("sbatch")) == 4
     monkeypatch.setattr(slurm_check, "PATIENCE_S", 0.0)
     commands.put("sbatch", TIMED_OUT)
     with pytest.raises(SlurmError, match="slurmctld does not answer, so controller could not be checked"):
-        try_components(plan_of())
+        try_components(plan_of(), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("said", "away", "verdict"),
+    [("invalid partition specified: gpuu", "", "fail"), ("Requested node configuration is not available", "", "fail"),
+     ("Requested node configuration is not available", "h0", "warn"),
+     ("Required node not available (down, drained or reserved)", "", "warn")],
+)  # fmt: skip
+def test_what_sbatch_refuses_is_a_refusal_unless_nodes_that_are_away_may_be_why(
+    commands: Commands, said: str, away: str, verdict: str
+) -> None:
+    nodes = tuple(replace(each, state="DOWN*") if each.name == away else each for each in FACTS.nodes)
+    commands.put("sbatch", f"grep -q gres=gpu:2 $2 && {{ echo 'allocation failure: {said}' >&2; exit 1; }}; exit 0")
+    findings = find_unfit(plan_of("generation.num_replicas=1"), replace(FACTS, nodes=nodes))
+    (wrong,) = [finding for finding in findings if finding.verdict != "pass"]
+    assert (wrong.key, wrong.verdict) == ("trainer", verdict)
+    assert wrong.text == f"sbatch refuses it: allocation failure: {said}"
+    if verdict == "fail":
+        assert "it was asked for --partition=gpu --time=1:00:00 --nodes=1" in wrong.remedy
 
 
 def test_a_probe_that_failed_is_told_in_its_own_words_and_not_in_sruns() -> None:

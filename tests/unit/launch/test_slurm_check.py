@@ -1,4 +1,4 @@
-"""What a cluster would refuse, or let wait for ever, is found in its own words' stead: key, value, what is legal."""
+"""What sbatch does not say of a plan that would wait for ever is found: key, value, what is legal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.checks.finding import Finding, Verdict
-from launch.checks.site.node_features import fulfils
 from launch.checks.site.shared_directory import check_directory, filesystem_type
-from launch.checks.site.slurm_check import check_plan, settle
+from launch.checks.site.slurm_check import check_plan
 from launch.slurm.cluster_facts import (
     LIMITS_OF_ASSOCIATIONS,
     LIMITS_OF_QOS,
@@ -51,12 +49,10 @@ SchedulerType           = sched/backfill
 FACTS = ClusterFacts(
     version=(23, 11),
     release="23.11.4",
-    user="bob",
     config=parse_config(CONFIG),
     clock_text="2026-01-31T12:00:00",
     partitions=parse_partitions(PARTITIONS),
     nodes=parse_nodes(NODES),
-    reservations=("course",),
     associations=parse_associations("lab||normal,long||\nguests||normal||20\n"),
     default_account="lab",
     qos=parse_qos("normal||\nlong||12:00:00|4|\nunlimited|PartitionTimeLimit|\n"),
@@ -76,40 +72,6 @@ def only(lines: list[str]) -> str:
 
 def with_config(**values: str) -> ClusterFacts:
     return replace(FACTS, config={**FACTS.config, **values})
-
-
-def test_a_plan_that_fits_passes_with_one_line_for_each_component() -> None:
-    findings = check_plan(plan_of(), FACTS)
-    assert [(finding.key, finding.verdict) for finding in findings] == [
-        ("controller.partition", "pass"),
-        ("trainer.partition", "pass"),
-        ("generation.partition", "pass"),
-    ]
-    assert findings[1] == Finding("trainer.partition", "gpu", "pass", "1 node, 2 GPUs each, 1:00:00")
-
-
-def test_a_typo_in_a_partition_is_told_with_the_legal_ones() -> None:
-    line = only(said(trainer={"partition": "gpuu"}))
-    assert line == ("fail trainer.partition='gpuu': no such partition; legal: cpu, gpu, lab, old (did you mean gpu?)")
-
-
-def test_without_a_default_partition_one_must_be_named() -> None:
-    facts = replace(FACTS, partitions=tuple(replace(each, is_default=False) for each in FACTS.partitions))
-    assert "no default partition; legal: cpu, gpu, lab, old" in only(said(facts))
-
-
-def test_a_partition_that_takes_no_jobs_is_refused_and_one_that_is_down_makes_them_wait() -> None:
-    lines = said(common={"reservation": "course"}, controller={"partition": "old"})
-    assert "fail controller.partition='old': accepts no jobs now (INACTIVE); legal: cpu, gpu, lab" in lines
-    down = replace(FACTS, partitions=tuple(replace(each, state="DOWN") for each in FACTS.partitions))
-    assert all(line.startswith("warn ") and "they stay pending" in line for line in said(down))
-
-
-def test_a_partition_for_reservations_wants_one() -> None:
-    assert any("accepts only jobs with a reservation; legal: controller.reservation" in line
-               for line in said(controller={"partition": "old"}))  # fmt: skip
-    line = only(said(controller={"reservation": "curse"}))
-    assert line == "fail controller.reservation='curse': no such reservation; legal: course"
 
 
 def test_a_time_above_the_partitions_limit_is_told_with_the_limit() -> None:
@@ -234,66 +196,15 @@ def test_a_default_qos_lifts_a_partitions_limit_and_may_be_one_that_the_partitio
     assert "fail trainer.qos='other': partition 'gpu' does not accept this QOS; legal: normal, long" in said(refused)
 
 
-def test_an_account_that_the_user_has_not_is_told_with_his_own() -> None:
-    line = only(said(trainer={"account": "labb"}))
-    assert line == (
-        "fail trainer.account='labb': bob may not use it, or there is no such account; "
-        "legal: guests, lab (did you mean lab?)"
-    )
-    assert only(said(with_config(AccountingStorageEnforce="none"), trainer={"account": "labb"})).startswith("warn ")
-    assert not said(replace(FACTS, associations=None), trainer={"account": "labb"})
-
-
 def test_an_account_that_the_partition_does_not_take_is_told() -> None:
-    assert only(said(trainer={"account": "guests"})) == (
-        "fail trainer.account='guests': partition 'gpu' does not accept this account by its name; legal: lab"
+    """A warning: newer releases take the accounts below one that a partition names."""
+    line = (
+        "warn trainer.account='guests': partition {!r} does not accept this account by its name: it may never start; "
+        "another account or partition"
     )
+    assert only(said(trainer={"account": "guests"})) == line.format("gpu")
     guest = replace(FACTS, default_account="guests", associations=(Association("guests", "", ()),))
-    lines = said(guest, trainer={"partition": "lab"}, generation={"partition": "lab"})
-    assert lines[0] == (
-        "fail trainer.account='guests': partition 'lab' does not accept this account by its name; legal: lab"
-    )
-
-
-def settled(verdict: Verdict, *overrides: str, **sections: dict[str, Any]) -> list[str]:
-    """What is wrong after sbatch has been asked about the trainer, with this outcome."""
-    tried = [Finding("trainer", "sbatch --test-only", verdict, "said")]
-    findings = settle(check_plan(plan_of(*overrides, **sections), FACTS), tried)
-    return [f"{finding.verdict} {finding.line}" for finding in findings if finding.verdict != "pass"]
-
-
-@pytest.mark.parametrize(
-    "trainer",
-    [{"account": "guests"}, {"qos": "lng"}, {"reservation": "curse"}, {"constraint": "h200"},
-     {"memory_gib_per_gpu": 500}, {"cpus_per_gpu": 90}],
-    ids=lambda keys: next(iter(keys)),
-)  # fmt: skip
-def test_what_sbatch_knows_better_is_a_refusal_only_where_sbatch_refuses_too(trainer: dict[str, Any]) -> None:
-    """AllowAccounts means the accounts below one too, since some release; and what we read may be read wrong."""
-    line = only(settled("pass", trainer=trainer))
-    assert line.startswith(f"warn trainer.{next(iter(trainer))}=")
-    assert ", but sbatch accepts it; legal: " in line
-    for verdict in ("fail", "warn"):  # warn: "not available", which Slurm says of nodes that are away too
-        line = only(settled(verdict, trainer=trainer))
-        assert line.startswith(f"fail trainer.{next(iter(trainer))}=")
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [{"trainer": {"partition": "gpuu"}}, {"trainer": {"account": "labb"}}, {"trainer": {"gres_type": "a100"}},
-     {"trainer": {"partition": "gpu,gpuu"}}],
-    ids=str,
-)  # fmt: skip
-def test_what_sbatch_takes_without_a_word_and_what_does_not_exist_is_a_refusal_whatever_it_says(
-    sections: dict[str, Any],
-) -> None:
-    assert only(settled("pass", **sections)).startswith("fail trainer.")
-
-
-def test_sums_are_reckoned_although_sbatch_is_to_decide_about_an_account() -> None:
-    lines = said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16", trainer={"account": "guests"})
-    assert len(lines) == 2
-    assert "components of one job need different nodes" in lines[1]
+    assert said(guest, trainer={"partition": "lab"}, generation={"partition": "lab"})[0] == line.format("lab")
 
 
 def test_a_cluster_without_job_arrays_is_told_with_the_other_placement() -> None:
@@ -309,59 +220,9 @@ def test_a_cluster_without_job_arrays_is_told_with_the_other_placement() -> None
     assert "`rlhpc scale` cannot be used here" in told[0].line
 
 
-def test_a_qos_that_does_not_exist_or_may_not_be_used_is_told() -> None:
-    assert only(said(trainer={"qos": "lng"})).startswith(
-        "fail trainer.qos='lng': no such QOS; legal: long, normal (did"
-    )
-    assert "account 'guests' may not use it; legal: normal" in said(controller={"qos": "long", "account": "guests"})[0]
-    lines = said(trainer={"qos": "unlimited"})
-    assert "fail trainer.qos='unlimited': partition 'gpu' does not accept this QOS; legal: normal, long" in lines
-
-
-def test_gpus_of_another_type_or_more_than_a_node_has_are_told() -> None:
-    assert only(said(trainer={"gres_type": "a100"})) == (
-        "fail trainer.gres_type='a100': no node of partition 'gpu' has GPUs of this type; legal: h100"
-    )
-    sixteen = {"gpus_per_node": 16, "gres_type": "h100"}
-    assert only(said(FACTS, "trainer.num_ranks=16", trainer=sixteen)) == (
-        "fail trainer.gpus_per_node='16': no node of partition 'gpu' has that many GPUs; legal: up to 8 a node (h100:8)"
-    )
-    assert "legal: up to 0 a node (none)" in only(said(trainer={"partition": "cpu"}))
-    assert only(said(trainer={"gpus_per_node": 9})) == (  # two would be asked for, and had
-        "fail trainer.gpus_per_node='9': no node of partition 'gpu' has that many GPUs; legal: up to 8 a node (h100:8)"
-    )
-
-
-def test_cores_and_memory_above_a_nodes_are_told() -> None:
-    assert "partition 'cpu': 1 tasks of 31 cores on a node, which has at most 30; legal: 30 a node" in only(
-        said(controller={"cpus_per_task": 31})
-    )
-    line = only(said(trainer={"memory_gib_per_gpu": 500}))
-    assert line.startswith("fail trainer.memory_gib_per_gpu='500': 1000 GiB on a node")
-    assert line.endswith("have at most 968; legal: 968 a node, 484 a task")
-
-
-def test_a_constraint_that_no_node_fulfils_is_told() -> None:
-    assert only(said(trainer={"constraint": "ib&h200"})) == (
-        "fail trainer.constraint='ib&h200': no node of partition 'gpu' has these features; "
-        "legal: h100, ib (did you mean h100?)"
-    )
-    assert not said(trainer={"constraint": "h200|h100"})
-
-
-@pytest.mark.parametrize(
-    ("constraint", "is_so"),
-    [("a", True), ("c", False), ("a&b", True), ("a&c", False), ("c|a", True), ("[c|b]", True), ("c&(a|b)", False),
-     ("(a&c)|b", True), ("c*2", True), ("!a", True), ("a&", True)],
-)  # fmt: skip
-def test_constraints_are_read_as_slurm_reads_them(constraint: str, is_so: bool) -> None:
-    assert fulfils(constraint, {"a", "b"}) is is_so
-
-
-def test_more_nodes_than_the_partition_has_or_gives_are_told() -> None:
-    lines = said(FACTS, "trainer.num_ranks=40")
-    assert "fail trainer.nodes='5': partition 'gpu' allows 4 per job; legal: at most 4" in lines
-    assert "fail trainer.nodes='5': partition 'gpu' has 4 such nodes; legal: at most 4" in lines
+def test_more_nodes_than_the_partition_gives_are_told() -> None:
+    line = "fail trainer.nodes='5': partition 'gpu' allows 4 per job; legal: at most 4"
+    assert only(said(FACTS, "trainer.num_ranks=40")) == line
     wide = replace(FACTS, qos=(Qos("normal", "DenyOnLimit,PartitionMaxNodes"),))
     assert not [line for line in said(wide, "trainer.num_ranks=40", common={"qos": "normal"}) if "per job" in line]
 
@@ -438,13 +299,12 @@ def test_what_only_one_of_several_partitions_refuses_is_a_warning() -> None:
 
 
 def test_a_site_that_hides_its_nodes_is_taken_at_its_word() -> None:
-    assert not said(replace(FACTS, nodes=()), "trainer.num_ranks=80", trainer={"gres_type": "b200"})
+    assert not said(replace(FACTS, nodes=()), "trainer.num_ranks=24", "generation.num_replicas=16")
 
 
 def test_what_slurm_prints_is_read() -> None:
     node = FACTS.nodes[-1]
-    assert (node.cpus, node.memory_mib, dict(node.gpus), node.partitions) == (96, 992_000, {"h100": 8}, {"gpu", "lab"})
-    assert FACTS.nodes[0].cpus == 30
+    assert (dict(node.gpus), node.partitions) == ({"h100": 8}, {"gpu", "lab"})
     assert node.is_up
     for state in ("IDLE+POWERED_DOWN", "IDLE+CLOUD+POWERED_DOWN", "IDLE+POWERING_DOWN", "MIXED+POWERING_UP", "IDLE~",
                   "ALLOCATED+COMPLETING", "IDLE+PLANNED", "IDLE+MAINTENANCE", "MIXED+REBOOT_REQUESTED"):  # fmt: skip
