@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from launch.commands.arguments import (
     continued,
     hint_for,
-    is_family,
     refuse_resume_point,
     refuse_without_predict,
     resume_point,
@@ -158,11 +157,11 @@ def _submit(options: argparse.Namespace) -> int:
     from launch.commands.submit import dependency, submit_run
 
     resume_from = resume_point(options)
-    if is_family(options):
-        from launch.commands.family.submit import submit_family_of
+    if options.seeds is not None or options.sweep:
+        from launch.commands.sweep import submit_sweep
 
         refuse_resume_point(options)
-        return submit_family_of(options, _tell)
+        return submit_sweep(options, _tell)
     if options.dry_run:
         dependency(options.after)
         return _show_jobs(options)

@@ -45,7 +45,9 @@ def takes_submission(parser: argparse.ArgumentParser) -> None:
     takes_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the jobs as `rlhpc plan` does; submit nothing")
     _takes_beginning(parser)
-    _takes_family(parser)
+    parser.add_argument("--seeds", metavar="N|S,S", help="N runs with different run.seed, or one for each seed S")
+    sweep = "submit a run for each value; repeated for several keys: for every combination"
+    parser.add_argument("--sweep", action="append", default=[], metavar="key=v,v", help=sweep)
     takes_waiting(parser)
 
 
@@ -251,23 +253,6 @@ def takes_list(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
     parser.add_argument("--depth", type=number, metavar="N", help="levels below DIR; 0: DIR alone (default 4)")
     parser.add_argument("--json", action="store_true", help="JSON output for programs")
-
-
-def _takes_family(parser: argparse.ArgumentParser) -> None:
-    """The options that make several runs of one run file."""
-    parser.add_argument("--seeds", metavar="N|S,S", help="N runs with different run.seed, or one for each seed S")
-    sweep = "submit a run for each value; repeated for several keys: for every combination"
-    parser.add_argument("--sweep", action="append", default=[], metavar="key=v,v", help=sweep)
-    parser.add_argument("--chain", action="store_true", help="run them one after the other instead of in parallel")
-
-
-def is_family(options: argparse.Namespace) -> bool:
-    """True if several runs are asked for.  Raises ConfigError: an option that only makes sense then."""
-    if options.seeds is None and not options.sweep:
-        if options.chain:
-            raise ConfigError("--chain: the order of several runs; give --seeds or --sweep as well")
-        return False
-    return True
 
 
 def takes_resume_point(parser: argparse.ArgumentParser) -> None:
