@@ -27,7 +27,6 @@ from rlhpc.packing.cost import FlopCost
 from rlhpc.run_layout import RunLayout
 
 GUESS = "a guess"  # how the source of a guessed figure begins
-FEWEST_STEPS = 10  # of a measured run
 _TFLOPS_AND_GB_S = {
     "a100-40": (312, 1555), "a100-80": (312, 2039), "h100": (989, 3350), "h100-94": (835, 3900), "h200": (989, 4800),
     "b200": (2250, 8000), "gh200": (989, 4000), "l4": (121, 300), "l40s": (362, 864), "a40": (150, 696),
@@ -138,11 +137,10 @@ def _measured(run: RunLayout) -> dict[str, Figure]:
     run.require_run()
     config, curves = read_resolved(run)[0], read_curves(run.tensorboard)
     steps, table = merged(curves, [name for name in curves if name.partition("/")[0] in _FAMILIES])
-    if len(steps) < FEWEST_STEPS:
-        raise ConfigError(f"--from {run.root}: {len(steps)} steps are done; legal: a run of {FEWEST_STEPS} or more")
+    if len(steps) < 10:
+        raise ConfigError(f"--from {run.root}: {len(steps)} steps are done; legal: a run of 10 or more")
     steps = steps[len(steps) // 10 :]
-    unknown = np.full(len(steps), np.nan)
-    of = defaultdict(lambda: unknown, {name: values[-len(steps) :] for name, values in table.items()})
+    of = defaultdict(lambda: np.full(len(steps), np.nan), {name: each[-len(steps) :] for name, each in table.items()})
     trained, step_s, saves_s = of["tokens/trained_total"], of["trainer/step_s"], of["time/checkpoint_s"]
     working_s = step_s + of["time/wait_for_groups_s"]
     waiting_s = np.maximum(0.0, of["time/wait_for_weights_s"] - working_s)  # for the version before to be live
@@ -156,7 +154,7 @@ def _measured(run: RunLayout) -> dict[str, Figure]:
         "prompt_tokens": _mean(of["length/prompt_mean"]),
         "mean_tokens": _mean(of["length/completion_mean"]),
         "longest_tokens": _mean(of["length/completion_max"]),
-        "dropped_share": min(0.99, _mean(of["reward/zero_spread_share"])),
+        "dropped_share": np.minimum(0.99, _mean(of["reward/zero_spread_share"])),
         "token_s": _mean(of["generator/token_s"]),
         "together": _mean(of["generator/decoded_together"]),
     }

@@ -293,7 +293,6 @@ def _started(*typed: str, **how: object) -> dict[str, object]:
         ("run a.toml --resume --step 4 b=1", "run a.toml b=1"),
         ("run a.toml --resume --step=4 b=1", "run a.toml b=1"),
         ("run a.toml --res --no-replay b=1", "run a.toml b=1"),
-        ("submit a.toml s.toml --seeds 1,2 --fre", "submit a.toml s.toml --seeds 1,2"),
     ],
 )  # fmt: skip
 def test_the_command_that_goes_on_has_all_that_was_typed(typed: str, again: str) -> None:

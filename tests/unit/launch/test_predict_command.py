@@ -36,12 +36,13 @@ SCALARS = {
 class MeasuredRun(TextRun):
     """A run whose steps took longer while it compiled; two data-parallel ranks train 200 tokens a step."""
 
-    def __init__(self, root: Path, num_steps: int = NUM_STEPS) -> None:
+    def __init__(self, root: Path, num_steps: int = NUM_STEPS, *, left_out: str = "") -> None:
         super().__init__(root, f"run.num_steps={num_steps}", "trainer.num_ranks=2")
         recorder = Recorder(self.layout.tensorboard)
         for step in range(num_steps):
             slow = 100.0 if step < num_steps // 10 else 1.0
             figures = {name: value * slow if name.endswith("_s") else value for name, value in SCALARS.items()}
+            figures.pop(left_out, None)
             recorder.step(step, figures | {"tokens/trained_total": 200.0 * (step + 1)})
         recorder.close()
 
@@ -128,6 +129,12 @@ def test_a_measured_run_gives_every_figure(tmp_path: Path) -> None:
             "mean_tokens": 20.0, "longest_tokens": 30.0, "dropped_share": 0.25,
         }
     )  # fmt: skip
+
+
+def test_what_a_run_has_not_written_is_guessed(tmp_path: Path) -> None:
+    run = MeasuredRun(tmp_path / "measured", left_out="reward/zero_spread_share")
+    found = rates_of(config_of(), NO_GPUS, MODEL, run.layout, {})
+    assert found["dropped_share"] == Figure(0.2, "a guess: 0.2 anywhere")
 
 
 def test_measured_comes_before_given_and_given_before_guessed(tmp_path: Path) -> None:
