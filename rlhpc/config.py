@@ -1,8 +1,7 @@
 """The settings of a run: a whole run file, and the rules that tie one of its keys to another.
 
 Input: the tables of config_sections.py.  Output: Config.  A rule is one function, which raises ValueError naming keys,
-values and what is legal.  Every Config obeys RULES; EFFECTS (config_effects.py), that each key does something beside
-the others, is asked of whoever writes a run file or an override, and not of a run that has begun.
+values and what is legal.  EFFECTS (config_effects.py) are the rules that each key does something beside the others.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhpc.config_admission import ADMISSION, SmallestPart, smallest_part
 from rlhpc.config_agent import AgentConfig, agent_has_its_keys, agents_are_not_evaluated
@@ -51,7 +50,6 @@ from rlhpc.config_tasks import (
 from rlhpc.toml_text import shown
 
 MOST_DATASETS = 1000  # prompts of each are numbered by the number of datasets
-HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody can take a key back any more
 
 
 def _as_several(value: object) -> object:
@@ -151,9 +149,8 @@ class Config(Section):
         return self.admission.group_size if most == "off" else most
 
     @model_validator(mode="after")
-    def _keys_agree(self, info: ValidationInfo) -> Self:
-        has_begun = info.context == HAS_BEGUN
-        for rule in RULES if has_begun else (*RULES, *EFFECTS):
+    def _keys_agree(self) -> Self:
+        for rule in (*RULES, *EFFECTS):
             rule(self)
         return self
 

@@ -18,11 +18,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from rlhpc.config import HAS_BEGUN, Config
+from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import is_absent, write_atomically
 from rlhpc.foreign_keys import counterpart_of, in_words, is_theirs, section_in_words
-from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
 from rlhpc.toml_text import beyond_64_bits, read_toml, shown
 
@@ -71,7 +70,8 @@ def write_resolved(config: Config, layout: RunLayout, commit: str) -> None:
 def read_resolved(layout: RunLayout) -> tuple[Config, str]:
     """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered, OSError.
 
-    The hash is of the file as it was written, so that a run that began under a version with other keys goes on.
+    The hash is checked against the file as it was written: settings of another version of rlhpc are told from altered
+    ones.
     """
     try:
         document = json.loads(layout.config.read_bytes())
@@ -86,7 +86,7 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{layout.config}: damaged: {error}") from error
     try:
-        config = _validate(settings, (str(layout.config), ""), is_begun=True)
+        config = _validate(settings, (str(layout.config), ""))
     except ConfigError as error:
         if not is_as_written:
             raise
@@ -207,21 +207,14 @@ def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
     return [part for part in plain if part not in added and not str(part).startswith("literal[")]
 
 
-def _validate(
-    document: dict[str, Any], sources: tuple[str, str], typed: Sequence[str] = (), *, is_begun: bool = False
-) -> Config:
-    """sources: of the document and of overrides, in words.  typed: keys that overrides brought.
-
-    is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
-    document, retired = without_retired_keys(document)
-    faults = [] if is_begun else retired
+def _validate(document: dict[str, Any], sources: tuple[str, str], typed: Sequence[str] = ()) -> Config:
+    """sources: of the document and of overrides, in words.  typed: keys that overrides brought."""
     try:
-        config = Config.model_validate(document, context=HAS_BEGUN if is_begun else None)
+        config = Config.model_validate(document)
     except ValidationError as error:
-        found = fault_lines(error, _explain)
-        faults += [_of_the_only_table(line, document) for line in found]
+        faults = [_of_the_only_table(line, document) for line in fault_lines(error, _explain)]
     else:
-        faults += beyond_64_bits(document)
+        faults = beyond_64_bits(document)
     if faults:
         own = [_of_the_only_table(key, document) for key in typed]
         raise ConfigError("\n".join(f"{_whose(fault, sources, own)}: {fault}" for fault in faults))

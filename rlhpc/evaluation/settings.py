@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhpc.config import HAS_BEGUN, Config
+from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 
@@ -103,7 +103,7 @@ def read_settings(directory: Path) -> EvaluationSettings | None:
     path = directory / NAME
     try:
         document = json.loads(path.read_bytes())
-        config = Config.model_validate(document["config"], context=HAS_BEGUN)
+        config = Config.model_validate(document["config"])
         return EvaluationSettings(config, **{name: document[name] for name in _PLAIN})
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -269,7 +269,7 @@ def test_a_key_in_the_wrong_table_is_answered_with_the_right_ones(run_file: Path
         ("run.num_steps=many", "command line: run.num_steps='many': legal: "),
         ("run=3", "command line: run=3: legal: "),
         ("data.0.weight=-1", "command line: data.weight=-1: legal: "),
-        ("generation.top_p=0.5", "command line: generation.top_p=0.5: this key was removed"),
+        ("generation.top_p=0.5", "command line: generation.top_p=0.5: unknown key"),
         ("trainer.warmup_steps=500", "command line: trainer.warmup_steps=500 is more than run.num_steps="),
         ("run.num_steps=1", "{run_file} and command line: trainer.warmup_steps=2 is more than run.num_steps=1"),
         ("run.seed=3", "{run_file}: trainr={"),

@@ -75,8 +75,8 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("trainer", "learning_rate", "small", ["trainer.learning_rate='small'", "number"]),
         ("trainer", "recompute_activations", "perhaps", ["trainer.recompute_activations='perhaps'", "'full'"]),
         ("admission", "group_size", 1, ["admission.group_size=1", "algorithm.advantage='grpo'", "legal: 2 or more"]),
-        ("generation", "top_p", 0.9, ["generation.top_p=0.9", "importance ratio", "legal: leave it out"]),
-        ("generation", "top_k", 5, ["generation.top_k=5", "importance ratio", "legal: leave it out"]),
+        ("generation", "top_p", 0.9, ["generation.top_p=0.9: unknown key", "the whole distribution"]),
+        ("generation", "top_k", 5, ["generation.top_k=5: unknown key", "the whole distribution"]),
         ("trainer", "token_budget", 35, ["trainer.token_budget=35", "longest sample", "= 36", "legal: 36 or more"]),
         ("admission", "window_groups", 0, ["admission.window_groups=0", "legal: above 0"]),
         ("trainer", "warmup_steps", 7, ["trainer.warmup_steps=7", "run.num_steps=6"]),
@@ -207,15 +207,6 @@ def test_an_unknown_key_is_answered_with_the_legal_ones(bench: Bench) -> None:
     bench.settings["checkpoint"]["keeps"] = 3
     (line,) = bench.refusal()
     assert "checkpoint.keeps=3: unknown key; legal: every_steps, keep, trainer_format (did you mean keep?)" in line
-
-
-def test_a_table_that_is_gone_is_answered_key_by_key(bench: Bench) -> None:
-    bench.settings["metrics"] = {"num_samples": 5, "samples_every_steps": 10}
-    (line,) = bench.refusal()
-    assert "metrics.num_samples=5: this key was removed: two completions and the histograms" in line
-    bench.settings["metrics"] = {"histogram": True}
-    (line,) = bench.refusal()
-    assert "metrics={histogram = true}: unknown key; legal: run, model, data" in line
 
 
 def test_every_fault_of_a_file_has_its_line(bench: Bench) -> None:
