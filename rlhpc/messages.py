@@ -30,7 +30,7 @@ class Hello:
     host: str
     num_weight_ranks: int = 0  # engine workers that receive weights; 0 for roles that receive none
     weight_devices: tuple[str, ...] = ()  # of these workers, as device_id.py calls them; "" for the CPU
-    code: str = ""  # digest of the package that this process runs (code_digest.py); "": of a version without one
+    code: str = ""  # digest of the package that this process runs (code_digest.py); "": not known
 
 
 @dataclass(frozen=True, slots=True)

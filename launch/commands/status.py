@@ -7,7 +7,6 @@ launch/commands/job_status.py.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,13 +30,6 @@ NUM_FIGURES = 2  # lines of them at the head of a status
 WIDTH = 80  # columns, of counts
 MOST_NAMES = 4  # of processes, in one line
 _OVER = ("admitted", "released", "dropped")  # counts since the start of the run
-# What the controller of another version may not have written.
-_NOT_SAID: Mapping[str, Any] = {
-    **dict.fromkeys(("name", "phase", "step", "num_steps", "version", "staleness_max", "staleness_bound"), "?"),
-    **dict.fromkeys(("unix_time_s", "reward", "generator_tokens_per_s", "trainer_tokens_per_s"), math.nan),
-    "queue": {},
-    "roles": (),
-}
 
 
 def read_status(layout: RunLayout) -> dict[str, Any] | None:
@@ -62,7 +54,7 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
     if as_json:
         document = {"status": status, "slurm": None if view is None else document_of(view), **notes.as_document()}
         return json_text(document, indent=1)
-    return escaped("\n".join(_lines(layout, status and {**_NOT_SAID, **status}, view, notes)))
+    return escaped("\n".join(_lines(layout, status, view, notes)))
 
 
 def _lines(layout: RunLayout, status: dict[str, Any] | None, view: SlurmView | None, notes: Notes) -> list[str]:

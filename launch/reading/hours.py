@@ -1,7 +1,7 @@
 """GPU-hours of a run, by use and by job.
 
 Input: Story, settings, plans of jobs.  Output: rows of a table.  Without GPUs, hours of processes are counted.
-Intervals that the timeline did not record (a run of an earlier version) do not count.
+Intervals that the timeline did not record do not count.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class SeenRollout:
     drop_reason: str  # "" unless dropped
     step: int  # that trained it, or took it; -1: none
     admitted_version: int
-    trained_version: int  # -1: none, or not known
+    trained_version: int  # -1: none
     attempts: int
     reward: float  # nan where the verdict is verifier_error
     verdict: str

@@ -57,7 +57,7 @@ class RunFigures:
     status: dict[str, Any]  # status.json; {} if there is none
     summary: dict[str, Any]  # summary.json; {} while the run is not complete
     settings: dict[str, Any]  # [config.json] as it stands, by section
-    config: Config | None  # None: of another version, or altered
+    config: Config | None  # None: it cannot be read
 
     @property
     def num_steps(self) -> int:
@@ -112,7 +112,7 @@ def read_sampled(layout: RunLayout) -> Sampled:
         sizes = np.diff(columns["groups/rollout_offsets"])
         lengths = np.diff(columns["rollouts/token_offsets"])
         age = columns["groups/trained_version"] - columns["groups/admitted_version"]
-        has_age = columns["groups/trained_version"] >= 0  # schema 1 does not say
+        has_age = columns["groups/trained_version"] >= 0  # the others trained no step
         is_of_trained = np.repeat(columns["groups/consumed_step"] >= 0, sizes)
         _count(sampled.staleness, np.repeat(age[has_age], sizes[has_age]))
         _count(sampled.lengths_trained, lengths[is_of_trained])

@@ -13,7 +13,7 @@ from typing import Any
 from rlhpc.errors import RlhpcError
 from rlhpc.run_layout import RunLayout
 
-SCHEMA = 2
+SCHEMA = 1
 LOCAL = "local"  # placement of a run without Slurm
 
 

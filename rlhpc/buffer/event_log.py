@@ -70,8 +70,8 @@ class Trained:
     applied: bool  # False: skipped on all ranks, the version stayed
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the trainer
     refused: str = ""  # metrics because of which the guard skipped it, or some of its optimiser steps
-    skipped: tuple[int, ...] = ()  # indices of the skipped optimiser steps; absent in older files
-    began_s: float | None = None  # seconds that the run had trained before this step; absent in older files
+    skipped: tuple[int, ...] = ()  # indices of the skipped optimiser steps
+    began_s: float = 0.0  # seconds that the run had trained before this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def attempt_of(path: Path) -> int:
 
 
 def read_events(path: Path) -> EventFile:
-    """Every whole line of a file.  Raises JournalError: it cannot be read, or a whole line is of a later version."""
+    """Every whole line of a file.  Raises JournalError: it cannot be read, or a whole line is of another version."""
     attempt = attempt_of(path)
     try:
         *lines, rest = path.read_bytes().rstrip(b"\0").split(b"\n")  # zeros: the length was on disk before the bytes
@@ -211,7 +211,9 @@ def _decode(path: Path, number: int, line: bytes) -> Event:
         if kind is Dropped:
             facts["reason"] = DropReason(facts["reason"])
         if kind is Trained:
-            facts["skipped"] = tuple(facts.get("skipped", ()))
+            facts["skipped"] = tuple(facts["skipped"])
         return kind(**facts)
     except (ValueError, TypeError, KeyError) as error:
-        raise JournalError(f"{path}, line {number}: unknown here: {error!r}; is it of a later version?") from error
+        raise JournalError(
+            f"{path}, line {number}: unknown here: {error!r}; is it of another version of rlhpc?"
+        ) from error

@@ -24,7 +24,7 @@ import numpy as np
 from rlhpc.crc import crc32
 from rlhpc.errors import JournalError
 
-SCHEMA = 4  # 3: without rewards of tokens; 1 and 2: sealed segments of resolved groups
+SCHEMA = 1
 USER_BLOCK_BYTES = 4096
 MAGIC = b"rlhpc journal\n"
 _BLOCK_BYTES = 4096
@@ -49,8 +49,6 @@ ROLLOUT_ROW = np.dtype(
         ("crc32", "<u4"),
     ]
 )
-_NEW_FIELD = "token_rewards_bytes"
-ROLLOUT_ROW_3 = np.dtype([(name, ROLLOUT_ROW[name]) for name in ROLLOUT_ROW.names or () if name != _NEW_FIELD])
 PROMPT_ROW = np.dtype(
     [
         ("group_id", "<i8"),
@@ -125,15 +123,10 @@ class JournalLayout:
     file_bytes: int
     first_sequence: int  # of the rollouts in it
     attempt: int  # of the run, that wrote it
-    schema: int = SCHEMA
-
-    def kind(self, column: str) -> np.dtype[Any]:
-        """What an entry of a column is."""
-        return ROLLOUT_ROW_3 if column == "rollouts" and self.schema < 4 else COLUMNS[column]
 
     def place(self, column: str, index: int) -> int:
         """Byte at which an entry of a column begins."""
-        return self.offsets[column] + index * self.kind(column).itemsize
+        return self.offsets[column] + index * COLUMNS[column].itemsize
 
 
 class NewFile(NamedTuple):
@@ -185,10 +178,10 @@ def read_layout(user_block: bytes) -> JournalLayout:
         raise JournalError("its first bytes are damaged: the checksum differs")
     try:
         facts = json.loads(document)
-        if facts["schema"] > SCHEMA:
-            raise JournalError(f"has schema {facts['schema']}, this version of rlhpc reads up to {SCHEMA}")
+        if facts["schema"] != SCHEMA:
+            raise JournalError(f"has schema {facts['schema']}; this version of rlhpc reads schema {SCHEMA}")
         room, offsets = Sizes(**facts["room"]), {name: int(facts["offsets"][name]) for name in COLUMNS}
-        numbers = (int(facts[name]) for name in ("file_bytes", "first_sequence", "attempt", "schema"))
+        numbers = (int(facts[name]) for name in ("file_bytes", "first_sequence", "attempt"))
         return JournalLayout(room, offsets, *numbers)
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"its first bytes are incomplete: {error!r}") from error

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.buffer.journal_files import journal_paths
-from rlhpc.buffer.journal_layout import TOKEN_COLUMNS, USER_BLOCK_BYTES, JournalLayout, read_layout
+from rlhpc.buffer.journal_layout import COLUMNS, TOKEN_COLUMNS, USER_BLOCK_BYTES, JournalLayout, read_layout
 from rlhpc.buffer.journal_rows import JournalRecord, decode_prompt, decode_rollout
 from rlhpc.errors import JournalError
 
@@ -113,7 +113,7 @@ def _read(path: Path, descriptor: int, *, is_mapped: bool) -> JournalContent:
 
 def _rows(descriptor: int, layout: JournalLayout, table: str) -> NDArray[Any]:
     """The rows of a table up to the last one that is not all zero."""
-    kind, room, parts, end = layout.kind(table), layout.room.of(table), list[NDArray[Any]](), 0
+    kind, room, parts, end = COLUMNS[table], layout.room.of(table), list[NDArray[Any]](), 0
     for first in range(0, room, _ROWS_AT_ONCE):
         count = min(_ROWS_AT_ONCE, room - first)
         rows = _column(descriptor, layout, table, count, first)
@@ -147,7 +147,7 @@ def _largest(ends: list[int], room: int) -> int:
 def _column(descriptor: int, layout: JournalLayout, name: str, length: int, first: int = 0) -> NDArray[Any]:
     """Entries of a column; fewer if the file is cut off."""
     # numpy's own memory: it asks for large pages, and faults on small ones cost as much as the reading.
-    values = np.empty(length, layout.kind(name))
+    values = np.empty(length, COLUMNS[name])
     left, offset = values.view(np.uint8).data, layout.place(name, first)
     while left and (count := os.preadv(descriptor, [left[: 1 << 30]], offset)):
         left, offset = left[count:], offset + count
@@ -170,4 +170,4 @@ def _mapping(descriptor: int) -> NDArray[np.uint8] | None:
 
 def _mapped(file: NDArray[np.uint8], layout: JournalLayout, name: str, length: int) -> NDArray[Any]:
     """The first entries of a column."""
-    return file[layout.place(name, 0) : layout.place(name, length)].view(layout.kind(name))
+    return file[layout.place(name, 0) : layout.place(name, length)].view(COLUMNS[name])

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.buffer.journal_layout import PROMPT_ROW, ROLLOUT_ROW, ROLLOUT_ROW_3, Sizes
+from rlhpc.buffer.journal_layout import PROMPT_ROW, ROLLOUT_ROW, Sizes
 from rlhpc.buffer.segment_columns import decode_text, decode_token_rewards, encode_text, encode_token_rewards
 from rlhpc.crc import crc32
 from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 
 # The same bytes as the rows of journal_layout.py (a test compares them); struct is ten times as fast as a numpy row.
 _ROLLOUT = struct.Struct("<5qd7i16s16s")
-_ROLLOUT_3 = struct.Struct("<5qd6i16s16s")  # of schema 3, without the bytes of token_rewards
 _PROMPT = struct.Struct("<4q3i")
 _CRC = struct.Struct("<I")
 _made = tuple.__new__  # makes a NamedTuple without its constructor's Python call
@@ -131,10 +130,9 @@ def decode_rollout(
     prompts: of all rows of `prompts`.  columns: the four of TOKEN_COLUMNS, whole, as far as they were read.  kept: the
     arrays of the same columns of which the rollout keeps views.
     """
-    is_old = len(row) == _ROLLOUT_3.size + _CRC.size
-    *places, verdict, finish = (_ROLLOUT_3 if is_old else _ROLLOUT).unpack(row[:-4])
-    sequence, group_id, prompt_id, token_start, text_start, reward, sample_index, admitted, *places = places
-    num_tokens, prompt_row, detail_bytes, parts_bytes, rewards_bytes = (*places, 0) if is_old else places
+    numbers = _ROLLOUT.unpack(row[:-4])
+    sequence, group_id, prompt_id, token_start, text_start, reward, sample_index, admitted = numbers[:8]
+    num_tokens, prompt_row, detail_bytes, parts_bytes, rewards_bytes, verdict, finish = numbers[8:]
     text_end = text_start + detail_bytes + parts_bytes + rewards_bytes
     if not _is_within(len(columns[0]), token_start, num_tokens) or min(detail_bytes, parts_bytes, rewards_bytes) < 0:
         return None
@@ -184,5 +182,4 @@ def _is_within(length: int, start: int, count: int) -> bool:
 
 
 assert ROLLOUT_ROW.itemsize == _ROLLOUT.size + _CRC.size
-assert ROLLOUT_ROW_3.itemsize == _ROLLOUT_3.size + _CRC.size
 assert PROMPT_ROW.itemsize == _PROMPT.size + _CRC.size

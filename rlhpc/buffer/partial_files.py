@@ -56,7 +56,7 @@ def partial_paths(directory: Path) -> list[Path]:
 
 
 def read_partial_file(path: Path) -> PartialFile:
-    """Every whole record of a file.  Raises JournalError: it cannot be read, or is of a later version."""
+    """Every whole record of a file.  Raises JournalError: it cannot be read, or is of another version."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -211,6 +211,6 @@ def _records(path: Path, data: bytes) -> Iterator[tuple[int, int, int, list[Part
         try:
             pieces = decode_partials(memoryview(data)[at + _HEAD.size : end], num_bytes)
         except ValueError as error:
-            raise JournalError(f"{path}, byte {at}: {error}; is it of a later version?") from error
+            raise JournalError(f"{path}, byte {at}: {error}; is it of another version of rlhpc?") from error
         yield at, end, attempt, pieces
         at = data.find(_MAGIC, end)

@@ -30,6 +30,6 @@ class ResolvedGroup:
     consumed_step: int = -1  # the optimiser step that used it; -1: none
     drop_reason: DropReason | None = None
     attempts: int = 1  # 1 + the most leases lost by a member
-    trained_version: int = -1  # the version that step trained: staleness is counted against it; -1: none, or not known
-    applied: bool | None = None  # False: the step was skipped, the version stayed; None: no step, or not known
+    trained_version: int = -1  # the version that step trained: staleness is counted against it; -1: none
+    applied: bool | None = None  # False: the step was skipped, the version stayed; None: no step
     group_size: int = 0  # rollouts that were wanted of it, if more than admission.group_size

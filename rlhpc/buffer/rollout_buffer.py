@@ -189,7 +189,7 @@ class RolloutBuffer:
         metrics: Mapping[str, float] | None = None,
         refused: str = "",
         skipped: tuple[int, ...] = (),
-        began_s: float | None = None,
+        began_s: float = 0.0,
     ) -> None:
         """Record that a step has used these groups; to be called after its report and before `release`.
 

@@ -1,10 +1,10 @@
-"""Lay groups out as flat columns, and read them back: schema 4 of a rollout segment, without the file around it.
+"""Lay groups out as flat columns, and read them back: a rollout segment without the file around it.
 
 Input: ResolvedGroup.  Output: named numpy arrays; and the reverse.  docs/rollout_format.md is the description for
 people; it changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length
 types are slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL
 and lone surrogates in a model's output are no special case.
-Every row carries a CRC32 of its content.  Files of older schemas lack some of NEW_COLUMNS, which get their defaults.
+Every row carries a CRC32 of its content.
 """
 
 from __future__ import annotations
@@ -26,14 +26,7 @@ from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollo
 
 Columns = dict[str, NDArray[Any]]
 
-SCHEMA = 4
-NEW_COLUMNS: dict[str, tuple[int, int]] = {  # name → (schema that introduced it, value for rows of older files)
-    "groups/trained_version": (2, -1),
-    "groups/applied": (2, -1),
-    "rollouts/token_rewards": (3, 0),  # no bytes, all offsets 0
-    "rollouts/token_rewards_offsets": (3, 0),
-    "groups/group_size": (4, 0),
-}
+SCHEMA = 1
 ROLLOUT_TEXTS = ("detail", "reward_parts", "token_rewards")
 TEXT_COLUMNS = ("groups/task", "groups/reference", *(f"rollouts/{name}" for name in ROLLOUT_TEXTS))
 WORD_COLUMNS = ("groups/drop_reason", "rollouts/verdict", "rollouts/finish_reason")  # fixed-length ASCII
@@ -82,13 +75,12 @@ class _GroupRow:
     applied: int
     group_size: int
 
-    def crc32(self, schema: int = SCHEMA) -> int:
+    def crc32(self) -> int:
         numbers = (self.group_id, self.prompt_id, self.admitted_version, self.consumed_step, self.attempts)
         crc = crc32(struct.pack("<7q", *numbers, self.num_rollouts, len(self.prompt_token_ids)))
         crc = crc32(self.prompt_token_ids.data, crc)
         crc = _crc_of_texts(crc, self.drop_reason, self.task, self.reference)
-        crc = crc if schema < 2 else crc32(struct.pack("<2q", self.trained_version, self.applied), crc)
-        return crc if schema < 4 else crc32(struct.pack("<q", self.group_size), crc)
+        return crc32(struct.pack("<3q", self.trained_version, self.applied, self.group_size), crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +97,12 @@ class _RolloutRow:
     token_rewards: bytes
     tokens: tuple[NDArray[Any], ...]  # in the order of _TOKEN_COLUMNS
 
-    def crc32(self, schema: int = SCHEMA) -> int:
+    def crc32(self) -> int:
         crc = crc32(struct.pack("<3qd", self.group_id, self.sample_index, len(self.tokens[0]), self.reward))
         for values in self.tokens:
             crc = crc32(values.data, crc)
-        crc = _crc_of_texts(crc, self.verdict, self.finish_reason, self.detail, self.reward_parts)
-        return crc if schema < 3 else _crc_of_texts(crc, self.token_rewards)
+        texts = (self.verdict, self.finish_reason, self.detail, self.reward_parts, self.token_rewards)
+        return _crc_of_texts(crc, *texts)
 
 
 def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
@@ -142,28 +134,12 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     return columns
 
 
-def default_column(name: str, schema: int, *, num_groups: int, num_rollouts: int) -> NDArray[Any] | None:
-    """The default of a column that this schema does not have; None if the file must have it."""
-    since, value = NEW_COLUMNS.get(name, (0, 0))
-    if since <= schema:
-        return None
-    if name in TEXT_COLUMNS:
-        return np.empty(0, np.uint8)
-    if name.endswith("_offsets"):
-        return np.full(num_rollouts + 1, value, "<i8")
-    return np.full(num_groups, value, _GROUP_SCALARS[name.partition("/")[2]])
-
-
-def from_columns(columns: Columns, source: str, schema: int = SCHEMA) -> list[ResolvedGroup]:
+def from_columns(columns: Columns, source: str) -> list[ResolvedGroup]:
     """Undo to_columns, verifying the CRC32 of every row; arrays of the result are views of the columns.
 
-    schema: of the file that they are from; what it lacks is filled in.
     Raises SegmentError naming `source` and the row.
     """
-    sizes = {"num_groups": len(columns["groups/group_id"]), "num_rollouts": len(columns["rollouts/group_id"])}
-    absent = {name: default_column(name, schema, **sizes) for name in NEW_COLUMNS}
-    columns = columns | {name: values for name, values in absent.items() if values is not None}
-    members = list(_read_rollouts(columns, source, schema))
+    members = list(_read_rollouts(columns, source))
     texts = {name: texts_of(columns, f"groups/{name}") for name in ("task", "reference")}
     prompts = _slices(columns["groups/prompt_token_ids"], columns["groups/prompt_offsets"])
     borders = pairwise(columns["groups/rollout_offsets"].tolist())
@@ -174,7 +150,7 @@ def from_columns(columns: Columns, source: str, schema: int = SCHEMA) -> list[Re
             prompt_token_ids=prompt_token_ids,
             **_row_fields(columns, "groups", _GROUP_SCALARS, texts, index),
         )
-        if row.crc32(schema) != columns["groups/crc32"][index]:
+        if row.crc32() != columns["groups/crc32"][index]:
             raise SegmentError(f"{source}: groups row {index} (group {row.group_id}): checksum differs")
         resolved.append(_to_resolved(row, members[first:last]))
     return resolved
@@ -245,13 +221,13 @@ def _rollout_row(scored: ScoredRollout) -> _RolloutRow:
     )
 
 
-def _read_rollouts(columns: Columns, source: str, schema: int) -> Iterable[_RolloutRow]:
+def _read_rollouts(columns: Columns, source: str) -> Iterable[_RolloutRow]:
     texts = {name: texts_of(columns, f"rollouts/{name}") for name in ROLLOUT_TEXTS}
     offsets = columns["rollouts/token_offsets"]
     tokens = zip(*(_slices(columns[name], offsets) for name in _TOKEN_COLUMNS), strict=True)
     for index, arrays in enumerate(tokens):
         row = _RolloutRow(tokens=arrays, **_row_fields(columns, "rollouts", _ROLLOUT_SCALARS, texts, index))
-        if row.crc32(schema) != columns["rollouts/crc32"][index]:
+        if row.crc32() != columns["rollouts/crc32"][index]:
             where = f"rollout {row.group_id}:{row.sample_index}"
             raise SegmentError(f"{source}: rollouts row {index} ({where}): checksum differs")
         yield row

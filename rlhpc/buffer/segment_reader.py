@@ -20,7 +20,6 @@ from rlhpc.buffer.segment_columns import (
     WORD_COLUMNS,
     Columns,
     decode_text,
-    default_column,
     from_columns,
     texts_of,
 )
@@ -45,9 +44,10 @@ def read_segment(path: Path) -> list[ResolvedGroup]:
     _verify_file(path, data)
     try:
         with opened_image(data) as file:
-            schema, num_groups = _schema_of(path, file), file.attribute("num_groups")
+            _refuse_other_schema(path, file)
+            num_groups = file.attribute("num_groups")
             columns = {name: file.column(name) for table in ("groups", "rollouts") for name in file.names(table)}
-            groups = from_columns(columns, str(path), schema)
+            groups = from_columns(columns, str(path))
             if len(groups) != num_groups:
                 raise SegmentError(f"{path} says that it has {num_groups} groups, but has {len(groups)}")
     except (OSError, *_MALFORMED) as error:
@@ -64,8 +64,7 @@ def read_rollouts_directory(directory: Path) -> Iterator[ResolvedGroup]:
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Some columns of one segment, e.g. "rollouts/reward", without reading the others and *without* checksums.
 
-    A column that is younger than the file has its default.  Words (verdicts, reasons) come as arrays of str, texts as
-    arrays of objects.  Raises SegmentError.
+    Words (verdicts, reasons) come as arrays of str, texts as arrays of objects.  Raises SegmentError.
     """
     wanted = [
         name for column in names for name in ([column, f"{column}_offsets"] if column in TEXT_COLUMNS else [column])
@@ -114,18 +113,13 @@ def _verify_file(path: Path, data: bytes) -> None:
 
 
 def _columns(path: Path, file: Hdf5Columns, names: Sequence[str]) -> Columns:
-    """Some columns; one that is younger than the file has its default."""
-    schema = _schema_of(path, file)
-    sizes = {size: int(file.attribute(size)) for size in ("num_groups", "num_rollouts")}
-    defaults = {name: default_column(name, schema, **sizes) for name in names}
-    return {name: file.column(name) if value is None else value for name, value in defaults.items()}
+    _refuse_other_schema(path, file)
+    return {name: file.column(name) for name in names}
 
 
-def _schema_of(path: Path, file: Hdf5Columns) -> int:
-    schema = int(file.attribute("schema"))
-    if not 1 <= schema <= SCHEMA:
-        raise SegmentError(f"{path} has schema {schema}; this version of rlhpc reads schemas 1 to {SCHEMA}")
-    return schema
+def _refuse_other_schema(path: Path, file: Hdf5Columns) -> None:
+    if (schema := int(file.attribute("schema"))) != SCHEMA:
+        raise SegmentError(f"{path} has schema {schema}; this version of rlhpc reads schema {SCHEMA}")
 
 
 def _readable(columns: Columns, name: str) -> NDArray[Any]:

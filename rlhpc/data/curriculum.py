@@ -123,17 +123,16 @@ class Curriculum(PromptSource):
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to where state() was taken.  Raises CheckpointError if it is of another order, or malformed.
 
-        A checkpoint from before there was a memory has none; a stage beyond those of the run file becomes the last one.
+        A stage beyond those of the run file becomes the last one.
         """
         self._prompts.load_state(state)
-        if "memory" in state:
-            self._memory.load_state(state["memory"])
         try:
-            self._num_left_out = int(state.get("left_out", 0))
-            self._stage = min(int(state.get("stage", 0)), len(self._config.stages))
-            self._stage_rates.extend(map(float, state.get("stage_rates", ())))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint's curriculum is malformed: {error}") from error
+            self._memory.load_state(state["memory"])
+            self._num_left_out = int(state["left_out"])
+            self._stage = min(int(state["stage"]), len(self._config.stages))
+            self._stage_rates.extend(map(float, state["stage_rates"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's curriculum is malformed: {error!r}") from error
 
     # ------------------------------------------------------------------------------------------------------- internals
 

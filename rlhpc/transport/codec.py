@@ -53,7 +53,6 @@ class Codec:
     """Encodes and decodes the given message types and no others.
 
     One thread uses it.  Decoded arrays share memory with the frames where alignment allows, and may be read-only.
-    Messages of an older sender that lack the newest fields, which come last and have defaults, decode too.
     """
 
     def __init__(self, message_types: Iterable[type], max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:

@@ -50,7 +50,7 @@ def test_a_heterogeneous_run_reaches_the_queue_as_one_job(desk: Desk, capsys: py
     assert f"submitted   hetjob {job}: het in {layout.root}" in out
     assert f"rlhpc status {layout.root}" in out
     assert layout.site.read_bytes() == site.read_bytes()
-    assert json.loads(layout.job_plan.read_bytes())["schema"] == 2
+    assert json.loads(layout.job_plan.read_bytes())["schema"] == 1
     (record,) = read_records(layout)
     assert (record.hosts_controller, record.replicas_per_task, record.script) == (
         True,

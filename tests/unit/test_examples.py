@@ -122,7 +122,7 @@ def test_the_reading_example_reads_a_segment(
     import word_problems
 
     (tmp_path / "rollouts").mkdir()
-    shutil.copy(ROOT / "tests/unit/buffer/golden_schema_4.h5", tmp_path / "rollouts" / "segment_000000.h5")
+    shutil.copy(ROOT / "tests/unit/buffer/golden_segment.h5", tmp_path / "rollouts" / "segment_000000.h5")
     word_problems.make_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(sys, "argv", ["read_segments.py", str(tmp_path), str(tmp_path / "model")])
     runpy.run_path(str(EXAMPLES / "read_segments.py"))

@@ -48,11 +48,15 @@ def _look_at(check: Check, evidence: Evidence, saved: CheckpointEvidence, *, is_
     if not evidence.first_segment:
         _look_at_counts(check, evidence, saved, before, file)
     _look_at_members(check, evidence, saved, file)
-    if (manifest := saved.manifest.get("step", saved.step)) != saved.step:
-        check.accuse(Offence(f"COMPLETE is of step {manifest}, controller.json of step {saved.step}", file=file))
-    if (manifest := saved.manifest.get("policy_version", saved.version)) != saved.version:
-        check.accuse(Offence(f"COMPLETE is of version {manifest}, controller.json of {saved.version}", file=file))
-    if saved.num_drawn not in (-1, saved.next_group):
+    if saved.manifest_step != saved.step:
+        check.accuse(
+            Offence(f"COMPLETE is of step {saved.manifest_step}, controller.json of step {saved.step}", file=file)
+        )
+    if saved.manifest_version != saved.version:
+        check.accuse(
+            Offence(f"COMPLETE is of version {saved.manifest_version}, controller.json of {saved.version}", file=file)
+        )
+    if saved.num_drawn != saved.next_group:
         text = f"{saved.num_drawn} prompts were drawn and {saved.next_group} groups admitted"
         check.accuse(Offence(text, file=file))
 
@@ -72,17 +76,15 @@ def _look_at_counts(
         text = f"{saved.dropped} groups were dropped by then, and segments before it have {found}"
         check.accuse(Offence(text, step=saved.step, file=file))
     _, first = np.unique(trained["step"], return_index=True)
-    if (trained["applied"] >= 0).all():
-        version = int((trained["applied"][first] == 1).sum())
-        if version != saved.version:
-            text = f"the version is {saved.version}, and segments before it have {version} steps that were applied"
-            check.accuse(Offence(text, step=saved.step, file=file))
-    num_steps = saved.totals.get("steps", saved.step)
-    if num_steps != saved.step:
-        check.accuse(Offence(f"totals count {num_steps} steps, and it is of step {saved.step}", file=file))
+    version = int((trained["applied"][first] == 1).sum())
+    if version != saved.version:
+        text = f"the version is {saved.version}, and segments before it have {version} steps that were applied"
+        check.accuse(Offence(text, step=saved.step, file=file))
+    if saved.totals.steps != saved.step:
+        check.accuse(Offence(f"totals count {saved.totals.steps} steps, and it is of step {saved.step}", file=file))
     num_rollouts = int(trained["num_members"].sum())
-    if saved.totals.get("rollouts_trained", num_rollouts) != num_rollouts:
-        text = f"totals count {saved.totals['rollouts_trained']} trained rollouts, segments before it {num_rollouts}"
+    if saved.totals.rollouts_trained != num_rollouts:
+        text = f"totals count {saved.totals.rollouts_trained} trained rollouts, segments before it {num_rollouts}"
         check.accuse(Offence(text, file=file))
 
 

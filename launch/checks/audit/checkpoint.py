@@ -19,7 +19,7 @@ from rlhpc.buffer.frozen_buffer import BUFFERED_FILE
 from rlhpc.buffer.history import Position
 from rlhpc.buffer.segment_reader import read_raw_columns
 from rlhpc.errors import CheckpointError, SegmentError
-from rlhpc.roles.controller.saved_state import STATE_FILE, read_saved_state
+from rlhpc.roles.controller.saved_state import STATE_FILE, Totals, read_saved_state
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import COMPLETE, CheckpointState, Fate, KnownCheckpoints
 from rlhpc.training.checkpoint.file_record import FileRecord, check_file
@@ -49,9 +49,10 @@ class CheckpointEvidence:
     dropped: dict[str, int]
     next_segment: int  # those below it hold what was trained or dropped
     position: Position
-    num_drawn: int  # prompts; -1: not said
-    totals: dict[str, Any]
-    manifest: dict[str, Any]
+    num_drawn: int  # prompts
+    totals: Totals
+    manifest_step: int  # as COMPLETE says
+    manifest_version: int
     buffered: NDArray[np.int64]  # keys of the rollouts in buffered.h5
 
 
@@ -105,8 +106,9 @@ def _read(layout: RunLayout, state: CheckpointState) -> CheckpointEvidence:
         next_segment=int(saved.buffer["next_segment_index"]),
         position=saved.position,
         num_drawn=_num_drawn(saved.prompts),
-        totals=saved.totals,
-        manifest=manifest,
+        totals=Totals(**saved.totals),
+        manifest_step=int(manifest["step"]),
+        manifest_version=int(manifest["policy_version"]),
         buffered=np.sort(keys_of(columns[names[0]], columns[names[1]])),
     )
 
@@ -114,7 +116,7 @@ def _read(layout: RunLayout, state: CheckpointState) -> CheckpointEvidence:
 def _num_drawn(prompts: dict[str, Any]) -> int:
     if (datasets := prompts.get("datasets")) is not None:
         return sum(map(_num_drawn, datasets))
-    return int(prompts.get("cursor", -1)) - int(prompts.get("left_out", 0))
+    return int(prompts["cursor"]) - int(prompts["left_out"])
 
 
 def _saved_group(state: dict[str, Any]) -> SavedGroup:

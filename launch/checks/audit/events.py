@@ -2,7 +2,7 @@
 
 Input: rollouts/events_*.jsonl.  Output: groups admitted, taken, trained, dropped, in the timeline that counts, and what
 an attempt cannot have done.  An attempt repeats steps of the one before; if it takes another batch, what came after
-that batch is void.  If attempts disagree, the later one counts.  Unknown kinds of events are counted and skipped.
+that batch is void.  If attempts disagree, the later one counts.  Unknown kinds of events are counted.
 Memory: an object per step, a few numbers per group.
 """
 

@@ -35,7 +35,7 @@ def files(evidence: Evidence, progress: Progress) -> Check:
     _look_at_journal(check, evidence, progress)
     if evidence.events.unknown:
         kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(evidence.events.unknown.items()))
-        check.remarks.append(f"events that are not known here were passed over: {kinds}")
+        check.accuse(Offence(f"events of another version of rlhpc: {kinds}"))
     check.looked_at = (
         f"{read} of {counted(evidence.segments.num_files, 'segment')}, "
         f"{counted(len(evidence.journal.paths), 'journal file')}, "

@@ -134,7 +134,7 @@ def versions(evidence: Evidence, places: Places, course: Course) -> Check:
     check = Check("weight versions")
     rows, events = evidence.segments.rows, evidence.events
     newest = max([course.version, *(known.next_version for _, known in events.trained_steps())])
-    check.looked_at = numbered("version", 0, newest) if newest >= 0 else "versions before schema 2, which are not known"
+    check.looked_at = numbered("version", 0, newest) if newest >= 0 else "versions, none of which is known"
     check.looked_at += "; tokens were not read" if evidence.is_quick else ""
     allowed = events.lost_version  # of steps that were lost with some rollouts; their complete groups are used
     top, num_lost = max(newest, allowed) if newest >= 0 else 1 << 60, 0

@@ -30,7 +30,7 @@ ROW = np.dtype(
         ("admitted_version", "<i8"),
         ("step", "<i8"),  # -1: dropped
         ("reason", "<i4"),  # index into `reasons`; -1: trained
-        ("version", "<i8"),  # that was trained; -1: none, or not known
+        ("version", "<i8"),  # that was trained; -1: none
         ("applied", "<i4"),
         ("num_members", "<i4"),
         ("size", "<i4"),  # members that were wanted

@@ -83,7 +83,7 @@ class LearningRates:
         self._run.num_tokens += tokens_trained(batch)
 
     def _progress(self, step: int, recorded: Trained | None) -> Progress:
-        if recorded is not None and recorded.began_s is not None:
+        if recorded is not None:
             self._run.go_on_from(recorded.began_s)
             return Progress(step, self._run.num_tokens, recorded.began_s)
         return Progress(step, self._run.num_tokens, self._run.seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,13 @@ class SavedState:
     prompts: dict[str, Any]
     membership: dict[str, Any]
     totals: dict[str, Any]
-    guard: dict[str, Any] = field(default_factory=dict)  # checkpoints before the guard have none
-    progress: dict[str, Any] = field(default_factory=dict)  # of schedules; checkpoints of before have none
+    guard: dict[str, Any]
+    progress: dict[str, Any]  # of schedules
 
     @property
     def position(self) -> Position:
         """Of the journal: what came later is not in this checkpoint."""
-        return Position(**self.buffer.get("journal", {}))  # checkpoints before the journal have none
+        return Position(**self.buffer["journal"])
 
 
 def read_saved_state(layout: RunLayout, step: int) -> SavedState:

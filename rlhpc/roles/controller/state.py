@@ -205,13 +205,11 @@ def _open_guard(context: RoleContext, saved: SavedState | None) -> StepGuard:
 
 
 def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
-    """How far the run is; a checkpoint of before has it in its totals, repeated steps included in the time."""
+    """How far the run is.  Raises CheckpointError if its checkpoint says it in another form."""
     if saved is None:
         return RunProgress(clock)
-    totals = Totals(**saved.totals)
-    known = saved.progress or {"num_tokens": totals.tokens_trained, "seconds": totals.training_s}
     try:
-        return RunProgress.from_state(known, clock)
+        return RunProgress.from_state(saved.progress, clock)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"how far the run is, in its checkpoint, is malformed: {error!r}") from error
 

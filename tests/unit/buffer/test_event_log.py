@@ -99,7 +99,7 @@ def test_a_line_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
     log = GroupEventLog(tmp_path, 1)
     log.add(Unknown(0, 0, goes_on=True))
     log.commit(1)
-    with pytest.raises(JournalError, match=r"events_000001\.jsonl, line 1: .*forgotten.*later version"):
+    with pytest.raises(JournalError, match=r"events_000001\.jsonl, line 1: .*forgotten.*another version"):
         read_events(event_paths(tmp_path)[1])
     assert events_of(path) == EVENTS
 

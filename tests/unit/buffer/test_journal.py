@@ -18,9 +18,10 @@ from rollout_samples import assert_same_scored, make_scored
 
 from rlhpc.buffer.history import make_durable
 from rlhpc.buffer.journal_files import JournalFiles, journal_paths
-from rlhpc.buffer.journal_layout import PROMPT_ROW, ROLLOUT_ROW, Sizes
+from rlhpc.buffer.journal_layout import MAGIC, PROMPT_ROW, ROLLOUT_ROW, SCHEMA, USER_BLOCK_BYTES, Sizes
 from rlhpc.buffer.journal_reader import JournalContent, read_journal, read_journals
 from rlhpc.buffer.journal_rows import JournalRecord
+from rlhpc.crc import crc32
 from rlhpc.errors import JournalError, OwnershipLost
 from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
@@ -35,6 +36,13 @@ def make_records(count: int, first: int = 0, group_size: int = 3) -> list[Journa
         JournalRecord(i + 1, make_scored(i // group_size, i % group_size), admitted_version=i // 6)
         for i in range(first, first + count)
     ]
+
+
+def make_golden_records() -> list[JournalRecord]:
+    """With all that a journal can say."""
+    scored = make_scored(2, 0, length=12, token_rewards={0: 0.1 + 0.2, 11: -1e-300}, finish_reason=FinishReason.LENGTH)
+    error = make_scored(2, 1, verdict=Verdict.VERIFIER_ERROR, detail="\ud800 timed out", reward_parts={})
+    return [*make_records(6), JournalRecord(7, scored, 1), JournalRecord(8, error, 1)]
 
 
 def make_files(directory: Path, first_sequence: int = 1, room: Sizes = SMALL, **changes: object) -> JournalFiles:
@@ -94,7 +102,7 @@ def test_h5py_reads_a_file_that_is_being_written(tmp_path: Path) -> None:
     files, records = make_files(tmp_path), make_records(9)
     files.append(records[:5])
     with h5py.File(tmp_path / "journal_000000.h5", locking=False) as file:
-        assert file.attrs["schema"] == 4
+        assert file.attrs["schema"] == SCHEMA
         rows, prompts = file["rollouts"][:], file["prompts"][:]
         tokens, text = file["token_ids"][:], file["text"][:].tobytes()
     files.append(records[5:])
@@ -131,11 +139,23 @@ def test_rows_lie_as_their_types_say(tmp_path: Path) -> None:
     assert {name: row[name].item() for name in expected} == expected
 
 
-def test_a_journal_of_schema_3_which_has_no_rewards_of_tokens_is_readable_for_ever() -> None:
-    """The golden file was written once and is never written again: a run may be resumed by a later release."""
-    content = read_journal(Path(__file__).parent / "golden_journal_schema_3.h5")
-    assert (content.layout.schema, content.damaged_rows) == (3, [])
-    assert_same_records(content.records, make_records(9))
+def test_the_form_of_a_journal_does_not_change_unnoticed() -> None:
+    """The golden file was written once: whoever has to write it again raises SCHEMA."""
+    content = read_journal(Path(__file__).parent / "golden_journal.h5")
+    assert content.damaged_rows == []
+    assert_same_records(content.records, make_golden_records())
+
+
+def test_a_journal_of_another_schema_is_refused(tmp_path: Path) -> None:
+    make_files(tmp_path).append(make_records(1))
+    path = tmp_path / "journal_000000.h5"
+    data = path.read_bytes()
+    document, _, _ = data[len(MAGIC) : USER_BLOCK_BYTES].partition(b"\n")
+    other = document.replace(b'"schema": %d' % SCHEMA, b'"schema": %d' % (SCHEMA + 1))
+    head = MAGIC + other + f"\n{crc32(other):08x}\n".encode()
+    path.write_bytes(head.ljust(USER_BLOCK_BYTES, b"\0") + data[USER_BLOCK_BYTES:])
+    with pytest.raises(JournalError, match=rf"has schema {SCHEMA + 1}; this version of rlhpc reads schema {SCHEMA}"):
+        read_journal(path)
 
 
 # --------------------------------------------------------------------------------------------- damage and power cuts

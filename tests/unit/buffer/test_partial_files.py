@@ -192,14 +192,14 @@ def test_a_file_that_is_cut_off_gives_what_lies_before_the_cut(tmp_path: Path) -
     assert seen == {0, 20, 40, 60, 80}
 
 
-def test_records_of_a_later_version_are_refused_by_name(tmp_path: Path) -> None:
+def test_records_of_another_version_are_refused_by_name(tmp_path: Path) -> None:
     log = write_some(tmp_path)
     odd = Prefix(DRAFTS[0].token_ids - 200_000, DRAFTS[0].behaviour_logprobs, DRAFTS[0].versions)
     log.append([PartialRollout(0, 0, 0, 0, 0, odd)])
     known, (problem,) = read_partials(tmp_path)
     assert known == {}
     assert "partials_000000.bin, byte" in problem
-    assert "later version" in problem
+    assert "another version" in problem
 
 
 # ------------------------------------------------------------------------------------------------------- no writing

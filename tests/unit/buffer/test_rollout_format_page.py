@@ -12,7 +12,7 @@ import h5py
 
 from rlhpc.buffer.journal_layout import COLUMNS, PROMPT_ROW, ROLLOUT_ROW
 
-GOLDEN = Path(__file__).parent / "golden_schema_4.h5"
+GOLDEN = Path(__file__).parent / "golden_segment.h5"
 PAGE = Path(__file__).parents[3] / "docs" / "rollout_format.md"
 
 
@@ -63,8 +63,7 @@ def test_the_checksums_are_those_that_the_page_describes():
         record = struct.pack("<7q", *numbers, *sizes) + cut(groups, "prompt_token_ids", "prompt_offsets", row)
         texts = [cut(groups, name, f"{name}_offsets", row) for name in ("task", "reference")]
         record += with_lengths([groups["drop_reason"][row], *texts])
-        record += struct.pack("<2q", groups["trained_version"][row], groups["applied"][row])
-        record += struct.pack("<q", groups["group_size"][row])
+        record += struct.pack("<3q", *(groups[name][row] for name in ("trained_version", "applied", "group_size")))
         assert zlib.crc32(record) == groups["crc32"][row]
 
 

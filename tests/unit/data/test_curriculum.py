@@ -213,13 +213,6 @@ def test_without_rules_a_gap_in_the_order_is_an_error_unless_there_were_rules_be
     assert after.draw_again(9).prompt_id == 9
 
 
-def test_a_checkpoint_of_before_the_memory_is_taken_up(make) -> None:
-    curriculum = make(solved_rest_epochs=1)
-    state = {key: value for key, value in curriculum.state().items() if key in ("cursor", "seed", "shuffle", "dataset")}
-    curriculum.load_state(state | {"cursor": 7})
-    assert curriculum.draw(0).prompt_id == 7
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -309,7 +309,7 @@ class AuditedRun:
         self._moment()
         temporary = begin(self.layout.checkpoint(self.step))
         own = frozen.write(temporary, frozen.seal())
-        state = SavedState(self.step, self.version, own, prompts, {}, totals)
+        state = SavedState(self.step, self.version, own, prompts, {}, totals, {}, {})
         write_saved_state(temporary, state)
         self._moment()
         self._durable()

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections import Counter
@@ -33,7 +32,6 @@ from launch.reading.timeline_chart import MOST_COLUMNS, rows_of, thinned, timeli
 from launch.run_directory.owner import SILENCE_S, register_launcher
 from launch.run_files.events import EventLog
 from rlhpc.buffer.line_file import LineFile
-from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.metrics.curves import Curve
 from rlhpc.metrics.recorder import Recorder
@@ -171,7 +169,7 @@ def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tm
 
 
 def test_a_killed_run_ended_at_its_last_status_whatever_became_of_its_launchers_file(tmp_path: Path) -> None:
-    """A resume that is refused removes that file, and runs of earlier versions have no timeline."""
+    """A resume that is refused removes that file."""
     run = TextRun(tmp_path / "killed")
     begins_here(run, 0)
     end_s = time.time() + 90
@@ -649,17 +647,6 @@ def test_rollouts_in_segments_are_counted_by_what_a_report_shows(tmp_path: Path)
         each.trained_version - each.group.admitted_version for each in trained for _ in each.group.members
     )
     assert (sampled.dropped, sampled.num_groups, sampled.num_rollouts) == ({"no_spread": 1}, 5, 10)
-
-
-def test_what_a_segment_of_schema_1_says_was_trained_counts_as_trained(tmp_path: Path) -> None:
-    """It does not say with which version, so that its staleness is not known."""
-    run = TextRun(tmp_path / "run", "run.name=first")
-    golden = Path(__file__).parents[1] / "buffer/golden_schema_1.h5"
-    shutil.copy(golden, run.layout.rollouts / "segment_000000.h5")
-    groups = [resolved for resolved in read_segment(golden) if resolved.consumed_step >= 0]
-    sampled = read_sampled(run.layout)
-    assert sampled.lengths_trained.total() == sum(len(resolved.group.members) for resolved in groups) > 0
-    assert sampled.staleness == {}
 
 
 def test_a_histogram_counts_stretches_of_values() -> None:

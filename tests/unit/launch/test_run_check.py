@@ -72,7 +72,7 @@ EVENTS = (
 )
 
 LEAPS = [Began(2, 12, goes_on=True), Taken(3, [0, 1])]
-STATE = {"step": 12, "policy_version": 12, "prompts": {}, "membership": {}, "totals": {}}
+STATE = {"step": 12, "policy_version": 12, "prompts": {}, "membership": {}, "totals": {}, "guard": {}, "progress": {}}
 JOURNAL_FROM_4 = {"journal": {"attempt": 0, "num_events": 0, "num_rollouts": 3}}
 
 
@@ -203,7 +203,7 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: write_events(run, 1, [Trained(1, 1, applied=True)]), "events", "step 1 is trained, and no batch"),
         (lambda run: write_events(run, 1, LEAPS), "events", "step 3 follows, where step 2 is due"),
         (lambda run: write_events(run, 1, [Taken(2, [*range(9, 99)])]), "events", "80 more contradictions: `rlhpc aud"),
-        (lambda run: write_line(events(run, 0), b'{"event": "later"}'), "events", "is it of a later version?"),
+        (lambda run: write_line(events(run, 0), b'{"event": "later"}'), "events", "is it of another version of rlhpc?"),
         (lambda run: flip_one_bit(run.config), "settings", "config.json"),
         (lambda run: run.config.write_text(run.config.read_text().replace("demo", "other")), "settings", "altered"),
         (lambda run: run.inputs.write_text("[]"), "inputs", "damaged"),

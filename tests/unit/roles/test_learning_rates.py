@@ -15,7 +15,7 @@ from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig
 from rlhpc.errors import CheckpointError
 from rlhpc.packing.layout import tokens_trained
 from rlhpc.roles.controller.learning_rates import LearningRates, RunProgress
-from rlhpc.roles.controller.saved_state import SavedState, Totals
+from rlhpc.roles.controller.saved_state import SavedState
 from rlhpc.roles.controller.state import progress_of
 from rlhpc.types import PackedBatch, PackedMinibatch
 from tests.patience import PATIENCE_S
@@ -55,7 +55,6 @@ def test_hours_are_those_in_which_the_run_trains_and_a_step_that_is_repeated_has
     clock.advance(1000.0)  # it starts, and repeats steps
     assert rates.give(batch(3), Trained(3, 3, True, began_s=720.0)).learning_rate == pytest.approx(0.8)
     clock.advance(1000.0)
-    assert rates.give(batch(4), Trained(4, 4, True)).learning_rate == pytest.approx(0.8)  # of before: not recorded
     rates.start()
     clock.advance(360.0)
     assert rates.give(batch(5), None).learning_rate == pytest.approx(0.7)
@@ -78,14 +77,12 @@ def test_progress_goes_on_from_a_checkpoint() -> None:
     assert again.seconds == 13.5
 
 
-def test_a_checkpoint_of_before_tells_it_by_its_totals_and_one_that_is_malformed_is_refused() -> None:
-    totals = Totals(tokens_trained=70, training_s=8.0).to_json()
-    for progress, expected in (({}, (70, 8.0)), ({"num_tokens": 60, "seconds": 7.0}, (60, 7.0))):
-        found = progress_of(SavedState(3, 3, {}, {}, {}, totals, {}, progress), ManualClock())
-        assert (found.num_tokens, found.seconds) == expected
+def test_a_checkpoint_that_does_not_say_how_far_the_run_is_is_refused() -> None:
+    found = progress_of(SavedState(3, 3, {}, {}, {}, {}, {}, {"num_tokens": 60, "seconds": 7.0}), ManualClock())
+    assert (found.num_tokens, found.seconds) == (60, 7.0)
     assert progress_of(None, ManualClock()).state() == {"num_tokens": 0, "seconds": 0.0}
     with pytest.raises(CheckpointError, match="seconds"):
-        progress_of(SavedState(3, 3, {}, {}, {}, totals, {}, {"num_tokens": 60}), ManualClock())
+        progress_of(SavedState(3, 3, {}, {}, {}, {}, {}, {"num_tokens": 60}), ManualClock())
 
 
 def test_a_critic_has_its_own_rate_and_a_head_start_and_follows_the_schedule_if_it_is_asked_to() -> None:
