@@ -392,7 +392,7 @@ USUAL: Mapping[str, Counterpart] = {
     "num_epochs": _STEPS,
     "wandb": _WANDB,
     "wandb_project": _WANDB,
-    "mlflow": Counterpart("`rlhpc metrics RUN_DIR --mlflow DIR`"),
+    "mlflow": Counterpart("`rlhpc metrics RUN_DIR --out FILE`", "and MLflow's own client"),
     "tensorboard": Counterpart("`rlhpc tensorboard RUN_DIR`", "it is always written"),
     "lora": _LORA,
     "lora_rank": _LORA,

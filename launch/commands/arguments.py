@@ -211,18 +211,14 @@ def takes_metrics(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--out", type=Path, metavar="FILE", help=text)
     text = "write an offline run of Weights & Biases below this directory (default: the current one)"
     where.add_argument("--wandb", type=Path, nargs="?", const=Path(), metavar="DIR", help=text)
-    text = "write a run of MLflow into mlflow.db in this directory"
-    where.add_argument("--mlflow", type=Path, metavar="DIR", help=text)
     text = "with --wandb: send steps as the run makes them, until it ends, to wandb's server"
     parser.add_argument("-f", "--follow", action="store_true", help=text)
 
 
 def takes_charts(parser: argparse.ArgumentParser) -> None:
-    """Runs, and how TensorBoard shows them."""
+    """Runs, and where TensorBoard shows them."""
     text = "runs, or directories with runs; default: runs/ if it exists, else the current directory"
     parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="RUN_DIR|DIR", help=text)
-    text = "steps (default), tokens trained, or seconds of the run"
-    parser.add_argument("--axis", choices=("steps", "tokens", "seconds"), default="steps", help=text)
     parser.add_argument("--port", type=number, metavar="N", help="default: 6006, or one that is free; 0: any")
     parser.add_argument("--bind-all", action="store_true", help="listen on all interfaces, for other machines")
 

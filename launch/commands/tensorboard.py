@@ -1,7 +1,7 @@
-"""`rlhpc tensorboard [DIR …]`: TensorBoard of these runs, under their names, over steps, tokens or seconds.
+"""`rlhpc tensorboard [DIR …]`: TensorBoard of these runs, under their names.
 
 Input: run directories, or directories that hold some.  Output: TensorBoard, until Ctrl-C, of a temporary directory
-that has links to event files, or copies of them over another axis.  New runs and new points appear while it serves.
+that has links to event files.  New runs and new points appear while it serves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from pathlib import Path
 from launch.commands.overview.find import DEPTH, directories_to_search, find_runs
 from rlhpc.errors import ConfigError
 from rlhpc.metrics.curves import EVENT_FILES
-from rlhpc.metrics.other_axis import AXES, OtherAxis
 from rlhpc.parent_death import die_with
 from rlhpc.run_layout import RunLayout
 
@@ -32,11 +30,9 @@ FIND_EVERY = 12  # looks: new runs appear within a minute
 class EventView:
     """A directory as TensorBoard takes one: a directory for each run, called as the run is."""
 
-    def __init__(self, directory: Path, tops: list[Path], axis: str) -> None:
-        """axis: "steps", or one of other_axis.AXES."""
-        self._directory, self._tops, self._axis = directory, tops, axis
+    def __init__(self, directory: Path, tops: list[Path]) -> None:
+        self._directory, self._tops = directory, tops
         self._names = dict[Path, str]()  # run directory → name; a run keeps its own
-        self._updates = dict[Path, Callable[[], None]]()  # run directory → brings its files here
 
     @property
     def names(self) -> list[str]:
@@ -51,11 +47,11 @@ class EventView:
 
     def update(self) -> None:
         """Look for what runs have written.  A run that is being deleted is passed over."""
-        for update in self._updates.values():
-            try:
-                update()
-            except OSError:
-                continue  # it is being deleted or begun anew: the next look sees what has become of it
+        for root, name in self._names.items():
+            with suppress(OSError):  # it is being deleted or begun anew: the next look sees what has become of it
+                layout, place = RunLayout(root), self._directory / name
+                _link(layout.tensorboard, place)
+                _link(layout.evaluations / layout.tensorboard.name, place / "evaluations")
 
     def _add(self, layout: RunLayout, name: str) -> None:
         taken = {*self._names.values()}
@@ -64,16 +60,6 @@ class EventView:
         while name in taken:
             name += "'"
         self._names[layout.root] = name
-        place = self._directory / name
-        if self._axis == "steps":
-            self._updates[layout.root] = partial(_link_run, layout, place)
-        else:
-            self._updates[layout.root] = OtherAxis(layout.tensorboard, place, AXES[self._axis]).update
-
-
-def _link_run(layout: RunLayout, place: Path) -> None:
-    _link(layout.tensorboard, place)
-    _link(layout.evaluations / layout.tensorboard.name, place / "evaluations")
 
 
 def _link(source: Path, place: Path) -> None:
@@ -96,29 +82,19 @@ def serve_tensorboard(options: argparse.Namespace) -> int:
         shown, temporary = Path(directory, "runs"), Path(directory, "temporary")
         for each in (shown, temporary):
             each.mkdir()
-        view = EventView(shown, tops, options.axis)
+        view = EventView(shown, tops)
         view.find()
         view.update()
         if not view.names:
             raise ConfigError(f"no run with metrics below {', '.join(map(str, tops))}")
-        print(
-            f"{', '.join(view.names)}: over {options.axis}; add #custom_scalars to the address for groups of charts",
-            flush=True,
-        )
+        print(f"{', '.join(view.names)}: add #custom_scalars to the address for groups of charts", flush=True)
         return _serve(view, shown, temporary, options)
 
 
 def _serve(view: EventView, directory: Path, temporary: Path, options: argparse.Namespace) -> int:
     where = ["--bind_all"] if options.bind_all else []
     where += [] if options.port is None else [f"--port={options.port}"]
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "tensorboard.main",
-        f"--logdir={directory}",
-        f"--window_title={options.axis}",
-    ]
+    command = [sys.executable, "-P", "-m", "tensorboard.main", f"--logdir={directory}", "--window_title=rlhpc"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the directory is removed then, too
     # It writes to .tensorboard-info in the directory for temporary files, which may be another user's.
     environment = {**os.environ, "TMPDIR": str(temporary)}

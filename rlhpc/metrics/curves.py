@@ -21,7 +21,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 EVENT_FILES = "events.out.tfevents.*"  # in a directory; names begin with the time, so that they sort as they were made
 _HEAD = struct.Struct("<QI")  # length of the record, checksum of the length
 _CRC_BYTES = 4  # behind the record
-_OTHER_AXES = ("by_tokens/", "by_seconds/")  # of metrics that early versions wrote over other axes, too
 _LARGEST = 64 << 20  # of a record: more is no length but damage
 
 
@@ -54,7 +53,7 @@ def read_curves(directory: Path) -> dict[str, Curve]:
     written = _Written()
     for path in sorted(directory.glob(EVENT_FILES)):
         with path.open("rb") as file:
-            for event, _ in events_in(file):
+            for event in _events_in(file):
                 if event.session_log.status == SessionLog.START:
                     written.undo(event.step)
                 written.add(event)
@@ -74,20 +73,18 @@ def merged(curves: Mapping[str, Curve], names: list[str]) -> tuple[NDArray[np.in
     return steps, found
 
 
-def events_in(file: BinaryIO) -> Iterator[tuple[Event, int]]:
-    """Whole events from where a file stands, each with the place behind it; ends at what is torn or damaged."""
-    place = file.tell()
+def _events_in(file: BinaryIO) -> Iterator[Event]:
+    """Whole events of a file; ends at what is torn or damaged."""
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         length, _ = _HEAD.unpack(head)
         record = file.read(length + _CRC_BYTES) if length <= _LARGEST else b""
         if len(record) < length + _CRC_BYTES:
             return  # it is being written, or was cut off
-        place += len(head) + len(record)
         try:
             event = Event.FromString(record[:length])
         except DecodeError:
             return  # damaged: TensorBoard stops there, too
-        yield event, place
+        yield event
 
 
 class _Written:
@@ -102,7 +99,7 @@ class _Written:
         self._steps.append(event.step)
         self._times.append(event.wall_time)
         for value in event.summary.value:
-            if value.WhichOneof("value") == "simple_value" and not value.tag.startswith(_OTHER_AXES):
+            if value.WhichOneof("value") == "simple_value":
                 if (of_metric := self._points.get(value.tag)) is None:
                     of_metric = self._points[value.tag] = array("I"), array("f")
                 of_metric[0].append(number)

@@ -1,8 +1,6 @@
 """Write a step's metrics under their stable names, over optimiser steps.
 
 Input: named numbers and sampled texts.  Output: calls of TensorBoardWriter.  An unknown name is a bug and is refused.
-Other axes are computed from these files on demand (other_axis.py): `tokens/trained_total` and `wall_s` are in every
-step.
 """
 
 from __future__ import annotations

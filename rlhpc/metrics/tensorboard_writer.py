@@ -5,8 +5,7 @@ TensorFlow nor torch is imported.  Nothing here stops a run; see event_file.py.
 
 A resumed run repeats the steps since its last checkpoint in a new file.  TensorBoard's data server lets a later point
 replace the earlier ones from its step on; its other loader does where a SessionLog says that a run starts again, which
-`undo_from` writes.  That loader then drops all points of the directory from that step on, whatever their tag: points
-over another axis than steps lie in a directory of their own.
+`undo_from` writes.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ DOORS = {
     "vllm": {"rlhpc/generation"},
     "tensorboard": {"rlhpc/metrics"},
     "wandb": set(),  # by name, in launch/commands/metrics, where it is installed; likewise the next
-    "mlflow": set(),
     "shtab": set(),
     "numba": {"rlhpc"},  # rlhpc/compiled.py
     "pyarrow": {"rlhpc/data"},

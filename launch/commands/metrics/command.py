@@ -1,7 +1,7 @@
 """`rlhpc metrics RUN_DIR`: the figures of a run as a table, or as files of other programs.
 
 Input: a run directory, of a run that goes on as well.  Output: CSV or Parquet, a row a step; or a run of Weights &
-Biases or MLflow in files.  Nothing is written into the run directory, and no network is used but by --wandb --follow.
+Biases in files.  Nothing is written into the run directory, and no network is used but by --wandb --follow.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
         from launch.commands.metrics.wandb_files import write_wandb  # an optional package
 
         print(write_wandb(options.wandb, ExportedRun(layout, table)))
-    elif options.mlflow is not None:
-        from launch.commands.metrics.mlflow_files import write_mlflow  # an optional package
-
-        print(write_mlflow(options.mlflow, ExportedRun(layout, table)))
     elif options.out is None:
         sys.stdout.writelines(table.csv_lines())
     else:

@@ -1,4 +1,4 @@
-"""A run as exported to other programs."""
+"""A run as exported to Weights & Biases."""
 
 from __future__ import annotations
 

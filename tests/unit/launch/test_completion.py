@@ -55,7 +55,7 @@ def test_bash_completes_commands_options_values_and_paths(script: Path, tmp_path
     assert completed(script, tmp_path, "rlhpc", "st") == ["status", "stop"]
     assert [word for word in completed(script, tmp_path, "rlhpc", "") if not word.startswith("-")] == commands()
     assert completed(script, tmp_path, "rlhpc", "status", "--j") == ["--json"]
-    assert completed(script, tmp_path, "rlhpc", "tensorboard", "--axis", "t") == ["tokens"]
+    assert completed(script, tmp_path, "rlhpc", "tensorboard", "--bi") == ["--bind-all"]
     assert completed(script, tmp_path, "rlhpc", "run", "R") == ["RUN.toml"]
     assert completed(script, tmp_path, "rlhpc", "status", "") == ["runs"]  # a run is a directory
     assert completed(script, tmp_path, "rlhpc", "submit", "RUN.toml", "R") == ["RUN.toml"]

@@ -1,4 +1,4 @@
-"""`rlhpc metrics`: a run's figures as CSV, Parquet, and as files of W&B and MLflow, by their own packages."""
+"""`rlhpc metrics`: a run's figures as CSV, Parquet, and as files of W&B, by its own package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 import rlhpc
 from launch.cli import main
 from launch.commands.metrics.exported import ExportedRun
-from launch.commands.metrics.mlflow_files import legal_names, parameters_of
 from launch.commands.metrics.wandb_records import records_of
 from launch.reading.metric_table import metric_table
 from rlhpc.errors import ConfigError
@@ -28,8 +27,8 @@ from rlhpc.run_layout import RunLayout
 from tests.full_disk import small_disk
 from tests.unit.launch.seen_runs import TextRun
 
-NO_WANDB, NO_MLFLOW = "no wandb here: pip install 'rlhpc[wandb]'", "no MLflow here: pip install 'rlhpc[mlflow]'"
-STEPS = 1_200  # so that MLflow's requests and wandb's blocks are more than one
+NO_WANDB = "no wandb here: pip install 'rlhpc[wandb]'"
+STEPS = 1_200  # so that wandb's blocks are more than one
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +144,10 @@ def test_a_damaged_event_ends_its_file_and_no_more(tmp_path: Path) -> None:
 def test_without_the_package_it_says_what_to_install(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("wandb", "mlflow"):
-        monkeypatch.setitem(sys.modules, name, None)
-        assert main(["metrics", str(run), f"--{name}", str(tmp_path / name)]) == EXIT_CONFIG
-        assert f"pip install 'rlhpc[{name}]'" in capsys.readouterr().err
-        assert not (tmp_path / name).exists()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["metrics", str(run), "--wandb", str(tmp_path / "wandb")]) == EXIT_CONFIG
+    assert "pip install 'rlhpc[wandb]'" in capsys.readouterr().err
+    assert not (tmp_path / "wandb").exists()
 
 
 # ------------------------------------------------------------------------------------------------- Weights & Biases
@@ -218,50 +216,11 @@ def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(
     assert [path.name for path in earlier.parent.iterdir()] == [earlier.name]
 
 
-# ------------------------------------------------------------------------------------------------------------- MLflow
-
-
 def test_a_run_is_the_same_run_whichever_of_its_metrics_are_exported(run: Path) -> None:
     layout = RunLayout(run)
     tables = [metric_table(layout, tags) for tags in ((), ("evaluation/*",), ("trainer/grad_norm",))]
     assert len({float(table.unix_times_s[0]) for table in tables}) > 1
     assert len({ExportedRun(layout, table).identity for table in tables}) == 1
-
-
-def test_names_that_mlflow_refuses_are_written_otherwise_and_stay_different() -> None:
-    named = legal_names(["evaluation/a/pass@1", "evaluation/a/pass_1", "dataset_reward/größe", "reward/mean"])
-    assert named["evaluation/a/pass_1"] == "evaluation/a/pass_1"
-    assert named["evaluation/a/pass@1"] == "evaluation/a/pass_1_"
-    assert named["dataset_reward/größe"] == "dataset_reward/gr__e"
-    assert len({*named.values()}) == 4
-    settings = {"run": {"seed": 3, "name": "x"}, "data": [{"path": "a"}], "composite": {}}
-    assert dict(parameters_of(settings)) == {"run.seed": "3", "run.name": "x", "data": '[{"path": "a"}]'}
-
-
-@pytest.mark.starts
-def test_mlflow_s_file_holds_every_point_and_one_living_run(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("mlflow", "sqlalchemy"):
-        pytest.importorskip(name, reason=NO_MLFLOW)
-    for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_LOGGING_LEVEL"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no variable makes it speak to anyone
-    for _ in range(2):
-        assert main(["metrics", str(run), "--mlflow", str(tmp_path / "out")]) == 0
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("rlhpc")
-    (shown,) = client.search_runs([experiment.experiment_id])
-    assert (shown.info.run_name, shown.info.status) == ("first", "KILLED")  # it has no summary.json
-    assert shown.data.params["run.num_steps"] == str(STEPS)
-    history = sorted(client.get_metric_history(shown.info.run_id, "reward/mean"), key=lambda each: each.step)
-    assert [each.step for each in history] == [*range(STEPS)]
-    assert [each.value for each in history[:4]] == [-1.0, -1.0, 0.2, 0.3]
-    assert [each.timestamp for each in history[1:4]] == [1_000_000_001_000, 2_000_000_000_000, 2_000_000_003_000]
-    (passed,) = client.get_metric_history(shown.info.run_id, "evaluation/sums/pass_1")
-    assert (passed.step, passed.value) == (2, 0.25)
 
 
 def test_a_frame_of_metrics_names_what_it_lacks(run: Path) -> None:

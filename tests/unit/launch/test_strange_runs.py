@@ -210,7 +210,7 @@ def test_tensorboards_directory_is_not_left_whatever_a_run_is_called(
 ) -> None:
     alter(told.layout.config, config=settings)
     (told.layout.root / "checkpoints").mkdir()
-    view = EventView(tmp_path / "view" / "here", [told.layout.root], "steps")
+    view = EventView(tmp_path / "view" / "here", [told.layout.root])
     view.find()
     view.update()
     assert len(view.names) == 1

@@ -1,4 +1,4 @@
-"""`rlhpc tensorboard`: runs under their own names, once each, over the axis that is asked for."""
+"""`rlhpc tensorboard`: runs under their own names, once each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.util import tensor_util
@@ -29,10 +28,10 @@ from tests.unit.doc_pages import ROOT
 from tests.unit.launch.seen_runs import TextRun
 
 
-def made(root: Path, name: str, tokens_a_step: int = 100) -> RunLayout:
+def made(root: Path, name: str) -> RunLayout:
     """A run of four steps with one evaluation."""
     layout = TextRun(root, f"run.name={name}").layout
-    record(layout, range(4), tokens_a_step)
+    record(layout, range(4))
     curves = TensorBoardWriter(layout.evaluations / "tensorboard")
     curves.scalars(4, {"evaluation/sums/pass@1": 0.5})
     curves.close()
@@ -40,10 +39,10 @@ def made(root: Path, name: str, tokens_a_step: int = 100) -> RunLayout:
     return layout
 
 
-def record(layout: RunLayout, steps: range, tokens_a_step: int = 100, seam: int | None = None) -> None:
+def record(layout: RunLayout, steps: range, seam: int | None = None) -> None:
     recorder = Recorder(layout.tensorboard, seam=seam)
     for step in steps:
-        recorder.step(step, {"reward/mean": float(step), "tokens/trained_total": tokens_a_step * (step + 1.0)})
+        recorder.step(step, {"reward/mean": float(step)})
     recorder.close()
 
 
@@ -66,7 +65,7 @@ def test_every_run_is_shown_once_under_its_own_name(tmp_path: Path) -> None:
     made(tmp_path / "a", "first")
     made(tmp_path / "b", "second")
     made(tmp_path / "c", "first")
-    view = EventView(tmp_path / "view", [tmp_path], "steps")
+    view = EventView(tmp_path / "view", [tmp_path])
     view.find()
     view.update()
     assert view.names == ["first", "first (c/run)", "second"]
@@ -75,53 +74,25 @@ def test_every_run_is_shown_once_under_its_own_name(tmp_path: Path) -> None:
     assert shown(tmp_path / "view") == runs
 
 
-def test_files_of_other_axes_that_an_older_version_wrote_are_no_runs(tmp_path: Path) -> None:
+def test_what_happens_to_runs_meanwhile_is_seen_at_the_next_look(tmp_path: Path) -> None:
     layout = made(tmp_path / "a", "first")
-    Recorder(layout.tensorboard / "by_tokens").close()
-    view = EventView(tmp_path / "view", [tmp_path], "steps")
-    view.find()
-    view.update()
-    assert sorted(shown(tmp_path / "view")) == ["first", "first/evaluations"]
-
-
-@pytest.mark.parametrize("axis", ["steps", "tokens"])
-def test_what_happens_to_runs_meanwhile_is_seen_at_the_next_look(tmp_path: Path, axis: str) -> None:
-    layout = made(tmp_path / "a", "first")
-    view = EventView(tmp_path / "view", [tmp_path], axis)
+    view = EventView(tmp_path / "view", [tmp_path])
     view.find()
     view.update()
     record(layout, range(2, 3), seam=2)  # a resume
-    made(tmp_path / "b", "second", tokens_a_step=7)
+    made(tmp_path / "b", "second")
     view.find()
     view.update()
-    scale, other = (1, 1) if axis == "steps" else (100, 7)
-    place = {step: step if axis == "steps" else step + 1 for step in range(4)}
     found = shown(tmp_path / "view")
-    assert found["first"] == [(scale * place[step], float(step)) for step in range(3)]
-    assert found["second"] == [(other * place[step], float(step)) for step in range(4)]
+    assert found["first"] == [(step, float(step)) for step in range(3)]
+    assert found["second"] == [(step, float(step)) for step in range(4)]
     shutil.rmtree(layout.tensorboard)  # rlhpc run --fresh
     record(layout, range(1))
     view.update()
-    assert shown(tmp_path / "view")["first"] == [(scale * place[0], 0.0)]
+    assert shown(tmp_path / "view")["first"] == [(0, 0.0)]
     shutil.rmtree(layout.root)
     view.update()
     assert "second" in shown(tmp_path / "view")
-
-
-@pytest.mark.parametrize("damaged", [3e30, -3e30, 1e19])
-def test_a_number_that_no_axis_can_have_costs_its_point_and_does_not_end_the_view(
-    tmp_path: Path, damaged: float
-) -> None:
-    layout = made(tmp_path / "a", "first")
-    (file,) = layout.tensorboard.iterdir()
-    whole = file.read_bytes()
-    written = np.float32(300.0).tobytes()
-    assert whole.count(written) == 1
-    file.write_bytes(whole.replace(written, np.float32(damaged).tobytes()))  # the axis of step 2
-    view = EventView(tmp_path / "view", [tmp_path], "tokens")
-    view.find()
-    view.update()
-    assert shown(tmp_path / "view")["first"] == [(100, 0.0), (200, 1.0), (200, 2.0), (400, 3.0)]
 
 
 def test_nothing_to_show_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,18 +106,18 @@ def test_nothing_to_show_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_tensorboard_itself_serves_these_runs_until_it_is_ended(tmp_path: Path) -> None:
     made(tmp_path / "a", "first")
     (tmp_path / ".tensorboard-info").touch()  # another user's, say, where it cannot write
-    command = [sys.executable, "-m", "launch.cli", "tensorboard", str(tmp_path), "--axis", "tokens", "--port", "0"]
+    command = [sys.executable, "-m", "launch.cli", "tensorboard", str(tmp_path), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     served = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert served.stdout is not None
     try:
-        assert "first: over tokens; add #custom_scalars to the address" in served.stdout.readline()
+        assert "first: add #custom_scalars to the address" in served.stdout.readline()
         address = next(match[0] for line in served.stdout if (match := re.search(r"http://localhost:\d+/", line)))
         assert ask(f"{address}data/runs") == ["first"]
         ask(f"{address}data/plugin/scalars/tags", lambda tags: "reward/mean" in tags["first"])
         scalars = f"{address}data/plugin/scalars/scalars?run=first&tag=reward/mean"
         points = ask(scalars, lambda points: len(points) >= 4)
-        assert [point[1] for point in points] == [100, 200, 300, 400]
+        assert [point[1] for point in points] == [0, 1, 2, 3]
         layout = ask(f"{address}data/plugin/custom_scalars/layout")
         assert layout["category"][0]["title"] == "Reward"
     finally:

@@ -36,15 +36,6 @@ def test_a_resume_undoes_what_tensorboard_does_not_show_either(tmp_path: Path) -
         assert curves[name].unix_times_s.tolist() == [point.wall_time for point in points]
 
 
-def test_points_over_another_axis_than_steps_are_no_curves(tmp_path: Path) -> None:
-    """Early versions wrote some metrics over tokens and seconds, too, into the same files."""
-    writer = TensorBoardWriter(tmp_path)
-    writer.scalars(3, {"reward/mean": 0.5})
-    writer.scalars(2824, {"by_tokens/reward/mean": 0.5, "by_seconds/reward/mean": 0.5})
-    writer.close()
-    assert [*read_curves(tmp_path)] == ["reward/mean"]
-
-
 def test_a_resume_from_the_start_leaves_nothing_of_before(tmp_path: Path) -> None:
     _write(tmp_path, range(8), 0.0)
     _write(tmp_path, range(3), 0.5, 0, begins_s=2e9)

@@ -1,4 +1,3 @@
-import shutil
 import subprocess
 import sys
 
@@ -9,7 +8,6 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import tensor_util
 
 from rlhpc.metrics.layout import CHARTS
-from rlhpc.metrics.other_axis import AXES, OtherAxis
 from rlhpc.metrics.recorder import Recorder, Sample, sample_markdown
 
 
@@ -34,46 +32,11 @@ def text(accumulator: EventAccumulator, tag: str) -> str:
     return accumulator.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
 
 
-def on_axis(directory, axis: str) -> EventAccumulator:
-    """What TensorBoard reads of a run over another axis, told in two pieces."""
-    copy = OtherAxis(directory, directory / axis, AXES[axis])
-    copy.update()
-    copy.update()
-    return read(directory / axis)
-
-
-def test_a_run_has_one_directory_of_events_and_other_axes_are_made_of_it(recorder, tmp_path):
-    figures = {"reward/mean": 0.5, "staleness/max": 2.0, "tokens/trained_total": 7_000_000_000, "wall_s": 12.5}
-    recorder.step(3, figures)
-    recorder.histogram("reward/histogram", 3, [0.0, 1.0])
+def test_a_run_has_one_directory_of_events(recorder, tmp_path):
+    recorder.step(3, {"reward/mean": 0.5})
     recorder.close()
     assert [path.is_file() for path in tmp_path.iterdir()] == [True]  # TensorBoard shows a run for each directory
     assert points(read(tmp_path), "reward/mean") == [(3, 0.5)]
-    for axis, place in (("tokens", 7_000_000_000), ("seconds", 12)):
-        shown = on_axis(tmp_path, axis)
-        assert abs(points(shown, "reward/mean")[0][0] - place) < 1e-7 * place + 1  # a float32 on disk
-        assert points(shown, "staleness/max")[0][1] == 2.0
-        assert shown.Tensors("reward/histogram")[0].step == points(shown, "reward/mean")[0][0]
-        assert shown.Tensors("custom_scalars__config__")
-
-
-def test_another_axis_follows_a_run_that_goes_on_and_one_that_is_begun_anew(tmp_path):
-    copy = OtherAxis(tmp_path / "run", tmp_path / "view", AXES["tokens"])
-    copy.update()  # there is nothing yet
-    attempt(tmp_path / "run", range(4))
-    (file,) = (tmp_path / "run").iterdir()
-    whole = file.read_bytes()
-    for cut in (100, 400, len(whole) - 5, len(whole)):  # pieces end within events
-        file.write_bytes(whole[:cut])
-        copy.update()
-    assert points(read(tmp_path / "view"), "reward/mean") == [(100 * (step + 1), 0.0) for step in range(4)]
-    attempt(tmp_path / "run", [2], 2)
-    copy.update()
-    assert points(read(tmp_path / "view"), "reward/mean") == [(100, 0.0), (200, 0.0), (300, 1.0)]
-    shutil.rmtree(tmp_path / "run")  # rlhpc run --fresh
-    attempt(tmp_path / "run", [0], 0)
-    copy.update()
-    assert points(read(tmp_path / "view"), "reward/mean") == [(100, 1.0)]
 
 
 def test_an_unknown_name_is_refused_and_nothing_of_its_step_is_written(recorder, tmp_path):
@@ -137,11 +100,10 @@ def test_the_dashboard_is_in_every_run(recorder, tmp_path):
 
 
 def attempt(directory, steps, seam=None) -> None:
-    """Steps of 100 tokens and 2.5 seconds; the value says which attempt wrote it."""
+    """The value says which attempt wrote it."""
     recorder = Recorder(directory, seam=seam, wall_clock=lambda: 1000.0)
     for step in steps:
-        axes = {"tokens/trained_total": 100.0 * (step + 1), "wall_s": 2.5 * (step + 1)}
-        recorder.step(step, {"reward/mean": float(seam is not None), **axes})
+        recorder.step(step, {"reward/mean": float(seam is not None)})
     recorder.close()
 
 
@@ -152,22 +114,17 @@ def test_two_attempts_write_two_files_of_one_run(tmp_path):
     assert points(read(tmp_path), "reward/mean") == [(0, 0.0), (1, 1.0)]
 
 
-def test_steps_that_a_resume_undoes_are_shown_once_on_every_axis(tmp_path):
+def test_steps_that_a_resume_undoes_are_shown_once(tmp_path):
     attempt(tmp_path, range(8))
     attempt(tmp_path, range(4, 6), 4)
     kept = [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0), (5, 1.0)]
     assert points(read(tmp_path), "reward/mean") == kept
-    by_tokens = points(on_axis(tmp_path, "tokens"), "reward/mean")
-    assert by_tokens == [(100 * (step + 1), value) for step, value in kept]
-    by_seconds = points(on_axis(tmp_path, "seconds"), "reward/mean")
-    assert by_seconds == [(int(2.5 * (step + 1)), value) for step, value in kept]
 
 
 def test_a_run_that_begins_once_more_shows_nothing_of_what_was_before(tmp_path):
     attempt(tmp_path, range(3))
     attempt(tmp_path, range(2), 0)
     assert points(read(tmp_path), "reward/mean") == [(0, 1.0), (1, 1.0)]
-    assert points(on_axis(tmp_path, "tokens"), "reward/mean") == [(100, 1.0), (200, 1.0)]
     assert read(tmp_path).Tensors("custom_scalars__config__")
 
 
