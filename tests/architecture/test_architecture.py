@@ -36,6 +36,7 @@ DOORS = {
     "jinja2": {"rlhpc/data"},
     "tokenizers": {"rlhpc/data", "launch/demo"},
     "mpmath": {"rlhpc/rewards"},
+    "bm25s": {"rlhpc/rewards"},
     "jsonschema": {"rlhpc/rewards"},
     "reasoning_gym": {"rlhpc/data", "rlhpc/rewards"},
     "transformers": {"rlhpc/training", "launch/demo"},

@@ -1,19 +1,19 @@
 """Search a local collection of documents, by BM25 (Robertson & Zaragoza 2009, The Probabilistic Relevance Framework).
 
-Score of a document for a query: Σ over the query's words of idf · tf (k1 + 1) / (tf + k1 (1 − b + b · length / mean)),
-with idf = ln(1 + (N − n + 0.5) / (n + 0.5)).  Words are runs of letters and digits, in lower case.
+The library bm25s scores, as Lucene does.  Words are runs of letters and digits, in lower case.
 Input: a .jsonl file of {"text": …}, or with a "title".  Output: the best documents as text; ties in the file's order.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections import Counter, defaultdict
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from rlhpc.errors import ConfigError
 
@@ -25,26 +25,19 @@ class Collection:
     """Documents, indexed."""
 
     def __init__(self, documents: Sequence[str]) -> None:
+        """documents: at least one has a word."""
+        from bm25s import BM25  # takes a second, of which runs without a search see nothing
+
         self._documents = documents
-        self._postings: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # word → (document, times)
-        lengths = []
-        for number, document in enumerate(documents):
-            words = _words(document)
-            lengths.append(len(words))
-            for word, times in Counter(words).items():
-                self._postings[word].append((number, times))
-        mean = sum(lengths) / max(1, len(lengths)) or 1.0
-        self._norms = [K1 * (1 - B + B * length / mean) for length in lengths]
+        self._index = BM25(method="lucene", k1=K1, b=B)
+        self._index.index([_words(document) for document in documents], show_progress=False)
 
     def found(self, query: str, count: int) -> str:
         """The best documents that have a word of the query, a paragraph each."""
-        scores: defaultdict[int, float] = defaultdict(float)
-        for word in _words(query):
-            having = self._postings.get(word, ())
-            idf = math.log(1 + (len(self._documents) - len(having) + 0.5) / (len(having) + 0.5))
-            for number, times in having:
-                scores[number] += idf * times * (K1 + 1) / (times + self._norms[number])
-        best = sorted(scores, key=lambda number: (-scores[number], number))[:count]
+        words = _words(query)
+        scores = self._index.get_scores(words) if words else np.zeros(0)
+        having = np.flatnonzero(scores)
+        best = having[np.argsort(-scores[having], kind="stable")][:count]
         return "\n\n".join(self._documents[number] for number in best) or "nothing was found"
 
 
@@ -58,8 +51,8 @@ def open_collection(path: Path) -> Collection:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"environment.corpus={path} cannot be read: {error}") from error
     documents = [_document(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if not documents:
-        raise ConfigError(f"environment.corpus={path} holds no document")
+    if not any(map(_WORD.search, documents)):
+        raise ConfigError(f"environment.corpus={path} holds no document with a word")
     return Collection(documents)
 
 
@@ -75,4 +68,4 @@ def _document(line: str, source: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
+    return [*map(sys.intern, _WORD.findall(text.lower()))]  # millions of a few words

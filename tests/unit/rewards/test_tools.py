@@ -107,7 +107,8 @@ def test_llamas_slips_are_errors(turn):
         ("2^10", "1024"), ("7 // 2 % 2", "1"),
         ("2 ** 3 ** 2", "512"), (".5 - -1", "1.5"),
         ("12345678901234567890 * 98765432109876543210", "1219326311370217952237463801111263526900"), ("1e3", "1000"),
-        ("3 × 4 ÷ 2", "6"),
+        ("3 × 4 ÷ 2", "6"), ("007 + 1.05", "8.05"), ("1\n + 2", "3"),
+        ("-" * 499 + "1", "-1"), ("1+" * 240 + "1", "241"),
     ],
 )  # fmt: skip
 def test_the_calculator_calculates(expression, value):
@@ -118,8 +119,9 @@ def test_the_calculator_calculates(expression, value):
     "expression",
     [
         "", "x + 1", "__import__('os')", "1 / 0", "9 ** 9 ** 9", "2 ** 100000", "1e999", "(-8) ** 0.5", "True + 1",
-        "'a' * 9", "-" * 499 + "1", "2" + "**2" * 99, "0 ** -1",
-        "(" * 400 + "1" + ")" * 400, "1 +", "[1, 2]", "9" * 501, "abs(3)", "5.0 % 0", "1 << 9", "10.0 ** 400",
+        "'a' * 9", "2" + "**2" * 99, "0 ** -1", "9 ** 9 ** 9 ** 9", "().__class__", "\ud800", "1\0",
+        "(" * 240 + "1" + ")" * 240, "[" * 190 + "]" * 190, "1 +", "[1, 2]", "1, 2", "2j", "1 if 1 else 1",
+        "f'{1:999}'", "9" * 501, "abs(3)", "5.0 % 0", "1 << 9", "10.0 ** 400",
     ],
 )  # fmt: skip
 def test_what_is_no_arithmetic_or_too_large_is_refused_at_once(expression):
@@ -141,6 +143,7 @@ def test_search_finds_rare_words_first_and_the_same_each_time():
     ("content", "why"),
     [
         ("", "holds no document"),
+        ('{"text": "…"}\n', "no document with a word"),
         ('{"text": 3}\n', "corpus.jsonl:1: legal"),
         ('\n{"text"\n', "corpus.jsonl:2: malformed"),
         ('{"text": ' + "[" * 100_000, "corpus.jsonl:1: malformed"),
