@@ -1,6 +1,7 @@
-"""Figures of the source tree's structure: how large its rooms are and what ties them.
+"""Figures of the source tree's structure: how large it is, what ties its rooms, how its documentation begins.
 
-A room is a folder of `launch`, `rlhpc`, `rlhpc/roles` or `rlhpc/training`; the loose files of one are a room too.
+A room is a folder of `launch`, `rlhpc`, `rlhpc/roles` or `rlhpc/training`; in the figures of `rlhpc` each loose file is
+a room, too, since whoever looks for something has to know it by name.
 
     python -m bench.structure [DIRECTORY]    a checkout; this one where none is given
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from pathlib import Path
 
 HOUSES = ("launch", "rlhpc", "rlhpc/roles", "rlhpc/training")
 LONG_FUNCTION = 40  # lines
+PREPOSITION = r"(Of|In|For|To|By|With|On|At|From|As|Without|After|Before|Between) "
 BLOCK = 6  # lines that are the same in two places, without blank ones, comments and imports
 
 
@@ -67,8 +71,39 @@ def arrows(trees: dict[str, ast.Module], house: str, packages: set[str]) -> set[
     return found
 
 
+def arrows_back(pairs: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Arrows that run back up in the order of rooms with the fewest of them that moving one room at a time finds."""
+    order = sorted({room for pair in pairs for room in pair})
+
+    def back(of: list[str]) -> list[tuple[str, str]]:
+        place = {room: number for number, room in enumerate(of)}
+        return sorted((here, there) for here, there in pairs if place[here] < place[there])
+
+    fewest, is_better = back(order), True
+    while is_better:
+        is_better = False
+        for room in list(order):
+            rest = [other for other in order if other != room]
+            tried = [[*rest[:place], room, *rest[place:]] for place in range(len(order))]
+            best = min(tried, key=lambda each: len(back(each)))
+            if len(back(best)) < len(fewest):
+                order, fewest, is_better = best, back(best), True
+    return fewest
+
+
+def circles(pairs: set[tuple[str, str]]) -> int:
+    """Number of groups of rooms in which each imports every other one, by way of others."""
+    reached = _reached(pairs)
+    return len({frozenset(other for other in reached[room] if room in reached[other]) for room in in_circles(pairs)})
+
+
 def in_circles(pairs: set[tuple[str, str]]) -> set[str]:
     """Rooms that import themselves by way of others."""
+    reached = _reached(pairs)
+    return {room for room in list(reached) if room in reached[room]}
+
+
+def _reached(pairs: set[tuple[str, str]]) -> dict[str, set[str]]:
     reached: dict[str, set[str]] = defaultdict(set)
     for here, there in pairs:
         reached[here].add(there)
@@ -76,7 +111,79 @@ def in_circles(pairs: set[tuple[str, str]]) -> set[str]:
         for here in list(reached):
             if middle in reached[here]:
                 reached[here] |= reached[middle]
-    return {room for room in reached if room in reached[room]}
+    return reached
+
+
+def ties_of_rlhpc(trees: dict[str, ast.Module]) -> tuple[set[str], set[tuple[str, str]]]:
+    """Rooms of rlhpc, each loose file one of them, and the arrows between them but those of type checkers."""
+
+    def room(name: str) -> str | None:
+        parts = name.split(".")
+        return parts[1] if parts[0] == "rlhpc" and len(parts) > 1 else None
+
+    rooms = {here for module in trees if (here := room(module))}
+    found = set()
+    for module, tree in trees.items():
+        if here := room(module):
+            targets = {name if name in trees else name.rpartition(".")[0] for name in imports(_without_types(tree))}
+            found |= {
+                (here, there) for target in targets if target in trees and (there := room(target)) and there != here
+            }
+    return rooms, found
+
+
+def _without_types(tree: ast.Module) -> ast.Module:
+    kept = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
+    return ast.Module(kept, [])
+
+
+def docstrings(trees: dict[str, ast.Module]) -> list[str]:
+    """Every docstring of the product."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def figures(root: Path, trees: dict[str, ast.Module]) -> dict[str, str]:
+    """The figures that say how much there is to hold, by name."""
+    rooms, ties = ties_of_rlhpc(trees)
+    written = docstrings(trees)
+    classes = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    begins = {
+        "with a preposition": sum(bool(re.match(PREPOSITION, text)) for text in written),
+        "The same, but": sum(text.startswith("The same") for text in written),
+        "See": sum(text.startswith("See ") for text in written),
+    }
+    num_statements = sum(isinstance(node, ast.stmt) for tree in trees.values() for node in ast.walk(tree))
+    tests, pages = _files(root, "tests", ".py"), _files(root, "docs", ".md")
+    return {
+        "files of rlhpc and launch": f"{len(trees)}",
+        "their lines": f"{sum(_num_lines(root, name) for name in trees):,}",
+        "their statements": f"{num_statements:,}",
+        "rooms of rlhpc, loose files included": f"{len(rooms)}",
+        "arrows between them": f"{len(ties)}",
+        "of these back up": ", ".join(f"{here} to {there}" for here, there in arrows_back(ties)) or "0",
+        "circles": f"{circles(ties)}",
+        "files directly below rlhpc/": f"{len(list((root / 'rlhpc').glob('*.py')))}",
+        "class names that exist twice or more": f"{sum(count > 1 for count in classes.values())}",
+        "docstrings": f"{len(written):,}",
+        **{f"docstrings that begin {how}": f"{count}" for how, count in begins.items()},
+        "docstrings of four words or fewer": f"{sum(len(text.split()) <= 4 for text in written)}",
+        "tests: files": f"{len(tests)}",
+        "tests: lines": f"{sum(map(_lines, tests)):,}",
+        "docs: pages without decisions": f"{sum(page.parent.name == 'docs' for page in pages)}",
+        "docs: their lines": f"{sum(_lines(page) for page in pages if page.parent.name == 'docs'):,}",
+        "CHANGELOG: lines": f"{_lines(root / 'CHANGELOG.md'):,}",
+    }
+
+
+def _files(root: Path, folder: str, suffix: str) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", folder], cwd=root, capture_output=True, text=True, check=True).stdout
+    return [root / name for name in listed.splitlines() if name.endswith(suffix)]
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def doubled_blocks(root: Path) -> int:
@@ -98,6 +205,8 @@ def main() -> int:
     trees = sources(root)
     packages = {name for name in trees if any(other.startswith(name + ".") for other in trees)}
     num_lines = {name: _num_lines(root, name) for name in trees}
+    for name, value in figures(root, trees).items():
+        print(f"{name:<44}{value}")
     for house in HOUSES:
         rooms: dict[str, list[str]] = defaultdict(list)
         for module in trees:
@@ -106,9 +215,9 @@ def main() -> int:
         pairs = arrows(trees, house, packages)
         lines = sum(num_lines[module] for modules in rooms.values() for module in modules)
         files = sum(map(len, rooms.values()))
-        circles = ", ".join(sorted(in_circles(pairs))) or "none"
+        round_about = ", ".join(sorted(in_circles(pairs))) or "none"
         print(
-            f"{house}: {files} files, {lines:,} lines, {len(rooms)} rooms, {len(pairs)} arrows; in circles: {circles}"
+            f"{house}: {files} files, {lines:,} lines, {len(rooms)} rooms, {len(pairs)} arrows; circles: {round_about}"
         )
         for room, modules in sorted(rooms.items()):
             print(f"    {room:<18}{len(modules):>4} files {sum(num_lines[module] for module in modules):>6,} lines")
@@ -124,7 +233,7 @@ def main() -> int:
 def _num_lines(root: Path, module: str) -> int:
     path = root / module.replace(".", "/")
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return len(file.read_text(encoding="utf-8").splitlines())
+    return _lines(file)
 
 
 if __name__ == "__main__":
