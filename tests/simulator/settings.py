@@ -90,7 +90,7 @@ def _base(model: Path) -> Config:
             "admission": {"groups_per_step": 2, "group_size": 2},
             "trainer": {"backend": "reference", "token_budget": 64},
             "weights": {"timeout_s": 8.0},
-            "buffer": {"partial_interval_tokens": 2, "partial_interval_s": 2.0},
+            "buffer": {"partial_interval_tokens": 2, "partial_interval_s": 1.5},
             "transport": {"dead_after_s": 10.0},
         }
     )
