@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from rlhpc.config_sections import LearningRate, LoosePath, NonNegative, Positive, PositiveFloat, Section
+from rlhpc.config_sections import Arguments, LearningRate, LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.user_code import is_import_path
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
@@ -32,6 +32,8 @@ class AlgorithmConfig(Section):
     """How rewards become advantages: "grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp",
     "reinforce_pp_baseline", "gae" from a critic (docs/algorithms.md has the formulas), or package.module:function of
     your own."""
+    advantage_arguments: Arguments = Field(default={})
+    """Keyword arguments of an estimator of your own, as { scale = 0.5 }."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """advantage = "gae": γ, the discount of a reward per token."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -44,6 +46,8 @@ class AlgorithmConfig(Section):
     loss: Annotated[str, AfterValidator(_one_of(LOSSES))] = "ppo"
     """Objective to maximise: "ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo" (docs/algorithms.md has the
     formulas), or package.module:name of your own."""
+    loss_arguments: Arguments = Field(default={})
+    """Keyword arguments of a loss of your own, as { clip = 0.2 }."""
     aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
     """What has equal weight in the loss: tokens, completions, tokens over a constant (Dr. GRPO), prompts."""
     minibatches: Positive = 1
@@ -104,6 +108,10 @@ class AlgorithmConfig(Section):
         """(key, package.module:function) of the user's own loss and estimator."""
         named = (("loss", self.loss, LOSSES), ("advantage", self.advantage, ADVANTAGES))
         return [(f"algorithm.{key}", value) for key, value, built_in in named if value not in built_in]
+
+    def arguments_of(self, key: str) -> Arguments:
+        """Keyword arguments of the user's own loss or estimator; key: as of own_formulas."""
+        return self.loss_arguments if key == "algorithm.loss" else self.advantage_arguments
 
     @property
     def num_optimiser_steps(self) -> int:

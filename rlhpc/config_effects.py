@@ -38,6 +38,15 @@ def loss_knows_its_keys(config: Config) -> None:
         _refuse_without_effect(config, "algorithm.advantage_normalization", beside, "another algorithm.advantage")
 
 
+def arguments_have_their_function(config: Config) -> None:
+    """What is built in takes no arguments of a run file."""
+    algorithm = config.algorithm
+    for key, named in (("loss", algorithm.loss), ("advantage", algorithm.advantage)):
+        if ":" not in named:
+            beside = f"algorithm.{key}={named!r}"
+            _refuse_without_effect(config, f"algorithm.{key}_arguments", beside, "one of your own, package.module:name")
+
+
 def own_loss_is_whole(config: Config) -> None:
     """A loss of one's own has no part of ours: it gets log-probabilities and corrects for staleness itself."""
     algorithm = config.algorithm
@@ -279,6 +288,7 @@ EFFECTS = (
     composites_judge,
     tables_have_their_task,
     loss_knows_its_keys,
+    arguments_have_their_function,
     own_loss_is_whole,
     clip_has_a_ratio,
     cap_has_a_weight,

@@ -17,6 +17,7 @@ Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Duration = Annotated[float, Field(ge=0.01)]  # seconds; in less, nothing that is waited for can happen
+Arguments = dict[str, bool | int | float | str]  # keyword arguments of the user's own code
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,6 +119,67 @@ def load(key: str, path: str, said: str | None = None) -> Any:
     return found
 
 
+def bound(
+    key: str, path: str, function: Callable[..., Any], given: Sequence[str], arguments: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return the loaded function with keyword arguments of the run file, KEY_arguments, after a look at its signature.
+
+    given: names of what it is called with, for people.
+    Raises ConfigError: it lacks a parameter for one of the arguments, or cannot be called in this way.
+    """
+    refuse_unknown(f"{key}_arguments", function, arguments, len(given))
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C, perhaps
+        return partial(function, **arguments) if arguments else function
+    try:
+        signature.bind(*given, **arguments)
+    except TypeError as error:
+        called, names = path.partition(":")[2], ", ".join(given)
+        raise ConfigError(
+            f"{key}={path!r}: {called}{signature}, called as {called}({names}): {error}{place_of(function)}; "
+            f"legal: f({names}), with other parameters in {key}_arguments or with a default"
+        ) from error
+    return partial(function, **arguments) if arguments else function
+
+
+def refuse_unknown(key: str, function: Callable[..., Any], arguments: Mapping[str, Any], num_given: int = 0) -> None:
+    """Raise ConfigError for an argument, of the table `key`, that a function has no parameter for; names what it has.
+
+    num_given: of its first parameters, which have their values from elsewhere.
+    """
+    try:
+        signature = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of C, perhaps
+        return
+    given = [each.name for each in signature[:num_given]]
+    names = [
+        each.name for each in signature[num_given:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature)
+    for name, value in arguments.items():
+        if name not in names and (name in given or not takes_any):
+            called = getattr(function, "__qualname__", repr(function))
+            legal = ", ".join(names) or f"leave it out: {called} has no parameters but {', '.join(given) or 'none'}"
+            hint = _did_you_mean(name, names)
+            raise ConfigError(
+                f"{key}.{name}={value!r}: {called} has no such parameter{place_of(function)}; legal: {legal}{hint}"
+            )
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Return " (FILE:LINE)" of a function, or of the constructor of a class; "" if it has none."""
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(
+        getattr(function, "__init__", None), "__code__", None
+    )
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+
+
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    close = get_close_matches(name, names, 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def try_out(
     key: str, path: str, on: str, trial: Callable[[], Result], unless: tuple[type[Exception], ...] = ()
 ) -> Result:
@@ -129,10 +193,10 @@ def try_out(
     except unless:
         raise
     except (Exception, SystemExit) as error:  # it is not our code
-        raise ConfigError(f"{key}={path!r}, tried on {on}: {error!r}{_line_of(path, error)}") from error
+        raise ConfigError(f"{key}={path!r}, tried on {on}: {error!r}{line_of(path, error)}") from error
 
 
-def _line_of(path: str, error: BaseException) -> str:
+def line_of(path: str, error: BaseException) -> str:
     """ " (FILE:LINE)", where the module of this path was when it raised; "" if none of its lines is known.
 
     path: may be another name, such as the id of an environment.

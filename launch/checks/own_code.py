@@ -70,8 +70,8 @@ def try_own_code(config: Config) -> list[str]:
     """A line for each thing that was tried.  Raises ConfigError for whatever would fail in a run."""
     said = []
     for key, path in config.algorithm.own_formulas:
-        _try_formula(key, path, config.admission.group_size)
-        said.append(f"{key.partition('.')[2]:<11} {path}, tried on a few numbers")
+        doubts = _try_formula(key, path, config)
+        said += [f"{key.partition('.')[2]:<11} {path}, tried on a few numbers", *doubts]
     if config.agent.function and any(dataset.environment == AGENT for dataset in config.data):
         _try_agent(config)
         said.append(f"agent       {config.agent.function}: its process starts, and it takes a record")
@@ -365,20 +365,22 @@ def _try_agent(config: Config) -> None:
         raise ConfigError(str(error).removeprefix("no agent can be started: ")) from error
 
 
-def _try_formula(key: str, path: str, group_size: int) -> None:
-    """In a process of its own: it may import torch, and do anything."""
-    command = child_command("launch.checks.own_formulas", key, path, str(group_size))
+def _try_formula(key: str, path: str, config: Config) -> list[str]:
+    """Return warnings; in a process of its own: it may import torch, and do anything."""
+    arguments = config.algorithm.arguments_of(key)
+    words = key, path, str(config.admission.group_size), json.dumps(arguments)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, env=child_environment(), timeout=_MOST_S, check=False,
-            errors="replace",
+            child_command("launch.checks.own_formulas", *words), capture_output=True, text=True, errors="replace",
+            env=child_environment(), timeout=_MOST_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{key}={path!r}: its trial has not ended within {_MOST_S:g} s") from error
-    if done.returncode == 0:
-        return
     try:
-        raise ConfigError(json.loads(done.stdout.splitlines()[-1])["refused"])
+        said = json.loads(done.stdout.splitlines()[-1])
+        if done.returncode == 0:
+            return [f"warning     {doubt}" for doubt in said["doubts"]]
+        raise ConfigError(said["refused"])
     except (ValueError, IndexError, KeyError, TypeError):
         raise ConfigError(
             f"{key}={path!r}: its trial ended with status {done.returncode}: {done.stderr[-300:]}"

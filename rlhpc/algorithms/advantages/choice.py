@@ -34,7 +34,7 @@ def make_estimator(config: AlgorithmConfig, group_size: int | None = None) -> Ad
     if config.advantage == "pass_at_k":
         return PassAtK(config.pass_k)
     of_ours = BY_GROUP.get(config.advantage)
-    return of_ours or load_own_estimator(config.advantage, *(() if group_size is None else (group_size,)))
+    return of_ours or load_own_estimator(config.advantage, group_size, config.advantage_arguments)
 
 
 def normalization(config: AlgorithmConfig) -> str:

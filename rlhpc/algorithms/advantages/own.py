@@ -6,32 +6,36 @@ that it is used: what does not fit would end in the weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
 from rlhpc.contracts import AdvantageEstimator
 from rlhpc.errors import ConfigError
 from rlhpc.types import Float32, Int32
-from rlhpc.user_code import load, try_out
+from rlhpc.user_code import bound, load, try_out
 
 KEY = "algorithm.advantage"
 _PAGE = "docs/algorithms.md, An advantage of your own"
 _REWARDS, _LENGTHS = (1.0, 0.0, 0.5), (3, 1, 2)  # of the first members; those of a larger group repeat them
+NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 _SHOWN = 4  # members of a group that a message names
 _NOTHING = 1e-3  # an advantage below it is one of rounding
 
 
-def load_own_estimator(path: str, group_size: int = len(_REWARDS)) -> AdvantageEstimator:
+def load_own_estimator(
+    path: str, group_size: int | None = None, arguments: Mapping[str, object] = NO_ARGUMENTS
+) -> OwnEstimator:
     """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or returns what does not fit.
 
-    group_size: members of the groups on which it is tried.
+    group_size: members of the groups on which it is tried; None: a few.  arguments: algorithm.advantage_arguments.
     """
-    function = load(KEY, path)
-    rewards = np.resize(np.array(_REWARDS, np.float32), group_size)
-    lengths = np.resize(np.array(_LENGTHS, np.int32), group_size)
-    only_first = np.where(np.arange(group_size) == 0, lengths, np.int32(0))
+    function = bound(KEY, path, load(KEY, path), ("rewards", "lengths"), arguments)
+    rewards, lengths = _group(group_size or len(_REWARDS))
+    only_first = np.where(np.arange(len(rewards)) == 0, lengths, np.int32(0))
     for group in (
         (rewards, lengths),
         (np.zeros_like(rewards), lengths),
@@ -45,6 +49,20 @@ def load_own_estimator(path: str, group_size: int = len(_REWARDS)) -> AdvantageE
         if problem:
             raise ConfigError(f"{KEY}={path!r}, tried on {on}: it {problem} ({_PAGE})")
     return OwnEstimator(path, function)
+
+
+def doubts_of(estimator: OwnEstimator, group_size: int) -> list[str]:
+    """What is legal and seldom meant of an estimator that has passed its trial, in words."""
+    rewards, lengths = _group(group_size)
+    first, again = (_called(estimator.function, rewards.copy(), lengths.copy()) for _ in range(2))
+    where = f"{KEY}={estimator.path!r}, tried on {_described(rewards, lengths)}"
+    if not np.array_equal(first, again):
+        return [f"{where} twice: {_shown(first)} and {_shown(again)}; usual: the same advantages for the same rewards"]
+    if np.abs(first).max() <= _NOTHING and group_size > 1:
+        return [f"{where}: {_shown(first)}, no advantage though rewards differ: nothing would be learnt from it"]
+    if np.dot(first, rewards - rewards.mean()) < 0:
+        return [f"{where}: {_shown(first)}, the lower the higher the reward: better answers would become rarer"]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,14 @@ class OwnEstimator:
         return advantages
 
 
+def _group(size: int) -> tuple[Float32, Int32]:
+    return np.resize(np.array(_REWARDS, np.float32), size), np.resize(np.array(_LENGTHS, np.int32), size)
+
+
+def _shown(advantages: Float32) -> str:
+    return np.array2string(advantages, threshold=8)
+
+
 def _called(function: AdvantageEstimator, rewards: Float32, lengths: Int32) -> Float32:
     return np.asarray(function(rewards, lengths), np.float32)
 
@@ -72,7 +98,7 @@ def _misfit(advantages: Float32, rewards: Float32) -> str:
     if advantages.shape == rewards.shape and np.isfinite(advantages).all():
         return ""
     return (
-        f"returned {np.array2string(advantages, threshold=8)} for {len(rewards)} rewards; legal: one finite number for "
+        f"returned {_shown(advantages)} for {len(rewards)} rewards; legal: one finite number for "
         "each, and zeros where all rewards are equal"
     )
 
@@ -88,7 +114,7 @@ def _problem(function: AdvantageEstimator, rewards: Float32, lengths: Int32) -> 
             return f"changes {name} in place; legal: to leave its arguments as they are"
     if rewards.min() == rewards.max() and np.abs(advantages).max() > _NOTHING:
         return (
-            f"returned {np.array2string(advantages, threshold=8)} where all rewards are equal, so that a group without "
+            f"returned {_shown(advantages)} where all rewards are equal, so that a group without "
             "a better answer would be learnt from; legal: zeros there"
         )
     return ""

@@ -2,8 +2,8 @@
 
 Tried on two tiny sequences when it is loaded, for what a run would find out late: that it is a sum with a gradient,
 that its metrics are scalars without one, that it leaves its arguments as they are, that tokens off the loss mask count
-for nothing, also where all are, that it stays finite for ratios beyond what float32 can hold, and that it hides nothing
-that is not finite.  Checked each time that it is used, as far as that costs nothing.
+for nothing, also where all are, that row.weights count, that it stays finite for ratios beyond what float32 can hold,
+and that it hides nothing that is not finite.  Checked each time that it is used, as far as that costs nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlhpc.contracts import PolicyLoss, TokenRow
 from rlhpc.errors import ConfigError
-from rlhpc.user_code import load, try_out
+from rlhpc.user_code import bound, load, try_out
 
 KEY = "algorithm.loss"
 FAMILY = "own_loss"  # of its metrics in TensorBoard
@@ -32,9 +32,12 @@ FAR_TRIAL = f"a row of four tokens, of which one has become e^{FAR:g} times as l
 
 
 @cache
-def load_own_loss(path: str) -> PolicyLoss:
-    """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or breaks the contract."""
-    loss, names = load(KEY, path), set[str]()
+def load_own_loss(path: str, arguments: tuple[tuple[str, object], ...] = ()) -> OwnLoss:
+    """Import it and try it.  Raises ConfigError if it cannot be imported, raises, or breaks the contract.
+
+    arguments: names and values of algorithm.loss_arguments.
+    """
+    loss, names = bound(KEY, path, load(KEY, path), ("current", "row"), dict(arguments)), set[str]()
     for trial, on in (
         (partial(_problem, loss, names), TRIAL),
         (partial(_problem_when_idle, loss), IDLE_TRIAL),
@@ -43,6 +46,18 @@ def load_own_loss(path: str) -> PolicyLoss:
         if problem := try_out(KEY, path, on, trial):
             raise ConfigError(f"{KEY}={path!r}, tried on {on}: {problem} ({PAGE})")
     return OwnLoss(path, loss, tuple(sorted(names)))
+
+
+def doubts_of(own: OwnLoss) -> list[str]:
+    """What is legal and seldom meant of a loss that has passed its trial, in words."""
+    current, row = _trial_row()
+    gradient = _value_and_gradient(own.loss, current, row)[1:]
+    if torch.dot(gradient, row.advantages) <= 0:
+        return []
+    return [
+        f"{KEY}={own.path!r}, tried on {TRIAL}: it grows with the likelihood of tokens of positive advantage, and is "
+        f"minimised: better answers would become rarer; usual: the other sign, -(row.weights * …).sum() ({PAGE})"
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +116,7 @@ def _trial_row() -> tuple[Tensor, TokenRow]:
         advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
         loss_mask=torch.ones(4, dtype=torch.bool),
         versions=torch.tensor([1, 2, 2, 2], dtype=torch.int32),
-        weights=torch.ones(4),
+        weights=torch.tensor([0.5, 0.5, 2.0, 2.0]),  # as algorithm.aggregation has them, one for each sequence
         sequence=torch.tensor([0, 0, 1, 1]),
         num_sequences=2,
     )
@@ -186,7 +201,19 @@ def _broken_promise(loss: PolicyLoss, current: Tensor, row: TokenRow) -> str:
         )
     broken = _value_and_gradient(loss, current.index_fill(0, last, nan), row)
     hidden = "a log-probability of nan gives a finite loss, so that no step is skipped; legal: nan, not nan_to_num()"
-    return "" if torch.isnan(broken[0]) else hidden
+    return _without_weights(loss, current, row, whole) if torch.isnan(broken[0]) else hidden
+
+
+def _without_weights(loss: PolicyLoss, current: Tensor, row: TokenRow, whole: Tensor) -> str:
+    """What is to be said of a loss that does not grow with row.weights, "" if it does; whole: of the row as it is."""
+    doubled = _value_and_gradient(loss, current, replace(row, weights=2 * row.weights))
+    if torch.allclose(doubled, 2 * whole, rtol=1e-3, atol=1e-5):
+        return ""
+    return (
+        f"twice row.weights give {float(doubled[0]):.6g} in place of {2 * float(whole[0]):.6g}, twice the loss, so "
+        "that algorithm.aggregation would not be what the run file says; legal: each loss token times row.weights, as "
+        "(row.weights * …).sum()"
+    )
 
 
 def _value_and_gradient(loss: PolicyLoss, current: Tensor, row: TokenRow) -> Tensor:

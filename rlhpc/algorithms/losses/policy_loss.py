@@ -52,7 +52,7 @@ def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss
     if config.loss in LOSSES:
         loss = AnchoredLoss(make_objective(config), ImportanceWeight.of(config), config.proximal, policy_version)
     else:
-        loss = load_own_loss(config.loss)
+        loss = load_own_loss(config.loss, tuple(config.loss_arguments.items()))
     if not config.kl_coefficient and not config.entropy_coefficient:
         return loss
     in_loss = config.kl_coefficient if config.kl_in == "loss" else 0.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +19,9 @@ import torch
 from token_rows import ragged_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from launch.checks import own_formulas
 from rlhpc.algorithms.advantages.choice import make_estimator
+from rlhpc.algorithms.losses.own import doubts_of, load_own_loss
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
 from rlhpc.config_algorithm import LOSSES, AlgorithmConfig
 from rlhpc.config_environment import EnvironmentConfig
@@ -66,11 +70,11 @@ BROKEN_LOSSES = {
         "metrics are not scalars without gradient",
     ),
     "fails without loss tokens": (
-        "torch.where(row.loss_mask, current, 0.0).sum(), {'highest': row.weights[row.loss_mask].max()}",
+        "torch.where(row.loss_mask, row.weights * current, 0.0).sum(), {'highest': row.weights[row.loss_mask].max()}",
         r"tried on a row without loss tokens, .*: RuntimeError\(.max",
     ),
     "nan without loss tokens": (
-        "torch.where(row.loss_mask, current, 0.0).sum() * row.weights[row.loss_mask].mean(), {}",
+        "torch.where(row.loss_mask, row.weights * current, 0.0).sum() / row.loss_mask.any(), {}",
         "tried on a row without loss tokens, as a rank without samples has: loss or gradient is not 0",
     ),
     "raises": ("undefined, {}", r"tried on a row of four tokens: NameError\("),
@@ -83,15 +87,15 @@ BROKEN_LOSSES = {
         r"the loss carries no gradient; legal: a torch expression of `current`",
     ),
     "no gradient without loss tokens": (
-        "(torch.where(row.loss_mask, current, 0.0).sum() if row.loss_mask.any() else torch.zeros(())), {}",
+        "(torch.where(row.loss_mask, row.weights * current, 0).sum() if row.loss_mask.any() else torch.zeros(())), {}",
         "without loss tokens, .*: the loss carries no gradient; legal: .* where no token is on the loss mask",
     ),
     "a ratio without bound": (
-        "(row.advantages * row.loss_mask * ratio(current, row.behaviour, row)).sum(), {}",
+        "(row.weights * row.advantages * row.loss_mask * ratio(current, row.behaviour, row)).sum(), {}",
         r"has become e\^100 times as likely.*: loss or gradient is not finite.*clamp\(-20, 20\)",
     ),
     "a ratio of another policy without bound": (
-        "(row.loss_mask * ratio(row.reference, current, row)).sum(), {}",
+        "(row.weights * row.loss_mask * ratio(row.reference, current, row)).sum(), {}",
         r"has become e\^100 times as likely",
     ),
     "a change of its row": (
@@ -105,6 +109,14 @@ BROKEN_LOSSES = {
     "a loss per token": (
         "torch.where(row.loss_mask, current, 0.0), {}",
         r"the loss is a tensor of shape \(4,\); legal: one number, as a tensor: the sum",
+    ),
+    "no weights": (
+        "-(torch.where(row.loss_mask, row.advantages * current, 0.0)).sum(), {}",
+        r"twice row\.weights give 1 in place of 2, .* algorithm\.aggregation would not be .*; legal: each loss token",
+    ),
+    "weights of one term only": (
+        "torch.where(row.loss_mask, current * row.weights * row.advantages + current, 0.0).sum(), {}",
+        r"twice row\.weights give .*; legal: each loss token times row\.weights",
     ),
     "no pair": ("current.sum()", "it returned Tensor; legal: the loss and its metrics"),
     "no tensor": ("0.0, {}", "the loss is float; legal: one number, as a tensor"),
@@ -193,7 +205,8 @@ def test_a_loss_that_returns_something_else_in_a_run_says_so(module: Path, kind:
     """With more tokens than it is tried on."""
     expression, message = LATER[kind]
     module.write_text(
-        "import torch\ndef loss(current, row):\n    value = torch.where(row.loss_mask, current, 0.0).sum()\n"
+        "import torch\ndef loss(current, row):\n"
+        "    value = torch.where(row.loss_mask, row.weights * current, 0.0).sum()\n"
         f"    if len(current) > 4:\n        return {expression}\n    return value, {{}}\n"
     )
     loss = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)
@@ -205,7 +218,7 @@ def in_a_run(module: Path, statement: str) -> Callable[[], object]:
     """A call of a loss that does this with more tokens than it is tried on."""
     module.write_text(
         "import numpy as np, torch\ndef loss(current, row):\n    if len(current) > 4:\n"
-        f"        {statement}\n    return torch.where(row.loss_mask, current, 0.0).sum(), {{}}\n"
+        f"        {statement}\n    return torch.where(row.loss_mask, row.weights * current, 0.0).sum(), {{}}\n"
     )
     return partial(make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7), *ragged_row(0))
 
@@ -266,6 +279,89 @@ def test_a_loss_that_breaks_the_contract_is_refused_with_what_is_wrong(module: P
     assert str(error.value).startswith(f"algorithm.loss='{module.stem}:loss'")
 
 
+@pytest.mark.parametrize(("key", "given"), [("loss", "current, row"), ("advantage", "rewards, lengths")])
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [("mine(logprobs, old, mask)", "missing a required argument: 'mask'"), ("mine(one)", "too many positional")],
+)
+def test_one_of_another_signature_is_refused_with_its_line_and_the_legal_one(
+    module: Path, key: str, given: str, header: str, why: str
+) -> None:
+    module.write_text(f"\ndef {header}:\n    return None\n")
+    config = AlgorithmConfig.model_validate({key: f"{module.stem}:mine"})
+    with pytest.raises(ConfigError, match=why) as error:
+        make_policy_loss(config, 0) if key == "loss" else make_estimator(config)
+    said = str(error.value)
+    assert said.startswith(f"algorithm.{key}='{module.stem}:mine': {header}, called as mine({given}): ")
+    assert f"({module}:2); legal: f({given}), with other parameters in algorithm.{key}_arguments" in said
+
+
+def test_arguments_of_the_run_file_reach_a_loss_and_an_estimator(module: Path) -> None:
+    module.write_text(
+        "import torch\n"
+        "def loss(current, row, sign, *, factor=1.0):\n"
+        "    return sign * factor * torch.where(row.loss_mask, row.weights * row.advantages * current, 0.0).sum(), {}\n"
+        "def scaled(rewards, lengths, scale=1.0):\n    return scale * (rewards - rewards.mean())\n"
+    )
+    path, (current, row) = module.stem, ragged_row(0)
+    values = [
+        make_policy_loss(AlgorithmConfig(loss=f"{path}:loss", loss_arguments={"sign": -1, "factor": factor}), 0)(
+            current, row
+        )[0]
+        for factor in (1.0, 3.0)
+    ]
+    torch.testing.assert_close(values[1], 3 * values[0])
+    estimator = make_estimator(AlgorithmConfig(advantage=f"{path}:scaled", advantage_arguments={"scale": 4}))
+    assert estimator(np.array([0, 1], np.float32), np.ones(2, np.int32)).tolist() == [-2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            {"scal": 4},
+            r"algorithm\.advantage_arguments\.scal=4: mine has no such parameter \(.*:1\); legal: scale, shift",
+        ),
+        (
+            {"rewards": 4},
+            r"algorithm\.advantage_arguments\.rewards=4: mine has no such parameter .*legal: scale, shift",
+        ),
+        ({}, r"algorithm\.advantage='.*': mine\(.*\), called as .*: missing a required argument: 'scale'"),
+    ],
+)
+def test_arguments_that_do_not_fit_name_the_key_the_value_and_the_legal_names(
+    module: Path, arguments: dict[str, Any], said: str
+) -> None:
+    module.write_text("def mine(rewards, lengths, scale, *, shift=0):\n    return rewards - rewards.mean()\n")
+    with pytest.raises(ConfigError, match=said):
+        make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine", advantage_arguments=arguments))
+
+
+DOUBTS = {
+    "zero": ("advantage", "0 * rewards", r"\[0\. 0\. 0\.\], no advantage though rewards differ"),
+    "random": ("advantage", "np.random.rand() * (rewards - rewards.mean())", "usual: the same advantages for the same"),
+    "flipped": ("advantage", "rewards.mean() - rewards", "the lower the higher the reward"),
+    "sound": ("advantage", "rewards - rewards.mean()", ""),
+    "flipped loss": ("loss", "flipped(rewards, lengths)", "usual: the other sign"),
+    "sound loss": ("loss", "(-flipped(rewards, lengths)[0], {})", ""),
+}
+
+
+@pytest.mark.parametrize("kind", DOUBTS)
+def test_what_is_legal_and_seldom_meant_is_doubted(module: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    key, expression, doubt = DOUBTS[kind]
+    module.write_text(
+        "import numpy as np, torch\n"
+        "def flipped(current, row):\n"
+        "    return torch.where(row.loss_mask, row.weights * row.advantages * current, 0.0).sum(), {}\n"
+        f"def mine(rewards, lengths):\n    return {expression}\n"
+    )
+    assert own_formulas.main(f"algorithm.{key}", f"{module.stem}:mine", 3, {}) == 0
+    doubts = json.loads(capsys.readouterr().out)["doubts"]
+    assert bool(doubts) == bool(doubt)
+    assert not doubt or re.search(rf"algorithm\.{key}='{module.stem}:mine', tried on .*{doubt}", doubts[0])
+
+
 @pytest.mark.parametrize("proximal", ["current", "behaviour", "loglinear"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_ours_would_pass_the_trial(module: Path, name: str, proximal: str) -> None:
@@ -275,7 +371,8 @@ def test_every_loss_of_ours_would_pass_the_trial(module: Path, name: str, proxim
         f"config = AlgorithmConfig(loss={name!r}, proximal={proximal!r}, importance_cap='off', kl_coefficient=0.1)\n"
         "loss = make_policy_loss(config, 2)\n"
     )
-    make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 2)
+    loss = load_own_loss(f"{module.stem}:loss")
+    assert not doubts_of(loss)
 
 
 def test_an_estimator_of_ones_own_is_used(module: Path) -> None:
@@ -331,8 +428,8 @@ def test_an_estimator_is_tried_on_groups_of_the_runs_size(module: Path) -> None:
 
 def test_a_function_of_python_itself_that_does_not_fit_is_refused() -> None:
     """It has no file, in which a line could be named."""
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage='builtins:len', tried on .*: TypeError\("):
-        make_estimator(AlgorithmConfig(advantage="builtins:len"))
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage='math:gcd', tried on .*: TypeError\("):
+        make_estimator(AlgorithmConfig(advantage="math:gcd"))
 
 
 def test_an_estimator_that_fails_later_says_so(module: Path) -> None:
