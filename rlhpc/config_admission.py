@@ -43,23 +43,6 @@ def deterministic_order_is_strict(config: Config) -> None:
         raise ValueError(f"run.deterministic=true needs admission.window_groups=1, its default there; it is {window}")
 
 
-def stragglers_can_be_passed(config: Config) -> None:
-    """A batch passes groups that are admitted, oldest first, and whose order of finishing is not known before."""
-    admission = config.admission
-    if not admission.oversample:
-        return
-    key = f"admission.oversample={admission.oversample:g}"
-    if config.run.deterministic:
-        raise ValueError(f"{key} with run.deterministic=true: who is finished first decides what is cut; legal: 0")
-    if admission.max_staleness == 0:
-        raise ValueError(
-            f"{key} with admission.max_staleness=0, where no more groups are in flight than a batch has; legal: 0, or "
-            "admission.max_staleness of 1 or more"
-        )
-    if admission.window > 1:
-        raise ValueError(f"{key} with admission.window_groups={admission.window}, which lets batches wait; legal: 1")
-
-
 def parts_are_within_a_batch(config: Config) -> None:
     """Each part has a group at least."""
     parts, groups = config.admission.step_parts, config.admission.groups_per_step
@@ -77,9 +60,8 @@ def parts_add_up(config: Config) -> None:
 
 def _of_whole_batches(config: Config) -> str:
     """A setting with which a step needs its whole batch at once, why, and what would be legal; "": there is none."""
-    admission, algorithm = config.admission, config.algorithm
+    algorithm = config.algorithm
     settings = {
-        "admission.oversample": (admission.oversample, 0.0, "what is cut depends on the whole batch"),
         "algorithm.advantage_normalization": (algorithm.advantage_normalization, "off", "it is over the whole batch"),
         "algorithm.aggregation": (algorithm.aggregation, "token", "other shares in the loss are of the whole batch"),
         "algorithm.minibatches": (algorithm.minibatches, 1, "the whole batch is dealt out"),
@@ -103,7 +85,6 @@ def _of_whole_batches(config: Config) -> str:
 
 ADMISSION = (
     deterministic_order_is_strict,
-    stragglers_can_be_passed,
     parts_are_within_a_batch,
     parts_add_up,
 )

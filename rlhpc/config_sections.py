@@ -166,10 +166,7 @@ class AdmissionConfig(Section):
     """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
     window_groups: Positive | None = None
     """A batch takes only groups that were admitted fewer than this many groups after the oldest one waiting (W); 1:
-    strict order; default: as many as the bound allows, but 1 with oversample or run.deterministic."""
-    oversample: Share = 0.0
-    """Stragglers that a batch may leave behind, as a share of groups_per_step; they are dropped, so shorter rollouts
-    are trained."""
+    strict order; default: as many as the bound allows, but 1 with run.deterministic."""
     step_parts: Positive | Literal["auto"] = "auto"
     """Parts in which a step may be trained: while the trainer would wait for its batch, it computes the gradients of
     finished groups, 1/step_parts of groups_per_step or more at once. "auto": 4, each of which fills a row of every
@@ -195,12 +192,7 @@ class AdmissionConfig(Section):
     @property
     def window(self) -> int:
         """W with its default filled in, of a run that is not deterministic."""
-        return self.window_groups or (1 if self.oversample else NO_WINDOW)
-
-    @property
-    def most_cut(self) -> int:
-        """Unfinished groups that a batch may pass, rounded up."""
-        return int(-(-self.oversample * self.groups_per_step // 1))
+        return self.window_groups or NO_WINDOW
 
     @property
     def num_slots(self) -> int:

@@ -242,7 +242,7 @@ VERL: Mapping[str, Counterpart] = {
     f"{_ROLLOUT}.enforce_eager": Counterpart("generation.enforce_eager"),
     f"{_ROLLOUT}.free_cache_engine": _none("engines and trainer have GPUs of their own"),
     f"{_ROLLOUT}.enable_prefix_caching": Counterpart("generation.prefix_caching"),
-    f"{_ROLLOUT}.over_sample_rate": Counterpart("admission.oversample"),
+    f"{_ROLLOUT}.over_sample_rate": _none("a batch passes stragglers as far as admission.max_staleness allows"),
     f"{_ROLLOUT}.multi_turn.max_assistant_turns": Counterpart("environment.max_turns"),
     f"{_ROLLOUT}.multi_turn.tool_config_path": Counterpart("environment.tools"),
     f"{_ROLLOUT}.val_kwargs.temperature": _EVAL_TEMPERATURE,

@@ -71,7 +71,6 @@ def predict(config: Config, site: Site, options: argparse.Namespace) -> str:
 def _left_out(config: Config) -> list[str]:
     """What of this run changes its pace and is not in the formula."""
     settings = {
-        f"admission.oversample={config.admission.oversample:g}": config.admission.oversample > 0,
         "run.deterministic=true": config.run.deterministic,
         "what environments take to answer": any(dataset.environment for dataset in config.data),
         "groups of more than admission.group_size": config.largest_group > config.admission.group_size,

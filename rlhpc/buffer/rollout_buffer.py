@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.buffer.early_cut import in_the_way
 from rlhpc.buffer.event_log import Admitted, Dropped, Event, Taken, Trained
 from rlhpc.buffer.frozen_buffer import BUFFERED_FILE, FrozenBuffer
 from rlhpc.buffer.group_record import GroupRecord
@@ -151,10 +150,6 @@ class RolloutBuffer:
     def open_groups(self) -> list[int]:
         """Ids of all groups that are in flight or finished, in order of admission."""
         return [group.group_id for group in self._ledger.groups if self._ledger.is_open(group.group_id)]
-
-    def in_the_way(self, num_groups: int, most: int) -> list[int]:
-        """Ids of unfinished groups, at most `most`, that must be dropped to complete a batch (early_cut.py)."""
-        return in_the_way((group for group in self._ledger.groups if group.step is None), num_groups, most)
 
     def upcoming(self, num_groups: int) -> list[RolloutGroup] | None:
         """The groups that a batch would take now; None: it would have to wait (AdmissionLedger.upcoming)."""

@@ -17,8 +17,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = MappingProxyType(
         "Reward": {
             "Reward": ("reward/mean", "reward/correct_share"),
             "Zero-variance groups, verifier errors": ("reward/zero_spread_share", "reward/verifier_error_share"),
-            "Completion length": ("length/completion_mean", "length/completion_max", "cut/completion_mean"),
-            "Cut off as stragglers": ("cut/groups_total",),
+            "Completion length": ("length/completion_mean", "length/completion_max"),
             "Truncated": ("length/truncated_share",),
             "Prompts": ("prompt/known_share", "prompt/solved_share", "prompt/hopeless_share", "prompt/pass_rate_mean"),
         },

@@ -56,10 +56,6 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "group/dropped_total": Metric("groups", "dropped since the start, for any reason"),
         "group/replaced_total": Metric("groups", "replaced since the start because their rewards had zero variance"),
         "group/regranted_total": Metric("groups", "granted again since the start: a lease was lost or expired"),
-        # Stragglers, with admission.oversample.
-        "cut/groups_total": Metric("groups", "dropped unfinished since the start, to complete a batch earlier"),
-        "cut/tokens_total": Metric("tokens", "sampled for these and wasted, as far as is known"),
-        "cut/completion_mean": Metric("tokens", "sampled so far by rollouts that were cut, mean since the start"),
         # Prompts of the dataset ([curriculum]).
         "prompt/known_share": Metric("share", "prompts with a known pass rate: at least one finished group"),
         "prompt/pass_rate_mean": Metric("share", "mean pass rate of these, that of their newest groups"),

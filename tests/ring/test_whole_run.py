@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
-from rlhpc.buffer.segment_reader import read_columns
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric
 from rlhpc.run_layout import RunLayout
@@ -52,7 +51,7 @@ def whole_run(lab: Lab) -> RunLayout:
         critic={"learning_rate": 1e-3},
         data=data,
         curriculum={"target_pass_rate": 0.5, "min_chance": 0.01},
-        admission={"oversample": 0.25, "active_sampling": False},
+        admission={"active_sampling": False},
     )
 
 
@@ -125,16 +124,6 @@ def test_staleness_and_spans_of_the_summary_are_those_of_the_segments(whole_run:
     assert all(r.versions[0] >= r.admitted_version and r.versions[-1] <= r.consumed_step for r in trained)
 
 
-def test_stragglers_that_were_cut_are_on_record_as_dropped(whole_run: RunLayout, events: EventAccumulator) -> None:
-    """As many as TensorBoard has counted, whether any batch had to pass one or not; the audit is clean besides."""
-    paths = sorted(whole_run.rollouts.glob("segment_*.h5"))
-    reasons = np.concatenate([read_columns(path, ["groups/drop_reason"])["groups/drop_reason"] for path in paths])
-    counted = [event.value for event in events.Scalars("cut/groups_total")]
-    assert len(counted) == NUM_STEPS
-    assert counted[-1] == np.count_nonzero(reasons == "cut") <= NUM_STEPS
-    assert counted == sorted(counted)
-
-
 def test_a_critic_s_run_trains_groups_without_reward_variance_too(whole_run: RunLayout) -> None:
     rewards: dict[int, set[float]] = defaultdict(set)
     for rollout in consumed(whole_run.rollouts):
@@ -162,8 +151,6 @@ def test_tensorboard_shows_a_run_as_one(whole_run: RunLayout) -> None:
 
 def test_every_documented_scalar_is_written_unless_it_had_no_occasion(events: EventAccumulator) -> None:
     named = {name for name in METRICS if not name.endswith("/*")}
-    if not events.Scalars("cut/groups_total")[-1].value:
-        named.remove("cut/completion_mean")
     assert named - _tags_of(events, "scalars") == set()
 
 

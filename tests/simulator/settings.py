@@ -37,9 +37,7 @@ def settings_of(seed: int, root: Path) -> Config:
             "lease_deadline_s": rng.choice((6.0, 20.0)),
         }
     )
-    if admission.max_staleness and admission.window == 1 and seed % 2 == 0:
-        admission = admission.model_copy(update={"oversample": 1.0})
-    elif seed % 3 == 0:
+    if seed % 3 == 0:
         admission = admission.model_copy(update={"step_parts": groups_per_step})
     return base.model_copy(
         update={

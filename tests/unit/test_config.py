@@ -147,7 +147,6 @@ def test_batches_may_pass_stragglers_unless_that_is_ruled_out(run_file: Path) ->
         ([], NO_WINDOW),
         (["admission.window_groups=3"], 3),
         (["admission.window_groups=1"], 1),
-        (["admission.oversample=0.5"], 1),
         (["run.deterministic=true"], 1),
     ):
         assert load_config(run_file, words).window_groups == window
@@ -547,22 +546,6 @@ def test_a_deterministic_run_takes_groups_in_strict_order(run_file: Path) -> Non
         load_config(run_file, words)
     assert load_config(run_file, words[:2]).has_seeded_samples
     assert not load_config(run_file, []).has_seeded_samples
-
-
-@pytest.mark.parametrize(
-    ("word", "why"),
-    [
-        ("run.deterministic=true", "run.deterministic=true: who is finished first decides what is cut"),
-        ("admission.max_staleness=0", "admission.max_staleness=0, where no more groups are in flight"),
-        ("admission.window_groups=2", "admission.window_groups=2, which lets batches wait"),
-    ],
-)
-def test_stragglers_are_cut_only_where_a_batch_can_pass_them(run_file: Path, word: str, why: str) -> None:
-    words = ["admission.groups_per_step=10", "admission.max_staleness=1", "admission.oversample=0.25"]
-    assert load_config(run_file, words).admission.most_cut == 3
-    with pytest.raises(ConfigError, match=rf"admission\.oversample=0\.25 with {re.escape(why)}"):
-        load_config(run_file, [*words, word])
-    assert load_config(run_file, [words[0], word]).admission.most_cut == 0
 
 
 def test_every_key_explains_itself() -> None:

@@ -11,11 +11,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Set
+from contextlib import suppress
 from typing import Protocol
 
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.contracts import PromptSource, ServerChannel
-from rlhpc.errors import ChannelFull, PeerUnreachable
+from rlhpc.errors import ChannelError, ChannelFull, PeerUnreachable
+from rlhpc.messages import CancelGroup
 from rlhpc.roles.controller.credit_queue import CreditQueue
 from rlhpc.types import Lease
 
@@ -90,6 +92,17 @@ class LeaseDispatcher:
         else:
             self._is_all_changed = True
         self._work.set()
+
+    async def cancel(self, group_ids: list[int]) -> None:
+        """Tell generators to stop sampling these groups, and empty the list.
+
+        If a message is lost, the group is sampled in vain: nothing breaks.
+        """
+        while group_ids:
+            group_id = group_ids.pop()
+            for name in sorted(self._policy.ready_members):
+                with suppress(ChannelError):
+                    await self._leases.send(name, CancelGroup(group_id))
 
     async def run(self) -> None:
         """Admit and grant, endlessly."""

@@ -10,7 +10,7 @@ All five run in one event loop and share the buffer; none of them awaits while i
 their channel, the last one for the clock.  The others wait for each other (a test holds this table true):
 
     who waits                   for               which is called by
-    LeaseDispatcher.run         wake()            Controller._cut _hear _take_in _watch; TrainLoop._release_when_live
+    LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
     TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
     CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
@@ -59,7 +59,6 @@ from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, run_loop
 from rlhpc.roles.common.stand_by import await_turn_blocking
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.canary import open_canary
-from rlhpc.roles.controller.cancelling import Cancelling
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing
 from rlhpc.roles.controller.disk_writer import DiskWriter
@@ -140,7 +139,6 @@ class Controller:
         saved = self._journaling.durable if config.curriculum.goes_by_memory else None
         known = prompts, self._weight_sync, self._registry
         self._dispatcher = LeaseDispatcher(leases, buffer, *known, saved, is_exact, gate)
-        self._cancelling = Cancelling(buffer, self._sink, leases, self._weight_sync, config.admission)
         guarding = partial(Guarding.of, context, self._state, self._disk.notes)
         self._guarding = patiently(guarding, context.layout.guard)
         self._loop = self._make_loop()
@@ -178,7 +176,6 @@ class Controller:
             version=self._state.policy_version,
             wake=self._dispatcher.wake,
             durable=self._journaling.durable,
-            clear_way=self._cut,
             guarding=self._guarding,
             progress=self._state.progress,
         )
@@ -294,7 +291,7 @@ class Controller:
                 self._journaling.received(name, message)
                 if not has_changed:
                     continue
-                await self._cancelling.tell()
+                await self._dispatcher.cancel(self._sink.cancelled)
             elif isinstance(message, LeaseReturn) and self._counts(message):
                 self._state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
                 self._partials.handed_back(message)
@@ -307,11 +304,6 @@ class Controller:
     def _counts(self, message: Delivery | LeaseReturn) -> bool:
         """Whether the weights that sampled it are among those that this controller's trainer makes, or makes again."""
         return message.timeline == self._state.replay.timeline
-
-    async def _cut(self) -> None:
-        """A batch is wanted: drop the stragglers that it need not wait for."""
-        if await self._cancelling.cut():
-            self._dispatcher.wake()
 
     async def _watch(self) -> None:
         """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""

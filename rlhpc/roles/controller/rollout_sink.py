@@ -7,7 +7,7 @@ it is dropped and its slot is free at once, so that batches are always full.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,18 +39,12 @@ class IntakeStats:
     num_zero_variance: int = 0
     num_dropped: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
-    cut_lengths: list[int] = field(default_factory=list)  # tokens, as last heard, of completions cut while they ran
-    num_cut_tokens: int = 0  # of all members of groups that were cut
 
     def add_to(self, totals: Totals) -> None:
         """Count it as a part of the run."""
         totals.tokens_generated += self.num_tokens
         totals.groups_dropped += sum(self.num_dropped.values())
         totals.groups_without_spread += self.num_zero_variance
-        totals.groups_cut += self.num_dropped.get(DropReason.CUT.value, 0)
-        totals.tokens_cut += self.num_cut_tokens
-        totals.completions_cut += len(self.cut_lengths)
-        totals.running_tokens_cut += sum(self.cut_lengths)
 
 
 class RolloutSink:
@@ -145,7 +139,7 @@ class RolloutSink:
                 self._count_finished(group)
             if resolved.drop_reason is not None:
                 self.stats.num_zero_variance += resolved.drop_reason is DropReason.NO_SPREAD
-                self._count_drop(resolved.drop_reason, group)
+                self._count_drop(resolved.drop_reason)
             elif self._buffer.is_open(group.group_id):
                 self._check_reward_variance(group)
 
@@ -177,12 +171,10 @@ class RolloutSink:
         """Drop a group; its slot is free at once.  No effect if it is already resolved."""
         record = self._buffer.open_record(group_id)
         if record is not None:
-            unfinished = [member for member in record.members if not member.is_delivered]
-            lengths = [len(member.prefix.token_ids) if member.prefix else 0 for member in unfinished]
-            group = self._buffer.drop(group_id, reason)
-            if unfinished:
+            if not record.is_finished:
                 self.cancelled.append(group_id)
-            self._count_drop(reason, group, lengths)
+            self._buffer.drop(group_id, reason)
+            self._count_drop(reason)
 
     def _count_finished(self, group: RolloutGroup) -> None:
         self.stats.groups.append(group)
@@ -191,12 +183,8 @@ class RolloutSink:
             pass_rate = sum(member.verdict is Verdict.CORRECT for member in group.members) / len(group.members)
             self._prompts.learn(group.group_id, group.admitted_version, group.prompt.prompt_id, pass_rate)
 
-    def _count_drop(self, reason: DropReason, group: RolloutGroup, lengths: Sequence[int] = ()) -> None:
-        """lengths: tokens, as last heard, of the members that were being sampled."""
+    def _count_drop(self, reason: DropReason) -> None:
         self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1
-        if reason is DropReason.CUT:
-            self.stats.cut_lengths += lengths
-            self.stats.num_cut_tokens += sum(lengths) + sum(len(one.rollout.token_ids) for one in group.members)
 
     def drain(self) -> IntakeStats:
         """Return what was received since the last call, and start over."""

@@ -46,10 +46,6 @@ class Totals:
     wall_s: float = 0.0  # of the controllers, start-up included
     checkpoints_failed: int = 0  # skipped because they could not be written
     canaries_failed: int = 0  # generators whose weights were found wrong
-    groups_cut: int = 0  # as stragglers, see admission.oversample
-    tokens_cut: int = 0  # of all their members, as far as is known
-    completions_cut: int = 0  # of these, those that were being sampled
-    running_tokens_cut: int = 0  # their tokens, as last heard
     last_reward: float = 0.0  # mean of the rollouts that came in during the last step
 
     def to_json(self) -> dict[str, Any]:

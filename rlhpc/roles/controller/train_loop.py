@@ -84,14 +84,13 @@ class TrainLoop:
         version: int,
         wake: Callable[[], None],
         durable: Callable[[], Awaitable[None]] = at_once,
-        clear_way: Callable[[], Awaitable[None]] = at_once,
         guarding: Guarding | None = None,
         progress: RunProgress | None = None,
     ) -> None:
         """`step` and `version` are where to continue; `wake` is called when slots or groups have changed.
 
         durable: returns once all that has happened so far is in the journal.  Weights are published after it, so that a
-        restart can make them again.  clear_way: awaited before a batch is taken.
+        restart can make them again.
         """
         self._saved, self._none_is_live = step, False  # step of the last checkpoint
         make_samples = SampleMaker.of(config)
@@ -100,7 +99,7 @@ class TrainLoop:
         self._lockstep = Lockstep(buffer, config.admission, make_samples.shaping) if config.run.deterministic else None
         self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
-        self._wake, self._durable, self._clear_way = wake, durable, clear_way
+        self._wake, self._durable = wake, durable
         self._rates = LearningRates(config, progress or RunProgress())
         self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
         self.step, self.version = step, version
@@ -218,7 +217,6 @@ class TrainLoop:
         try:
             while True:
                 self._ready.clear()
-                await self._clear_way()
                 groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
                 if groups is not None:
                     refuse_stale(groups, self.version, self._buffer.staleness_bound)

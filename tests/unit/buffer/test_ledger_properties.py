@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import hypothesis.strategies as st
@@ -11,17 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rollout_samples import ManualClock, make_ledger, make_prompt
 
-from rlhpc.buffer.early_cut import in_the_way
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.types import SamplingParams
-
-
-def stragglers_of(ledger: AdmissionLedger, most: int) -> list[int]:
-    waiting = (group for group in ledger.groups if group.step is None)
-    return in_the_way(waiting, ledger.groups_per_step, most)
-
 
 HOLDERS = st.sampled_from(["g-0", "g-1", "g-2"])
 
@@ -52,13 +44,9 @@ class Ring(RuleBasedStateMachine):
         group_size=st.integers(1, 3),
         max_staleness=st.integers(0, 3),
         window_share=st.floats(0, 1),
-        most_cut=st.integers(0, 4),
     )
-    def build(
-        self, groups_per_step: int, group_size: int, max_staleness: int, window_share: float, most_cut: int
-    ) -> None:
-        window = 1 if most_cut else 1 + int(window_share * max_staleness * groups_per_step)
-        self.most_cut = most_cut  # admission.oversample, which a window cannot have beside it
+    def build(self, groups_per_step: int, group_size: int, max_staleness: int, window_share: float) -> None:
+        window = 1 + int(window_share * max_staleness * groups_per_step)
         admission = AdmissionConfig(
             groups_per_step=groups_per_step,
             group_size=group_size,
@@ -158,8 +146,6 @@ class Ring(RuleBasedStateMachine):
     @rule(least=st.integers(1, 4))
     def begin_a_part(self, least: int) -> None:
         """The trainer waits: it begins with what is finished, as far as all others can still be in time."""
-        if self.most_cut:
-            return
         part = self.ledger.part(self.ledger.groups_per_step, least)
         self.ledger.begin(part)
         assert not part or len(part) >= least
@@ -172,17 +158,9 @@ class Ring(RuleBasedStateMachine):
 
     @rule()
     def take_batch(self) -> None:
-        stragglers = stragglers_of(self.ledger, self.most_cut)
-        assert len(stragglers) <= self.most_cut
-        for group_id in stragglers:
-            assert not {(group_id, i) for i in range(self.ledger.group_size)} <= self.delivered
-            self.ledger.drop(group_id, DropReason.CUT)
-        self.dropped.update(stragglers)
         group_ids = self.ledger.take(self.ledger.groups_per_step, step=self.num_batches)
         if group_ids is None:
-            assert not stragglers, "groups were cut, and no batch was there without them"
             return
-        assert all(group_id < max(group_ids) for group_id in stragglers), "nobody was waiting for it"
         for group_id in group_ids:
             staleness = self.num_batches - self.admitted_versions[group_id]
             assert staleness <= self.max_staleness, "the bound on staleness is broken"
@@ -354,25 +332,3 @@ def test_the_number_of_slots_is_the_largest_that_keeps_the_bound(groups_per_step
             clock=ManualClock(),
         )
         assert ledger.staleness_bound == expected
-
-
-def test_a_batch_is_there_as_soon_as_it_lacks_no_more_than_may_be_cut():
-    ledger = make_ledger(ManualClock(), num_slots=12, window_groups=1, groups_per_step=4, group_size=2)
-    for index in range(8):
-        ledger.admit(make_prompt(index), 0)
-
-    def finish(*group_ids: int) -> None:
-        for group_id, index in itertools.product(group_ids, range(2)):
-            ledger.deliver(group_id, index)
-
-    finish(1, 2, 4)
-    ledger.deliver(0, 0)  # half of it is there
-    assert stragglers_of(ledger, 2) == []  # three are finished
-    finish(6)
-    assert (stragglers_of(ledger, 2), stragglers_of(ledger, 3)) == ([], [0, 3, 5])
-    finish(5)
-    assert (stragglers_of(ledger, 1), stragglers_of(ledger, 2)) == ([], [0, 3])  # 7 is in nobody's way
-    finish(3)
-    assert (stragglers_of(ledger, 0), stragglers_of(ledger, 2)) == ([], [0])
-    finish(0)
-    assert stragglers_of(ledger, 2) == []

@@ -198,11 +198,11 @@ def test_what_nobody_knows_is_named() -> None:
 def test_people_read_stages_bottleneck_and_what_is_guessed(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *files, "--predict", "admission.oversample=0.25"]) == 0
+    assert main(["plan", *files, "--predict", "run.deterministic=true"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     for said in ("12 figures are guessed", "a guess: data sheet of h100", "bottleneck  ", "hours of 3 GPUs",
-                 "admission.oversample=0.25", "recommended "):  # fmt: skip
+                 "run.deterministic=true", "recommended "):  # fmt: skip
         assert said in text
 
 

@@ -18,7 +18,6 @@ from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.algorithms.step_limits import refusal
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeases
-from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config import Config
@@ -319,7 +318,7 @@ class SmallRing:
         self.weight_sync.describe(MANIFEST, "")
         self.ledger = make_ledger(config)
         self.buffer = make_buffer(config, directory, self.ledger)
-        self.is_generating, self.stragglers = True, set[int]()  # groups that are never finished
+        self.is_generating = True
         self.records: list[StepRecord] = []
         self.on_record: Callable[[StepRecord], None] = self.records.append
         self.record: Callable[[StepRecord], Awaitable[None]] = self._call_on_record
@@ -329,7 +328,7 @@ class SmallRing:
         self.guarding = Guarding(self.guard, self.buffer, config.admission, file=guard_file)
         self.loop = TrainLoop(
             config, self.buffer, link, self.weight_sync, FlopCost(1.0, 0.0),
-            step=0, version=0, wake=self.generate, clear_way=self._cut, guarding=self.guarding,
+            step=0, version=0, wake=self.generate, guarding=self.guarding,
         )  # fmt: skip
         self._trainer_client = batches.connect(RANK_0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -338,15 +337,10 @@ class SmallRing:
         """Fill every slot and finish every group, as generators do that sample in no time."""
         while self.is_generating and self.ledger.has_slot and self.weight_sync.ready_members:
             group_id = self.ledger.admit(prompt(self.ledger.counts()["admitted"]), self.weight_sync.live_version)
-            for index in range(0 if group_id in self.stragglers else self.config.admission.group_size):
+            for index in range(self.config.admission.group_size):
                 self.ledger.grant("somebody", 1)
                 self.buffer.deliver("somebody", scored(group_id, index))
         self.loop.groups_changed()
-
-    async def _cut(self) -> None:
-        admission = self.config.admission
-        for group_id in self.buffer.in_the_way(admission.groups_per_step, admission.most_cut):
-            self.buffer.drop(group_id, DropReason.CUT)
 
     async def add_generator(
         self, name: str = "generator-0", incarnation: str = "first", devices: tuple[str, ...] = ("",)

@@ -83,7 +83,7 @@ async def test_where_other_groups_are_taken_their_rows_are_made_and_sent_under_a
     await asyncio.sleep(0)
     stand.finish(0)
     ahead = await stand.rows()
-    stand.buffer.drop(0, DropReason.CUT)
+    stand.buffer.drop(0, DropReason.CANCELLED)
     groups, made = await stand.take()
     assert groups == [1, 2]
     rows = await stand.rows()

@@ -12,6 +12,7 @@ import pytest
 
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import PromptSource, RecordName
+from rlhpc.messages import CancelGroup
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.topology import LEASES
@@ -279,3 +280,23 @@ async def test_where_another_prompt_might_be_drawn_after_a_restart_a_choice_is_o
     assert num_samples((await exchange.leases())["generator-0"]) == 1  # nothing new was admitted
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_whoever_may_be_sampling_a_group_that_was_dropped_is_told_once(tmp_path: Path) -> None:
+    exchange, dropped = Exchange(tmp_path), [4, 7]
+    exchange.generators.ready_members = {"generator-0"}
+    await exchange.dispatcher.cancel(dropped)
+    await exchange.dispatcher.cancel(dropped)
+    client = exchange.clients["generator-0"]
+    assert [await client.receive() for _ in range(client.statistics.receive_queue_depth)] == [
+        CancelGroup(7),
+        CancelGroup(4),
+    ]
+    assert exchange.clients["generator-1"].statistics.receive_queue_depth == 0
+
+
+async def test_a_generator_that_is_gone_keeps_no_other_from_being_told(tmp_path: Path) -> None:
+    exchange = Exchange(tmp_path)
+    await exchange.clients["generator-0"].close()
+    await exchange.dispatcher.cancel([4])
+    assert await exchange.clients["generator-1"].receive() == CancelGroup(4)

@@ -37,15 +37,6 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def test_stragglers_are_cut_before_a_batch_is_taken_and_hold_nothing_up(tmp_path: Path) -> None:
-    async with small_ring(small_config(num_steps=4, oversample=0.5), tmp_path) as ring:
-        ring.stragglers = {0, 3}
-        await ring.add_generator()
-        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
-        assert [group.group_id for record in ring.records for group in record.groups] == [1, 2, 4, 5, 6, 7, 8, 9]
-        assert ring.ledger.counts()["dropped_cut"] == 2
-
-
 async def test_a_run_trains_every_step_on_a_full_batch_and_releases_everything(tmp_path: Path) -> None:
     async with small_ring(small_config(num_steps=5), tmp_path) as ring:
         await ring.add_generator()

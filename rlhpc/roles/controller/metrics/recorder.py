@@ -24,7 +24,6 @@ from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
 from rlhpc.roles.controller.metrics.step_figures import (
-    cut_figures,
     dataset_figures,
     histograms,
     sampling_figures,
@@ -196,7 +195,7 @@ class RunRecorder:
             "checkpoint/failed_total": float(totals.checkpoints_failed),
             "weights/canary_failed_total": float(totals.canaries_failed),
             "wall_s": totals.wall_s,
-        } | (cut_figures(totals) if self._config.admission.oversample else {})
+        }
 
     def _situation(self) -> dict[str, float]:
         """Current state: queues, weights, engines."""

@@ -22,7 +22,6 @@ from rlhpc.algorithms.diagnostics import (
 from rlhpc.packing.layout import packing_fill
 from rlhpc.rewards.failures import JUDGED, SECONDS
 from rlhpc.roles.controller.rollout_sink import IntakeStats
-from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.types import RolloutGroup
 
@@ -93,14 +92,6 @@ def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, floa
         found |= {f"verifier_{name}/{task}": value for name, value in figures.items() if name != SECONDS}
         found[f"verifier_mean_s/{task}"] = figures.get(SECONDS, 0.0) / max(1.0, figures.get(JUDGED, 0.0))
     return found
-
-
-def cut_figures(totals: Totals) -> dict[str, float]:
-    """What cutting stragglers off has cost, and how long they were; since the start."""
-    figures = {"cut/groups_total": float(totals.groups_cut), "cut/tokens_total": float(totals.tokens_cut)}
-    if totals.completions_cut:
-        figures["cut/completion_mean"] = totals.running_tokens_cut / totals.completions_cut
-    return figures
 
 
 def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, float]:

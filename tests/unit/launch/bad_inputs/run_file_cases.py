@@ -146,7 +146,6 @@ CONTRADICTIONS = (
     case("more minibatches than samples", key("algorithm.minibatches", 17, algorithm__proximal="recompute"), "algorithm.minibatches=17", "legal: 1 to 16"),
     case("minibatches around themselves", key("algorithm.minibatches", 2), "algorithm.proximal='current'", "legal: 'recompute'"),
     case("a window of a deterministic run", key("run.deterministic", True, admission__window_groups=4), "admission.window_groups=1", "it is 4"),
-    case("stragglers of a synchronous run", key("admission.oversample", 0.2, admission__max_staleness=0), "admission.oversample=0.2", "legal: 0"),
     case("no part of a step", key("admission.step_parts", 0), "admission.step_parts=0", "legal: above 0, or 'auto'"),
     case("groups of at most none", key("curriculum.max_group_size", 0), "curriculum.max_group_size=0", "legal: above 0, or 'off'"),
     case("more parts than groups", key("admission.step_parts", 5, admission__groups_per_step=4), "admission.step_parts=5", "legal: 1 to 4"),

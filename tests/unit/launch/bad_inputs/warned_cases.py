@@ -28,7 +28,6 @@ BESIDE_OTHERS = (
     case("more ranks than samples", key("trainer.num_ranks", 32), "trainer.num_ranks=32", "16 have none"),
     case("more workers than a machine has room for", key("rewards.workers_per_replica", 4000), "rewards.num_replicas × workers_per_replica = 4000", "--site"),
     case("more generators than a machine has room for", key("generation.num_replicas", 3000), "generation.num_replicas=3000", "--site"),
-    case("stragglers that are left behind", key("admission.oversample", 0.3), "admission.oversample=0.3", "Over-sampling"),
     case("large groups that weigh more", key("curriculum.max_group_size", 8), "curriculum.max_group_size=8", "'prompt'"),
     case("an evaluation of what is trained on", key("evaluation", [{"path": "train.jsonl"}]), "[evaluation] train", "what data.path trains on"),
     case("an evaluation of more prompts than there are", key("evaluation", [{"path": "train.jsonl", "prompts": 500}]), "prompts=500, and the dataset has 8 records"),
