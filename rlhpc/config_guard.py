@@ -12,10 +12,10 @@ from rlhpc.config_sections import Positive, PositiveFloat, Section, Share
 class GuardConfig(Section):
     """[guard]: what follows when the figures of optimiser steps leave their bounds."""
 
-    action: Literal["off", "warn", "tighten", "skip", "rollback", "stop"] = "warn"
+    action: Literal["off", "warn", "tighten", "skip", "stop"] = "warn"
     """The strongest permitted action. Each includes those before it: "warn"; "tighten": admit with half of
-    max_staleness, unless run.deterministic; "skip": all ranks skip steps that are out of bounds; "rollback": go back to
-    the checkpoint before the first of these steps and drop its batch; "stop": end the run."""
+    max_staleness, unless run.deterministic; "skip": all ranks skip steps that are out of bounds; "stop": end the
+    run."""
     patience_steps: Positive = 3
     """Out-of-bounds steps before the next stronger action is taken, as long as fewer than calm_steps lie between
     them."""
@@ -34,8 +34,6 @@ class GuardConfig(Section):
     grad_norm_deviations: PositiveFloat = 8.0
     """Bound of trainer/grad_norm: standard deviations of its logarithm over the last 50 steps, robustly estimated and
     at least 0.2, above their median; with 8 that is 5 times the median or more."""
-    max_rollbacks: Positive = 2
-    """Maximum of the whole run; after that, a step that would be rolled back is skipped instead."""
 
     @model_validator(mode="after")
     def _entropy_has_a_range(self) -> Self:

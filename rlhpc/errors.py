@@ -22,7 +22,6 @@
     ├── CheckpointError        a checkpoint is incomplete, damaged or of another model            (world)
     │   └── DamagedCheckpoint  a file of it is missing or is not what was written                (world)
     ├── TrainingError          too many consecutive optimiser steps were skipped                (user or bug)
-    ├── GuardRollback          the guard has undone steps; another attempt continues before them (recovered)
     ├── GuardStop              metrics stayed outside their limits, and guard.action is "stop"  (user)
     ├── StarvedError           no batch can be filled: groups have no variance, or no verdict  (user)
     ├── SandboxError           programs cannot be run, or not as isolated as sandbox.require asks  (user or world)
@@ -129,10 +128,6 @@ class DamagedCheckpoint(CheckpointError):
 
 class TrainingError(RlhpcError):
     """Training cannot continue: too many consecutive steps were non-finite, or refused."""
-
-
-class GuardRollback(RlhpcError):
-    """The guard has undone steps: the next attempt begins from a checkpoint before them."""
 
 
 class GuardStop(RlhpcError):

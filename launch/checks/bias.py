@@ -218,7 +218,6 @@ USUAL_RANGES: Mapping[str, UsualRange] = MappingProxyType(
         "guard.min_entropy": UsualRange(1e-7, 10, "it is in nats a token", zero=True),
         "guard.max_entropy": UsualRange(0.01, 20, "it is in nats a token; a vocabulary of 150,000 has at most 12"),
         "guard.grad_norm_deviations": UsualRange(1, 1000, "it is in standard deviations"),
-        "guard.max_rollbacks": UsualRange(1, 1000, _TRIES),
         "buffer.segment_groups": UsualRange(1, 1e6, _GROUPS),
         "buffer.partial_interval_tokens": UsualRange(1, 1e7, _TOKENS),
         "buffer.partial_interval_s": UsualRange(0.05, 3600, _SECONDS),

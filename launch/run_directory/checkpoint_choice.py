@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from launch.common.paths import quoted
 from rlhpc.config import Config
-from rlhpc.errors import CheckpointError, JournalError, RunDirectoryError
+from rlhpc.errors import CheckpointError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import CheckpointState, Fate, KnownCheckpoints, set_aside
 
@@ -57,15 +57,12 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
     """
     known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=read_up_to_bytes)
     _announce(known, wanted, tell, read_up_to_bytes)
-    rolled_back_to = _rolled_back_to(layout) if wanted.step is None else math.inf
     if wanted.from_start:
         return Choice(None, _newer_unread(known, -1, "--from-start undoes it"))
     if wanted.step is not None:
         return _by_name(layout, known, wanted.step)
-    why = f"the guard went back to before step {rolled_back_to}"
-    passed_over = [*_newer_unread(known, rolled_back_to, why)]
-    num_undone = len(passed_over)
-    for state in known.newest_first(lambda step: step <= rolled_back_to):
+    passed_over = list[CheckpointState]()
+    for state in known.newest_first():
         if state.fate is Fate.SOUND:
             return Choice(state.step, tuple(passed_over))
         if state.fate is Fate.UNREADABLE:
@@ -73,9 +70,9 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
                 f"{state.problem}; the checkpoint may be sound: make it readable, or choose an older one with --step N"
             ) from OSError(errno.EIO, "a file of it cannot be read")
         passed_over.append(state)
-    if len(passed_over) > num_undone:
-        raise RunDirectoryError(_none_is_sound(layout, passed_over[num_undone:]))
-    return Choice(None, tuple(passed_over))
+    if passed_over:
+        raise RunDirectoryError(_none_is_sound(layout, passed_over))
+    return Choice(None)
 
 
 def refuse_step(config: Config, layout: RunLayout, step: int) -> None:
@@ -105,17 +102,6 @@ def put_aside(choice: Choice, tell: Tell) -> list[str]:
         told.append(f"{state.path.name} is set aside as {target.name}: {state.problem}")
         tell(told[-1])
     return told
-
-
-def _rolled_back_to(layout: RunLayout) -> float:
-    """The latest step from which the run may resume; infinite: any."""
-    from rlhpc.buffer.history import rollback_due  # with h5py, which `status` and `stop` need not wait for
-
-    try:
-        due = rollback_due(layout.rollouts)
-    except (JournalError, OSError) as error:
-        raise RunDirectoryError(f"{layout.rollouts}: its events cannot be read: {error}") from error
-    return math.inf if due is None else due.step
 
 
 def _by_name(layout: RunLayout, known: KnownCheckpoints, step: int) -> Choice:

@@ -1,7 +1,7 @@
 """Decide what to do about steps whose figures are out of bounds: first little, then more, and as much as is permitted.
 
-    warn ─▶ tighten ─▶ skip ─▶ rollback ─▶ stop          a rung every patience_steps steps that are out of bounds
-      ▲──────────────────────────────────────┘           after calm_steps within bounds
+    warn ─▶ tighten ─▶ skip ─▶ stop          a rung every patience_steps steps that are out of bounds
+      ▲─────────────────────────┘            after calm_steps within bounds
 
 Input: the figures of each step, in order.  Output: Judgement.  Pure; all that it remembers is in state().
 Guarantees: one step out of bounds has no consequence but a warning; the same figures lead to the same judgements, also
@@ -9,16 +9,15 @@ over a restart that repeats steps; a step is refused only under limits that were
 
 The gradient norm has no bound that suits every model: it is held against the median of those before it, in units of
 their median absolute deviation, of logarithms since norms are heavy-tailed (modified z-score, Iglewicz & Hoaglin 1993;
-ZClip, arXiv:2504.02507, does the same by mean and variance, which one spike shifts).  Going back and dropping batches:
-Chowdhery et al. 2022 (arXiv:2204.02311), §5.1.
+ZClip, arXiv:2504.02507, does the same by mean and variance, which one spike shifts).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median
 from typing import Any
@@ -30,7 +29,6 @@ from rlhpc.types import StepLimits
 NUM_NORMS = 50  # the reference: long enough for a median, short enough to follow a policy that changes
 MIN_NORMS = 10  # with fewer there is no reference yet
 MIN_DEVIATION = 0.2  # of the logarithm: norms that hardly vary would make every change an outlier
-MAX_REMEMBERED = 500  # steps of an alarm: with "warn" it may last as long as the run
 TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
 
 
@@ -41,22 +39,12 @@ class Action(IntEnum):
     WARN = 1
     TIGHTEN = 2
     SKIP = 3
-    ROLLBACK = 4
-    STOP = 5
+    STOP = 4
 
     @property
     def word(self) -> str:
         """As in a run file, and in guard.jsonl."""
         return self.name.lower()
-
-
-@dataclass(frozen=True, slots=True)
-class BadStep:
-    """A step whose figures were out of bounds."""
-
-    step: int
-    version: int  # that it began with
-    groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +61,9 @@ class StepGuard:
     """Bounds, and the memory of an alarm."""
 
     settings: GuardConfig
-    may_roll_back: bool = True  # whether a rollback is left, and possible
+    num_bad_steps: int = 0  # of the alarm; 0: there is none
+    first_bad_step: int = -1  # that the alarm began with
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_NORMS))  # logarithms, of steps applied
-    _alarm: list[BadStep] = field(default_factory=list)  # its first steps
-    _num_bad: int = 0  # all of them
     _num_calm: int = 0  # consecutive steps since the last one of the alarm
 
     @property
@@ -85,24 +72,14 @@ class StepGuard:
         return Action[self.settings.action.upper()]
 
     @property
-    def alarm(self) -> tuple[BadStep, ...]:
-        """Steps out of bounds, oldest first, as long as it lasts; at most MAX_REMEMBERED."""
-        return tuple(self._alarm)
-
-    @property
-    def num_bad_steps(self) -> int:
-        """Of the alarm; 0: there is none."""
-        return self._num_bad
-
-    @property
-    def may_lead_back(self) -> bool:
-        """Whether the checkpoint before the alarm may be needed."""
-        return bool(self._alarm) and self.may_roll_back and self.permitted >= Action.ROLLBACK
+    def may_end_the_run(self) -> bool:
+        """Whether an alarm may end in STOP: then somebody may want a checkpoint from before it."""
+        return self.num_bad_steps > 0 and self.permitted is Action.STOP
 
     @property
     def rung(self) -> Action:
         """What was reached; OFF: no alarm."""
-        return self._rung(self._num_bad)
+        return self._rung(self.num_bad_steps)
 
     def bounds(self) -> StepLimits:
         """Of the next step."""
@@ -114,26 +91,24 @@ class StepGuard:
 
     def limits(self) -> StepLimits:
         """Outside which the next step is to be skipped."""
-        return self.bounds() if self._rung(self._num_bad + 1) >= Action.SKIP else StepLimits()
+        return self.bounds() if self._rung(self.num_bad_steps + 1) >= Action.SKIP else StepLimits()
 
-    def judge(self, bad_if: BadStep, figures: Mapping[str, float], *, applied: bool) -> Judgement:
-        """Take note of a step that was finite.  bad_if: what to remember of it if it is out of bounds.
-
-        applied: False: it was refused.
-        """
+    def judge(self, step: int, figures: Mapping[str, float], *, applied: bool) -> Judgement:
+        """Take note of a step that was finite.  applied: False: it was refused."""
         names = broken(self.bounds(), figures) if self.permitted else ()
         if applied and figures.get("grad_norm", 0.0) > 0:
             self._norms.append(math.log(figures["grad_norm"]))
         if not names and applied:
             self._num_calm += 1
             if self._num_calm >= self.settings.calm_steps:
-                self._alarm, self._num_bad = [], 0
+                self.num_bad_steps, self.first_bad_step = 0, -1
             return Judgement()
         self._num_calm = 0
         before = self.rung
-        self._num_bad += 1
-        self._alarm += [bad_if] if len(self._alarm) < MAX_REMEMBERED else []
-        action, number = self.rung, self._num_bad
+        if not self.num_bad_steps:
+            self.first_bad_step = step
+        self.num_bad_steps += 1
+        action, number = self.rung, self.num_bad_steps
         is_news = action is not before or action >= Action.SKIP or number & (number - 1) == 0  # 1, 2, 4, 8, …
         return Judgement(action, names, is_news)
 
@@ -141,32 +116,24 @@ class StepGuard:
         """JSON that load_state takes."""
         return {
             "norms": list(self._norms),
-            "alarm": [asdict(bad) for bad in self._alarm],
-            "num_bad": self._num_bad,
+            "num_bad": self.num_bad_steps,
+            "first_bad": self.first_bad_step,
             "num_calm": self._num_calm,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from state(); from {}: as a new one.  Raises KeyError, TypeError."""
-        self._norms = deque(state["norms"] if state else (), maxlen=NUM_NORMS)
-        self._alarm = [BadStep(bad["step"], bad["version"], tuple(bad["groups"])) for bad in state.get("alarm", ())]
-        self._num_bad, self._num_calm = state.get("num_bad", 0), state.get("num_calm", 0)
+        """Go on from state().  Raises KeyError, TypeError."""
+        self._norms = deque(state["norms"], maxlen=NUM_NORMS)
+        self.num_bad_steps, self.first_bad_step = state["num_bad"], state["first_bad"]
+        self._num_calm = state["num_calm"]
 
     def _rung(self, number: int) -> Action:
         """What follows from the `number`th step of an alarm."""
         if not number:
             return Action.OFF
-        reached = min(1 + (number - 1) // self.settings.patience_steps, Action.STOP, self.permitted)
-        if reached == Action.ROLLBACK and not self.may_roll_back:
-            return Action.SKIP
-        return Action(reached)
+        return Action(min(1 + (number - 1) // self.settings.patience_steps, Action.STOP, self.permitted))
 
     def _highest_norm(self) -> float:
         middle = median(self._norms)
         deviation = TO_STANDARD_DEVIATION * median(abs(norm - middle) for norm in self._norms)
         return math.exp(middle + self.settings.grad_norm_deviations * max(deviation, MIN_DEVIATION))
-
-
-def all_groups(alarm: Sequence[BadStep]) -> tuple[int, ...]:
-    """Of the batches of all steps of an alarm."""
-    return tuple(sorted({group for bad in alarm for group in bad.groups}))

@@ -83,22 +83,8 @@ class Dropped:
     reason: DropReason
 
 
-@dataclass(frozen=True, slots=True)
-class RolledBack:
-    """The guard has undone steps: the last event of its attempt that counts.
-
-    These do not count any more: steps from this one on, groups admitted under later versions, and rollouts that later
-    versions sampled.
-    """
-
-    word: ClassVar[str] = "rolled_back"
-    step: int  # the first one undone
-    version: int  # that this step began with
-    groups: Sequence[int]  # of batches outside the limits: those that remain are dropped
-
-
-Event = Began | Admitted | Taken | Trained | Dropped | RolledBack
-_KINDS: Mapping[str, type[Event]] = {kind.word: kind for kind in (Began, Admitted, Taken, Trained, Dropped, RolledBack)}
+Event = Began | Admitted | Taken | Trained | Dropped
+_KINDS: Mapping[str, type[Event]] = {kind.word: kind for kind in (Began, Admitted, Taken, Trained, Dropped)}
 
 
 @dataclass(frozen=True, slots=True)

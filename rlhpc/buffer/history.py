@@ -18,7 +18,6 @@ from rlhpc.buffer.event_log import (
     Began,
     Dropped,
     Event,
-    RolledBack,
     Taken,
     Trained,
     attempt_of,
@@ -60,11 +59,10 @@ class History:
     num_rollouts: int = 0  # the highest number in use
     num_tokens: int = 0  # of completions that a buffer has taken back (RolloutBuffer.restore)
     first_attempt: int = 0  # that counts: one that starts over is the first
-    undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
     lost_beginning: str = ""  # that the rollouts just after the position are missing; also in `problems`
     unread: JournalError | None = None  # why a file cannot be read at all, if so; also in `problems`
     problems: list[str] = field(default_factory=list)  # descriptions of damaged or missing items
-    timeline: int = -1  # of the last attempt; -1: there was none, or it was rolled back
+    timeline: int = -1  # of the last attempt; -1: there was none
 
 
 def read_history(directory: Path, position: Position) -> History:
@@ -84,11 +82,6 @@ def read_history(directory: Path, position: Position) -> History:
                 limits[file.attempt] = event.num_rollouts
                 if not event.goes_on:
                     position = _start_over(history, event, file.attempt, position, line > known)
-            elif isinstance(event, RolledBack):
-                history.timeline = -1
-                if line > known:
-                    _undo(history, event, file.attempt)
-                break  # what follows happened while the attempt ended
             elif line > known:
                 _add(history, event)
     history.rollouts = list(_rollouts(directory, position, limits, history))
@@ -130,13 +123,6 @@ def _start_over(history: History, event: Began, attempt: int, position: Position
     _forget(history)
     history.num_rollouts = event.num_rollouts
     return Position(num_rollouts=event.num_rollouts)
-
-
-def rollback_due(directory: Path) -> RolledBack | None:
-    """The guard's last rollback, if no attempt has begun since.  Raises JournalError, OSError."""
-    paths = event_paths(directory)
-    events = read_events(paths[-1]).events.values() if paths else ()
-    return next((event for event in events if isinstance(event, RolledBack)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +173,6 @@ def timeline_of(history: History, attempt: int, first: int, steps: Sequence[Reco
     return history.timeline if history.timeline >= 0 and makes_all_again and not history.problems else attempt
 
 
-def reaches_start(directory: Path) -> bool:
-    """Whether the journal has all rollouts of the run.  Raises JournalError, OSError."""
-    paths = journal_paths(directory)
-    return not paths or read_first_sequence(paths[0]) == 1
-
-
 def version_after(steps: Sequence[RecordedStep], version: int) -> int:
     """The policy version that repeating these steps leads to; at least that, where a step's outcome is not known."""
     for step in steps:
@@ -231,21 +211,6 @@ def _add(history: History, event: Event) -> None:
             history.trained[event.step] = event
 
 
-def _undo(history: History, event: RolledBack, attempt: int) -> None:
-    for steps in (history.batches, history.trained):
-        for step in [step for step in steps if step >= event.step]:
-            del steps[step]
-    # Versions only grow with the numbers of groups; the lines of some admissions may be damaged.
-    first = min((i for i, admitted in history.admitted.items() if admitted.version > event.version), default=None)
-    if first is not None:
-        for groups in (history.admitted, history.dropped):
-            for group_id in [group_id for group_id in groups if group_id >= first]:
-                del groups[group_id]
-    history.dropped |= {i: DropReason.GUARD for i in event.groups if first is None or i < first}
-    for earlier in range(attempt + 1):
-        history.undone[earlier] = min(event.version, history.undone.get(earlier, event.version))
-
-
 def _take(history: History, taken: Taken) -> None:
     known = history.batches.get(taken.step)
     if known is not None and list(known.groups) == list(taken.groups):
@@ -280,10 +245,4 @@ def _rollouts(directory: Path, position: Position, limits: dict[int, int], histo
                         history.lost_beginning = history.problems[-1]
                 expected = record.sequence + 1
                 history.num_rollouts = max(history.num_rollouts, record.sequence)
-                undone_above = history.undone.get(content.layout.attempt)
-                if undone_above is None or _newest_version(record) <= undone_above:
-                    yield record
-
-
-def _newest_version(record: JournalRecord) -> int:
-    return max(record.admitted_version, int(record.scored.rollout.versions.max(initial=-1)))
+                yield record

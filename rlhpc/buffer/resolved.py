@@ -18,7 +18,6 @@ class DropReason(StrEnum):
     VERIFIER_ERROR = "verifier_error"  # no reward could be computed
     POISON = "poison"  # every lease of one of its members was lost
     CANCELLED = "cancelled"  # on request
-    GUARD = "guard"  # in the batch of a step that was out of bounds and that the guard undid
 
 
 @dataclass(frozen=True, slots=True)

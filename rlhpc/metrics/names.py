@@ -133,7 +133,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "age_mismatch_kl/*": Metric("nats", "as policy/mismatch_kl, tokens of this age"),
         "age_kl_k3/*": Metric("nats", "as policy/kl_k3, tokens of this age"),
         "age_clipped_share/*": Metric("share", "tokens of this age at a bound of the clipped ratio"),
-        "guard/action": Metric("action", "of the guard: 0 none, 1 warn, 2 tighten, 3 skip, 4 rollback, 5 stop"),
+        "guard/action": Metric("action", "of the guard: 0 none, 1 warn, 2 tighten, 3 skip, 4 stop"),
         "guard/alarm_steps": Metric("steps", "out of bounds in the current alarm; 0: no alarm"),
         # Generators, summed or averaged over replicas.
         "generator/tokens_per_s": Metric("tokens/s", "sampled by all generators over the last steps"),

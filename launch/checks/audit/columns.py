@@ -37,10 +37,10 @@ class GroupColumn:
         known = self._values[:length]
         return np.concatenate([known, np.full(length - len(known), -1, np.int64)])
 
-    def cut(self, length: int) -> None:
-        """Forget all groups from this one on."""
-        self._values[length:] = -1
-        self.length = min(self.length, length)
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._values[:] = -1
+        self.length = 0
 
 
 def joined(parts: list[NDArray[Any]], kind: Any = np.int64) -> NDArray[Any]:

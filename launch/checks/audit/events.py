@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from launch.checks.audit.columns import GroupColumn
 from launch.checks.audit.report import Offence
 from rlhpc.buffer.event_log import attempt_of, document_of, event_paths
@@ -55,7 +53,6 @@ class AttemptEvents:
     expected_step: int = -1  # to be taken next; -1: not known
     untrained: int = -1  # the step that was taken and not trained
     version: int = -1  # before the next step; -1: not known
-    is_over: bool = False  # what follows happened while it ended, and does not count
 
 
 class EventEvidence:
@@ -76,8 +73,6 @@ class EventEvidence:
         self.knows_all = False  # whether it has all events from the first group on
         self.first_admitted = 0  # the first one that is known
         self.lost_version = -1  # the highest one that a trained step made which is void
-        self.undone: dict[int, int] = {}  # attempt → version above which its rollouts do not count
-        self.rolled_back_to: int | None = None  # the guard has undone it and later ones; no attempt has begun since
         self.unknown: Counter[str] = Counter()
         self.offences: list[Offence] = []
         self.trained_at_first = -1  # the last step that was trained at the first look
@@ -152,8 +147,6 @@ class EventEvidence:
 
     def _apply(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
         kind = str(event.get("event"))
-        if attempt.is_over:
-            return
         try:
             match kind:
                 case "began":
@@ -166,8 +159,6 @@ class EventEvidence:
                     self._trained(attempt, number, event)
                 case "dropped":
                     self._dropped(attempt, number, event)
-                case "rolled_back":
-                    self._rolled_back(attempt, number, event)
                 case _:
                     self.unknown[kind] += 1
         except (KeyError, TypeError, ValueError):
@@ -180,7 +171,7 @@ class EventEvidence:
             self.offences.append(Offence(text, group=group, step=step, file=file, row=attempt.num_lines))
 
     def _began(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        step, self.rolled_back_to = int(event["step"]), None
+        step = int(event["step"])
         attempt.begins_with = attempt.expected_step = step
         self.limits[number] = int(event["num_rollouts"])
         if not event["goes_on"]:
@@ -196,7 +187,7 @@ class EventEvidence:
         self.steps.clear()
         self.last_step = -1
         for column in (*self._admissions, self.step_of, self.dropped_by):
-            column.cut(0)
+            column.clear()
         self.first_that_counts = num_rollouts
         self.knows_all = True
 
@@ -278,26 +269,8 @@ class EventEvidence:
         step = self.steps.get(self.step_of[group])
         if step is not None and step.attempt == number:
             self._accuse(attempt, f"group {group} is dropped, and is of step {self.step_of[group]}", group)
-        self._drop(number, group, reason)
-        attempt.order.append(group)
-        attempt.fates.append(-2)
-
-    def _drop(self, number: int, group: int, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
         self.dropped_by[group], self.reason_of[group] = number, self.reasons.index(reason)
-
-    def _rolled_back(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        """The guard has undone steps: what was admitted or sampled under later versions does not count."""
-        step, version, groups = int(event["step"]), int(event["version"]), [int(group) for group in event["groups"]]
-        self._void_from(step)
-        later = np.flatnonzero(self.version_of.upto(self.num_admitted) > version)
-        first = int(later[0]) if len(later) else self.num_admitted
-        for column in (*self._admissions, self.dropped_by):
-            column.cut(first)
-        for group in groups:
-            if group < first:
-                self._drop(number, group, "guard")
-        for earlier in range(number + 1):
-            self.undone[earlier] = min(version, self.undone.get(earlier, version))
-        self.rolled_back_to, attempt.is_over = step, True
+        attempt.order.append(group)
+        attempt.fates.append(-2)

@@ -113,7 +113,6 @@ def _look(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> 
     progress("checkpoints")
     checkpoints = read_checkpoints(layout, is_quick=depth.is_quick)
     evidence = Evidence(layout, config, depth.is_quick, is_complete, events, journal, checkpoints, SegmentEvidence())
-    _pass_over_what_is_undone(evidence)
     _read_segments(evidence, depth, progress, found)
     progress("events")
     events.look(is_last=True)
@@ -124,13 +123,6 @@ def _look(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> 
     return evidence
 
 
-def _pass_over_what_is_undone(evidence: Evidence) -> None:
-    """The next attempt begins at or before the step that the guard went back to, and sets later ones aside."""
-    step = evidence.events.rolled_back_to
-    if step is not None:
-        evidence.checkpoints.sound = [saved for saved in evidence.checkpoints.sound if saved.step <= step]
-
-
 def _read_segments(evidence: Evidence, depth: Depth, progress: Progress, found: Found) -> None:
     layout, newest = evidence.layout, evidence.checkpoints.newest
     paths = dict(_numbered(layout.rollouts))
@@ -139,11 +131,8 @@ def _read_segments(evidence: Evidence, depth: Depth, progress: Progress, found: 
     if depth.last_segments is not None and newest is not None:
         evidence.first_segment = max(0, newest.next_segment - depth.last_segments)
     witness, group_size = _Witness(evidence, found), evidence.config.admission.group_size
-    last = needed
-    if evidence.events.rolled_back_to is not None:
-        last = newest.next_segment if newest else 0
     for index, path in sorted(paths.items()):
-        if evidence.first_segment <= index < last:
+        if evidence.first_segment <= index < needed:
             progress(f"{path.name} (of {len(paths)})")
             evidence.segments.read(path, index, group_size, is_quick=depth.is_quick, witness=witness)
 

@@ -95,10 +95,6 @@ def _that_count(rows: NDArray[Any], events: EventEvidence) -> NDArray[Any]:
         last = events.last_rollout_that_counts(int(attempt))
         if last is not None:
             counts &= (rows["attempt"] != attempt) | (rows["sequence"] <= last)
-        version = events.undone.get(int(attempt))
-        if version is not None:
-            is_undone = np.maximum(rows["newest"], rows["admitted_version"]) > version
-            counts &= (rows["attempt"] != attempt) | ~is_undone
     return rows[counts]
 
 

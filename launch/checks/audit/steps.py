@@ -57,9 +57,7 @@ def steps(evidence: Evidence) -> tuple[Check, Course]:
         version = _look_at_version(check, step, version, sealed.get(step), evidence)
     check.looked_at = f"{counted(last + 1 - first, 'step')}, {len(sealed)} in segments, {len(recorded)} in events"
     if evidence.events.lost_version >= 0:
-        check.remarks.append(
-            "steps that were recorded are void, since rollouts of them were lost, or the guard undid them"
-        )
+        check.remarks.append("steps that were recorded are void, since rollouts of them were lost")
     return check, Course(last + 1, version)
 
 

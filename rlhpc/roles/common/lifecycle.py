@@ -30,7 +30,6 @@ from rlhpc.deadline import Deadline
 from rlhpc.errors import (
     ChannelTimeout,
     ConfigError,
-    GuardRollback,
     GuardStop,
     OwnershipLost,
     RlhpcError,
@@ -195,7 +194,7 @@ def exit_status_of(work: Callable[[], None], log: logging.Logger) -> int:
         return 0
     except (RlhpcError, BaseExceptionGroup) as error:
         first = first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
-        if not isinstance(first, GuardRollback | GuardStop | StarvedError):  # these are decisions, and no faults
+        if not isinstance(first, GuardStop | StarvedError):  # these are decisions, and no faults
             log.exception("failed")
         log.error(_in_one_line(first))  # noqa: TRY400  said once more, as the last line
         return _status_of(first)

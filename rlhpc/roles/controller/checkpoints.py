@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from rlhpc.buffer.history import reaches_start
 from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
@@ -107,16 +106,6 @@ class CheckpointWriter:
         self._completing = asyncio.create_task(self._complete(self._report, temporary, final, manifest, requested))
         taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
-
-    def can_return_to(self, step: int) -> bool:
-        """Whether another attempt can do a step again: from a checkpoint, or from the start if the journal has it.
-
-        A disk that does not answer has neither, for now.
-        """
-        try:
-            return any(saved <= step for saved, _ in self._known.steps()) or reaches_start(self._layout.rollouts)
-        except (OSError, JournalError):
-            return False
 
     def reported(self, report: SaveReport) -> None:
         """The trainer has ended writing."""
@@ -208,7 +197,7 @@ class CheckpointWriter:
             return
         self._patience.succeeded()
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
-        may_delete = not self._state.guard.may_lead_back  # to before all that would be kept
+        may_delete = not self._state.guard.may_end_the_run  # else none from before the alarm might be left
         try:
             await self._disk.checkpoints.run(self._delete_needless if may_delete else self._check_ownership)
         except (CheckpointError, JournalError, OSError) as error:

@@ -2,8 +2,8 @@
 
     guard.jsonl      {"attempt": 0, "step": 12, "action": "skip", "figures": {"grad_norm": [35.1, null, 4.2]}, …}
 
-Input: entries.  Output: lines that are on disk.  It belongs to the run: no resume undoes it, so that a step that was
-undone and done again may have two lines, of different attempts.
+Input: entries.  Output: lines that are on disk.  It belongs to the run: no resume undoes it, so that a step that
+was done again after `--step` may have two lines, of different attempts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GuardEntry:
     attempt: int
     step: int
     version: int  # that the step began with
-    action: str  # "warn", "tighten", "skip", "rollback", "stop"
+    action: str  # "warn", "tighten", "skip", "stop"
     figures: dict[str, Sequence[float | None]]  # out of bounds: value, lowest and highest that is legal
     groups: Sequence[int]  # of the step's batch
     text: str  # for people
@@ -43,10 +43,6 @@ class GuardFile:
         """fence: checked before each change."""
         self._lines = LineFile(path, GuardEntry, fence)
         self._unwritten: list[GuardEntry] = []
-
-    def count(self, action: str) -> int:
-        """Entries of this action, of all attempts.  Raises OSError."""
-        return sum(entry.action == action for entry in self._lines.read())
 
     def append(self, entry: GuardEntry) -> None:
         """Write an entry, and those that could not be written before, to disk.

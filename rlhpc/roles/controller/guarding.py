@@ -9,20 +9,19 @@ was, and leads to no second entry.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlhpc.algorithms.step_guard import Action, BadStep, Judgement, StepGuard, all_groups
+from rlhpc.algorithms.step_guard import Action, Judgement, StepGuard
 from rlhpc.algorithms.step_limits import FIGURES, guarded_figures
-from rlhpc.buffer.event_log import RolledBack, Trained
+from rlhpc.buffer.event_log import Trained
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
-from rlhpc.errors import GuardRollback, GuardStop, TrainingError
+from rlhpc.errors import GuardStop, TrainingError
 from rlhpc.messages import StepReport
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.disk_writer import DiskLane
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
-from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.types import PackedBatch, RolloutGroup, StepLimits
 
@@ -72,15 +71,13 @@ class Guarding:
 
         may_tighten: False for a deterministic run, where which groups are admitted under which weights is settled.
         """
-        self.on_disk(at_once, lambda _: False)
         self._guard, self._buffer, self._attempt = guard, buffer, attempt
         self._file, self._lane = file, lane or DiskLane("guard")
         self._tight_staleness = admission.max_staleness // 2 if may_tighten else admission.max_staleness
         self._num_slots = admission.num_slots
         self._num_tight_slots = admission.model_copy(update={"max_staleness": self._tight_staleness}).num_slots
         self._num_refused_in_a_row = self._num_not_finite_in_a_row = 0
-        self._ending: GuardStop | GuardRollback | None = None
-        self._num_rollbacks = file.count(Action.ROLLBACK.word) if file is not None else 0
+        self._ending: GuardStop | None = None
         self._set_admission()
 
     @classmethod
@@ -96,13 +93,6 @@ class Guarding:
             attempt=context.attempt,
             may_tighten=not config.run.deterministic,
         )
-
-    def on_disk(self, durable: Callable[[], Awaitable[None]], can_return_to: Callable[[int], bool]) -> None:
-        """What a rollback needs; without it there is none.  durable: returns once all events are on disk.
-
-        can_return_to: whether another attempt can begin at this step, or before.
-        """
-        self._durable, self._can_return_to = durable, can_return_to
 
     def limit(self, batch: PackedBatch, recorded: Trained | None) -> PackedBatch:
         """The batch with the limits of its step.  recorded: how the step went that is repeated, if it is known."""
@@ -122,48 +112,38 @@ class Guarding:
         if not (report.applied or report.refused):
             self._count_skips(report)
             return NOTHING
-        self._refresh()
         bounds, figures = self._guard.bounds(), guarded_figures(report.metrics)
-        bad_step = BadStep(report.step, version, tuple(group.group_id for group in groups))
-        judgement = self._guard.judge(bad_step, figures, applied=report.applied)
+        judgement = self._guard.judge(report.step, figures, applied=report.applied)
         self._set_admission()
         text = self._text(judgement, bounds, figures, report)
         is_told = judgement.is_news and recorded is None
         if is_told:
             log.warning("%s", text)
-            await self._note(judgement, bounds, figures, bad_step, text)
-        if recorded is None:
-            self._ending = self._ending_of(judgement, text)
+        if is_told and self._file is not None:
+            lows, highs, ids = bounds.lows, bounds.highs, [group.group_id for group in groups]
+            found: dict[str, Sequence[float | None]] = {
+                name: (figures.get(name), lows.get(name), highs.get(name)) for name in judgement.broken
+            }
+            entry = GuardEntry(self._attempt, report.step, version, judgement.action.word, found, ids, text)
+            await self._lane.run(self._file.append, entry)
+        if recorded is None and judgement.action is Action.STOP:
+            self._ending = self._stop(judgement, text)
         self._count_skips(report)
         return GuardNote(judgement.action, self._guard.num_bad_steps, text if judgement.is_news else "")
 
-    async def enforce(self) -> None:
-        """End the attempt if the last step asks for it; called when that is recorded.
-
-        Raises GuardStop: the run is to end; GuardRollback: another attempt is to do other steps.
-        """
-        if self._ending is None:
-            return
-        if isinstance(self._ending, GuardRollback) and self._buffer.journal is not None:
-            first = self._guard.alarm[0]
-            self._buffer.journal.note(RolledBack(first.step, first.version, all_groups(self._guard.alarm)))
-            await self._durable()
-        raise self._ending
+    def enforce(self) -> None:
+        """End the run if the last step asks for it; called when that is recorded.  Raises GuardStop."""
+        if self._ending is not None:
+            raise self._ending
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _refresh(self) -> None:
-        """See whether a rollback is left, and leads anywhere."""
-        alarm, is_left = self._guard.alarm, self._num_rollbacks < self._guard.settings.max_rollbacks
-        self._guard.may_roll_back = is_left and (not alarm or self._can_return_to(alarm[0].step))
-
-    def _ending_of(self, judgement: Judgement, text: str) -> GuardStop | GuardRollback | None:
-        if judgement.action is Action.STOP:
-            advice = ADVICE[judgement.broken[0]] if judgement.broken else "look at the steps before"
-            return GuardStop(f"guard.action: stop: {text}; {advice}")
-        if judgement.action is Action.ROLLBACK:
-            return GuardRollback(text)
-        return None
+    def _stop(self, judgement: Judgement, text: str) -> GuardStop:
+        advice = ADVICE[judgement.broken[0]] if judgement.broken else "look at the steps before"
+        return GuardStop(
+            f"guard.action: stop: {text}; {advice}; then resume with --step N, a checkpoint from before the alarm, "
+            f"which began with step {self._guard.first_bad_step}"
+        )
 
     def _set_admission(self) -> None:
         is_tight = self._guard.rung >= Action.TIGHTEN
@@ -195,7 +175,6 @@ class Guarding:
         number = self._guard.num_bad_steps
         done = {
             Action.TIGHTEN: f"; prompts are admitted for a staleness of {self._tight_staleness}",
-            Action.ROLLBACK: f"; the run goes back to before step {self._guard.alarm[0].step if number else 0}",
             Action.SKIP: _skipped(report) if report.refused else "; the next such step is skipped",
             Action.STOP: "; the run ends",
         }
@@ -203,22 +182,6 @@ class Guarding:
             f"step {report.step}: {broken or 'refused, as before'}; {number} "
             f"{'step' if number == 1 else 'steps'} out of bounds in this alarm{done.get(judgement.action, '')}"
         )
-
-    async def _note(
-        self, judgement: Judgement, bounds: StepLimits, figures: dict[str, float], bad_step: BadStep, text: str
-    ) -> None:
-        if self._file is None:
-            return
-        entry = GuardEntry(
-            self._attempt,
-            bad_step.step,
-            bad_step.version,
-            judgement.action.word,
-            {name: (figures.get(name), bounds.lows.get(name), bounds.highs.get(name)) for name in judgement.broken},
-            bad_step.groups,
-            text,
-        )
-        await self._lane.run(self._file.append, entry)
 
 
 def _skipped(report: StepReport) -> str:

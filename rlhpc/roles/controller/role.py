@@ -139,8 +139,7 @@ class Controller:
         saved = self._journaling.durable if config.curriculum.goes_by_memory else None
         known = prompts, self._weight_sync, self._registry
         self._dispatcher = LeaseDispatcher(leases, buffer, *known, saved, is_exact, gate)
-        guarding = partial(Guarding.of, context, self._state, self._disk.notes)
-        self._guarding = patiently(guarding, context.layout.guard)
+        self._guarding = Guarding.of(context, self._state, self._disk.notes)
         self._loop = self._make_loop()
         self._partials = self._make_partials()
         facts = context.layout, config.checkpoint.keep, self._trainer, self._state, self._disk
@@ -150,7 +149,6 @@ class Controller:
             durable=self._journaling.durable,
             totals=lambda: self._sink.counted_in(self._state.totals),
         )
-        self._guarding.on_disk(self._journaling.durable, self._checkpoints.can_return_to)
         self._sealing = PatientSealing(self._state.segments, self._awake)
         writers = self._journaling, self._sealing, self._checkpoints
         self._board = StatusBoard(context.layout, config, self._registry, buffer, context.fence, writers, gate)

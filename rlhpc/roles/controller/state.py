@@ -130,9 +130,7 @@ def _restore(
     name, attempt = context.config.run.name, context.attempt
     version = version_after(steps, saved.policy_version if saved is not None else 0)
     if goes_on:
-        # What an attempt had sampled that was rolled back is told by no version: the next steps have the same numbers.
-        first_attempt = max([history.first_attempt, *(undone + 1 for undone in history.undone)])
-        _restore_partials(context, first_attempt, version, buffer)
+        _restore_partials(context, history.first_attempt, version, buffer)
     journal = open_journal(context.layout, name, attempt, history.num_rollouts, context.fence)
     timeline = timeline_of(history, attempt, step, steps) if goes_on else attempt
     journal.note(Began(step, history.num_rollouts, goes_on, timeline))
@@ -198,7 +196,8 @@ def _read_lost_leases(layout: RunLayout, prompts: PromptSource) -> LostLeases:
 def _open_guard(context: RoleContext, saved: SavedState | None) -> StepGuard:
     guard = StepGuard(context.config.guard)
     try:
-        guard.load_state(saved.guard if saved is not None else {})
+        if saved is not None:
+            guard.load_state(saved.guard)
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"the guard's state is malformed: {error!r}") from error
     return guard

@@ -137,7 +137,7 @@ class TrainLoop:
             done = await self._step(self._buffer.take_again(recorded.groups, self.step))
             self._buffer.release(recorded.groups)
             await record(done)
-            await self._guarding.enforce()
+            self._guarding.enforce()
         restored(left)
         if self.step > first:
             last = self.step - 1
@@ -172,7 +172,7 @@ class TrainLoop:
                 if groups is None:
                     break
                 await record(await self._train(groups, waited_s, checkpoints))
-                await self._guarding.enforce()
+                self._guarding.enforce()
                 checkpoints.raise_failure()
                 is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
                 if is_due and self.step < last:

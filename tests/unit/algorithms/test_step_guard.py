@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from rlhpc.algorithms.step_guard import (
-    MAX_REMEMBERED,
     MIN_NORMS,
     NUM_NORMS,
     Action,
-    BadStep,
     Judgement,
     StepGuard,
-    all_groups,
 )
 from rlhpc.algorithms.step_limits import AS_BEFORE, broken, guarded_figures, refusal
 from rlhpc.config_guard import GuardConfig
@@ -35,7 +32,7 @@ def guard(action: str = "stop", **settings: Any) -> StepGuard:
 def judge(guard: StepGuard, figures: dict[str, float], step: int = 0) -> Judgement:
     """As the trainer does: a step outside the limits that came with it is not applied."""
     applied = not broken(guard.limits(), figures)
-    return guard.judge(BadStep(step, step, (2 * step, 2 * step + 1)), figures, applied=applied)
+    return guard.judge(step, figures, applied=applied)
 
 
 def actions(guard: StepGuard, figures: list[dict[str, float]]) -> list[Action]:
@@ -45,13 +42,13 @@ def actions(guard: StepGuard, figures: list[dict[str, float]]) -> list[Action]:
 def test_one_step_out_of_bounds_is_a_warning_and_forgotten_after_calm_steps() -> None:
     ours = guard()
     assert actions(ours, [BAD, *[FINE] * CALM]) == [Action.WARN, *[Action.OFF] * CALM]
-    assert ours.alarm == ()
+    assert (ours.num_bad_steps, ours.first_bad_step) == (0, -1)
     assert actions(ours, [BAD] * PATIENCE) == [Action.WARN] * PATIENCE
 
 
 def test_the_longer_it_lasts_the_more_is_done() -> None:
-    rungs = [Action.WARN, Action.TIGHTEN, Action.SKIP, Action.ROLLBACK, Action.STOP]
-    assert actions(guard(), [BAD] * (5 * PATIENCE)) == [rung for rung in rungs for _ in range(PATIENCE)]
+    rungs = [Action.WARN, Action.TIGHTEN, Action.SKIP, Action.STOP]
+    assert actions(guard(), [BAD] * (4 * PATIENCE)) == [rung for rung in rungs for _ in range(PATIENCE)]
 
 
 def test_steps_out_of_bounds_add_up_while_fewer_than_calm_steps_lie_between() -> None:
@@ -62,18 +59,12 @@ def test_steps_out_of_bounds_add_up_while_fewer_than_calm_steps_lie_between() ->
     assert judge(ours, BAD).action is Action.TIGHTEN
 
 
-@pytest.mark.parametrize("action", ["off", "warn", "tighten", "skip", "rollback", "stop"])
+@pytest.mark.parametrize("action", ["off", "warn", "tighten", "skip", "stop"])
 def test_no_action_is_stronger_than_permitted(action: str) -> None:
     ours = guard(action)
     worst = max(actions(ours, [BAD] * 40))
     assert worst is Action[action.upper()]
     assert (ours.limits() != StepLimits()) == (worst >= Action.SKIP)
-
-
-def test_without_a_rollback_left_steps_are_skipped_in_its_place() -> None:
-    ours = guard("rollback")
-    ours.may_roll_back = False
-    assert set(actions(ours, [BAD] * 30)) == {Action.WARN, Action.TIGHTEN, Action.SKIP}
 
 
 def test_a_step_is_refused_only_by_limits_that_were_known_before_it() -> None:
@@ -169,17 +160,15 @@ def test_a_restart_goes_on_with_the_same_judgements() -> None:
         assert found == expected[first:]
 
 
-def test_an_alarm_remembers_the_batches_of_its_steps() -> None:
-    ours = guard()
+def test_an_alarm_says_which_step_it_began_with_also_after_a_restart() -> None:
+    ours, again = guard(), guard()
     actions(ours, [FINE, BAD, FINE, BAD])
-    assert [(bad.step, bad.version) for bad in ours.alarm] == [(1, 1), (3, 3)]
-    assert all_groups(ours.alarm) == (2, 3, 6, 7)
-
-
-def test_an_alarm_without_end_is_counted_and_its_memory_bounded() -> None:
-    ours = guard("warn")
-    actions(ours, [BAD] * (MAX_REMEMBERED + 100))
-    assert (len(ours.alarm), ours.num_bad_steps) == (MAX_REMEMBERED, MAX_REMEMBERED + 100)
-    again = guard("warn")
     again.load_state(json.loads(json.dumps(ours.state())))
-    assert again.num_bad_steps == ours.num_bad_steps
+    assert (again.first_bad_step, again.num_bad_steps) == (1, 2)
+
+
+def test_only_an_alarm_that_may_stop_the_run_needs_the_checkpoints_before_it() -> None:
+    for action, figures, needs in (("stop", BAD, True), ("stop", FINE, False), ("skip", BAD, False)):
+        ours = guard(action)
+        judge(ours, figures)
+        assert ours.may_end_the_run is needs

@@ -8,11 +8,9 @@ import os
 import resource
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rollout_samples import (
     ManualClock,
@@ -26,7 +24,7 @@ from rollout_samples import (
 from test_ledger import make_prefix, settings
 from test_rollout_buffer import make_writer
 
-from rlhpc.buffer.event_log import Admitted, Began, Event, RolledBack, Taken, Trained, event_paths
+from rlhpc.buffer.event_log import Admitted, Began, Event, Taken, Trained, event_paths
 from rlhpc.buffer.history import (
     START,
     History,
@@ -35,7 +33,6 @@ from rlhpc.buffer.history import (
     delete_old_journals,
     read_history,
     recorded_steps,
-    rollback_due,
     timeline_of,
     version_after,
 )
@@ -350,7 +347,7 @@ def test_attempts_of_one_timeline_make_every_version_again(layout: RunLayout) ->
     assert timeline(4, 3, 4, 5, timeline=-1) == 4
 
 
-def test_the_timeline_is_that_of_the_last_attempt_unless_it_was_rolled_back(layout: RunLayout) -> None:
+def test_the_timeline_is_that_of_the_last_attempt(layout: RunLayout) -> None:
     def begin_next(attempt: int, *events: Event) -> int:
         journal = open_journal(layout, "test", attempt, 0, None)
         for event in events:
@@ -362,7 +359,6 @@ def test_the_timeline_is_that_of_the_last_attempt_unless_it_was_rolled_back(layo
     assert begin_next(0, Began(0, 0, goes_on=True)) == 0  # of a version that wrote no timelines
     assert begin_next(1, Began(0, 0, True, 0)) == 0
     assert begin_next(2, Began(0, 0, True, 2)) == 2
-    assert begin_next(3, Began(0, 0, True, 2), RolledBack(0, 0, [])) == -1
 
 
 def test_repeated_steps_lead_to_the_version_that_they_led_to_at_least() -> None:
@@ -509,97 +505,6 @@ def test_groups_that_come_back_without_their_rollouts_are_sampled_in_turn_and_ne
     journal_of(again).commit()
     anew = read_history(layout.rollouts, START).admitted
     assert {group_id: anew[group_id].version for group_id in (0, 3, 4, 11)} == {0: 0, 3: 0, 4: 1, 11: 4}
-
-
-# ---------------------------------------------------------------------------------------------------------- rollbacks
-
-
-def deliver(buffer: RolloutBuffer, group_id: int, index: int, version: int) -> None:
-    """A member of which all tokens were sampled by one version."""
-    member = make_scored(group_id, index)
-    versions = np.full_like(member.rollout.versions, version)
-    buffer.deliver("g-0", replace(member, rollout=replace(member.rollout, versions=versions)))
-
-
-def rolled_back(layout: RunLayout) -> RolloutBuffer:
-    """Steps 0 and 1 are trained under versions 0 and 1; the guard undoes step 1, whose batch was 2 and 3.
-
-    Group 4 was admitted under version 0, one of its members was sampled by version 2; group 5 under version 2.
-    """
-    buffer = begin(layout, 0, num_slots=6)
-    for group_id in range(5):
-        buffer.admit(make_prompt(group_id), 0)
-    for group_id, index in itertools.product((0, 1, 2, 3), (0, 1)):
-        deliver(buffer, group_id, index, 0)
-    train(buffer, 0)
-    deliver(buffer, 4, 0, 1)
-    train(buffer, 1)
-    buffer.admit(make_prompt(5), 2)
-    deliver(buffer, 4, 1, 2)
-    deliver(buffer, 5, 0, 2)
-    deliver(buffer, 5, 1, 2)
-    buffer.drop(5, DropReason.NO_SPREAD)
-    journal_of(buffer).note(RolledBack(1, 1, [2, 3, 5]))
-    buffer.admit(make_prompt(6), 1)  # while the attempt ends
-    journal_of(buffer).commit()
-    return buffer
-
-
-def test_after_a_rollback_nothing_counts_that_later_weights_have_sampled(layout: RunLayout) -> None:
-    rolled_back(layout)
-    history = read_history(layout.rollouts, START)
-    assert history.problems == []
-    assert history.num_rollouts == 12  # their numbers are not given again
-    again = begin(layout, 1, history, num_slots=6)
-    assert [step.groups for step in recorded_steps(history, 0, again.is_finished)] == [(0, 1)]
-    assert again.open_groups() == [0, 1, 4]
-    assert (again.is_wanted(4, 0), again.is_wanted(4, 1)) == (False, True)
-    assert history.dropped == {2: DropReason.GUARD, 3: DropReason.GUARD}
-    again.segments.seal()
-    assert {r.group.group_id: r.drop_reason for r in read_rollouts_directory(layout.rollouts)} == dict.fromkeys(
-        (2, 3), DropReason.GUARD
-    )
-
-
-def test_numbers_of_groups_that_were_undone_are_given_again_and_count_over_the_next_restart(layout: RunLayout) -> None:
-    rolled_back(layout)
-    again = begin(layout, 1, read_history(layout.rollouts, START), num_slots=6)
-    train_again = again.take_again((0, 1), 0)
-    again.consume(train_again, 0, trained_version=0, applied=True)
-    again.release([0, 1])
-    assert again.admit(make_prompt(5), 1) == 5
-    for group_id, index in ((5, 0), (5, 1), (4, 1)):
-        deliver(again, group_id, index, 2)
-    assert train(again, 1) == [4, 5]
-    journal_of(again).commit()
-    history = read_history(layout.rollouts, START)
-    third = begin(layout, 2, history, num_slots=6)
-    assert history.problems == []
-    assert [step.groups for step in recorded_steps(history, 0, third.is_finished)] == [(0, 1), (4, 5)]
-    assert history.dropped == {2: DropReason.GUARD, 3: DropReason.GUARD}
-
-
-def test_a_rollback_is_due_until_the_next_attempt_has_begun(layout: RunLayout) -> None:
-    assert rollback_due(layout.rollouts) is None
-    rolled_back(layout)
-    due = rollback_due(layout.rollouts)
-    assert due is not None
-    assert (due.step, due.version, due.groups) == (1, 1, [2, 3, 5])
-    again = begin(layout, 1, read_history(layout.rollouts, START), num_slots=6)
-    journal_of(again).commit()
-    assert rollback_due(layout.rollouts) is None
-
-
-def test_a_rollback_that_a_checkpoint_knows_is_over(layout: RunLayout) -> None:
-    rolled_back(layout)
-    again = begin(layout, 1, read_history(layout.rollouts, START), num_slots=6)
-    journal_of(again).commit()
-    position = journal_of(again).position
-    deliver(again, 4, 1, 2)
-    journal_of(again).commit()
-    history = read_history(layout.rollouts, position)
-    assert [record.scored.rollout.sample_index for record in history.rollouts] == [1]
-    assert (history.dropped, history.undone) == ({}, {})
 
 
 def write_long_rollouts(layout: RunLayout, num_groups: int, length: int) -> None:

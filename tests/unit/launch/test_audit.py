@@ -38,7 +38,6 @@ from tests.unit.launch.audit_mutations import (
     edit_checkpoint,
     edit_events,
     edit_segment,
-    events_of,
 )
 from tests.unit.launch.audit_runs import AuditedRun, Killed, live_through
 
@@ -330,24 +329,6 @@ def test_a_step_that_was_to_be_repeated_when_the_run_was_stopped_is_as_it_went_b
     second.commit(2)
     evidence.look(is_last=True)
     assert ["trained a second time" in offence.text for offence in evidence.offences] == [True]
-
-
-@pytest.mark.parametrize("step", [1, 3])
-def test_what_the_guard_has_undone_is_void(originals: list[RunLayout], tmp_path: Path, step: int) -> None:
-    """Its last line says so; files of the steps that it undid are still there."""
-    layout = RunLayout(tmp_path / "run")
-    copy_run(originals[2], layout)
-    (path,) = event_paths(layout.rollouts)
-    before = assert_clean(layout)
-    mine = [event for event in events_of(path) if event.get("step") == step]
-    groups = next(event["groups"] for event in mine if event["event"] == "taken")
-    version = next(event["version"] for event in mine if event["event"] == "trained")
-    undone = {"event": "rolled_back", "step": step, "version": version, "groups": groups}
-    edit_events(path, lambda events: events.append(undone))
-    audit = assert_clean(layout)
-    assert (before.num_steps, audit.num_steps, audit.resume_step) == (5, step, 3 if step == 3 else None)
-    assert audit.dropped["guard"] == len(groups)
-    assert (audit.places["drawn"] < before.places["drawn"]) == (step == 1)  # later versions have admitted some
 
 
 @pytest.mark.starts

@@ -19,7 +19,6 @@ from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.slurm.this_job import ThisJob
 from launch.supervisor.begin import AttemptStarter, BeginError
 from launch.supervisor.signals import Signals
-from rlhpc.buffer.event_log import Began, GroupEventLog, RolledBack
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
 from rlhpc.config import Config
 from rlhpc.config_file import override
@@ -83,15 +82,6 @@ def test_a_run_that_had_no_critic_gets_none_by_a_resume_but_from_the_start(confi
     assert layout.config.read_bytes() == before
     from_start = ResumePoint(from_start=True)
     assert prepare_run_dir(with_critic, layout, resume=True, fresh=False, resume_from=from_start).resume_step is None
-
-
-def roll_back(layout: RunLayout, step: int, attempt: int = 0) -> None:
-    """The guard of an attempt has undone the steps from this one on."""
-    events = GroupEventLog(layout.rollouts, attempt)
-    events.add(Began(0, 0, goes_on=True))
-    events.add(RolledBack(step, step, []))
-    events.commit(2)
-    events.close()
 
 
 def names(layout: RunLayout) -> set[str]:
@@ -440,45 +430,3 @@ def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_so
     with pytest.raises(BeginError, match=r"(?s)no checkpoint can be resumed from.*--from-start") as error:
         starter.begin(lambda: False)
     assert error.value.status == EXIT_CONFIG
-
-
-# ---------------------------------------------------------------------------------------------------------- rollbacks
-
-
-@pytest.mark.parametrize(("step", "chosen"), [(12, 12), (11, 10), (8, 8), (7, None)])
-def test_after_a_rollback_the_newest_checkpoint_before_it_is_taken_and_later_ones_are_set_aside(
-    layout: RunLayout, config: Config, step: int, chosen: int | None
-) -> None:
-    roll_back(layout, step)
-    undone = [f"step_{saved:06d}.undone" for saved in STEPS if saved > step]
-    attempt = prepare_run_dir(config, layout, resume=True, fresh=False)
-    assert attempt.resume_step == chosen
-    assert {name for name in names(layout) if name.endswith(".undone")} == set(undone)
-    assert choose(layout, NEWEST, nothing).step == chosen  # of those that are left
-
-
-def test_a_rollback_holds_until_an_attempt_has_written_events_of_its_own(layout: RunLayout, config: Config) -> None:
-    roll_back(layout, 10)
-    assert prepare_run_dir(config, layout, resume=True, fresh=False).resume_step == 10
-    assert choose(layout, NEWEST, nothing).step == 10
-    events = GroupEventLog(layout.rollouts, 1)
-    events.add(Began(10, 0, goes_on=True))
-    events.commit(1)
-    events.close()
-    save(layout, 16, attempt=1)
-    assert choose(layout, NEWEST, nothing).step == 16
-
-
-def test_a_damaged_checkpoint_before_a_rollback_is_passed_over_and_none_is_refused(layout: RunLayout) -> None:
-    roll_back(layout, 10)
-    flip_one_bit(layout.checkpoint(10) / "trainer" / "weights")
-    choice = choose(layout, NEWEST, nothing)
-    assert (choice.step, [state.step for state in choice.passed_over]) == (8, [12, 10])
-    flip_one_bit(layout.checkpoint(8) / "trainer" / "weights")
-    with pytest.raises(RunDirectoryError, match=r"\(2 tried\)"):
-        choose(layout, NEWEST, nothing)
-
-
-def test_an_explicit_step_is_taken_whatever_was_rolled_back(layout: RunLayout) -> None:
-    roll_back(layout, 8)
-    assert choose(layout, ResumePoint(step=12), nothing).step == 12

@@ -121,9 +121,7 @@ def test_the_story_of_a_killed_generator_is_whole_and_in_order(told: ToldRun) ->
     assert [each.kind for each in report.story.faults] == ["restart", "lost", "checkpoint"]  # a warning is none
 
 
-@pytest.mark.parametrize(
-    ("action", "is_fault"), [("warn", False), ("tighten", True), ("skip", True), ("rollback", True)]
-)
+@pytest.mark.parametrize(("action", "is_fault"), [("warn", False), ("tighten", True), ("skip", True), ("stop", True)])
 def test_of_the_guard_what_it_did_is_a_fault_and_what_it_only_said_is_none(
     tmp_path: Path, action: str, is_fault: bool
 ) -> None:

@@ -22,7 +22,6 @@ from rlhpc.deadline import Deadline
 from rlhpc.errors import (
     ChannelTimeout,
     ConfigError,
-    GuardRollback,
     GuardStop,
     RlhpcError,
     RoleFailed,
@@ -134,9 +133,8 @@ def test_the_last_line_is_the_reason(end: End, error: BaseException | None, stat
 @pytest.mark.parametrize(
     ("error", "is_fault"),
     [
-        (GuardRollback("kl 3.1 is above 1"), False),
-        (ExceptionGroup("g", [GuardRollback("kl 3.1 is above 1")]), False),
         (GuardStop("kl 3.1 is above 1"), False),
+        (ExceptionGroup("g", [GuardStop("kl 3.1 is above 1")]), False),
         (StarvedError("nothing to learn"), False),
         (RoleFailed("generator-0 is gone"), True),
         (KeyError("k"), True),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.buffer.event_log import Admitted, Began, Event, RolledBack
+from rlhpc.buffer.event_log import Admitted, Began
 from rlhpc.buffer.partial_files import PartialLog
 from rlhpc.buffer.rollout_journal import open_journal
 from rlhpc.roles.common.lifecycle import RoleContext
@@ -19,22 +19,23 @@ from tests.unit.launch.audit_runs import CountedPrompts
 from tests.unit.roles.small_ring import make_buffer, small_config
 
 
-@pytest.mark.parametrize(("last_words", "num_tokens"), [([], 6), ([RolledBack(0, 0, [])], 0)])
-def test_what_was_sampled_before_a_rollback_is_not_gone_on_from(
-    tmp_path: Path, last_words: list[Event], num_tokens: int
+@pytest.mark.parametrize(("goes_on", "num_tokens"), [(True, 6), (False, 0)])
+def test_what_was_sampled_before_the_run_started_over_is_not_gone_on_from(
+    tmp_path: Path, goes_on: bool, num_tokens: int
 ) -> None:
     layout = RunLayout(tmp_path)
     layout.rollouts.mkdir()
-    journal = open_journal(layout, "small", 0, 0, None)
-    for event in (Began(0, 0, True, 0), Admitted(0, 0, 0), *last_words):
-        journal.note(event)
-    journal.commit()
-    journal.close()
+    for attempt, began in enumerate((Began(0, 0, True, 0), Began(0, 0, goes_on, 0))):
+        journal = open_journal(layout, "small", attempt, 0, None)
+        journal.note(began)
+        journal.note(Admitted(0, 0, 0))
+        journal.commit()
+        journal.close()
     draft = replace(make_draft(0, 6), versions=np.zeros(6, np.int32))
     PartialLog(layout.rollouts, 0).begin([piece_of(draft, 0, 6)])
     config = small_config()
     buffer = make_buffer(config, tmp_path / "new")
-    context = RoleContext("controller", 0, 1, 1, None, "second", layout, config, "")
+    context = RoleContext("controller", 0, 1, 2, None, "third", layout, config, "")
     _restore(context, None, 0, buffer, CountedPrompts(1))  # type: ignore[arg-type]
     prefix = buffer.open_record(0).members[0].prefix
     assert (0 if prefix is None else len(prefix.token_ids)) == num_tokens
