@@ -43,7 +43,7 @@ from tests.gpu.one_card import Cards
 TENSOR_BYTES = 8 << 20
 TIMEOUT_S = 120.0
 
-Transport = Literal["gloo", "ipc", "disk", "nccl"]
+Transport = Literal["gloo", "ipc", "nccl"]
 
 
 @dataclass
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--bucket-megabytes", type=int, default=64)
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--transports", nargs="*", choices=get_args(Transport), default=["gloo", "ipc", "disk"])
+    parser.add_argument("--transports", nargs="*", choices=get_args(Transport), default=["gloo", "ipc"])
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     count = max(1, (wanted.megabytes << 20) // TENSOR_BYTES)

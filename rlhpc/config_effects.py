@@ -193,7 +193,7 @@ def average_is_kept(config: Config) -> None:
 def deltas_are_sent(config: Config) -> None:
     """Where every version is sent whole, the interval says nothing."""
     weights = config.weights
-    other = "weights.delta='auto' with 16-bit weights over gloo or disk"
+    other = "weights.delta='auto' with 16-bit weights over gloo"
     for beside in (
         "weights.delta='off'" if weights.delta == "off" else "",
         f"weights.transport={weights.transport!r}" if weights.transport in ("nccl", "ipc") else "",

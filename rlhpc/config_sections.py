@@ -279,7 +279,7 @@ class TrainerConfig(Section):
 class WeightsConfig(Section):
     """[weights]: how new weights reach the generators."""
 
-    transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     """"auto": on CUDA nccl with separate GPUs, ipc if trainer and engines share one; on CPU ipc on one host, gloo
     between hosts.  Not nccl with `run.deterministic`, whose two ends set NCCL differently."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
@@ -289,8 +289,8 @@ class WeightsConfig(Section):
     nowhere, sampling pauses while buckets are loaded as they arrive.  "auto": shadow on CPU and if host memory has
     room, else paused."""
     delta: Literal["auto", "off"] = "auto"
-    """"auto": over gloo and disk, send only the 16-bit weights that changed (lossless), if engines keep versions in
-    host memory; the trainer keeps one too. Everything else, and versions that change much, is sent in full. "off":
+    """"auto": over gloo, send only the 16-bit weights that changed (lossless), if engines keep versions in host memory;
+    the trainer keeps one too. Everything else, and versions that change much, is sent in full. "off":
     always everything."""
     full_every: Positive = 100
     """With deltas: one version in this many is sent in full, also the first of every epoch that a generator joins."""
@@ -306,7 +306,7 @@ class WeightsConfig(Section):
     @property
     def sends_changes(self) -> bool:
         """Whether versions may be sent as deltas; nccl and ipc send a whole one in less time than coding it takes."""
-        return self.delta == "auto" and self.transport in ("gloo", "disk")
+        return self.delta == "auto" and self.transport == "gloo"
 
 
 class CheckpointConfig(Section):

@@ -257,7 +257,7 @@ class WeightGroup:
     """The members of one membership epoch, and their rendezvous."""
 
     epoch: int
-    transport: str  # "gloo", "nccl", "ipc", "disk"
+    transport: str  # "gloo", "nccl", "ipc"
     address: str  # rendezvous of the ranks: "file:///path" or "tcp://host:port"
     members: tuple[str, ...]  # generator names in rank order; the publisher is rank 0
     ranks_per_member: tuple[int, ...]  # engine workers of each member

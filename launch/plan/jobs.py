@@ -293,7 +293,7 @@ def _refuse_one_machine(config: Config) -> None:
     if config.weights.transport == "ipc":
         raise ConfigError(
             "weights.transport='ipc' needs trainer and generators on the same GPUs, and a job gives each its own; "
-            "legal: 'auto', 'gloo', 'nccl', 'disk'"
+            "legal: 'auto', 'gloo', 'nccl'"
         )
 
 

@@ -1,7 +1,7 @@
 """Choose the weight transport from the placement of trainer and engines, never from how many GPUs a process sees.
 
 Input: weights.transport, the device of the trainer's rank 0, the devices of every engine's workers.  Output: gloo,
-nccl, ipc or disk.  A device is "" for the CPU, else a unique name: a GPU's UUID, or its index in CUDA_VISIBLE_DEVICES
+nccl or ipc.  A device is "" for the CPU, else a unique name: a GPU's UUID, or its index in CUDA_VISIBLE_DEVICES
 if all names belong to one machine; behind it "@" and the process's NCCL_HOSTID, where one is set.  NCCL refuses two
 ranks only if GPU and host are the same, IPC needs the same GPU whatever NCCL calls its hosts.  Pure, without torch:
 launcher and controller both use it.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhpc.errors import ConfigError
 
-TRANSPORTS = ("gloo", "nccl", "ipc", "disk")
+TRANSPORTS = ("gloo", "nccl", "ipc")
 CPU = ""
 MIG = "MIG-"  # prefix of NVIDIA's names for GPU partitions
 HOST = "@"  # between a GPU and the host of its process
@@ -38,7 +38,7 @@ def choose_transport(
     """
     if wish not in ("auto", *TRANSPORTS):
         raise ConfigError(f"weights.transport={wish!r}; legal: auto, {', '.join(TRANSPORTS)}")
-    if wish in ("gloo", "disk"):
+    if wish == "gloo":
         return wish
     if wish == "ipc":
         return _ipc(trainer, engines)
@@ -46,7 +46,7 @@ def choose_transport(
         if is_deterministic:
             raise ConfigError(
                 "weights.transport='nccl' with run.deterministic=true: vLLM's batch-invariant engine and the trainer "
-                "set NCCL differently and would wait for each other; legal: auto, gloo, ipc, disk"
+                "set NCCL differently and would wait for each other; legal: auto, gloo, ipc"
             )
         return _nccl(trainer, engines)
     workers = [device for devices in engines.values() for device in devices]
@@ -80,7 +80,7 @@ def _nccl(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
         for device in devices:
             if CPU in (device, trainer):
                 who = name if device == CPU else "trainer-0"
-                raise ConfigError(f"weights.transport='nccl', and {who} is on CPU; legal: auto, gloo, disk")
+                raise ConfigError(f"weights.transport='nccl', and {who} is on CPU; legal: auto, gloo")
             if device in owners:
                 raise ConfigError(
                     f"weights cannot travel by nccl: {owners[device]} and {name} are both on {_words([device])}, and "
@@ -88,13 +88,13 @@ def _nccl(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
                 )
             owners[device] = name
     if trainer == CPU:
-        raise ConfigError("weights.transport='nccl', and trainer-0 is on CPU; legal: auto, gloo, disk")
+        raise ConfigError("weights.transport='nccl', and trainer-0 is on CPU; legal: auto, gloo")
     return "nccl"
 
 
 def _legal(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
     if all(_gpu(device) == _gpu(trainer) for devices in engines.values() for device in devices):
-        return "NCCL wants a GPU for each; legal: weights.transport auto, ipc, gloo, disk"
+        return "NCCL wants a GPU for each; legal: weights.transport auto, ipc, gloo"
     return (
         "NCCL wants a GPU for each, ipc the same GPU for all; legal: all engines on the trainer's GPU, or none, or "
         "weights.transport='gloo' (slower, through host memory)"

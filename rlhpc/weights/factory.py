@@ -9,7 +9,6 @@ from rlhpc.contracts import WeightPublisher, WeightReceiver
 from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import TRANSPORTS
 from rlhpc.weights.device_scope import indexed
-from rlhpc.weights.disk import DiskPublisher, DiskReceiver
 from rlhpc.weights.group_publisher import GroupPublisher
 from rlhpc.weights.group_receiver import GroupReceiver
 from rlhpc.weights.host_image import HostImage
@@ -25,11 +24,9 @@ def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host
     The manifest gives the size of buckets.  Raises ConfigError for an unknown transport.
     """
     transport = _known(weights.transport)
-    image = HostImage(weights.full_every) if weights.sends_changes else None
     if transport == "ipc":
         return IpcPublisher(directory, indexed(device), weights.timeout_s)
-    if transport == "disk":
-        return DiskPublisher(directory, weights.timeout_s, image)
+    image = HostImage(weights.full_every) if weights.sends_changes else None
     return GroupPublisher(transport, directory, weights.timeout_s, device=indexed(device), host=host, image=image)
 
 
@@ -41,8 +38,6 @@ def make_receiver(transport: str, *, device: str, timeout_s: float) -> WeightRec
     """
     if _known(transport) == "ipc":
         return IpcReceiver(indexed(device), timeout_s)
-    if transport == "disk":
-        return DiskReceiver(timeout_s)
     return GroupReceiver(transport, indexed(device), timeout_s)
 
 

@@ -41,7 +41,7 @@ WITHOUT_WATCHDOG = {
 def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
     """Make the group without connecting.  Raises GroupFailed if there is no NCCL."""
     if not (c10d.is_nccl_available() and torch.cuda.is_available()):
-        raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo, disk")
+        raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo")
     # Streams of normal priority come from a pool shared with the engine: a broadcast on the stream of its kernels would
     # stop decoding until the publisher sends.
     options = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -87,9 +87,9 @@ class Member:
 class Cluster:
     """A trainer's end and threads for the members."""
 
-    def __init__(self, transport: str, directory: Path, pool: ThreadPoolExecutor) -> None:
-        config = WeightsConfig(transport=transport, timeout_s=TIMEOUT_S, full_every=FULL_EVERY)
-        self.transport, self.pool, self.config, self.directory = transport, pool, config, directory
+    def __init__(self, directory: Path, pool: ThreadPoolExecutor) -> None:
+        self.config = WeightsConfig(transport="gloo", timeout_s=TIMEOUT_S, full_every=FULL_EVERY)
+        self.pool, self.directory = pool, directory
         self.members: list[Member] = []
         self.num_epochs = 0
         self.restart()
@@ -101,7 +101,7 @@ class Cluster:
     def form(self, *members: Member) -> None:
         self.members, self.num_epochs = list(members), self.num_epochs + 1
         names = tuple(f"g{index}" for index in range(len(members)))
-        group = self.publisher.open(WeightGroup(self.num_epochs, self.transport, "", names, (1,) * len(names)))
+        group = self.publisher.open(WeightGroup(self.num_epochs, "gloo", "", names, (1,) * len(names)))
         joining = [self.pool.submit(member.join, group, rank) for rank, member in enumerate(members, 1)]
         self.publisher.form()
         for each in joining:
@@ -136,9 +136,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(params=["gloo", "disk"])
-def cluster(request: pytest.FixtureRequest, tmp_path: Path, pool: ThreadPoolExecutor) -> Iterator[Cluster]:
-    cluster = Cluster(request.param, tmp_path, pool)
+@pytest.fixture
+def cluster(tmp_path: Path, pool: ThreadPoolExecutor) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, pool)
     yield cluster
     for member in cluster.members:
         assert member.receiver is not None
@@ -152,9 +152,8 @@ def test_steps_are_sent_as_what_has_changed_and_one_version_in_so_many_whole(clu
     for version in range(2 * FULL_EVERY + 2):
         shares.append(cluster.publish(version, weights))
         weights = after_a_step(weights, version + 1)
-    first = 1 if cluster.transport == "gloo" else 2  # before that nobody has said that it keeps what it receives
     whole = [index for index, share in enumerate(shares) if share == 1]
-    assert whole == [*range(first), *range(first - 1 + FULL_EVERY, len(shares), FULL_EVERY)]
+    assert whole == [*range(0, len(shares), FULL_EVERY)]
     assert all(share < 0.05 for share in shares if share != 1)
 
 
@@ -211,13 +210,6 @@ def test_a_member_without_the_memory_of_the_version_before_is_never_given_a_delt
     weights = cluster.until_delta(first_weights())
     member.shadow = HostShadow(is_pinned=False)
     weights = after_a_step(weights, 12)
-    if cluster.transport == "disk":  # where the trainer cannot know before it has written
-        publishing, (receiving,) = cluster.begin(12, weights)
-        with pytest.raises(TornWeights, match="a delta based on"):
-            receiving.result()
-        with pytest.raises(GroupFailed, match="torn"):
-            publishing.result()
-        cluster.form(member)
     assert cluster.publish(13, weights) == 1
 
 
@@ -244,9 +236,8 @@ def test_a_damaged_delta_is_found_never_served_and_answered_by_a_whole_version(
     cluster.form(sound, hurt)
     weights = after_a_step(cluster.until_delta(first_weights()), 14)
     wrong = chain([12345], repeat(None))
-    module = {"gloo": "group_deltas", "disk": "delta_file"}[cluster.transport]
     with monkeypatch.context() as damage:
-        damage.setattr(f"rlhpc.weights.{module}.checksum64", lambda data: next(wrong) or checksum64(data))
+        damage.setattr("rlhpc.weights.group_deltas.checksum64", lambda data: next(wrong) or checksum64(data))
         publishing, receiving = cluster.begin(14, weights)
         for each in receiving:
             with pytest.raises(TornWeights, match="a delta has checksum"):

@@ -30,7 +30,7 @@ BUCKET_BYTES = 1 << 16  # smaller than the largest tensor
 TIMEOUT_S = PATIENCE_S
 SHORT_S = 2.0  # where the limit is what ends the wait
 TCP = "gloo over tcp"
-KINDS = {"gloo": "", "gloo over tcp": "127.0.0.1", "disk": "", "ipc": "", "nccl": ""}  # → host; ipc maps a file on CPU
+KINDS = {"gloo": "", "gloo over tcp": "127.0.0.1", "ipc": "", "nccl": ""}  # → host; ipc maps a file on CPU
 NUM_RANKS = 4  # the publisher, two receivers, and one that comes in the place of another
 NOT_NCCL = why_not(NUM_RANKS) if place() == "cuda" else "gloo in its place"
 ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(bool(NOT_NCCL), reason=NOT_NCCL))
@@ -88,9 +88,7 @@ def test_several_versions_arrive_bit_for_bit_everywhere(broadcast: Broadcast) ->
         assert [receiver.answer() for receiver in broadcast.receivers] == [{"ok": expected}] * 2
 
 
-def test_a_new_epoch_goes_on_without_the_member_that_was_killed(
-    broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_epoch_goes_on_without_the_member_that_was_killed(broadcast: Broadcast) -> None:
     doomed = started(NUM_RANKS - 1)
     survivors = broadcast.receivers
     broadcast.form(epoch=1, receivers=[*survivors[:1], doomed])
@@ -101,32 +99,26 @@ def test_a_new_epoch_goes_on_without_the_member_that_was_killed(
     drawn: list[str] = []
     broadcast.tell(survivors[0], manifest_of(2, 2, 1))
     began = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(broadcast.publisher, "_timeout_s", SHORT_S)  # weights on disk are waited for so long
-        with pytest.raises(GroupFailed):
-            broadcast.publisher.publish(manifest_of(2, 2, 1), counting(broadcast.draw(2), drawn))
+    with pytest.raises(GroupFailed):
+        broadcast.publisher.publish(manifest_of(2, 2, 1), counting(broadcast.draw(2), drawn))
     assert time.monotonic() - began < TIMEOUT_S
     assert drawn == [name for name, _ in draw_weights(2)]  # drawn to the end, or the trainer's ranks would hang
-    survivors[0].answer()  # weights from disk it may have whole; over a group it has GroupFailed; it never hangs
+    survivors[0].answer()  # GroupFailed, or the version whole; it never hangs
 
     broadcast.form(epoch=2, receivers=survivors)
     publish(broadcast, 3, epoch=2)
     assert [receiver.answer() for receiver in survivors] == [{"ok": fingerprint(draw_weights(3))}] * 2
 
 
-def test_a_receiver_that_dies_in_a_broadcast_is_noticed_and_another_takes_its_place(
-    broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_receiver_that_dies_in_a_broadcast_is_noticed_and_another_takes_its_place(broadcast: Broadcast) -> None:
     doomed, (survivor, other) = started(NUM_RANKS - 1), broadcast.receivers
     broadcast.form(epoch=1, receivers=[survivor, doomed])
     manifest = manifest_of(1, 1, 1)
     broadcast.tell(survivor, manifest)
     broadcast.tell(doomed, manifest, "dies at 1")
     began = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(broadcast.publisher, "_timeout_s", SHORT_S)  # weights on disk are waited for so long
-        with pytest.raises(GroupFailed):
-            broadcast.publisher.publish(manifest, iter(broadcast.draw(1)))
+    with pytest.raises(GroupFailed):
+        broadcast.publisher.publish(manifest, iter(broadcast.draw(1)))
     assert time.monotonic() - began < TIMEOUT_S
     doomed.kill()
     broadcast.publisher.dissolve()
@@ -183,8 +175,7 @@ def test_damaged_weights_are_refused_whole(broadcast: Broadcast, monkeypatch: py
         broadcast.form(epoch=epoch)
         wrong = iter([12345 if index == damaged else None for index in range(last + 1)])
         with monkeypatch.context() as damage:
-            for module in ("group_publisher", "disk"):
-                damage.setattr(f"rlhpc.weights.{module}.checksum64", partial(_checksum, wrong))
+            damage.setattr("rlhpc.weights.group_publisher.checksum64", partial(_checksum, wrong))
             damage.setattr("rlhpc.weights.ipc.RunningChecksum", partial(_Wrong, wrong))
             with pytest.raises(GroupFailed, match="torn"):
                 publish(broadcast, epoch, epoch=epoch)
@@ -224,8 +215,6 @@ def test_a_receiver_that_cannot_take_a_version_says_so_instead_of_being_waited_f
 
 
 def test_receivers_refuse_another_version_than_they_were_told(broadcast: Broadcast) -> None:
-    if broadcast.transport == "disk":
-        pytest.skip("a version on disk has its number in its name: another one is simply not there")
     broadcast.form(epoch=1)
     broadcast.tell_all(manifest_of(1, 8, 1))
     with pytest.raises(GroupFailed):
@@ -260,8 +249,6 @@ def test_nothing_is_published_to_an_epoch_that_was_not_formed(broadcast: Broadca
 
 
 def test_weights_that_differ_from_the_manifest_are_a_bug_of_the_exporter(broadcast: Broadcast) -> None:
-    if broadcast.transport == "disk":
-        broadcast.timeout_s = SHORT_S  # the version never appears
     broadcast.form(epoch=1)
     manifest = manifest_of(1, 1, 1)
     broadcast.tell_all(manifest)

@@ -38,7 +38,7 @@ def test_a_checksum_is_the_same_on_both_devices(num_bytes: int) -> None:
     assert checksum64(data.cuda()) == checksum64(data)
 
 
-@pytest.mark.parametrize("transport", ["ipc", "gloo", "disk"])
+@pytest.mark.parametrize("transport", ["ipc", "gloo"])
 def test_weights_reach_another_process_on_the_same_gpu(
     transport: str, tmp_path: Path, receiver: ReceiverProcess
 ) -> None:

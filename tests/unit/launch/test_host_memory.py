@@ -84,10 +84,10 @@ def test_the_sending_rank_keeps_what_it_sent_where_only_changes_travel() -> None
         return [rank.host_image for rank in plan_memory(changed, shape_of(CONFIGS["Qwen2.5-7B"]))]
 
     whole = 2 * NUM_PARAMETERS["Qwen2.5-7B"]
-    assert images(transport="disk") == images(transport="gloo") == [whole, 0]
-    assert images() == images(transport="nccl") == images(transport="disk", delta="off") == [0, 0]
-    assert images(transport="disk", staging="paused") == [0, 0]  # engines have nothing to apply a change to
-    wider = plan_memory(with_values(base, {"weights.transport": "disk"}), shape_of(CONFIGS["Qwen2.5-7B"]))[0]
+    assert images(transport="gloo") == [whole, 0]
+    assert images() == images(transport="nccl") == images(transport="gloo", delta="off") == [0, 0]
+    assert images(transport="gloo", staging="paused") == [0, 0]  # engines have nothing to apply a change to
+    wider = plan_memory(with_values(base, {"weights.transport": "gloo"}), shape_of(CONFIGS["Qwen2.5-7B"]))[0]
     assert wider.host_training == whole + plan_memory(base, shape_of(CONFIGS["Qwen2.5-7B"]))[0].host_training
     assert "host: weights as sent" in describe_memory((wider,))
 

@@ -31,7 +31,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("transport", ["gloo", "ipc", "disk"])
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
 def test_a_loader_that_keeps_nothing_sees_three_buckets_at_most(
     transport: str, tmp_path: Path, no_collector: None
 ) -> None:

@@ -71,7 +71,7 @@ def test_where_the_bytes_lie_does_not_count() -> None:
 
 
 def test_it_is_the_same_for_ever() -> None:
-    """Files of the disk transport outlive a process: a change here is a change of format."""
+    """Both ends may run on different processors."""
     assert checksum64(torch.arange(100, dtype=torch.uint8)) == PINNED
     assert 0 <= SUM < 1 << 64
 

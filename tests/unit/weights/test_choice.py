@@ -31,7 +31,6 @@ A, B, C, D = (f"GPU-{letter}" for letter in "abcd")
         ("auto", A, {"g0": [f"{B}@1"], "g1": [f"{B}@2"]}, "nccl"),
         ("ipc", "", {"g0": [""]}, "ipc"),
         ("gloo", A, {"g0": [A], "g1": [B]}, "gloo"),
-        ("disk", A, {"g0": [A], "g1": [B]}, "disk"),
     ],
 )
 def test_weights_travel_as_the_devices_allow(
@@ -75,13 +74,13 @@ def test_a_deterministic_run_connects_no_nccl_whose_ends_are_set_differently() -
         ("nccl", "0", {"g0": ["0"]}, r"are both on GPU 0,"),
         ("nccl", f"{A}@1", {"g0": [f"{A}@1"]}, r"nccl: trainer-0 and g0 are both on GPU-a, .* auto, ipc"),
         ("auto", f"{A}@1", {"g0": [f"{A}@1"], "g1": [f"{B}@1"]}, r"ipc to g1: trainer-0 and g0 on GPU-a, g1 on GPU-b,"),
-        ("nccl", "", {"g0": [""]}, r"weights\.transport='nccl', and g0 is on CPU; legal: auto, gloo, disk"),
+        ("nccl", "", {"g0": [""]}, r"weights\.transport='nccl', and g0 is on CPU; legal: auto, gloo"),
         ("nccl", "", {"g0": [A]}, r"trainer-0 is on CPU"),
         ("nccl", "", {}, r"trainer-0 is on CPU"),
         ("nccl", A, {"g0": [""]}, r"g0 is on CPU"),
         ("ipc", A, {"g0": [B]}, r"ipc to g0"),
         ("ipc", "", {"g0": [A]}, r"trainer-0 on the CPU"),
-        ("pigeon", "", {}, r"weights\.transport='pigeon'; legal: auto, gloo, nccl, ipc, disk"),
+        ("pigeon", "", {}, r"weights\.transport='pigeon'; legal: auto, gloo, nccl, ipc"),
     ],
 )
 def test_what_cannot_work_is_refused_with_who_is_where(

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_S
 @pytest.mark.parametrize("transport", ["auto", "pigeon"])
 def test_a_publisher_is_of_a_transport_that_was_chosen(transport: str, tmp_path: Path) -> None:
     weights = WeightsConfig().model_copy(update={"transport": transport})
-    with pytest.raises(ConfigError, match=rf"weights\.transport='{transport}'; legal: gloo, nccl, ipc, disk"):
+    with pytest.raises(ConfigError, match=rf"weights\.transport='{transport}'; legal: gloo, nccl, ipc"):
         make_publisher(weights, directory=tmp_path, device="cpu")
 
 
@@ -24,7 +24,7 @@ def test_an_unknown_transport_has_no_receiver() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "http://x", "tcp://nowhere", "file:///does/not/exist/x"])
-@pytest.mark.parametrize("transport", ["gloo", "disk", "ipc"])
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
 def test_a_meeting_place_that_is_not_there_is_a_failed_group(transport: str, address: str) -> None:
     receiver = make_receiver(transport, device="cpu", timeout_s=0.2)
     with pytest.raises(GroupFailed):

@@ -123,7 +123,7 @@ def test_epochs_are_counted_on_after_a_restart() -> None:
     restarted = Membership()
     restarted.load_state(membership.state())
     restarted.hello("a", 1, "a1")
-    assert restarted.next_group("disk").epoch == 3
+    assert restarted.next_group("gloo").epoch == 3
 
 
 @pytest.mark.parametrize("state", [{}, {"last_epoch": "3"}, {"last_epoch": -1}])

@@ -26,7 +26,7 @@ def _evaluation(*records: object, **table: Any) -> Any:
 
 DEVICES = (
     case("CUDA without a GPU", key("trainer.device", "cuda"), "trainer.device='cuda'", "0 visible", "legal: 'auto', 'cpu'"),
-    case("NCCL without a GPU", key("weights.transport", "nccl"), "weights.transport='nccl'", "legal: auto, gloo, disk"),
+    case("NCCL without a GPU", key("weights.transport", "nccl"), "weights.transport='nccl'", "legal: auto, gloo"),
     case("a transport that is none", key("weights.transport", "rdma"), "weights.transport='rdma'", "legal: 'auto'"),
     case("sockets that are none", key("transport.kind", "http"), "transport.kind='http'", "legal: 'auto', 'ipc' or 'tcp'"),
     case("TransformerEngine that is not installed", key("trainer.backend", "megatron", trainer__transformer_engine=True), "trainer.transformer_engine=true", "not installed"),
