@@ -195,14 +195,6 @@ class RunLayout:
         """A job close to its time limit asks the controller to save and to continue in another attempt."""
         return self.jobs / f"{name}.yield"
 
-    def hand_over_request(self, job_id: int) -> Path:
-        """A successor that has loaded everything asks the job that owns the run to save and hand over."""
-        return self.jobs / f"{job_id}.hand_over"
-
-    def released(self, job_id: int) -> Path:
-        """This job has saved and will begin no other attempt: its successor need not wait for its end."""
-        return self.jobs / f"{job_id}.released"
-
     @property
     def failures(self) -> Path:
         """Failed attempts since the last new checkpoint, as JSON; they count against `cluster.max_retries`."""
@@ -211,10 +203,6 @@ class RunLayout:
     def exit_record(self, role: str, replica: int, attempt: int) -> Path:
         """How a supervised process ended, as JSON; next to its log."""
         return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.exit.json"
-
-    def loaded_mark(self, role: str, replica: int, attempt: int, job_id: int) -> Path:
-        """Created once a process that stands by for this attempt has loaded everything; next to its log."""
-        return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.job_{job_id}.loaded"
 
     # --------------------------------------------------------------------------------------------------------- parts
 

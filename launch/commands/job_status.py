@@ -16,7 +16,7 @@ from launch.common.text_table import aligned, span
 from launch.run_directory.owner import launcher_of
 from launch.run_files.events import Event, last_events, read_document
 from launch.run_files.job_records import JobRecord, name_of_jobs, read_records
-from launch.run_files.run_state import hand_over_requests, saved_step
+from launch.run_files.run_state import saved_step
 from launch.slurm.queue import ANSWER_S, JobRow, QueueLook, look_at_jobs
 from launch.slurm.reasons import is_stuck, reason_in_words
 from launch.slurm.states import Life
@@ -235,17 +235,8 @@ def upcoming(view: SlurmView) -> list[str]:
         lines.append(f"drained nodes: {'; '.join(view.look.drained)}: tell the site's administrators")
     waiting = {row.job_id for row in view.look.rows if row.state.life is Life.WAITING}
     alive = {row.job_id for row in view.look.rows if row.state.is_alive}
-    lines += [
-        f"job {job} stands by: it has loaded everything, and takes the run over after the current step"
-        for job in hand_over_requests(layout)
-        if job in alive
-    ]
-    overlaps = bool(view.plan.get("overlap_s"))
-    when = (
-        "begins before job {} ends, and takes the run over" if overlaps else "continues the run when job {} has ended"
-    )
     return lines + [
-        f"job {job.job_id} {when.format(job.follows)}"
+        f"job {job.job_id} continues the run when job {job.follows} has ended"
         for job in view.jobs
         if job.job_id in waiting and job.follows in alive
     ]

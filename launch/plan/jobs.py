@@ -111,15 +111,6 @@ class JobPlan:
         return self.layout.scripts / f"{self.jobs[0].name}.json" if self.is_elastic else self.layout.job_plan
 
     @property
-    def overlap_s(self) -> int:
-        """Seconds before a job's end during which its successor may run beside it; 0: it begins afterwards.
-
-        Only a heterogeneous job can be succeeded as a whole; with one job per role, jobs end one by one.
-        """
-        is_followed = self.cluster.continuation == "successor" and self.placement == "hetjob" and not self.is_elastic
-        return self.cluster.overlap_s if is_followed else 0
-
-    @property
     def log_directory(self) -> Path:
         """Directory for logs of batch steps; `rlhpc submit` creates it."""
         return self.layout.logs / "slurm"

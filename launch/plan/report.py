@@ -18,7 +18,6 @@ from launch.plan.processes import NO_GPU, ROLE_ENVIRONMENT, thread_defaults
 from launch.plan.script import render_scripts
 from launch.plan.site_file import Site
 from launch.plan.site_values import slurm_time
-from launch.run_files.overlap import MINUTE_S, successor_after_min
 from launch.run_files.plan_file import Limits, plan_text
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
@@ -59,20 +58,9 @@ def describe_jobs(plan: JobPlan) -> str:
             f"run         {plan.run_name} in {plan.layout.root}",
             f"jobs        {jobs} on {plan.cluster.name}: {counted(nodes, 'node')}, {counted(gpus, 'GPU')}",
             *(f"  {line}" for line in aligned(rows)),
-            *_overlap(plan),
             "            tasks: on a node; CPUs, GPUs: of a task; GiB: host memory of a task",
         ]
     )
-
-
-def _overlap(plan: JobPlan) -> list[str]:
-    """How long a successor may run beside a job, during which the run has twice the nodes."""
-    time_s = plan.jobs[0].components[0].allocation.time_s
-    after_min = successor_after_min(time_s, plan.overlap_s)
-    if after_min is None:
-        return []
-    most = f"{(time_s - MINUTE_S * after_min) / MINUTE_S:g} min"
-    return [f"            next job: begins up to {most} before this one ends, loads, and takes the run over at once"]
 
 
 def _row(job: Job, component: Component) -> tuple[str, ...]:
@@ -99,7 +87,7 @@ def plan_document(plan: JobPlan) -> str:
         {"name": job.name, "array_size": job.array_size, "components": component_documents(plan, job)}
         for job in plan.jobs
     ]
-    return plan_text(plan.layout.root, plan.placement, jobs, cluster.continuation, limits, overlap_s=plan.overlap_s)
+    return plan_text(plan.layout.root, plan.placement, jobs, cluster.continuation, limits)
 
 
 def component_documents(plan: JobPlan, job: Job) -> list[dict[str, Any]]:

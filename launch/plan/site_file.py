@@ -78,10 +78,6 @@ class ClusterConfig(Section):
     continuation: Continuation = "requeue"
     """requeue: a job is requeued before its time limit.  successor: the next job is submitted ahead, to begin when this
     one ends, for sites that forbid requeue."""
-    overlap_s: NonNegative = 600
-    """Seconds before the end of a job from which its successor may run beside it, load engines and trainer, and take
-    the run over once it has; at most half of the time limit, counted in whole minutes.  0: it begins afterwards,
-    as it always does with placement = "jobs"."""
     max_retries: NonNegative = 5
     """Consecutive failed attempts before the run is given up; a new checkpoint resets the count."""
     meet_s: Positive = 1800
@@ -99,14 +95,6 @@ class ClusterConfig(Section):
     def _mail_has_an_address(self) -> Self:
         if self.mail is None:
             _refuse_without(self, "mail_events", "mail")
-        return self
-
-    @model_validator(mode="after")
-    def _overlap_has_a_successor(self) -> Self:
-        if self.overlap_s and "overlap_s" in self.model_fields_set:
-            for key, needed in (("continuation", "successor"), ("placement", "hetjob")):
-                if getattr(self, key) != needed:
-                    raise ValueError(f"overlap_s={self.overlap_s}: has no effect without {key}={needed!r}; legal: 0")
         return self
 
 

@@ -38,7 +38,7 @@ _COUNTERS = {
     "transport/denied_total": ("denied", "connection with a key that is not of this run was refused"),
 }
 _ASKED_FOR = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED)
-_WELL = (Cause.COMPLETE, *_ASKED_FOR, Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED)
+_WELL = (Cause.COMPLETE, *_ASKED_FOR, Cause.TIME, Cause.YIELD)
 _GOOD_ENDS = {cause.name.lower() for cause in _WELL}
 _FAULTS = {
     *(kind for kind, _ in _COUNTERS.values()),

@@ -7,8 +7,8 @@ Intervals that the timeline did not record do not count.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,10 +59,6 @@ def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Ho
             works = min(1.0, spell.shares.get(WORKS, 0.0))
             uses[_DOES[role]] += hours * works
             uses[f"{role}s wait"] += hours * (1 - works)
-    for seconds, job in _stood_by(story):
-        planned = _planned_job(layout, job)
-        weight = sum(weights.get(role, 0) * n for role, n in planned.processes.items()) if planned else 0
-        uses["standing by for a hand-over"] += seconds / 3600 * weight
     _set_lost_apart(uses, curves)
     return Hours(unit, {use: hours for use, hours in uses.items() if hours > 0}, _by_job(layout, story))
 
@@ -83,16 +79,6 @@ def _gpus_in(part: Mapping[str, Any]) -> dict[str, int]:
     shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
     gpus = int(part["gpus_per_task"]) or max(shown, default=0)
     return {share["role"]: gpus for share in part["roles"]}
-
-
-def _stood_by(story: Story) -> Iterator[tuple[float, str]]:
-    """(seconds, job) of each successor that loaded while the job before it owned the run, until that was over."""
-    since: dict[str, float] = {}
-    for each in story.happenings:
-        if each.kind == "stand_by":
-            since.setdefault(each.who, each.unix_time_s)
-        elif each.kind in ("take_over", "verdict") and each.who in since:
-            yield each.unix_time_s - since.pop(each.who), each.who.removeprefix("job ")
 
 
 def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None:
@@ -120,7 +106,7 @@ def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
     planned = {label: job for label, (number, _, _) in parts.items() if (job := _planned_job(layout, number))}
     begins = defaultdict[tuple[str, str], list[float]](list)  # by what is planned, and the task of an array
     for label, job in planned.items():
-        begins[job.name, parts[label][2]] += [begin for life in lives[label] for begin in _work_begins(life)]
+        begins[job.name, parts[label][2]] += [life[0].unix_time_s for life in lives[label]]
     found = {}
     for label, job in sorted(planned.items()):
         seconds = sum(life[-1].unix_time_s - life[0].unix_time_s for life in lives[label])
@@ -132,20 +118,12 @@ def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
     return found
 
 
-def _work_begins(life: list[Happening]) -> list[float]:
-    """When the job before it was over at the latest; []: it stands by."""
-    if any(each.kind == "stand_by" for each in life):
-        return [each.unix_time_s for each in life if each.kind == "take_over"]
-    return [life[0].unix_time_s]
-
-
 @dataclass(frozen=True, slots=True)
 class _PlannedJob:
     """What the plan says of a job; of one task where it is an array."""
 
     name: str
     gpus: int
-    processes: Mapping[str, int]  # by role
 
 
 def _planned_job(layout: RunLayout, number: str) -> _PlannedJob | None:
@@ -154,11 +132,7 @@ def _planned_job(layout: RunLayout, number: str) -> _PlannedJob | None:
         record = json.loads((layout.jobs / f"{number}.json").read_bytes())
         jobs = json.loads(Path(record["plan"]).read_bytes())["jobs"]
         job = next(each for each in jobs if each["name"] == record["name"])
-        processes = Counter[str]()
-        for part in job["components"]:
-            for share in part["roles"]:
-                processes[share["role"]] += share["num_processes"]
         gpus = sum(part["nodes"] * part["tasks_per_node"] * part["gpus_per_task"] for part in job["components"])
-        return _PlannedJob(str(job["name"]), int(gpus), processes)
+        return _PlannedJob(str(job["name"]), int(gpus))
     except (OSError, ValueError, KeyError, TypeError, StopIteration):
         return None

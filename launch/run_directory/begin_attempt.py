@@ -123,14 +123,6 @@ def _take_over(layout: RunLayout, index: int, job_id: int, restart: int) -> str:
         raise
 
 
-def _is_told() -> bool:
-    """Load what an attempt needs, then wait; False: the parent process has ended, or wants no attempt."""
-    import rlhpc.buffer.history
-    import rlhpc.transport.keys  # noqa: F401  with the one above a second of imports, which a hand-over then saves
-
-    return bool(sys.stdin.readline())
-
-
 def _unheard(line: str) -> None:
     """Ignore the message: attempt.json lists what was set aside, and the supervisor reports it."""
 
@@ -144,10 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--job-id", type=int, required=True, help="Slurm's id of this job")
     parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued it")
     parser.add_argument("--follows", default="", help="owner of the previous attempt; for runs without Slurm")
-    parser.add_argument("--when-told", action="store_true", help="load everything, then wait for a line on stdin")
     options = parser.parse_args(arguments)
-    if options.when_told and not _is_told():
-        return 0
     how = {"job_id": options.job_id, "restart": options.restart, "follows": options.follows}
     try:
         document = begin_attempt(RunLayout(options.run_dir), **how)

@@ -360,7 +360,7 @@ def _clear(layout: RunLayout) -> None:
     for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
         if not _is_stop_of_this_start(layout, stale):
             stale.unlink(missing_ok=True)
-    for pattern in ("*.yield", "*.hand_over", "*.released", "left_away.json"):  # Slurm may use their ids again
+    for pattern in ("*.yield", "left_away.json"):  # Slurm may use their ids again
         for said in matching(layout.jobs, pattern):
             said.unlink(missing_ok=True)
     layout.failures.unlink(missing_ok=True)  # the user has decided to try again

@@ -16,8 +16,6 @@ class Cause(enum.Enum):
     STOP = "asked for by `rlhpc stop`", "end", 0
     ABORT = "asked for by `rlhpc stop --now`", "end", 1
     TIME = "this job is close to its time limit", "requeue", 0
-    HAND_OVER = "its successor has loaded everything", "requeue", 0
-    NOT_NEEDED = "the run has ended in the job before this one", "leave", 0
     YIELD = "another job of the run is close to its time limit", "again", 0
     SIGNAL = "Slurm ended this job (scancel, preemption, node failure)", "leave", 143
     INTERRUPTED = "interrupted", "leave", 130

@@ -77,7 +77,6 @@ class JobPart:
     limits: Limits
     continuation: str  # "requeue" or "successor"
     other_jobs: tuple[str, ...]  # names of the run's other planned jobs
-    overlap_s: int = 0  # before the end of a job, its successor may begin; 0: it begins when this one has ended
 
     @property
     def is_local(self) -> bool:
@@ -128,7 +127,6 @@ def read_plan(path: Path, job: str) -> JobPart:
             limits=Limits(**document["limits"]),
             continuation=document["continuation"],
             other_jobs=tuple(name for name in jobs if name != job),
-            overlap_s=document.get("overlap_s", 0),
         )
     except (KeyError, TypeError) as error:
         raise PlanFileError(f"{path}: {error!r} missing or unknown") from error

@@ -29,7 +29,6 @@ class Attempt:
     job_id: int
     restart: int
     fence: str = ""  # the owner as whom its controller and trainer write to the run directory (rlhpc/ownership.py)
-    has_begun: bool = True  # False: processes are started for it, which wait until it begins
 
     @classmethod
     def parse(cls, document: dict[str, Any]) -> Attempt:
@@ -94,16 +93,6 @@ def wants_abort(layout: RunLayout, *, is_certain: bool = False) -> bool:
 def save_requests(layout: RunLayout) -> list[Path]:
     """Requests to save, by jobs that are close to their time limit."""
     return sorted(_found(layout.jobs, "*.yield"))
-
-
-def hand_over_requests(layout: RunLayout) -> list[int]:
-    """Jobs that stand by and have loaded everything, and ask to be left the run; the newest last."""
-    return sorted(int(path.stem) for path in _found(layout.jobs, "*.hand_over") if path.stem.isdigit())
-
-
-def has_released(layout: RunLayout, job_id: int) -> bool:
-    """True once this job has saved what it had to and begins no attempt any more."""
-    return _exists(layout.released(job_id), False)
 
 
 def saved_step(layout: RunLayout, *, is_certain: bool = False) -> int:

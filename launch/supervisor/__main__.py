@@ -36,7 +36,6 @@ from rlhpc.privacy import keep_others_from_writing
 
 RESULT_S = 60.0  # for a disk that refuses the result of a job that has ended
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
-TOLD = (Cause.COMPLETE, Cause.UNCLEAN, Cause.STOP, Cause.ABORT)  # by files of the run directory
 LIMIT_S = 5.0  # a SIGTERM this close to the time limit is caused by the time limit
 
 
@@ -65,7 +64,7 @@ def main() -> int:
     over = _over_before_it_began(plan)
     if over is not None:
         return _follow_up(plan, job, log, over)
-    successor = submit_successor(plan, job, log, limit.life_s) if plan.continuation == "successor" else None
+    successor = submit_successor(plan, job, log) if plan.continuation == "successor" else None
     outcome = _one_life(plan, job, limit, log, signals)
     with suppress(RlhpcError):  # requeued, it may come back on another node
         leave_node(base_directory(job.job_id))
@@ -98,7 +97,7 @@ def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, sign
 
 
 def owns_run(plan: JobPart, job: ThisJob) -> bool:
-    """Whether the run ends with this job: it is not one that stood by, or was taken over from."""
+    """Whether the run ends with this job: no later one has taken it over."""
     attempt = read_attempt(plan.layout)
     return plan.hosts_controller and (attempt is None or attempt.owner == (job.job_id, job.restart))
 
@@ -106,9 +105,7 @@ def owns_run(plan: JobPart, job: ThisJob) -> bool:
 def _over_before_it_began(plan: JobPart) -> Outcome | None:
     """The outcome if the run is already complete or stopped, in which case this job does nothing."""
     is_over = patiently(lambda: is_complete(plan.layout, is_certain=True), plan.layout.root)
-    over = Outcome(Cause.COMPLETE, "the run is complete") if is_over else asked_to_end(plan.layout)
-    # The job before this one may be about to end: it ends the others.
-    return Outcome(Cause.NOT_NEEDED, over.text) if over is not None and plan.overlap_s else over
+    return Outcome(Cause.COMPLETE, "the run is complete") if is_over else asked_to_end(plan.layout)
 
 
 def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
@@ -133,9 +130,8 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
     is_end = outcome.cause.follows == "end"
     try:
         if is_end and plan.hosts_controller:
-            is_told = outcome.cause in TOLD
-            patiently(lambda: end_other_jobs(plan.layout, job, log, is_told=is_told), plan.layout.jobs)
-        elif successor is not None and (is_end or outcome.cause is Cause.NOT_NEEDED):  # it would end in the same way
+            patiently(lambda: end_other_jobs(plan.layout, job, log), plan.layout.jobs)
+        elif successor is not None and is_end:  # it would end in the same way
             cancel([successor], patience_s=PATIENCE_S)
     except (RlhpcError, OSError) as error:
         log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")

@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -46,18 +45,6 @@ class AttemptStarter:
         self._program = [*part.python, "-P", "-m", "launch.run_directory.begin_attempt"]
         self._words = ["--run-dir", str(plan.layout.root), "--job-id", str(job.job_id), "--restart", str(job.restart)]
         self._environment = {**part.defaults, **os.environ, **part.environment}
-        self._waiting: _Command | None = None  # a command that has already loaded
-
-    def load(self) -> None:
-        """Start the command ahead of time, so that the next attempt need not wait for interpreter and libraries."""
-        self.forget()
-        self._waiting = self._started("--when-told")
-
-    def forget(self) -> None:
-        """End the command that waits, if there is one."""
-        if self._waiting is not None:
-            self._waiting.end()
-            self._waiting = None
 
     def begin(self, is_over: Callable[[], bool], follows: str = "") -> Attempt:
         """Make directories and keys, find the checkpoint to resume from, write attempt.json.
@@ -84,67 +71,30 @@ class AttemptStarter:
 
     def _run(self, words: list[str], is_over: Callable[[], bool]) -> tuple[int, str, str]:
         """Run the command; it is killed once it is no longer wanted.  Returns exit status, output, errors."""
-        deadline = Deadline(BEGIN_S)
-        command, self._waiting = self._waiting, None
-        if command is None or words or not command.go():
-            if command is not None:
-                command.end()
-            command = self._started(*words)
-        try:
-            while command.process.poll() is None:
-                if is_over():
-                    command.process.kill()
-                if deadline.is_over:
-                    raise subprocess.TimeoutExpired(self._program, BEGIN_S)
-                self._signals.sleep(POLL_S)
-            return command.result()
-        finally:
-            command.end()
-
-    def _started(self, *words: str) -> _Command:
         leave_deleted_directory(self._root)
-        return _Command([*self._program, *self._words, *words], self._environment, self._descriptors)
-
-
-class _Command:
-    """A process, its output, and a line on its stdin that tells it to continue."""
-
-    def __init__(self, words: list[str], environment: Mapping[str, str], descriptors: tuple[int, ...]) -> None:
         if not Path(tempfile.gettempdir()).is_dir():
             tempfile.tempdir = None  # a cleaner has deleted it: Python looks for another
-        self._out, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115  end()
-        self.process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=self._out,
-            stderr=self._errors,
-            env=dict(environment),
-            pass_fds=descriptors,
-            preexec_fn=partial(die_with, os.getpid()),  # this process has one thread
-        )
-
-    def go(self) -> bool:
-        """Tell it to continue; False: it has ended."""
-        if self.process.poll() is not None or self.process.stdin is None:
-            return False
-        try:
-            self.process.stdin.write(b"\n")
-            self.process.stdin.close()
-        except OSError:
-            return False
-        return True
-
-    def result(self) -> tuple[int, str, str]:
-        """Exit status, output, errors; after its end."""
-        for stream in (self._out, self._errors):
-            stream.seek(0)
-        return self.process.wait(), self._out.read(), self._errors.read()
-
-    def end(self) -> None:
-        """End it if it is alive, and discard its output."""
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self._out, self._errors):
-            if stream is not None:
-                with suppress(OSError):  # a line that it has not read
-                    stream.close()
+        deadline = Deadline(BEGIN_S)
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                [*self._program, *self._words, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                env=self._environment,
+                pass_fds=self._descriptors,
+                preexec_fn=partial(die_with, os.getpid()),  # this process has one thread
+            )
+            try:
+                while process.poll() is None:
+                    if is_over():
+                        process.kill()
+                    if deadline.is_over:
+                        raise subprocess.TimeoutExpired(self._program, BEGIN_S)
+                    self._signals.sleep(POLL_S)
+            finally:
+                process.kill()
+                process.wait()
+            out.seek(0)
+            errors.seek(0)
+            return process.returncode, out.read(), errors.read()

@@ -35,13 +35,11 @@ from launch.run_files.run_state import (
 )
 from launch.slurm.this_job import NoTimeLimit, ThisJob
 from launch.supervisor.begin import AttemptStarter, BeginError
-from launch.supervisor.ending import release
 from launch.supervisor.giving_up import AwakeTime, RetryBudget, StallWatch, pause_before_another
 from launch.supervisor.outcome_classifier import OutcomeClassifier, asked_to_end
 from launch.supervisor.processes import Processes
 from launch.supervisor.resubmitter import Resubmitter
 from launch.supervisor.signals import Signals
-from launch.supervisor.stand_by import Heirs, StandBy
 from launch.supervisor.steps import Step, Tether
 from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
@@ -87,30 +85,23 @@ class ControllerJobSupervisor:
         self._classifier = OutcomeClassifier(plan, job)
         self._has_trained, self._awake = False, AwakeTime()  # has_trained: a step in the last attempt
         self._processes = Processes(plan, job, log, signals, tether)
-        self._stand_by = StandBy(plan, job, limit, log, signals, self._processes, self._starter)
-        self._heirs, self._resubmitter = Heirs(plan, job), Resubmitter(plan, job, log, self._budget)
+        self._resubmitter = Resubmitter(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to exit
         self._why, self._asked_at, self._patience_s = "", 0.0, SAVE_GRACE_S  # why: the same, in words
 
     def run(self) -> Outcome:
         """Run attempts until there is an outcome that this life of the job cannot change."""
         try:
-            over = self._stand_by.until_turn()
-            if over is not None:
-                return over
             while True:
                 saved_before = self._saved_step()
                 outcome = self._attempt()
                 has = {"has_saved": self._saved_step() > saved_before, "has_trained": self._has_trained}
                 pause_s = pause_before_another(outcome, self._plan, self._limit, self._budget, **has)
                 if pause_s is None:
-                    if outcome.cause.follows == "requeue" or outcome.cause is Cause.SIGNAL:
-                        release(self._plan, self._job)  # before the generators, now unused, have exited
                     return outcome
                 self._log.say("retry", f"{outcome.text}; another attempt in {pause_s:.0f} s")
                 self._pause(pause_s)
         finally:
-            self._starter.forget()
             self._interrupt_if_asked()  # between two attempts
             self._processes.end_all(self._grace_s(), is_wanted=self._cause in _WANTED)
 
@@ -234,7 +225,7 @@ class ControllerJobSupervisor:
         # SIGTERM would kill a controller whose loop has ended already, and the run would count as unclean.
         is_ending = progress is not None and progress.is_ending and self._limit.left_s() > LAST_MOMENT_S
         if self._cause is None and not is_ending:
-            self._stop_if_asked(progress, may_hand_over=stall.has_moved)
+            self._stop_if_asked(progress)
         if self._cause is None:
             self._stop_if_stuck(progress, stall)
         for step in self._processes.ended():
@@ -246,7 +237,7 @@ class ControllerJobSupervisor:
             return Outcome(Cause.FENCED, lost_to)
         return self._classifier.taken_over(attempt)
 
-    def _stop_if_asked(self, progress: Progress | None, *, may_hand_over: bool) -> None:
+    def _stop_if_asked(self, progress: Progress | None) -> None:
         """Let the controller finish its step and save, for the first reason that applies."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if self._signals.end_requested:
@@ -256,8 +247,6 @@ class ControllerJobSupervisor:
         elif save_requests(self._layout):
             names = ", ".join(path.stem for path in save_requests(self._layout))
             self._ask_controller(Cause.YIELD, f"job {names} is close to its time limit", progress)
-        elif may_hand_over and (heir := self._heirs.first()) is not None:
-            self._ask_controller(Cause.HAND_OVER, f"job {heir} has loaded everything and asks for the run", progress)
         elif self._limit.left_s() < needed_s:
             self._limit.ask()  # the limit may have been extended
             if (left_s := self._limit.left_s()) < needed_s:
@@ -362,19 +351,14 @@ class ControllerJobSupervisor:
         """The controller has ended: end the other roles of its attempt, and return the outcome."""
         status = 1 if self.controller_status is None else self.controller_status
         progress = self._progress()
-        is_left = self._cause is Cause.HAND_OVER and not self._is_complete()
-        if is_left:  # saved, or in the journal; processes of this attempt that are still alive will be fenced
-            release(self._plan, self._job)
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
         # Not told, and so waiting: a trainer that has not connected yet, or whose controller ended by os._exit(0).
         is_told = status == 0 and progress is not None and progress.attempt == attempt.index and progress.is_ending
         is_told = is_told and progress is not None and bool(progress.names("trainer"))
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if is_told else POLL_S)
-        outcome = Outcome(Cause.HAND_OVER, self._why)  # whatever the other job does with the run meanwhile
-        if not is_left:
-            how = status, attempt, self._cause, self._why, self._signals.end_requested
-            outcome = self._certain(lambda: self._classifier.classify(*how))
+        how = status, attempt, self._cause, self._why, self._signals.end_requested
+        outcome = self._certain(lambda: self._classifier.classify(*how))
         trained = progress.step if progress is not None else 0
         steps = f"step {trained} trained, step {self._saved_step()} saved"
         self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {outcome.text}")

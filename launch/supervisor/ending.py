@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import pickle
-from contextlib import suppress
 
 from launch.run_files.events import EventLog, certain_document
 from launch.run_files.outcome import Outcome
-from launch.run_files.overlap import successor_after_min
 from launch.run_files.plan_file import JobPart
 from launch.slurm.commands import SlurmError
 from launch.slurm.this_job import ThisJob
@@ -23,7 +20,6 @@ def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog, successor: in
     successor: submitted before; None: none, or sbatch refused it when this job began, and may take it now.
     """
     if plan.continuation == "successor":
-        release(plan, job)
         if successor is None and submit_successor(plan, job, log) is None:
             return 1
         log.say("successor", "this job ends; its successor continues the run")
@@ -37,40 +33,21 @@ def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog, successor: in
     return 0
 
 
-def release(plan: JobPart, job: ThisJob) -> None:
-    """Tell a successor that stands by that this job has saved and will begin no further attempt."""
-    if plan.overlap_s:
-        with suppress(OSError):  # it sees the end of this job, too
-            plan.layout.released(job.job_id).touch()
-
-
-def dependency_of_successor(job: str, life_s: float, overlap_s: float) -> str:
-    """When a successor may start, as an sbatch option; if this job ends earlier, it may start then."""
-    after_min = successor_after_min(life_s, overlap_s)
-    early = "" if after_min is None else f"after:{job}+{after_min}?"
-    return f"--dependency={early}afterany:{job}"
-
-
-def submit_successor(plan: JobPart, job: ThisJob, log: EventLog, life_s: float = math.inf) -> int | None:
-    """Submit the same script again, to start when this job has ended or is about to end (dependency_of_successor).
-
-    life_s: from the beginning of this job to its time limit.  Returns the id; None: it was not possible.
-    """
+def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
+    """Submit the same script again, to start when this job has ended.  Returns the id; None: it was not possible."""
     tasks = None if job.array_task is None else [job.array_task]
-    options = (dependency_of_successor(job.name, life_s, plan.overlap_s if plan.hosts_controller else 0),)
     try:
         successor = submit_again(
             plan.layout,
             job.submitted_id,
-            *options,
+            f"--dependency=afterany:{job.name}",
             tasks=tasks,
             hear=lambda said: log.say("sbatch", f"sbatch says: {said}"),
         )
     except RlhpcError as error:
         log.say("successor_refused", f"no successor: {error}")
         return None
-    when = "begins before this one ends, loads, and takes the run over" if "+" in options[0] else "follows this one"
-    log.say("successor", f"job {successor} {when}")
+    log.say("successor", f"job {successor} follows this one")
     return successor
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.run_files.events import EventLog
-from launch.run_files.job_records import CONTROLLER_JOBS, JobRecord, read_records, write_record
+from launch.run_files.job_records import JobRecord, read_records, write_record
 from launch.run_files.plan_file import JobPart
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import MIN_JOB_AGE_S, SOON_S, TaskStates, cancel, most_active, own_jobs
@@ -74,14 +74,9 @@ def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
     return [OtherJob(record.job_id, record.name, most.get(record.job_id, "")) for record in records]
 
 
-def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog, *, is_told: bool) -> None:
-    """Cancel every other job: pending ones at once, running ones after they have had time to end on their own.
-
-    is_told: the run directory says that the run is over; if not, a successor that stands by would not exit.
-    """
+def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
+    """Cancel every other job: pending ones at once, running ones after they have had time to end on their own."""
     _cancel([other for other in other_jobs(layout, job) if other.state == "PENDING"], log)
-    if not is_told:
-        _cancel([other for other in other_jobs(layout, job) if other.is_alive and other.name in CONTROLLER_JOBS], log)
     deadline = Deadline(FAREWELL_S)
     while (alive := [other for other in other_jobs(layout, job) if other.is_alive]) and not deadline.is_over:
         time.sleep(1.0)

@@ -13,7 +13,6 @@ from launch.slurm.this_job import ThisJob
 from launch.supervisor.signals import Signals
 from launch.supervisor.steps import Step, Tether, start_beside, start_part
 from rlhpc.deadline import Deadline
-from rlhpc.files import is_absent
 from rlhpc.patience import seen
 
 POLL_S = 0.1
@@ -29,62 +28,15 @@ class Processes:
         self._starts: dict[str, int] = {}  # number of starts of each, in this life
         self._ends: dict[str, int] = {}  # how often each has ended and was started again by its task, as far as seen
         self._reported: set[str] = set()  # those whose end was returned by ended()
-        self._awaited: Attempt | None = None  # that has not begun, and for which processes have been started
-        self._has_all = False  # whether every process could be started for the last attempt
-
-    @property
-    def _all(self) -> list[Step]:
-        """The controller, too, if it has been started."""
-        return [*self._steps.values(), *([self.controller] if self.controller is not None else [])]
 
     @property
     def has_controller(self) -> bool:
         """True while the controller runs."""
         return self.controller is not None and self.controller.status() is None
 
-    def stand_by(self, attempt: Attempt) -> None:
-        """Start everything for an attempt that has not begun yet: processes load, then wait for its beginning."""
-        self._end_awaited()
-        self._awaited = attempt  # first: what has been started is ended later, also if the rest cannot be
-        self._start_all(attempt)
-
-    @property
-    def are_loaded(self) -> bool:
-        """True once everything that stands by has loaded and is alive."""
-        if self._awaited is None or not self._has_all:
-            return False
-        return all(step.status() is None and self._is_loaded(step) for step in self._all)
-
     def start(self, attempt: Attempt) -> None:
-        """Start the controller, and every component that is not still running from the previous attempt.
-
-        What stands by for this attempt is left alone: it has seen that the attempt has begun.
-        """
-        if self._awaited is not None and self._awaited.index != attempt.index:
-            self._end_awaited()
-        self._awaited = None
-        self._start_all(attempt)
-
-    def _end_awaited(self) -> None:
-        """End standing-by processes that belong to one attempt; generators and reward services may serve any."""
-        if self._awaited is None:
-            return
-        self._awaited = None
-        if self.controller is not None:
-            self.controller.kill()
-        self.end_trainer(0.0)
-
-    def _is_loaded(self, step: Step) -> bool:
-        layout = self._plan.layout
-        names = (name.rpartition("-") for name in step.processes)
-        marks = (
-            layout.loaded_mark(role, int(replica), step.attempt.index, self._job.job_id) for role, _, replica in names
-        )
-        return seen(lambda: not any(map(is_absent, marks)), False)
-
-    def _start_all(self, attempt: Attempt) -> None:
+        """Start the controller, and every component that is not still running from the previous attempt."""
         self._reported.clear()
-        self._has_all = False
         for group, part in enumerate(self._plan.parts):
             if not part.runs_in_batch_step:
                 self._start_part(part, group, attempt)
@@ -92,7 +44,6 @@ class Processes:
             for share in part.shares:
                 for index in range(share.num_processes):
                     self._start_beside(part, share.role, index, attempt)
-        self._has_all = True
 
     def ended(self) -> list[Step]:
         """Components that ended unasked, each once per attempt; also reports processes that their task restarts."""
@@ -130,12 +81,6 @@ class Processes:
                 step.ask_to_leave()
         return left
 
-    def kill_all(self) -> None:
-        """End every process of this job at once: those that stand by have nothing to hand back."""
-        for step in self._all:
-            step.asked = True
-            step.kill()
-
     def end_all(self, grace_s: float, *, is_wanted: bool) -> None:
         """End every process of this job; generators hand back their leases, unless Ctrl-C is pressed meanwhile.
 
@@ -161,7 +106,7 @@ class Processes:
 
     def _start_beside(self, part: Part, role: str, index: int, attempt: Attempt) -> None:
         name = f"{role}-{part.share_of(role).first_replica + index}"
-        if self._is_running(name) or (role == "controller" and self.has_controller):  # the latter stands by
+        if self._is_running(name):
             return
         self._ends[name] = 0
         step = start_beside(self._plan, part, role, index, attempt, self._count(name), self._tether)

@@ -31,7 +31,7 @@ from typing import IO
 from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.run_files.exit_records import ExitRecord, last_error_in, write_record
 from launch.run_files.plan_file import JobPart, Part, read_plan
-from launch.run_files.run_state import is_complete, read_attempt, read_progress
+from launch.run_files.run_state import is_complete, read_progress
 from launch.slurm.this_job import ThisJob
 from launch.supervisor.bounded_log import BoundedLog
 from launch.supervisor.signals import REQUESTS, WARNINGS
@@ -92,9 +92,6 @@ def _options() -> argparse.Namespace:
         "--index", type=int, default=None, help="index of the process in its component; default: SLURM_PROCID"
     )
     parser.add_argument("--start", type=int, default=0, help="number of earlier starts of this component in this life")
-    parser.add_argument(
-        "--stand-by", action="store_true", help="load everything, then wait until this job begins an attempt"
-    )
     parser.add_argument(
         "--hold", type=int, nargs="*", default=(), help="inherited file descriptors that the role keeps open"
     )
@@ -269,8 +266,6 @@ class _Task:
             words += ["--resume-step", str(options.resume_step)]
         if options.owner and options.role in ("controller", "trainer"):  # the other roles survive attempts
             words += ["--owner", options.owner]
-        if options.stand_by:
-            words += ["--stand-by", str(self._job.job_id), str(self._job.restart)]
         start = options.start * STARTS_OF_A_STEP + self._starts
         words += ["--incarnation", self._job.incarnation(start)]
         return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]
@@ -278,11 +273,6 @@ class _Task:
     def _step(self) -> int:
         progress = read_progress(self._plan.layout)
         return progress.step if progress is not None else -1
-
-    def _has_begun(self) -> bool:
-        """Whether the current attempt belongs to this job."""
-        attempt = read_attempt(self._plan.layout)
-        return attempt is not None and attempt.owner == (self._job.job_id, self._job.restart)
 
     def _is_gone(self) -> bool:
         """Whether the run was moved or deleted."""
@@ -295,8 +285,6 @@ class _Task:
             return f"its log cannot be read: {error.strerror}"
 
     def _write_down(self, status: int, words: str = "", *, is_final: bool = True) -> None:
-        if self._options.stand_by and not self._has_begun():
-            return  # the attempt of this number may have become another job's
         if not words:
             words = self._last_words()
         record = ExitRecord(

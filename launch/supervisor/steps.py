@@ -135,5 +135,4 @@ def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) ->
     words += ["--job", plan.name, "--part", part.name, "--role", role]
     words += ["--attempt", str(attempt.index), "--start", str(start)]
     words += ["--owner", attempt.fence] if attempt.fence else []
-    words += [] if attempt.has_begun else ["--stand-by"]
     return words if attempt.resume_step is None else [*words, "--resume-step", str(attempt.resume_step)]

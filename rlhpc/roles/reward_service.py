@@ -33,7 +33,6 @@ from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, run_loop, stop_event, unless_stopped
-from rlhpc.roles.common.stand_by import await_turn
 from rlhpc.roles.common.turn_calls import answered
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
@@ -56,9 +55,7 @@ async def _serve(context: RoleContext) -> None:
     try:
         starting = asyncio.create_task(pool.start())
         await unless_stopped(stop, starting)
-        turn = await await_turn(context, stop)
-        if turn is not None:
-            await serve_controllers(turn, stop, partial(_serve_one, pool))
+        await serve_controllers(context, stop, partial(_serve_one, pool))
     finally:
         await pool.close()
 

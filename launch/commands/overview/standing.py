@@ -27,7 +27,7 @@ from rlhpc.errors import RunDirectoryError
 
 _CLOCK_SKEW_S = 60.0  # between a node that writes and slurmctld
 _STOPS = {Cause.STOP, Cause.ABORT, Cause.SIGNAL}
-_GOES_ON = {Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED, Cause.FENCED}  # another attempt was to follow
+_GOES_ON = {Cause.TIME, Cause.YIELD, Cause.FENCED}  # another attempt was to follow
 
 
 class State(StrEnum):

@@ -82,8 +82,6 @@ class RoleContext:
     meet_timeout_s: float = MEET_TIMEOUT_S
     # Of the run directory, under which this process writes; "": it outlives attempts and writes nothing.
     owner: str = ""
-    # Slurm job, and its restart, for whose attempt this process waits once it has loaded everything (stand_by.py).
-    stands_by_for: tuple[int, int] | None = None
     code: str = ""  # digest of the code that this process runs
 
     @property
@@ -124,7 +122,6 @@ def parse_role(arguments: list[str]) -> RoleContext:
     parser.add_argument("--incarnation", default=None, help="JOB.RESTART.START of a supervisor; a later one fences it")
     parser.add_argument("--owner", default="", help="of the run directory: the attempt that this process belongs to")
     parser.add_argument("--meet-timeout-s", type=float, default=MEET_TIMEOUT_S)
-    parser.add_argument("--stand-by", type=int, nargs=2, metavar=("JOB", "RESTART"), help="wait for its attempt")
     options = parser.parse_args(arguments)
     layout = RunLayout(options.run_dir.absolute())
     config, digest = patiently(lambda: read_resolved(layout), layout.config)
@@ -140,7 +137,6 @@ def parse_role(arguments: list[str]) -> RoleContext:
         config_hash=digest,
         meet_timeout_s=options.meet_timeout_s,
         owner=options.owner,
-        stands_by_for=tuple(options.stand_by) if options.stand_by else None,
         code=code_digest(),
     )
 

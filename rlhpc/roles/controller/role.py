@@ -56,7 +56,6 @@ from rlhpc.packing.planner import warm_up
 from rlhpc.patience import patiently, patiently_awaited, patiently_here
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, run_loop
-from rlhpc.roles.common.stand_by import await_turn_blocking
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.canary import open_canary
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
@@ -91,7 +90,7 @@ CLOSING_S = 60.0  # for the disk to take what only this process has
 
 def run(context: RoleContext) -> None:
     """Run to the last step, or until asked to stop; then stop all other roles."""
-    run_loop(_control(await_turn_blocking(context, warm_up)))
+    run_loop(_control(context))
 
 
 async def _control(context: RoleContext) -> None:

@@ -39,7 +39,6 @@ from rlhpc.messages import (
 from rlhpc.roles.common.controller_session import ControllerSession, follow_services, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, run_loop, stop_event, unless_stopped
-from rlhpc.roles.common.stand_by import await_turn
 from rlhpc.roles.generator.canary_taker import CanaryTaker
 from rlhpc.roles.generator.command_queue import CommandQueue
 from rlhpc.roles.generator.sampling import Link, Sampling
@@ -66,13 +65,10 @@ async def _generate(context: RoleContext) -> None:
     engine = await start_engine(config, seed=seed, make_decode=lambda: PromptTokenizer.of(config.model).decode)
     stop = stop_event()
     try:
-        turn = await await_turn(context, stop)
-        if turn is None:
-            return
         async with asyncio.TaskGroup() as tasks:
             sampling = Sampling(config, engine, tasks)
             try:
-                await serve_controllers(turn, stop, partial(_serve, engine, sampling))
+                await serve_controllers(context, stop, partial(_serve, engine, sampling))
                 await sampling.give_up()
             finally:
                 await sampling.agents.close()

@@ -1,7 +1,6 @@
 """The models that a rank trains: the policy and, with a critic, its values.
 
-Input: RoleContext.  Output: backends, whose ranks are connected.  They can be opened before it is known from which
-checkpoint the run goes on, unless the reference is part of it.
+Input: RoleContext.  Output: backends, whose ranks are connected.
 """
 
 from __future__ import annotations
@@ -21,14 +20,6 @@ from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK, RankContext
 
 log = logging.getLogger("rlhpc.trainer")
-
-
-def open_ahead(context: RoleContext, stack: ExitStack) -> tuple[TrainerBackend, Critic | None] | None:
-    """Open them if this process stands by for an attempt, and it is known already what they begin as."""
-    # A reference that is renewed comes with the checkpoint to resume from.
-    if context.stands_by_for is None or context.config.algorithm.reference_every:
-        return None
-    return open_models(context, stack)
 
 
 def own_host(config: Config) -> str:

@@ -39,13 +39,12 @@ from rlhpc.messages import (
 )
 from rlhpc.patience import patiently
 from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.common.stand_by import await_turn_blocking
 from rlhpc.roles.trainer.batch_figures import BatchFigures, means_of
 from rlhpc.roles.trainer.command_stream import CommandStream
 from rlhpc.roles.trainer.critic import Critic
 from rlhpc.roles.trainer.end_request import EndRequest
 from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
-from rlhpc.roles.trainer.models import open_ahead, open_models, own_host
+from rlhpc.roles.trainer.models import open_models, own_host
 from rlhpc.roles.trainer.saving import Together
 from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint.directory import policy_version_of
@@ -65,11 +64,9 @@ def run(context: RoleContext) -> None:
     """Execute commands until asked to stop."""
     end = EndRequest()
     with ExitStack() as stack:
-        ahead = open_ahead(context, stack)
-        context = await_turn_blocking(context)
         interval_s = context.config.transport.heartbeat_s
         heartbeat = stack.enter_context(TrainerHeartbeat(context, interval_s))  # before the model: loading may hang too
-        backend, critic = ahead or open_models(context, stack)
+        backend, critic = open_models(context, stack)
         channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
         stack.callback(channel.close)
         commands = CommandStream(channel, context.replica, context.num_ranks)

@@ -111,7 +111,7 @@ def test_every_cause_says_what_follows() -> None:
         assert cause.follows in ("end", "requeue", "again", "leave")
         assert cause.words
     assert Cause.TIME.follows == "requeue"
-    good = {Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD, Cause.HAND_OVER, Cause.NOT_NEEDED}
+    good = {Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD}
     assert {cause for cause in Cause if cause.status == 0} == good
 
 

@@ -69,7 +69,7 @@ def test_a_controller_with_a_long_save_is_not_killed_before_it_can_have_saved(la
     process = _Process()
     supervisor._processes = SimpleNamespace(controller=process)  # type: ignore[assignment]
     layout.stop_request.touch()
-    supervisor._stop_if_asked(read_progress(layout), may_hand_over=False)
+    supervisor._stop_if_asked(read_progress(layout))
     supervisor._asked_at -= NEEDED_S - 10
     supervisor._end_if_late()
     assert not process.is_killed

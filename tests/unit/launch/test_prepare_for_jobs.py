@@ -120,13 +120,7 @@ def test_a_resume_heeds_nothing_that_was_said_of_earlier_jobs(config: Config, la
     prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=5000, restart=0)
     layout.jobs.mkdir(exist_ok=True)
-    said = [
-        layout.released(12),
-        layout.hand_over_request(13),
-        layout.save_request("12"),
-        layout.jobs / "left_away.json",
-    ]
-    for path in said:
+    for path in (layout.save_request("12"), layout.jobs / "left_away.json"):
         path.write_text("[]")
     layout.job_events("12").write_text("")
     prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)

@@ -333,37 +333,18 @@ def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and
 
 
 def test_a_job_that_was_killed_without_a_word_is_at_work_until_another_does_its_work(tmp_path: Path) -> None:
-    """As on a node that went down; the successor of the last one loads while that one trains."""
+    """As on a node that went down."""
     run = ToldRun(tmp_path / "told")
     run.layout.job_plan.write_text(plan_document(plan_of()))
-    for job_id in (4712, 4713, 4714):
+    for job_id in (4712, 4713):
         record = {"job_id": job_id, "name": "hetjob", "plan": str(run.layout.job_plan), "submitted_unix_s": BEGAN_S}
         run.layout.job_record(job_id).write_text(json.dumps(record))
     run.tell_at(4712, {0: "life", 5: "restart"})
     run.tell_at(4713, {32: "life"})
-    run.tell_at(4714, {90: "life", 91: "stand_by"})
     hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
     gpus = int(next(iter(hours.by_job)).rpartition(", ")[2].split()[0])
     seconds = [each * 3600 / gpus for _, each in sorted(hours.by_job.items())]
-    assert seconds == pytest.approx([32, 68, 10])
-
-
-def test_the_time_in_which_a_successor_stood_by_is_a_use_of_its_own(tmp_path: Path) -> None:
-    run = ToldRun(tmp_path / "told")
-    plan = plan_of(cluster={"continuation": "successor"})
-    run.layout.job_plan.write_text(plan_document(plan))
-    document = json.loads(run.layout.job_plan.read_text())
-    assert [job["name"] for job in document["jobs"]] == ["hetjob"]
-    shares = [(share, part["gpus_per_task"]) for part in document["jobs"][0]["components"] for share in part["roles"]]
-    gpus = sum(each["num_processes"] * count for each, count in shares)
-    assert gpus > 0
-    for job_id in (4712, 4713):
-        record = {"job_id": job_id, "name": "hetjob", "plan": str(run.layout.job_plan), "submitted_unix_s": BEGAN_S}
-        run.layout.job_record(job_id).write_text(json.dumps(record))
-    run.tell_at(4712, {30: "stand_by", 35: "stand_by", 50: "loaded", 70: "take_over", 90: "verdict"})
-    run.tell_at(4713, {80: "stand_by", 100: "verdict"})
-    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
-    assert hours.by_use["standing by for a hand-over"] * 3600 == pytest.approx(gpus * (40 + 20))
+    assert seconds == pytest.approx([32, 68])
 
 
 @pytest.mark.parametrize(

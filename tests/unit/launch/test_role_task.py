@@ -53,9 +53,9 @@ def plan_with(
     return layout.job_plan
 
 
-def task_command(plan: Path, *more: str, role: str = "trainer") -> list[str]:
+def task_command(plan: Path, role: str = "trainer") -> list[str]:
     """Of process 0 of this role in the third attempt, in the plan's only part."""
-    words = ["--job", "trainer", "--part", "trainer", "--role", role, "--attempt", "3", *more]
+    words = ["--job", "trainer", "--part", "trainer", "--role", role, "--attempt", "3"]
     return [sys.executable, "-m", "launch.supervisor.role_task", "--plan", str(plan), *words]
 
 
@@ -134,21 +134,6 @@ def test_a_task_without_room_for_temporary_files_writes_down_why_it_ends(tmp_pat
     record = read_records(layout, "trainer", 3)[0]
     assert (record.status, record.starts) == (1, 0)
     assert record.last_words.startswith("no temporary directory: [Errno 17]")
-
-
-@pytest.mark.starts
-@pytest.mark.parametrize(("owner", "is_written"), [(11, False), (12, True)])
-def test_what_ends_while_it_stands_by_writes_nothing_into_an_attempt_that_may_be_another_jobs(
-    tmp_path: Path, owner: int, is_written: bool
-) -> None:
-    layout, role = RunLayout(tmp_path / "run"), tmp_path / "role"
-    role.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
-    role.chmod(0o700)
-    command = task_command(plan_with(role, layout), "--stand-by")
-    layout.attempt.write_text(json.dumps({"attempt": 3, "resume_step": None, "job_id": owner, "restart": 0}))
-    assert subprocess.run(command, env=in_job(tmp_path), check=False).returncode == 3
-    assert bool(read_records(layout, "trainer", 3)) == is_written
-    assert "--stand-by 12 0" in layout.log("trainer", 0, 3).read_text()
 
 
 @pytest.mark.starts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_files.run_state import hand_over_requests, save_requests, saved_step
+from launch.run_files.run_state import save_requests, saved_step
 from rlhpc.run_layout import RunLayout
 
 
@@ -19,13 +19,12 @@ def layout(tmp_path: Path) -> RunLayout:
     (layout.checkpoint(7)).mkdir(parents=True)
     (layout.checkpoint(7) / "COMPLETE").touch()
     (layout.jobs / "12.yield").touch()
-    (layout.jobs / "13.hand_over").touch()
     return layout
 
 
 def test_requests_and_checkpoints_are_found(layout: RunLayout) -> None:
     assert [path.name for path in save_requests(layout)] == ["12.yield"]
-    assert (hand_over_requests(layout), saved_step(layout)) == ([13], 7)
+    assert saved_step(layout) == 7
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
@@ -38,4 +37,4 @@ def test_a_file_server_that_does_not_answer_for_a_moment_asks_for_nothing(
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(os, "listdir", refuse)
-    assert (save_requests(layout), hand_over_requests(layout), saved_step(layout)) == ([], [], 0)
+    assert (save_requests(layout), saved_step(layout)) == ([], 0)

@@ -77,16 +77,10 @@ def test_a_site_whose_runs_go_on_in_successors_is_not_promised_a_requeue(living:
     assert living.document["next"][0].endswith("job 12 saves, is requeued or submits a successor, and continues")
 
 
-def test_a_successor_that_comes_before_the_end_and_one_that_has_loaded_are_told(living: Run) -> None:
+def test_a_successor_that_waits_for_the_end_of_a_job_is_shown(living: Run) -> None:
     living.job(28, "controller", follows=12)
-    plan = {"jobs": [{"name": "controller", "components": []}], "continuation": "successor", "overlap_s": 600}
-    living.layout.job_plan.write_text(json.dumps(plan))
     living.queue(UP + line("28", "PENDING", "Dependency"))
-    assert living.document["next"][-1] == "job 28 begins before job 12 ends, and takes the run over"
-    living.layout.hand_over_request(28).touch()
-    living.queue(UP + line("28", "RUNNING", nodes="t1"))
-    told = "job 28 stands by: it has loaded everything, and takes the run over after the current step"
-    assert living.document["next"][-1] == told
+    assert living.document["next"][-1] == "job 28 continues the run when job 12 has ended"
 
 
 def test_why_a_heterogeneous_job_is_held_is_said_once_in_the_table_and_once_below(run: Run) -> None:  # noqa: F811
