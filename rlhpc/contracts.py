@@ -397,7 +397,7 @@ class RewardFunction(Protocol):
     with data.reference_field = "*"; a parameter named `completions` makes it batched (docs/rewards.md).
     """
 
-    def __call__(self, completion: str, reference: str) -> object:
+    def __call__(self, completion: str, reference: str, /) -> object:
         """Return a RewardOutcome, a number, a bool or a dict with a reward (rewards/returned.py).
 
         An exception is a verifier error, never a reward of zero: raise what cannot be judged.
@@ -414,7 +414,7 @@ class AdvantageEstimator(Protocol):
     docs/algorithms.md, An advantage of your own, has the rules.
     """
 
-    def __call__(self, rewards: Float32, lengths: Int32) -> Float32:
+    def __call__(self, rewards: Float32, lengths: Int32, /) -> Float32:
         """Return float32 [G], finite, all zero where all rewards are equal.  Leaves its arguments as they are.
 
         rewards: float32 [G], G ≥ 2.  lengths: int32 [G], loss tokens, 0 of a truncated completion that is masked.
@@ -453,7 +453,7 @@ class PolicyLoss(Protocol):
     docs/algorithms.md, A loss of your own, has the rules; examples/own_loss.py is a longer one.
     """
 
-    def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, current: Tensor, row: TokenRow, /) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss *summed* over loss tokens, each times its weight, and metrics summed over loss tokens.
 
         current: float32 [T], carries the gradient, as the loss does, also where no token is on the loss mask (it is 0

@@ -24,6 +24,7 @@ from rlhpc.errors import ConfigError
 
 Result = TypeVar("Result")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_OF_IMPORTS = (__file__, importlib.__file__)  # whose frames lead to any module
 _IMPORT_PATH = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 
 
@@ -101,9 +102,9 @@ def load(key: str, path: str, said: str | None = None) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{value}: cannot import {module_name}: {error}") from error
+        raise ConfigError(f"{value}: cannot import {module_name}: {error}{_last_line(error)}") from error
     except Exception as error:  # it is not our code
-        raise ConfigError(f"{value}: cannot import {module_name}: {error!r}") from error
+        raise ConfigError(f"{value}: cannot import {module_name}: {error!r}{_last_line(error)}") from error
     except SystemExit as error:  # with the status 0 a role would end as if it had done its work
         raise ConfigError(
             f"{value}: {module_name} is a program, which ends when it is imported ({error!r}); legal: what it does by "
@@ -206,6 +207,13 @@ def line_of(path: str, error: BaseException) -> str:
     file = getattr(module, "__file__", None)  # what is built into Python has none
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
     return f" ({file}:{lines[-1]})" if lines else ""
+
+
+def _last_line(error: BaseException) -> str:
+    """ " (FILE:LINE)" of the module that an import has come to; "" if it has come to none."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    theirs = [f" ({file}:{line})" for file, line in frames if file not in _OF_IMPORTS and not file.startswith("<")]
+    return theirs[-1] if theirs else ""
 
 
 def _parts(path: str) -> tuple[str, str]:

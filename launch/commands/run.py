@@ -11,6 +11,7 @@ from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.bias import unusual
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.device_verdict import judge_devices
+from launch.checks.own_code import try_own_code
 from launch.checks.preflight import preflight
 from launch.commands.evaluate.beside_run import EvaluationBesideRun
 from launch.commands.evaluate.preview import preview_evaluations
@@ -100,6 +101,9 @@ def _checked(config: Config, tell: Tell) -> GpuMap:
     gpus = map_gpus(config, here)
     findings = preflight(config)
     preview_evaluations(config, has_gpus=bool(here.words))
+    for line in try_own_code(config):
+        if line.startswith("warning"):
+            tell(f"warning: {line.removeprefix('warning').lstrip()}")
     for line in unusual(config):
         tell(f"warning: {line}")
     if gpus.devices and findings.shape is not None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from rlhpc.contracts import Clock
 from rlhpc.errors import RoleFailed, StarvedError
+from rlhpc.rewards.failures import INVALID
 from rlhpc.types import Verdict
 
 log = logging.getLogger("rlhpc.rewards")
@@ -152,7 +153,8 @@ class ErrorGate:
 
         most_in_a_row: errors without a verdict between them that are too many whatever max_share is; 0: any number.
         Raises RoleFailed; StarvedError where another attempt would not help: most of the errors are refusals, none is a
-        verdict, or it has waited already.
+        verdict, or it has waited already.  Where all are invalid, it does not wait either: a function that returns
+        what is no reward does so however long one waits.
         """
         num_errors = len(self._last) - self._last.count("")
         is_closed = num_errors > self._max_share * self._window
@@ -162,12 +164,13 @@ class ErrorGate:
                 self._began_s = None
             return
         is_refused = self._last.count(QUARANTINED) * 2 > num_errors
-        if not is_refused and self._may_wait():
+        is_invalid = {*self._last} == {INVALID}
+        if not (is_refused or is_invalid) and self._may_wait():
             self._wait(self._too_many(num_errors) if is_closed else self._in_a_row())
             return
         waited = f", {self._waited_s:.0f} s after the first" if self._began_s is not None else ""
         if is_closed:
-            kind = StarvedError if is_refused or waited else RoleFailed
+            kind = StarvedError if is_refused or is_invalid or waited else RoleFailed
             raise kind(f"{self._too_many(num_errors)}{waited}, so rewards say nothing about the policy; {self._said()}")
         raise StarvedError(f"{self._in_a_row()}{waited}: no batch can be filled; {self._said()}")
 

@@ -42,6 +42,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True, tag="judged"):
     failure: str = ""  # where error is not empty: one of failures.FAILURES
     num_forked: int = 0  # processes that were left behind, and killed
     costs: dict[str, float] = {}  # names of failures.COSTS
+    traceback: str = ""  # of what was raised, for the log
 
 
 class Batch(msgspec.Struct, array_like=True, frozen=True, tag="judge_all"):
@@ -58,9 +59,10 @@ class Replies(msgspec.Struct, array_like=True, frozen=True, tag="judged_all"):
 
     replies: list[Reply] = []
     error: str = ""
-    failure: str = ""  # these three as of a Reply
+    failure: str = ""  # these four as of a Reply
     num_forked: int = 0
     costs: dict[str, float] = {}
+    traceback: str = ""
 
 
 class Dialogue(msgspec.Struct, array_like=True, frozen=True, tag="dialogue"):
@@ -88,9 +90,10 @@ class Turn(msgspec.Struct, array_like=True, frozen=True, tag="turn"):
     is_done: bool = False  # the environment is
     is_over: bool = False  # the rewards are final
     error: str = ""
-    failure: str = ""  # these three as of a Reply
+    failure: str = ""  # these four as of a Reply
     num_forked: int = 0
     costs: dict[str, float] = {}
+    traceback: str = ""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

@@ -32,6 +32,7 @@ log = logging.getLogger("rlhpc.rewards")
 
 _MAX_FAILED_STARTS = 5  # consecutive; then something is wrong with the node
 MOST_HELD = 1 << 16  # dialogues whose worker is remembered
+_MOST_LOGGED = 100  # tracebacks
 _FIRST_BACKOFF_S = 0.1  # doubled with every failed start
 
 
@@ -88,6 +89,7 @@ class RewardPool:
         self._limits: dict[WorkerProcess, float] = {}  # seconds, of workers that are being asked
         self._end = ""  # why the pool accepts no more work
         self._num_restarts = 0
+        self._logged: set[tuple[str, ...]] = set()  # causes: the name, and lines of a traceback that name places
         self.counts = TaskCounts()
 
     async def __aenter__(self) -> Self:
@@ -243,6 +245,7 @@ class RewardPool:
         try:
             reply = await worker.ask(frame, timeout_s)
             failure, num_forked, costs = reply.failure, reply.num_forked, reply.costs
+            self._log_once(name, reply)
             is_whole = failure != OUT_OF_MEMORY  # it may never give that memory back
         except WorkerLost as loss:
             if self._end:
@@ -262,6 +265,13 @@ class RewardPool:
             if num_forked:
                 log.warning("%s left %d processes behind, which were killed", name, num_forked)
         return reply
+
+    def _log_once(self, name: str, reply: Reply | Replies | Turn) -> None:
+        """Log the traceback of what the user's code has raised, the first from each place."""
+        cause = name, *(line for line in reply.traceback.splitlines() if line.startswith("  File "))
+        if reply.traceback and cause not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(cause)
+            log.warning("%s: %s; the first from this place:\n%s", name, reply.error, reply.traceback)
 
     async def close(self) -> None:
         """Kill every worker and wait until it is gone.  Calls of judge() in progress raise RoleFailed.  Idempotent."""

@@ -12,7 +12,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -39,12 +41,13 @@ from rlhpc.rewards.frames import (
 )
 from rlhpc.rewards.registry import BUILT_IN, resolve
 from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome, fault_of, sendable
-from rlhpc.user_code import is_import_path
+from rlhpc.user_code import is_import_path, line_of
 
 if TYPE_CHECKING:
     from rlhpc.rewards.environments.host import EnvironmentHost
 
 _LONGEST_DETAIL = 500  # characters
+_LONGEST_TRACEBACK = 8000  # characters, the last ones
 _Question = Request | Batch | Dialogue
 
 
@@ -60,8 +63,8 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
         for task in tasks:
             functions[task] = _function_of(task)
         host = _host(functions) if ENVIRONMENTS in os.environ else None
-    except Exception as error:  # noqa: BLE001  survives nothing: tells the parent what the user's module raised, leaves
-        _send(replies, Ready(error=_describe(error)))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  survives nothing: tells what the user's module raised
+        _send(replies, Ready(error=_describe(error, _places(*tasks))))
         return 1
     batched = tuple(task for task, function in functions.items() if isinstance(function, BatchedFunction))
     _send(replies, Ready(error="", batched=batched))
@@ -120,6 +123,7 @@ def _answer(
     request: _Question, functions: dict[str, RewardFunction], host: EnvironmentHost | None
 ) -> Reply | Replies | Turn:
     failed = _FAILED[type(request)]
+    names = (request.environment, request.task) if isinstance(request, Dialogue) else (request.task,)
     try:
         _limit_memory(request.memory_limit_bytes)
         if isinstance(request, Request):
@@ -132,8 +136,9 @@ def _answer(
         return failed(_describe(error), INVALID)
     except MemoryError as error:
         return failed(f"{_describe(error)} of {request.memory_limit_bytes} bytes", OUT_OF_MEMORY)
-    except Exception as error:  # noqa: BLE001  survives whatever is not our code: it is the verdict
-        return replace(failed(_describe(error), RAISED), costs=getattr(error, "costs", {}))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  survives whatever is not our code: it is the verdict
+        reply = failed(_describe(error, _places(*names)), RAISED)
+        return replace(reply, costs=getattr(error, "costs", {}), traceback=_traceback_of(error))
 
 
 def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
@@ -208,8 +213,30 @@ _FAILED: Mapping[type[_Question], Callable[[str, str], Reply | Replies | Turn]] 
 )
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _places(*names: str) -> tuple[str, ...]:
+    """Return the import paths behind tasks and environments, whose lines people look for."""
+    # Imported here for the same reason.
+    from rlhpc.rewards.task_settings import task_settings
+
+    composites = task_settings().composite
+    return tuple(
+        part for name in names for part in (composites[name].tasks.values() if name in composites else (name,))
+    )
+
+
+def _describe(error: BaseException, paths: Sequence[str] = ()) -> str:
+    """Return what was raised, and " (FILE:LINE)" where the code of one of these paths was; both fit into a detail."""
+    line = next(filter(None, (line_of(path, error) for path in paths)), "")
+    return f"{type(error).__name__}: {error}"[: max(0, _LONGEST_DETAIL - len(line))] + line
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return the traceback from the first frame on that is not of this package."""
+    found = traceback.TracebackException.from_exception(error)
+    package = str(Path(__file__).parents[1])
+    theirs = [not frame.filename.startswith(package) for frame in found.stack]
+    found.stack[:] = found.stack[theirs.index(True) if any(theirs) else 0 :]
+    return "".join(found.format())[-_LONGEST_TRACEBACK:].rstrip()
 
 
 def _send(replies: BinaryIO, message: Ready | Reply | Replies | Turn) -> None:

@@ -23,7 +23,7 @@ from rlhpc.rewards.frames import HEADER_BYTES, Ready, Replies, Reply, Turn, body
 _READY = msgspec.msgpack.Decoder(Ready)
 _REPLY: msgspec.msgpack.Decoder[Reply | Replies | Turn] = msgspec.msgpack.Decoder(Reply | Replies | Turn)
 _Message = TypeVar("_Message")
-_LAST_MOMENT_S = 0.5
+_LAST_MOMENT_S = 10.0  # from the end of a pipe to that of its process, on a busy node
 
 
 class WorkerLost(Exception):
@@ -74,7 +74,10 @@ class WorkerProcess:
         return ready.batched
 
     async def ask(self, request_frame: bytes, timeout_s: float) -> Reply | Replies | Turn:
-        """Send an encoded Request, Batch or Dialogue; return its answer.  Raises WorkerLost, in `timeout_s` at most."""
+        """Send an encoded Request, Batch or Dialogue; return its answer.
+
+        Raises WorkerLost, in `timeout_s` at most, and a moment later where the process has closed its pipe.
+        """
         self._requests.write(request_frame)
         return await self._receive(_REPLY, timeout_s)
 

@@ -64,6 +64,12 @@ CASES, DOUBTS = (
     [pytest.param(each, id=f"{title}: {each.what}") for title, table in tables.items() for each in table]
     for tables in (TABLES, WARNED)
 )
+TRIED_BY_A_RUN = (
+    "Reward functions: it raises",
+    "Reward functions: it returns a list for a batch",
+    "Reward functions: an error on import",
+    "Losses and advantages: a loss without weights",
+)
 ANEW = "docs/bad_inputs.md is not of today: python -m tests.unit.launch.test_table_of_mistakes"
 OF_THE_LAB = "AutoTokenizer takes"  # a warning of its tiny model
 # Words of libraries that may change with their versions, and of this machine.
@@ -108,13 +114,23 @@ def test_a_mistake_is_refused_with_place_value_and_what_is_legal(
         assert part in message
     assert len(message.splitlines()) <= 8, "one line a fault"
     assert "Traceback" not in message
-    if not case.is_tried and "--site" not in words:  # the user's code is tried by check only; a run has no --site
+    if not case.is_tried and "--site" not in words:  # of these, a few below; a run has no --site
         status, again = _refusal(desk, "run", words)
         assert status == EXIT_CONFIG
         # Of a place for the run each speaks in its own words: `run` is told by the filesystem.
         own_words = ("run director", "too long", "a directory", "or directory")
         assert again == message or any(each in again for each in own_words)
     assert not (tmp_path / "runs" / "first" / "config.json").exists()
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in TRIED_BY_A_RUN])
+def test_a_run_tries_the_users_own_code_before_it_starts_anything(lab: Lab, tmp_path: Path, case: Case) -> None:
+    desk, words = _spoiled(lab, tmp_path, case)
+    status, message = _refusal(desk, "run", words)
+    assert status == EXIT_CONFIG
+    assert _row(lab, desk, case, message) in PAGE.read_text(encoding="utf-8").splitlines()
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.starts

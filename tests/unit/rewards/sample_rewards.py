@@ -38,7 +38,7 @@ def die(completion: str, reference: str) -> RewardOutcome:
 
 
 def leave(completion: str, reference: str) -> RewardOutcome:
-    raise SystemExit(3)
+    os._exit(3)
 
 
 def fail(completion: str, reference: str) -> RewardOutcome:
@@ -206,3 +206,25 @@ def batched_by_place(completions, references, /):
 
 def batched_with_rest(completions, references, **kwargs):
     return [float(len(kwargs)) + len(text) if kwargs else float(text) for text in references]
+
+
+def leave_politely(completion: str, reference: str) -> float:
+    raise SystemExit(1)
+
+
+def fail_within(completion: str, reference: str) -> float:
+    return _looked_up(completion)
+
+
+def _looked_up(completion: str) -> float:
+    return {"right": 1.0}[completion]
+
+
+def close_the_pipe(completion: str, reference: str) -> float:
+    os.closerange(3, 64)
+    time.sleep(1.0)
+    os._exit(5)
+
+
+def batch_that_fails(completions, references):
+    return [_looked_up(completion) for completion in completions]

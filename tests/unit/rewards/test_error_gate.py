@@ -24,6 +24,20 @@ def test_a_verifier_that_always_fails_is_found_before_the_window_is_full():
         gate.check()
 
 
+@pytest.mark.parametrize(("other", "waits"), [("invalid", False), ("raised", True), ("timed_out", True), ("", True)])
+def test_what_is_no_reward_each_time_is_not_waited_for(other, waits):
+    gate = ErrorGate(0.5, window=10, patience_s=120.0, clock=lambda: 0.0)
+    for failure in [other, *["invalid"] * 5]:
+        gate.count(Verdict.VERIFIER_ERROR if failure else Verdict.WRONG, "not list", failure)
+    gate.count(Verdict.VERIFIER_ERROR, "not list", "invalid")
+    if waits:
+        gate.check()
+        assert gate.is_waiting
+    else:
+        with pytest.raises(StarvedError, match=r"7 of the last 7 verdicts.*invalid 7.*not list"):
+            gate.check()
+
+
 def test_errors_that_are_alike_are_said_once():
     gate = ErrorGate(0.2, window=10)
     for detail in ("second", "first", "first", "first", "first"):

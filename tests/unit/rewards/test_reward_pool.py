@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import sample_rewards
 
 from rlhpc.errors import RoleFailed
 from rlhpc.rewards.failures import by_task
@@ -85,6 +86,46 @@ async def test_whatever_a_function_raises_or_returns_amiss_is_a_verifier_error(p
     assert judgement.verdict is Verdict.VERIFIER_ERROR
     assert detail in judgement.detail
     assert pool.num_restarts == 0
+
+
+def line_of(words: str) -> str:
+    """FILE:LINE of the line of sample_rewards.py with these words."""
+    file = Path(sample_rewards.__file__)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return f"{file}:{next(place for place, line in enumerate(lines, 1) if words in line)}"
+
+
+@pytest.mark.parametrize(
+    ("function", "said", "words"),
+    [
+        ("fail_within", "KeyError: 'abc'", '{"right": 1.0}['),
+        ("leave_politely", "SystemExit: 1", "raise SystemExit(1)"),
+        ("batch_that_fails", "KeyError: 'abc'", '{"right": 1.0}['),
+    ],
+)
+async def test_what_a_function_raises_has_its_line_and_once_its_traceback_in_the_log(
+    pool, function, said, words, caplog
+):
+    for completion in ("abc", "abd", "abc"):
+        judgement = await pool.judge(TASK + function, completion, "")
+        assert judgement.failure == "raised"
+        assert judgement.detail.endswith(f" ({line_of(words)})")
+    assert said in judgement.detail
+    traces = [record.getMessage() for record in caplog.records if "Traceback (most recent call last)" in record.message]
+    assert len(traces) == 1
+    assert "worker.py" not in traces[0]
+    assert f'File "{sample_rewards.__file__}"' in traces[0]
+    assert pool.num_restarts == 0
+
+
+async def test_a_long_message_leaves_the_line_where_it_is(pool):
+    judgement = await pool.judge(TASK + "fail", "x" * 2000, "")
+    assert judgement.detail.endswith(f" ({line_of('cannot judge')})")
+
+
+async def test_a_worker_that_ends_after_its_pipe_has_its_status_said(pool):
+    judgement = await pool.judge(TASK + "close_the_pipe", "", "")
+    assert "worker died: exit status 5" in judgement.detail
 
 
 async def test_a_function_may_return_a_number_or_a_dict_and_be_a_coroutine(pool):
