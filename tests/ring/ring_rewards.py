@@ -14,6 +14,7 @@ from rlhpc.contracts import RewardOutcome
 SLOW_S = 0.01
 GATE = "RLHPC_TEST_GATE"  # names a file: until it is there, nobody is judged; a number in it is the next limit
 GATE_AFTER = "RLHPC_TEST_GATE_AFTER"  # but so many completions are, by each worker
+NO_ANSWER = "I do not know."  # a completion of the trial before a run
 _judged = itertools.count()
 
 
@@ -57,6 +58,8 @@ def patient_parity(completion: str, reference: str) -> RewardOutcome:
 
 def gated_parity(completion: str, reference: str) -> RewardOutcome:
     """Waits until the test lets it go on, so that there is a middle however fast the machine; see rewards.timeout_s."""
+    if is_trial(completion, reference):
+        return parity(completion, reference)
     judged, gate = next(_judged), Path(os.environ[GATE])
     if judged < int(os.environ.get(GATE_AFTER, "0")):
         return slow_parity(completion, reference)
@@ -77,6 +80,13 @@ def nothing(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(0.0, is_correct=False)
 
 
+def is_trial(completion: str, reference: str) -> bool:
+    """Whether this may be the trial before a run (launch/checks/own_code.py), which nothing may keep."""
+    return completion in ("", NO_ANSWER) or reference in completion
+
+
 def fail(completion: str, reference: str) -> RewardOutcome:
-    """The verifier is broken."""
+    """The verifier is broken, and shows it in a run alone."""
+    if is_trial(completion, reference):
+        return parity(completion, reference)
     raise OSError(f"no compiler to judge {reference} with")
