@@ -1,4 +1,4 @@
-"""Read a TOML file; for invalid TOML, tell the author what to change.
+"""Read a TOML file, and write values as TOML; for invalid TOML, tell the author what to change.
 
 Input: a file.  Output: its tables.  A fault is a ConfigError that names file and line, quotes the line, and says what
 is legal there: most are habits from other formats.
@@ -6,9 +6,12 @@ is legal there: most are habits from other formats.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from collections.abc import Mapping
 from datetime import date, time
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,28 @@ def shown(value: object) -> str:
         case str() if len(value) > _SHOWN_OF_A_TEXT:
             return f"{value[:_SHOWN_OF_A_TEXT]!r}…"
     return repr(value)
+
+
+def toml_value(value: object) -> str:
+    """A value in TOML, on one line.  Raises ConfigError: TOML has no such value."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case Integral():
+            return str(int(value))
+        case Real():
+            return repr(float(value))
+        case str() | Path():  # JSON's escapes are TOML's, but for pairs of surrogates and one character
+            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        case date() | time():
+            return value.isoformat()
+        case Mapping():
+            return f"{{{', '.join(f'{toml_value(str(key))} = {toml_value(each)}' for key, each in value.items())}}}"
+        case list() | tuple():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case None:
+            raise ConfigError("None; legal: leave the key out where nothing is meant")
+    raise ConfigError(f"{value!r}; legal: a number, True or False, a text, a path, or a list or dict of these")
 
 
 def _decoded(content: bytes, path: Path) -> str:

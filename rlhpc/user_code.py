@@ -45,6 +45,11 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
     package, *inner = module.split(".")
     if inner == ["py"]:
         raise ConfigError(f"{value}: a file, not a module; legal: {package}:{name}")
+    if package == "__main__":
+        raise ConfigError(
+            f"{value}: other processes cannot import what a notebook or a program defines; legal: {name} in a module, "
+            f"mine.py beside it and 'mine:{name}' here"
+        )
     # Only the top-level package: looking up "a.b" would import "a".
     spec = importlib.util.find_spec(package)
     if spec is None:

@@ -1,25 +1,30 @@
 """A run directory as an object: figures, rollouts, checkpoints, evaluations.
 
 Input: a run directory, also of a running run.  Output: arrays and frames.  Nothing is cached: each call reads what is
-on disk at that moment.
+on disk at that moment.  `stop` ends the run.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 from launch.commands.evaluate.past import past_evaluations
+from launch.commands.stop import stop_run
 from launch.common.optional_package import optional_module
 from launch.common.paths import without_dots
+from launch.door.arguments import Tell, say_nothing, speaks_python
 from launch.reading.metric_table import hint, metric_table
 from launch.reading.rollouts import RunRollouts, SeenRollout, Selection
 from launch.run_files.events import read_document
 from launch.run_files.run_state import run_name
-from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.config import Config
+from rlhpc.errors import CheckpointError, ConfigError, RoleFailed
+from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.metrics.curves import Curve, read_curves
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints, policy_version_of
@@ -36,18 +41,25 @@ class Checkpoint:
 
 
 class Run:
-    """One run.  `Run.load("runs/first")`."""
+    """One run, by its directory: `Run("runs/first")`, or `Run.load("runs/first")`."""
 
-    def __init__(self, layout: RunLayout) -> None:
-        """Use `load` instead."""
-        self._layout = layout
+    def __init__(self, directory: str | Path) -> None:
+        """Raises RunDirectoryError: no run is in this directory."""
+        self._layout = RunLayout(without_dots(Path(directory)))
+        self._planned: Config | None = None
+        self._layout.require_run()
 
     @classmethod
     def load(cls, directory: str | Path) -> Run:
-        """Raises RunDirectoryError: no run is in this directory."""
-        layout = RunLayout(without_dots(Path(directory)))
-        layout.require_run()
-        return cls(layout)
+        """The same as Run(directory)."""
+        return cls(directory)
+
+    @classmethod
+    def _to_begin(cls, config: Config) -> Run:
+        """One whose directory may not be there yet."""
+        made = cls.__new__(cls)
+        made._layout, made._planned = RunLayout(config.run_directory), config
+        return made
 
     def __repr__(self) -> str:
         return f"Run({str(self._layout.root)!r}, step {self.step} of {self.num_steps}, {self.phase})"
@@ -65,6 +77,8 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """The resolved run file, by section and key.  Raises ConfigError: config.json is damaged."""
+        if self._planned is not None and not self._layout.is_run:
+            return self._planned.model_dump(mode="json")
         settings = read_document(self._layout.config).get("config")
         if not isinstance(settings, dict):
             raise ConfigError(f"{self._layout.config}: damaged")
@@ -116,34 +130,58 @@ class Run:
                 continue
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
+    def stop(self, *, now: bool = False, tell: Tell | None = None) -> None:
+        """Finish the step, save, and end the run, on this machine or in Slurm; returns when it has ended.
+
+        now: do not finish the step.  tell: called with the lines that `rlhpc stop` prints.  One that does not run is
+        left as it is.  Raises RoleFailed: steps were lost; RunDirectoryError: it cannot be asked from this machine;
+        SlurmError: Slurm does not answer; KeyboardInterrupt: the run was asked, and ends by itself.
+        """
+        said: list[str] = []
+
+        def hear(line: str) -> None:
+            said.append(line)
+            (tell or say_nothing)(line)
+
+        status = stop_run(self._layout, now=now, tell=hear)
+        if status == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt(said[-1])
+        if status != 0:
+            raise RoleFailed(said[-1])
+
+    @speaks_python
     def rollouts(
         self,
         *,
-        steps: tuple[int, int] | None = None,
+        steps: Sequence[int] | None = None,
         task: str | None = None,
         verdict: Literal["correct", "wrong", "verifier_error"] | None = None,
         min_reward: float | None = None,
         max_reward: float | None = None,
         grep: str | None = None,
         tokenizer: str | Path | None = None,
-        tell: Callable[[str], None] = lambda remark: None,
+        tell: Tell | None = None,
     ) -> Iterator[SeenRollout]:
         """Yield every selected rollout that is on disk, as `rlhpc rollouts` shows them.
 
         steps: first and last.  grep: a regular expression.  tell: called with a line for what cannot be shown.
         Raises ConfigError: grep without a tokenizer, or an invalid selection.
         """
-        if steps is not None and not (isinstance(steps, tuple) and len(steps) == 2):
-            raise ConfigError(f"steps={steps!r}; legal: (first, last)")
+        pair = None if steps is None else _pair_of(steps)
+        for name, bound in (("min_reward", min_reward), ("max_reward", max_reward)):
+            if bound is not None and not _is_number(bound):
+                raise ConfigError(f"{name}={bound!r}; legal: a number")
+        if min_reward is not None and max_reward is not None and min_reward > max_reward:
+            raise ConfigError(f"min_reward={min_reward:g} is above max_reward={max_reward:g}: nothing is between them")
         if verdict is not None and verdict not in (legal := [each.value for each in Verdict]):
             raise ConfigError(f"verdict={verdict!r}; legal: {', '.join(legal)}")
         try:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
             raise ConfigError(f"grep={grep!r}: not a regular expression: {error}") from error
-        chosen = Selection(steps, task, verdict, min_reward, max_reward, pattern)
+        chosen = Selection(pair, task, verdict, min_reward, max_reward, pattern)
         directory = None if tokenizer is None else Path(tokenizer)
-        return RunRollouts(self._layout, tokenizer_dir=directory, tell=tell).each(chosen)
+        return RunRollouts(self._layout, tokenizer_dir=directory, tell=tell or say_nothing).each(chosen)
 
     def frame(self, library: Literal["pandas", "polars"] = "pandas", **selection: Any) -> Any:
         """The same as a frame, one row per rollout, without token arrays; parts of rewards are columns part_NAME.
@@ -159,6 +197,18 @@ class Run:
         Raises ConfigError: no metrics yet, a pattern matches none, the library is not installed; OSError.
         """
         return _frame(library, metric_table(self._layout, patterns).columns)
+
+
+def _pair_of(steps: object) -> tuple[int, int]:
+    """A first and a last step, of a tuple or a list.  Raises ConfigError."""
+    match steps:
+        case [int(first), int(last)] if first <= last:
+            return first, last
+    raise ConfigError(f"steps={steps!r}; legal: (first, last)")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)  # of numpy, too
 
 
 class _Figures(dict[str, Curve]):

@@ -73,7 +73,7 @@ class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
         return FailedJobError(f"{why}; {where}")
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel all jobs of the run.  check: raise SlurmError if that fails.  `rlhpc stop` saves first."""
+        """Cancel all jobs of the run.  check: raise SlurmError if that fails.  `run.stop()` saves first."""
         try:
             cancel([record.job_id for record in read_records(self._layout)])
         except SlurmError:

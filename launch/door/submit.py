@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.commands.submit import submit_run
+from launch.door.arguments import (
+    Overrides,
+    Tell,
+    import_path_exported,
+    refuse_both,
+    say_nothing,
+    settings_of,
+    speaks_python,
+)
 from launch.door.run_job import RunJob
 from rlhpc.config import Config
-from rlhpc.config_file import load_config
 
 
+@speaks_python
 def submit(
     config: str | Path | Config,
     site: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     resume: bool = False,
     fresh: bool = False,
     after: str | int | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Tell | None = None,
 ) -> RunJob:
     """Check a run, submit its jobs, and return them as one job of submitit.
 
     config: a run file, or the result of `rlhpc.config_file.load_config`.  site: a site file.
-    overrides: "section.key=value" for the run file.  after: a job id, or a dependency in sbatch's syntax.
+    overrides: ["section.key=value"] or {"section.key": value}.  after: a job id, or a dependency in sbatch's syntax.
     tell: called with the lines that `rlhpc submit` prints.
     Raises ConfigError, RunDirectoryError: refused, nothing was written; SlurmError: sbatch failed.
     """
-    known = config if isinstance(config, Config) else load_config(Path(config), list(overrides), "overrides")
-    depends = None if after is None else str(after)
-    return RunJob(submit_run(known, Path(site), resume=resume, fresh=fresh, after=depends, tell=tell).root)
+    refuse_both(resume=resume, fresh=fresh)
+    known, depends = settings_of(config, overrides), None if after is None else str(after)
+    with import_path_exported():
+        layout = submit_run(known, Path(site), resume=resume, fresh=fresh, after=depends, tell=tell or say_nothing)
+    return RunJob(layout.root)

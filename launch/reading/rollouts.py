@@ -122,19 +122,31 @@ class RunRollouts:
     def each(self, selection: Selection = EVERYTHING) -> Iterator[SeenRollout]:
         """The selected rollouts, in the order in which their groups were resolved.
 
-        Raises ConfigError: text is searched, and there is no tokenizer.
+        Raises ConfigError: text is searched, and there is no tokenizer; no rollout and no dataset has the task.
         """
         if selection.pattern is not None and not self.texts.are_known:
-            raise ConfigError(
-                "--grep searches text, and the run's tokenizer is not on this machine: give --tokenizer DIR"
-            )
+            raise ConfigError("text is searched, and the run's tokenizer is not on this machine: give --tokenizer DIR")
+        return self._each(selection)
+
+    def _each(self, selection: Selection) -> Iterator[SeenRollout]:
+        is_any = False
         for found, advantages in self._with_advantages(selection):
             for index, scored in enumerate(found.resolved.group.members):
                 if selection.wants_member(scored):
                     mine = None if advantages is None else advantages[index]
                     seen = self._seen(found, scored, mine)
                     if selection.wants_text(seen.prompt, seen.completion, seen.reference, seen.detail):
+                        is_any = True
                         yield seen
+        if not is_any:
+            self._refuse_unknown(selection.task)
+
+    def _refuse_unknown(self, task: str | None) -> None:
+        """Raises ConfigError: no dataset of the run has this task."""
+        if task is None or self.config is None:
+            return
+        if task not in (known := sorted({name for dataset in self.config.data for name in dataset.all_tasks})):
+            raise ConfigError(f"task={task!r}: not a task of this run; legal: {', '.join(known)}")
 
     def _with_advantages(self, selection: Selection) -> Iterator[tuple[FoundGroup, Sequence[Float32] | None]]:
         """Groups of the selected steps with their members' advantages; a step's groups are yielded together."""

@@ -6,8 +6,6 @@ Input: options, or a Config.  Output: Requests, checked as far as they go withou
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from launch.commands.evaluate.target import Target
 from rlhpc.config import Config
 from rlhpc.config_sections import COLDEST
 from rlhpc.errors import ConfigError
+from rlhpc.toml_text import toml_value
 
 # Options that a table has as keys.
 _OF_TABLES = ("ema", "out", "samples", "prompts", "temperature", "every", "keep_best", "stop_after")
@@ -72,7 +71,7 @@ def of_run_file(config: Config) -> list[Request]:
             "generation.max_completion_tokens": table.max_completion_tokens,
             "generation.num_replicas": table.num_replicas,
         }
-        stop = [f"generation.stop={_in_toml(table.stop)}"] if table.stop is not None else []
+        stop = [f"generation.stop={toml_value(table.stop)}"] if table.stop is not None else []
         request = Request(
             name=table.title,
             data=table.path,
@@ -87,11 +86,6 @@ def of_run_file(config: Config) -> list[Request]:
         )
         found.append(request)
     return found
-
-
-def _in_toml(texts: Sequence[str]) -> str:
-    """A list as an override has it: JSON, but for pairs of surrogates, and for a character that TOML wants escaped."""
-    return json.dumps(list(texts), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _of_command(options: argparse.Namespace) -> Request:

@@ -74,7 +74,15 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_g
             f'data.environment="{AGENT}": agents are not evaluated; legal: data.environment= with a data.task that '
             "judges one turn"
         )
-    return settled(document, words, "evaluation")
+    try:
+        return settled(document, words, "evaluation")
+    except ConfigError as error:
+        if target.settings is not None or "missing; it has no default" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}\n{target.model}: an HF checkpoint says none of this; legal: --run RUN.toml, a run file or "
+            "directory whose settings it is evaluated with"
+        ) from None
 
 
 def _said(key: str, words: Sequence[str], otherwise: str) -> str:

@@ -30,9 +30,20 @@ def image_sections() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of what the Apptainer definition copies of the working tree, unpacked."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the source, unpacked."""
+    built = tmp_path_factory.mktemp("built")
+    _pip("wheel", "--wheel-dir", built, source)
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(built / "installed")
+    return built / "installed"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the Apptainer definition copies of the working tree."""
+    source = tmp_path_factory.mktemp("source")
     for line in image_sections()["files"]:
         name, target = line.split()
         assert target == f"/opt/rlhpc/{name}"
@@ -40,18 +51,25 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=IGNORED)
         else:
             shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--wheel-dir", built, source], check=True, capture_output=True, text=True)
-    (wheel,) = built.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(built / "installed")
-    return built / "installed"
+    return source
+
+
+def _pip(command: str, *words: str | Path) -> None:
+    how = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([sys.executable, "-m", "pip", command, *how, *words], check=True, capture_output=True, text=True)
 
 
 def rlhpc(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     command = [sys.executable, "-m", "launch.cli", *words]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_an_editable_install_is_a_path_that_editors_and_type_checkers_follow(source: Path, tmp_path: Path) -> None:
+    _pip("install", "--target", tmp_path, "--editable", source)
+    (path,) = tmp_path.glob("*.pth")  # beside it no __editable___rlhpc_finder.py, which they would not run
+    assert path.read_text().strip() == str(source)
+    assert not [*tmp_path.glob("*.py")]
 
 
 def test_no_file_of_the_packages_is_left_out(installed: Path) -> None:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import json
 import os
 import pickle
+import pydoc
 import re
+import signal
 import subprocess
 import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from submitit.core.utils import FailedJobError
 
 import rlhpc
-from launch.door import RunJob
+from launch.door import RunJob, StartedRun, local
+from launch.door.arguments import import_path, in_python, words_of
 from launch.door.run import _columns
 from launch.run_files.events import EventLog
-from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.config_file import load_config
+from rlhpc.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
 from rlhpc.metrics.recorder import Recorder
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.ring.run_kit import make_lab
@@ -65,9 +76,11 @@ def test_a_run_is_arrays_rollouts_and_checkpoints(first: FirstRun) -> None:
     assert [(each.step, each.policy_version) for each in run.checkpoints] == [(2, 2)]
     assert run.checkpoints[0].path == first.layout.checkpoint(2)
     (wrong,) = run.rollouts(verdict="wrong")
-    for selection in ({"verdict": "wrnog"}, {"steps": 3}, {"steps": (0,)}, {"grep": "("}):
+    for selection in ({"verdict": "wrnog"}, {"steps": 3}, {"steps": (0,)}, {"grep": "("}, {"min_reward": "a"},
+                      {"steps": (3, 1)}, {"task": "nosuch"}, {"min_reward": 1.0, "max_reward": 0.0}):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(selection))):
-            run.rollouts(**selection)
+            list(run.rollouts(**selection))
+    assert len(list(run.rollouts(steps=[0, 1], min_reward=np.float32(0.5)))) == 1
     assert (wrong.prompt, wrong.completion) == ("3 + 4 =", "eight<eos>")
     assert wrong.versions.dtype == np.int32
     assert [each.group_id for each in run.rollouts(grep=r"1 \+ 1", min_reward=0.5)] == [1]
@@ -76,9 +89,27 @@ def test_a_run_is_arrays_rollouts_and_checkpoints(first: FirstRun) -> None:
     assert repr(run).endswith("step 2 of 2, complete)")
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", [rlhpc.Run, rlhpc.Run.load])
+def test_a_run_is_loaded_from_its_directory_and_one_without_a_run_is_refused(
+    first: FirstRun, tmp_path: Path, load: Callable[[str | Path], rlhpc.Run]
+) -> None:
+    assert load(str(first.layout.root)).name == "first"
     with pytest.raises(RunDirectoryError, match="not a run directory"):
-        rlhpc.Run.load(tmp_path)
+        load(tmp_path)
+
+
+def test_a_run_that_does_not_run_needs_no_stop(first: FirstRun) -> None:
+    told = list[str]()
+    rlhpc.Run(first.layout.root).stop(tell=told.append)
+    assert told == [f"{first.layout.root}: this run is not running"]
+
+
+def test_help_shows_the_names_that_are_meant_and_plain_signatures() -> None:
+    page = pydoc.plain(pydoc.render_doc(rlhpc))
+    functions = page[page.index("\nFUNCTIONS") : page.index("\nDATA")]
+    assert re.findall(r"^    (\w+)\(", functions, re.MULTILINE) == [name for name in rlhpc.__all__ if name != "Run"]
+    assert "lambda" not in page
+    assert all(f"rlhpc.{name} " in page[: page.index("PACKAGE CONTENTS")] for name in rlhpc.__all__)
 
 
 def test_what_a_frame_is_made_of_has_a_row_a_rollout_and_none_for_what_it_lacks(first: FirstRun) -> None:
@@ -119,7 +150,7 @@ before = set(sys.modules)
 import rlhpc
 new = {name.split('.')[0] for name in set(sys.modules) - before}
 assert new <= {'rlhpc', 'importlib', '__future__', 'warnings'}, new
-assert 'Run' in dir(rlhpc)
+assert [name for name in dir(rlhpc) if not name.startswith('_')] == rlhpc.__all__
 rlhpc.Run, rlhpc.submit
 assert not {'torch', 'transformers', 'vllm', 'pandas', 'matplotlib'} & set(sys.modules)
 try:
@@ -144,8 +175,174 @@ def test_a_run_from_python_is_the_command_and_an_error_of_its_settings_is_ours(t
     run = rlhpc.run(run_file, ["run.num_steps=2", "admission.active_sampling=false"], tell=told.append)
     assert (run.phase, run.step) == ("complete", 2)
     assert any("complete, saved at step 2" in line for line in told)
-    with pytest.raises(ConfigError, match="exists already; use --resume"):
+    with pytest.raises(ConfigError, match="exists already; use resume=True to continue it, fresh=True"):
         rlhpc.run(run_file)
+
+
+@pytest.mark.starts
+def test_a_run_that_was_started_is_looked_at_and_stopped_and_has_the_modules_of_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_of_a_session.py").write_text("def judge(completion, reference):\n    return len(completion)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lab = make_lab(tmp_path)
+    config = load_config(lab.run_file("long", run={"num_steps": 1000, "name": "long"}))
+    overrides = {"data.task": "mine_of_a_session:judge", "run": {"directory": tmp_path / "runs" / "long"}}
+    started = rlhpc.start(config, overrides)
+    assert (started.run.phase, started.run.step, started.run.num_steps) == ("new", 0, 1000)
+    assert (started.run.name, dict(started.run.figures), started.run.checkpoints) == ("long", {}, [])
+    while not started.done() and started.run.step < 1:
+        time.sleep(0.2)
+    assert not started.done()
+    started.run.stop()
+    run = started.wait()
+    assert started.done()
+    assert (run.phase, run.settings["data"][0]["task"]) == ("stopped", "mine_of_a_session:judge")
+    assert load_config(tmp_path / "runs" / "long.toml").data[0].task == "mine_of_a_session:judge"
+    with pytest.raises(ConfigError, match="use resume=True to continue it"):
+        rlhpc.start(config, overrides).wait()
+
+
+def _stands_in(monkeypatch: pytest.MonkeyPatch, program: str) -> list[list[str]]:
+    """A program in place of the command; returns the words that it is given."""
+    given: list[list[str]] = []
+
+    def command(module: str, *words: str) -> list[str]:
+        given.append([module, *words])
+        return [sys.executable, "-c", program]
+
+    monkeypatch.setattr(local, "child_command", command)
+    return given
+
+
+STARVED = """
+import sys
+why = "StarvedError: the latest: bad:r_list: not list\\nline 2"
+print("starting | waits for generator-0 | 38 s", file=sys.stderr)
+print("rlhpc: 8 groups are dropped", file=sys.stderr)
+print(f"rlhpc: controller-0 ended with exit status 2: {why}", file=sys.stderr)
+print("runs/y: stopped before the first step; `rlhpc run RUN.toml --resume` continues it")
+sys.exit(STATUS)
+"""
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize(("status", "error"), [(2, ConfigError), (1, RoleFailed)])
+def test_an_error_has_the_reason_and_not_what_is_printed_after_it(
+    monkeypatch: pytest.MonkeyPatch, status: int, error: type[Exception]
+) -> None:
+    _stands_in(monkeypatch, STARVED.replace("STATUS", str(status)))
+    told = list[str]()
+    with pytest.raises(error) as raised:
+        rlhpc.run(ROOT / "configs" / "demo.toml", tell=told.append)
+    assert str(raised.value).endswith("StarvedError: the latest: bad:r_list: not list\nline 2")
+    assert told[0].startswith("starting")
+    assert told[-1].startswith("runs/y: stopped before")
+
+
+@pytest.mark.starts
+def test_an_interrupt_ends_a_run_and_not_the_waiting_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = "import time, sys; print('rlhpc: here', file=sys.stderr, flush=True); time.sleep(600)"
+    _stands_in(monkeypatch, waits)
+
+    is_waiting = threading.Event()
+
+    def tell(line: str) -> None:
+        if line == "rlhpc: here":  # what comes after it is the traceback of an interrupted program
+            is_waiting.wait()
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def wait() -> None:
+        is_waiting.set()
+        started.wait()
+
+    started = rlhpc.start(ROOT / "configs" / "demo.toml", tell=tell)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert not started.done()
+    started.stop()
+    assert started.done()
+    with pytest.raises(KeyboardInterrupt):
+        rlhpc.run(ROOT / "configs" / "demo.toml", tell=tell)
+
+
+@pytest.mark.starts
+def test_what_tell_raises_ends_the_telling_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    _stands_in(monkeypatch, "import sys; sys.stderr.write('a line\\n' * 100_000)")
+    rlhpc.run(ROOT / "configs" / "demo.toml", tell=lambda line: print(1 / 0))
+    assert [each.exc_type for each in reported] == [ZeroDivisionError]
+
+
+@pytest.mark.starts
+def test_a_check_returns_its_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = "print('data        500 records\\nwarning     only 75 prompts differ')"
+    given, told = _stands_in(monkeypatch, printed), list[str]()
+    demo = ROOT / "configs" / "demo.toml"
+    assert rlhpc.check(demo, {"run.seed": 3}, site="site.toml", tell=told.append) == ["only 75 prompts differ"]
+    assert given == [["launch.cli", "check", str(demo), "run.seed=3", "--site", "site.toml"]]
+    assert told == ["data        500 records", "warning     only 75 prompts differ"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("run.name=x", r"overrides='run\.name=x': legal: a list of texts"),
+        (["run.name=x", len], r"overrides: <built-in function len>: legal: a text"),
+        ({"run.name": None}, r"overrides: run\.name=None; legal: leave the key out"),
+        ({"run.nam": "x"}, r"overrides: run\.nam='x': unknown key"),
+        ({"run": {"num_steps": -1}}, r"overrides: run\.num_steps=-1: legal: above 0"),
+    ],
+)
+def test_overrides_are_texts_or_a_dict(overrides: Any, said: str) -> None:
+    for function in (rlhpc.run, rlhpc.start, rlhpc.check):
+        with pytest.raises(ConfigError, match=said):
+            function(ROOT / "configs" / "demo.toml", overrides)
+
+
+def test_values_of_a_dict_are_what_they_are() -> None:
+    given = {"run.name": 'a "b"', "data.path": Path("a b"), "run.seed": np.int64(3), "agent.command": ["a", "b=c"]}
+    given |= {"trainer.learning_rate": np.float64(1e-5), "model": {"chat_template_kwargs": {"enable thinking": False}}}
+    words = ["run.seed=3", 'agent.command=["a", "b=c"]', "trainer.learning_rate=1e-05"]
+    words += ['model.chat_template_kwargs={"enable thinking" = false}', 'run.name="a \\"b\\""', 'data.path="a b"']
+    assert sorted(words_of(given)) == sorted(words)
+
+
+def test_settings_in_place_of_a_run_file_and_both_beginnings_are_refused() -> None:
+    for function in (rlhpc.run, rlhpc.start, functools.partial(rlhpc.submit, site="site.toml")):
+        with pytest.raises(ConfigError, match="legal: a run file, or a Config"):
+            function({"run": {"name": "x"}})
+        with pytest.raises(ConfigError, match="resume=True and fresh=True"):
+            function(ROOT / "configs" / "demo.toml", resume=True, fresh=True)
+
+
+def test_an_option_in_an_error_is_an_argument_unless_it_is_of_a_command_to_type() -> None:
+    arguments = inspect.signature(rlhpc.submit).parameters | inspect.signature(rlhpc.evaluate).parameters
+    said = "use --resume, --fresh to start over; --after 'x y': no; --step 7: no; --ema; `rlhpc run R --resume`"
+    meant = "use resume=True, fresh=True to start over; after='x y': no; step=7: no; --ema; `rlhpc run R --resume`"
+    assert in_python(said, arguments) == meant
+
+
+def test_an_export_says_what_is_not_there_in_its_own_words(first: FirstRun, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^step=7: .* no such checkpoint; legal: 2$"):
+        rlhpc.export(first.layout.root, tmp_path / "out", step=7)
+    with pytest.raises(ConfigError, match=r"^dtype=float16; legal: float32, bfloat16$"):
+        rlhpc.export(rlhpc.Run(first.layout.root), tmp_path / "out", dtype="float16")
+
+
+def test_what_this_session_alone_searches_is_searched_by_what_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), "", str(tmp_path / "not-there")])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    found = import_path().split(os.pathsep)
+    assert {str(tmp_path), str(Path.cwd())} - {str(ROOT)} <= {*found}
+    assert not {str(tmp_path / "not-there"), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")} & {*found}
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    assert import_path() == str(ROOT)
 
 
 @pytest.mark.starts
@@ -158,8 +355,10 @@ def test_an_evaluation_from_python_is_the_commands_and_two_are_compared(
     figures = [rlhpc.evaluate(lab.model, lab.dataset, words, out=tmp_path / out, **how) for out in ("a", "b")]
     assert figures[0]["num_prompts"] == 3
     assert rlhpc.compare(tmp_path / "a", tmp_path / "b")["figures"]["reward"]["difference"]["value"] == 0
-    with pytest.raises(ConfigError, match="--samples 0; legal: 1 or more"):
+    with pytest.raises(ConfigError, match="samples=0; legal: 1 or more"):
         rlhpc.evaluate(lab.model, lab.dataset, samples=0)
+    with pytest.raises(ConfigError, match=r"data\.task: missing(.|\n)*legal: run=RUN\.toml"):
+        rlhpc.evaluate(lab.model, lab.dataset)
 
 
 def blocks() -> list[str]:
@@ -172,7 +371,7 @@ def test_the_page_for_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first.layout.root.rename(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    ours = [block for block in blocks() if not block.startswith(("# needs Slurm", "# needs a model"))]
+    ours = [block for block in blocks() if not block.startswith("# needs")]
     has_pandas = importlib.util.find_spec("pandas") is not None
     assert ["run.frame(" in block for block in ours] == [False, False, True]
     for block in ours if has_pandas else ours[:-1]:
@@ -186,6 +385,9 @@ def test_every_name_that_the_page_lists_is_there() -> None:
         assert hasattr(rlhpc.Run, name), name
     for name in re.findall(r"`job\.(\w+)", page):
         assert hasattr(RunJob, name), name
+    for name in re.findall(r"`started\.(\w+)", page):
+        assert hasattr(StartedRun, name) or name == "run", name
+    assert {*re.findall(r"^\| `rlhpc\.(\w+)", page, re.MULTILINE)} | {"Run", "submit"} == {*rlhpc.__all__}
 
 
 # ------------------------------------------------------------------------------------------------------------ jobs

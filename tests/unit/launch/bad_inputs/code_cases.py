@@ -26,6 +26,7 @@ def game(*methods: str) -> Spoil:
 REWARDS = (
     case("a module that is not there", key("data.task", "yours:judge"), "data.task='yours:judge'", "no module 'yours'", "PYTHONPATH"),
     case("a path for a module", key("data.task", "mine.py:judge"), "data.task='mine.py:judge'", "mine:judge"),
+    case("a function of a notebook", key("data.task", "__main__:judge"), "data.task='__main__:judge'", "a notebook or a program", "'mine:judge'"),
     case("a file's path", key("data.task", "./mine:judge"), "data.task='./mine:judge'", "legal"),
     case("a function of another name", module("def score(a, b): return 1.0\n", **MINE), "data.task='mine:judge'", "mine.py has no 'judge'", "score"),
     case("a syntax error", module("def judge(a, b)\n    return 1\n", **MINE), "mine.py:1", "expected ':'"),
