@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rlhpc.config_data import OWN_REWARD
-from rlhpc.config_sections import LoosePath, Positive, Section
+from rlhpc.config_sections import Arguments, LoosePath, Positive, Section
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -35,8 +35,8 @@ class EnvironmentConfig(Section):
     """Longer tool results are cut."""
     id: str = ""
     """For "gymnasium" and "verifiers": the environment's name in that library."""
-    arguments: dict[str, bool | int | float | str] = Field(default={})
-    """Arguments of its constructor: {max_guesses = 8}."""
+    arguments: Arguments = Field(default={})
+    """Keyword arguments of its constructor, or of that of your own class: {max_guesses = 8}."""
     corpus: LoosePath | None = None
     """Documents of "search": a .jsonl file of {"text": …}, or of {"title": …, "text": …}."""
     num_documents: Positive = 3
@@ -52,8 +52,11 @@ def libraries_have_their_id(config: Config) -> None:
             f"environment.id={table.id!r} with data.environment={', '.join(map(repr, sorted(names)))}: it names one of "
             f"{' or '.join(map(repr, LIBRARIES))}, which need it"
         )
-    if table.arguments and not libraries:
-        raise ValueError(f"environment.arguments are for {' and '.join(map(repr, LIBRARIES))}; legal: leave them out")
+    if table.arguments and not libraries and not any(":" in name for name in names):
+        raise ValueError(
+            f"environment.arguments are for {', '.join(map(repr, LIBRARIES))} and package.module:Class; legal: leave "
+            "them out"
+        )
     if len(libraries) > 1:
         raise ValueError(
             f"data.environment={', '.join(map(repr, libraries))} in one run share environment.id; legal: one"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlhpc.config_sections import Duration, NonNegative, Positive, Section, Share
+from rlhpc.config_sections import Arguments, Duration, NonNegative, Positive, Section, Share
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -32,6 +32,8 @@ class RewardsConfig(Section):
     0: no limit."""
     task_memory_bytes: dict[str, int] = Field(default={})
     """Other memory limits for single tasks."""
+    task_arguments: dict[str, Arguments] = Field(default={})
+    """Keyword arguments of reward functions of your own, as { "mine:judge" = { bonus = 0.5 } }."""
     max_attempts: Positive = 2
     """Attempts to score one completion before its group is dropped."""
     max_error_share: Share = 0.2
@@ -123,7 +125,12 @@ def composites_are_made_of_tasks(config: Config) -> None:
 
 
 def limits_are_of_tasks(config: Config) -> None:
-    """A limit for a task that nobody has would be passed over."""
+    """A limit for a task that nobody has would be passed over, and so would arguments."""
+    own = [task for task in config.judging_tasks if ":" in task]
+    for task in config.rewards.task_arguments:
+        if task not in own:
+            legal = ", ".join(own) or "leave it out, since no task is a function of your own"
+            raise ValueError(f"rewards.task_arguments names {task!r}; legal: {legal}")
     named = {*config.data_tasks, *(each.task for each in config.evaluation if each.task)}
     for key in ("task_timeout_s", "task_memory_bytes"):
         for task, limit in getattr(config.rewards, key).items():

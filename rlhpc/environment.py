@@ -48,8 +48,8 @@ class Environment(ABC):
 
     @classmethod
     def open(cls, settings: EnvironmentConfig) -> Self:
-        """Create an environment from the run file's table [environment]; the default ignores the table."""
-        return cls()
+        """Create an environment from the run file's table [environment]; the default passes environment.arguments."""
+        return cls(**settings.arguments)
 
     @abstractmethod
     async def reset(self, record: Mapping[str, Any]) -> Sequence[Message]:

@@ -39,6 +39,7 @@ _RESUME = Counterpart(
 )
 _EXPORT = Counterpart("`rlhpc export RUN_DIR OUT`")
 _REWARD = Counterpart("data.task", "a built-in reward, or `module:function`; several: [composite.NAME]")
+_REWARD_ARGUMENTS = Counterpart("rewards.task_arguments", 'as { "module:function" = { name = 0.5 } }')
 _CRITIC_LR = Counterpart("critic.learning_rate")
 _CODE = _none("models whose code comes with the checkpoint are not run")
 _ADAM = _none("AdamW with float32 master weights")
@@ -267,6 +268,7 @@ VERL: Mapping[str, Counterpart] = {
     "reward_model.sandbox_fusion.url": Counterpart("sandbox.languages", "programs run in a sandbox of our own"),
     "custom_reward_function.path": _REWARD,
     "custom_reward_function.name": _REWARD,
+    "custom_reward_function.reward_kwargs": _REWARD_ARGUMENTS,
     "trainer.total_epochs": _STEPS,
     "trainer.total_training_steps": _STEPS,
     "trainer.project_name": Counterpart("run.name"),

@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -125,6 +125,21 @@ def load(key: str, path: str, said: str | None = None) -> Any:
     return found
 
 
+def takes(key: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Return why a function cannot be called with keyword arguments of the table `key` alone; "" if it can.
+
+    Raises ConfigError for an argument that it has no parameter for.
+    """
+    refuse_unknown(key, function, arguments)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return f"{error}{place_of(function)}"
+    except ValueError:  # of C, perhaps
+        pass
+    return ""
+
+
 def bound(
     key: str, path: str, function: Callable[..., Any], given: Sequence[str], arguments: Mapping[str, Any]
 ) -> Callable[..., Any]:
@@ -133,10 +148,13 @@ def bound(
     given: names of what it is called with, for people.
     Raises ConfigError: it lacks a parameter for one of the arguments, or cannot be called in this way.
     """
-    refuse_unknown(f"{key}_arguments", function, arguments, len(given))
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C, perhaps
+        signature = None
+    first = () if signature is None else tuple(signature.parameters)[: len(given)]
+    refuse_unknown(f"{key}_arguments", function, arguments, first)
+    if signature is None:
         return partial(function, **arguments) if arguments else function
     try:
         signature.bind(*given, **arguments)
@@ -149,19 +167,19 @@ def bound(
     return partial(function, **arguments) if arguments else function
 
 
-def refuse_unknown(key: str, function: Callable[..., Any], arguments: Mapping[str, Any], num_given: int = 0) -> None:
+def refuse_unknown(
+    key: str, function: Callable[..., Any], arguments: Mapping[str, Any], given: Collection[str] = ()
+) -> None:
     """Raise ConfigError for an argument, of the table `key`, that a function has no parameter for; names what it has.
 
-    num_given: of its first parameters, which have their values from elsewhere.
+    given: names of parameters that have their values from elsewhere.
     """
     try:
         signature = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of C, perhaps
         return
-    given = [each.name for each in signature[:num_given]]
-    names = [
-        each.name for each in signature[num_given:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
+    named = [each.name for each in signature if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    names = [name for name in named if name not in given]
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature)
     for name, value in arguments.items():
         if name not in names and (name in given or not takes_any):

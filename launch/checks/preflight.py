@@ -176,8 +176,9 @@ def _tasks_are_there(config: Config) -> None:
     for dataset in config.data:
         named = (task for task in dataset.all_tasks if task != OWN_REWARD)
         for task in (part for each in named for part in config.parts_of(each)):
-            validate_task(task)
-            if asks_for_record(task) and dataset.reference_field != WHOLE_RECORD:
+            arguments = config.rewards.task_arguments.get(task, {})
+            validate_task(task, arguments)
+            if asks_for_record(task, arguments) and dataset.reference_field != WHOLE_RECORD:
                 raise ConfigError(
                     f"data.reference_field={dataset.reference_field!r}: data.task={task!r} asks for the whole record "
                     f'(its parameters say so); legal: "{WHOLE_RECORD}" (docs/rewards.md, Your own reward function)'

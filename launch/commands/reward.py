@@ -56,7 +56,7 @@ def judge_records(options: argparse.Namespace) -> int:
     config = _settings(options, overrides)
     field = options.reference or _reference_field(config, options.task)
     for part in config.parts_of(options.task):
-        validate_task(part)
+        validate_task(part, config.rewards.task_arguments.get(part, {}))
     check_sandbox(config.sandbox, is_needed=is_code(config, options.task))
     records = _records(files[0] if files else "-")
     end = _thinking_end(config, options.task)

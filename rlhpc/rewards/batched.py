@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rlhpc.errors import ConfigError
@@ -22,6 +23,7 @@ from rlhpc.rewards.returned import NoReward
 from rlhpc.rewards.whole_record import record_of
 
 COMPLETIONS, REFERENCES, RECORDS = "completions", "references", "records"
+OF_BATCHES = (COMPLETIONS, REFERENCES, RECORDS)  # parameters that are never fields
 _OTHER_NAMES = {"prompts": "prompt"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -39,10 +41,16 @@ def asks_for_fields(names: Sequence[str]) -> bool:
 class BatchedFunction:
     """A RewardFunction that may also be asked for many completions."""
 
-    def __init__(self, key: str, function: Callable[..., object]) -> None:
-        """Raises ConfigError for parameters that have no name."""
-        self._function = function
-        self._parameters = dict(inspect.signature(function).parameters)
+    def __init__(
+        self, key: str, function: Callable[..., object], arguments: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
+        """Raises ConfigError for parameters that have no name.
+
+        arguments: given by name with every batch; they hide fields of the records.
+        """
+        self._function, self._constant = function, dict(arguments)
+        signature = inspect.signature(function).parameters
+        self._parameters = {name: each for name, each in signature.items() if name not in arguments}
         self._takes_rest = any(each.kind is each.VAR_KEYWORD for each in self._parameters.values())
         for name, each in self._parameters.items():
             if each.kind not in (*_BY_NAME, each.VAR_KEYWORD):
@@ -58,7 +66,7 @@ class BatchedFunction:
 
     def judge_all(self, completions: Sequence[str], references: Sequence[str]) -> list[object]:
         """What is returned for each.  Raises NoReward unless it is a list of as many; what the function raises."""
-        returned = self._function(**self._arguments(completions, references))
+        returned = self._function(**self._arguments(completions, references), **self._constant)
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
         listed: object = returned.tolist() if hasattr(returned, "tolist") else returned  # an array, a tensor
@@ -94,7 +102,7 @@ class BatchedFunction:
             if name not in arguments and parameter.kind in _BY_NAME:
                 arguments |= self._column(name, records, is_needed=parameter.default is parameter.empty)
         if self._takes_rest:
-            known = {*arguments, *(_OTHER_NAMES.get(name, name) for name in arguments)}
+            known = {*arguments, *self._constant, *(_OTHER_NAMES.get(name, name) for name in arguments)}
             common = set.intersection(*(set(record) for record in records)) - known
             arguments |= {name: [record[name] for record in records] for name in sorted(common)}
         return arguments

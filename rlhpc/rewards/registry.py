@@ -7,19 +7,23 @@ user's own.  Functions are named as text, so that the table can be read without 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from types import MappingProxyType
 from typing import cast
 
 from rlhpc.contracts import RewardFunction
 from rlhpc.errors import ConfigError
 from rlhpc.foreign_rewards import foreign_reward
-from rlhpc.rewards.batched import BatchedFunction, asks_for_fields, is_batched
+from rlhpc.rewards.batched import OF_BATCHES, BatchedFunction, asks_for_fields, is_batched
 from rlhpc.rewards.whole_record import PARAMETER, PLACE, given_its_record
-from rlhpc.user_code import is_import_path, load, look_up, parameters, required_parameters
+from rlhpc.user_code import is_import_path, load, look_up, parameters, refuse_unknown, required_parameters
 
 KEY = "data.task"
+ARGUMENTS = "RLHPC_TASK_ARGUMENTS"  # of a reward worker: rewards.task_arguments of its run, JSON
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
@@ -53,21 +57,27 @@ def task_names() -> tuple[str, ...]:
     return tuple(sorted(BUILT_IN))
 
 
-def validate_task(task: str) -> None:
+def validate_task(task: str, arguments: Collection[str] = ()) -> None:
     """Check a task name without importing anything of the user's.
 
+    arguments: names of those that the run file has for it.
     Raises ConfigError if the name is neither in the table nor an import path, as user_code.look_up, or if the function
     is called in the way of another system.
     """
     path = _import_path(task)
     look_up(KEY, path, repr(task))
-    if said := foreign_reward(task.partition(":")[2], required_parameters(path), parameters(path)):
+    if said := foreign_reward(
+        task.partition(":")[2], *(_without(arguments, names(path)) for names in (required_parameters, parameters))
+    ):
         raise ConfigError(f"{KEY}={task!r}: {said}")
 
 
-def asks_for_record(task: str) -> bool:
-    """Whether its function needs the whole record, as far as the text of its module tells; nothing is imported."""
-    names = parameters(_import_path(task))
+def asks_for_record(task: str, arguments: Collection[str] = ()) -> bool:
+    """Whether its function needs the whole record, as far as the text of its module tells; nothing is imported.
+
+    arguments: as of validate_task.
+    """
+    names = _without(arguments, parameters(_import_path(task)))
     return asks_for_fields(names) if is_batched(names) else names[PLACE : PLACE + 1] == (PARAMETER,)
 
 
@@ -81,7 +91,12 @@ def resolve(task: str) -> RewardFunction:
         names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of C, perhaps
         names = ()
-    return BatchedFunction(f"{KEY}={task!r}", function) if is_batched(names) else given_its_record(function, names)
+    arguments = json.loads(os.environ.get(ARGUMENTS, "{}")).get(task, {})
+    given = OF_BATCHES if is_batched(names) else names[: PLACE + 1]
+    refuse_unknown(f'rewards.task_arguments."{task}"', function, arguments, given)
+    if is_batched(names):
+        return BatchedFunction(f"{KEY}={task!r}", function, arguments)
+    return given_its_record(partial(function, **arguments) if arguments else function, names)
 
 
 def reference_check(task: str) -> Callable[..., None] | None:
@@ -91,6 +106,11 @@ def reference_check(task: str) -> Callable[..., None] | None:
     """
     path = CHECKS.get(task)
     return None if path is None else cast(Callable[..., None], load(KEY, path, repr(task)))
+
+
+def _without(arguments: Collection[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Parameters that do not have their values from the run file."""
+    return tuple(name for name in names if name not in arguments)
 
 
 def _import_path(task: str) -> str:

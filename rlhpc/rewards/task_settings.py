@@ -14,6 +14,7 @@ from rlhpc.config_judge import JudgeConfig
 from rlhpc.config_sections import Section
 from rlhpc.config_tasks import CompositeConfig, InstructionsConfig, MathConfig, TextConfig
 from rlhpc.rewards import code_place
+from rlhpc.rewards.registry import ARGUMENTS
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -44,7 +45,8 @@ def worker_environment(config: Config, judge_cache: Path | None = None) -> dict[
         judge_cache=str(judge_cache or ""),
         num_workers=config.rewards.num_replicas * config.rewards.workers_per_replica,
     )
-    return {VARIABLE: settings.model_dump_json(), **code_place.environment_of(config.sandbox)}
+    arguments = {ARGUMENTS: json.dumps(config.rewards.task_arguments)} if config.rewards.task_arguments else {}
+    return {VARIABLE: settings.model_dump_json(), **arguments, **code_place.environment_of(config.sandbox)}
 
 
 @cache

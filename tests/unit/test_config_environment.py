@@ -47,7 +47,11 @@ def test_tools_and_own_environments_are_accepted() -> None:
         ({"task_field": "kind", "tasks": {"g": "environment"}}, {}, "'environment' needs data.environment"),
         (OWN | {"environment": "gymnasium"}, {}, r"environment.id='' with data.environment='gymnasium'"),
         (OWN, {"id": "Guess-v0"}, "environment.id='Guess-v0' with data.environment='my_environments:Game'"),
-        (OWN, {"arguments": {"n": 1}}, "environment.arguments are for 'gymnasium' and 'verifiers'"),
+        (
+            TOOLS,
+            {"tools": ["calculator"], "arguments": {"n": 1}},
+            "environment.arguments are for 'gymnasium', 'verifiers' and package.module",
+        ),
         ({}, {"max_turns": 3}, "environment.max_turns=3 has no effect with no data.environment"),
         ({}, {"corpus": "x.jsonl"}, "environment.corpus"),
     ],

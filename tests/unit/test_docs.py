@@ -93,6 +93,7 @@ def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
              dict[str, float]: "numbers by name", dict[str, str]: "texts by name",
              dict[str, int]: "integers by name",
              dict[str, bool | int | float | str]: "values by name",
+             dict[str, dict[str, bool | int | float | str]]: "tables by name",
              tuple[int, ...]: "list of integers", tuple[float, ...]: "list of numbers",
              tuple[str, ...]: "list of texts"}[annotation]  # fmt: skip
     return f"{words}{_bounds_in_words(metadata)}"

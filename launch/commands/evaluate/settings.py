@@ -64,7 +64,7 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_g
         document["data"] = like.model_dump(mode="json", exclude={*_LIMITS, "weight"}) | data_here
         limits = {key: limit for key in _LIMITS if (limit := getattr(like, key)) is not None}
         document["generation"] = run.generation.model_dump(mode="json") | limits | generation | {"temperature": 1.0}
-        document["rewards"] = _limits_of_task(run.rewards.model_dump(mode="json"), task)
+        document["rewards"] = _limits_of_task(run.rewards.model_dump(mode="json"), task, run.parts_of(task))
         document["sandbox"] = run.sandbox.model_dump(mode="json")
         if _said("data.environment", words, like.environment):
             document["environment"] = run.environment.model_dump(mode="json")
@@ -90,9 +90,9 @@ def _said(key: str, words: Sequence[str], otherwise: str) -> str:
     return said[-1] if said else otherwise
 
 
-def _limits_of_task(rewards: dict[str, Any], task: str) -> dict[str, Any]:
-    for key in ("task_timeout_s", "task_memory_bytes"):
-        rewards[key] = {name: limit for name, limit in rewards[key].items() if name == task}
+def _limits_of_task(rewards: dict[str, Any], task: str, parts: Sequence[str]) -> dict[str, Any]:
+    for key, named in (("task_timeout_s", (task,)), ("task_memory_bytes", (task,)), ("task_arguments", parts)):
+        rewards[key] = {name: limit for name, limit in rewards[key].items() if name in named}
     return rewards
 
 

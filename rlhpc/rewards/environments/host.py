@@ -67,7 +67,7 @@ class EnvironmentHost:
 
     def preload(self, name: str) -> None:
         """Import an environment and make one, which may read large files.  Raises ConfigError, or what it raises."""
-        self._classes[name] = resolve_environment(name)
+        self._classes[name] = resolve_environment(name, self._settings.arguments)
         self._runner.run(self._classes[name].open(self._settings).close())
 
     def close(self) -> None:
@@ -104,7 +104,8 @@ class EnvironmentHost:
 
     async def _begun(self, dialogue: Dialogue) -> _Kept:
         if dialogue.environment not in self._classes:
-            self._classes[dialogue.environment] = resolve_environment(dialogue.environment)
+            arguments = self._settings.arguments
+            self._classes[dialogue.environment] = resolve_environment(dialogue.environment, arguments)
         environment = self._classes[dialogue.environment].open(self._settings)
         try:
             opening = await environment.reset(json.loads(dialogue.record))

@@ -5,12 +5,13 @@ Input: a name.  Output: a class with the methods of Environment.  Named as text,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from rlhpc.environment import Environment
 from rlhpc.errors import ConfigError
-from rlhpc.user_code import is_import_path, load, look_up
+from rlhpc.user_code import is_import_path, load, look_up, takes
 
 KEY = "data.environment"
 VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: those of its run (settings.py)
@@ -29,13 +30,22 @@ def validate_environment(name: str) -> None:
     look_up(KEY, _import_path(name), repr(name))
 
 
-def resolve_environment(name: str) -> type[Environment]:
-    """Import an environment.  Raises ConfigError, also if it is no subclass of Environment, or an abstract one."""
+def resolve_environment(name: str, arguments: Mapping[str, object] = MappingProxyType({})) -> type[Environment]:
+    """Import an environment.  Raises ConfigError, also if it is no subclass of Environment, or an abstract one.
+
+    arguments: environment.arguments, which its constructor has to take, unless it has an open() of its own.
+    """
     found: object = load(KEY, _import_path(name), repr(name))
     if not isinstance(found, type) or not issubclass(found, Environment):
         raise ConfigError(f"{KEY}={name!r} is not a subclass of rlhpc.environment.Environment")
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(f"{KEY}={name!r} lacks {', '.join(missing)}")
+    is_default = getattr(found.open, "__func__", None) is Environment.open.__func__  # type: ignore[attr-defined]
+    if is_default and (why := takes("environment.arguments", found, arguments)):
+        raise ConfigError(
+            f"{KEY}={name!r}: {found.__name__}{inspect.signature(found)}: {why}; legal: a constructor whose parameters "
+            "have a default or a value in environment.arguments"
+        )
     return found
 
 

@@ -208,6 +208,14 @@ def batched_with_rest(completions, references, **kwargs):
     return [float(len(kwargs)) + len(text) if kwargs else float(text) for text in references]
 
 
+def scaled(completion: str, reference: str, scale: float, *, shift: float = 0.0) -> float:
+    return scale * len(completion) + shift
+
+
+def scaled_together(completions, scale, answer=()):
+    return [scale * len(completion) + len(answer) for completion in completions]
+
+
 def leave_politely(completion: str, reference: str) -> float:
     raise SystemExit(1)
 

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sample_rewards
 from rlhpc.errors import RoleFailed
 from rlhpc.rewards.failures import by_task
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.rewards.registry import ARGUMENTS
 from rlhpc.roles.reward_service import RewardService
 from rlhpc.topology import REWARDS
 from rlhpc.transport.memory import MemoryServer
@@ -126,6 +128,15 @@ async def test_a_long_message_leaves_the_line_where_it_is(pool):
 async def test_a_worker_that_ends_after_its_pipe_has_its_status_said(pool):
     judgement = await pool.judge(TASK + "close_the_pipe", "", "")
     assert "worker died: exit status 5" in judgement.detail
+
+
+async def test_arguments_of_the_run_file_reach_a_function_and_a_batched_one():
+    """A batched function's are no fields of the record, which has a scale of its own here."""
+    arguments = {TASK + "scaled": {"scale": 2, "shift": 0.5}, TASK + "scaled_together": {"scale": 3}}
+    async with RewardPool(1, PATIENCE_S, environment={ARGUMENTS: json.dumps(arguments)}) as pool:
+        assert (await pool.judge(TASK + "scaled", "abc", "")).reward == 6.5
+        record = json.dumps({"scale": 100, "answer": "7"})
+        assert (await pool.judge(TASK + "scaled_together", "abc", record)).reward == 10.0
 
 
 async def test_a_function_may_return_a_number_or_a_dict_and_be_a_coroutine(pool):
