@@ -148,10 +148,10 @@ def test_records_of_an_attempt_are_found_by_role_and_replica(tmp_path: Path) -> 
 
 def test_a_plan_of_another_schema_or_without_the_job_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job_plan.json"
-    path.write_text(json.dumps({"schema": 1, "jobs": []}))
-    with pytest.raises(PlanFileError, match="schema 1; this supervisor reads 2"):
+    path.write_text(json.dumps({"schema": 2, "jobs": []}))
+    with pytest.raises(PlanFileError, match="schema 2; this supervisor reads 1"):
         read_plan(path, "hetjob")
-    path.write_text(json.dumps({"schema": 2, "jobs": [{"name": "trainer"}]}))
+    path.write_text(json.dumps({"schema": 1, "jobs": [{"name": "trainer"}]}))
     with pytest.raises(PlanFileError, match="no job 'hetjob'; legal: trainer"):
         read_plan(path, "hetjob")
     with pytest.raises(PlanFileError, match="No such file"):

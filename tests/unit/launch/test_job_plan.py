@@ -219,7 +219,7 @@ def test_the_words_count_nodes_and_gpus_of_all_array_tasks() -> None:
 def test_the_plan_file_has_what_the_supervisor_starts() -> None:
     prologue = {"image": "/shared/a.sif", "code": "/home/me/rlhpc", "binds": ["/data"]}
     document = json.loads(plan_document(plan_of("trainer.num_ranks=16", prologue=prologue)))
-    assert (document["schema"], document["run_directory"], document["placement"]) == (2, "/shared/run", "hetjob")
+    assert (document["schema"], document["run_directory"], document["placement"]) == (1, "/shared/run", "hetjob")
     (job,) = document["jobs"]
     controller, trainer, _ = job["components"]
     assert controller["runs_in_batch_step"]
