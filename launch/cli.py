@@ -148,7 +148,7 @@ def _run(options: argparse.Namespace) -> int:
 
         layout = RunLayout(config.run_directory)
         unseen = [f"{layout.root}: cannot be read at the moment; `rlhpc status` says later how it ended"]
-        for line in seen(lambda: last_words(layout, f"`{shlex.join(again)}`"), unseen):
+        for line in seen(lambda: last_words(layout, f"`{shlex.join(again)}`", status), unseen):
             print_or_lose(line)
     return status
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from rlhpc.config_sections import Arguments, LearningRate, LoosePath, NonNegative, Positive, PositiveFloat, Section
-from rlhpc.user_code import is_import_path
+from rlhpc.user_code import did_you_mean, is_import_path
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
 OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # of these, normalised over the batch by definition
@@ -19,7 +19,8 @@ LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo", "dppo")
 def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
     def check(value: str) -> str:
         if value not in names and not is_import_path(value):
-            raise ValueError(f"legal: {', '.join(names)}, or package.module:name of your own")
+            hint = did_you_mean(value, names)
+            raise ValueError(f"legal: {', '.join(names)}, or package.module:name of your own{hint}")
         return value
 
     return check

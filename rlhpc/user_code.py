@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from rlhpc.errors import ConfigError
 
 Result = TypeVar("Result")
+MOST_NAMES = 12  # in a message
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _OF_IMPORTS = (__file__, importlib.__file__)  # whose frames lead to any module
 _IMPORT_PATH = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
@@ -33,7 +34,22 @@ def is_import_path(text: str) -> bool:
     return _IMPORT_PATH.fullmatch(text) is not None
 
 
-def look_up(key: str, path: str, said: str | None = None) -> None:
+def did_you_mean(text: str, names: Collection[str]) -> str:
+    """Return a hint on what a text means that is neither one of the names nor an import path; "" if nothing is near."""
+    if close := get_close_matches(text, names, 1, 0.85):
+        return f" (did you mean {close[0]}?)"
+    file, colon, name = text.partition(":")
+    directory, _, module = file.removesuffix(".py").rpartition("/")
+    if colon and is_import_path(f"{module}:{name}") and file != module:
+        return f" (did you mean {module}:{name}, with PYTHONPATH={directory or '.'}?)"
+    dotted = ":".join(text.rsplit(".", 1))
+    if not colon and is_import_path(dotted):  # as Python writes it
+        return f" (did you mean {dotted}?)"
+    close = get_close_matches(text, names, 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def look_up(key: str, path: str, said: str | None = None, *, is_class: bool = False) -> None:
     """Check that it seems to exist, without importing it; cheap enough for a login node.
 
     said: the value of `key` in the run file, if that is not the path itself.
@@ -53,9 +69,9 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
     # Only the top-level package: looking up "a.b" would import "a".
     spec = importlib.util.find_spec(package)
     if spec is None:
-        raise ConfigError(
-            f"{value}: there is no module {package!r} here; install it or put its directory on PYTHONPATH"
-        )
+        here = any(Path(name).exists() for name in (f"{package}.py", f"{package}/__init__.py"))
+        how = "export PYTHONPATH=$PWD finds the one in this directory" if here else "put its directory on PYTHONPATH"
+        raise ConfigError(f"{value}: there is no module {package!r} here; install it or {how}")
     source = _source_file(spec, inner)
     if source is None:
         return  # compiled, or a namespace package: errors show when it is loaded
@@ -64,9 +80,13 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
     except SyntaxError as error:
         raise ConfigError(f"{value}: {source}:{error.lineno}: {error.msg}") from error
     if not _may_bind(module_text, name):
-        names = [node.name for node in module_text.body if isinstance(node, _FUNCTIONS)]
-        functions = [name for name in names if not name.startswith("_")] or ["none"]
-        raise ConfigError(f"{value}: {source} has no {name!r}; its functions: {', '.join(functions)}")
+        kind = (ast.ClassDef,) if is_class else _FUNCTIONS
+        public = [node.name for node in module_text.body if isinstance(node, kind) and not node.name.startswith("_")]
+        close = get_close_matches(name, public, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        more = f" and {len(public) - MOST_NAMES} more" if len(public) > MOST_NAMES else ""
+        listed = f"its {'classes' if is_class else 'functions'}: {', '.join(public[:MOST_NAMES]) or 'none'}{more}{hint}"
+        raise ConfigError(f"{value}: {source} has no {name!r}; {listed}")
 
 
 def parameters(path: str) -> tuple[str, ...]:

@@ -16,13 +16,10 @@ from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.thinking import THINKING_END
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
+from rlhpc.rewards.registry import JUDGE_EVERYTHING
 
 _MOST_LINES = 12
 _MOST_PROMPTS = 0.9  # of a dataset: what is so of them is meant for all
-# Tasks that read what stands before an answer, or take it for one.
-JUDGE_EVERYTHING = frozenset(
-    ("exact_match", "instruction_following", "json_schema", "llm_judge", "multiple_choice", "regex", "token_f1")
-)
 MARKS = ("boxed", "####")  # by which a prompt tells how to mark an answer
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from launch.common.paths import as_typed, quoted
 from launch.run_files.events import read_document
 from launch.run_files.run_state import read_progress, saved_step
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -55,13 +56,14 @@ class Saved:
     are_steps_lost: bool  # trained, and in no checkpoint and no journal
 
 
-def what_was_saved(layout: RunLayout, command: str) -> Saved:
-    """command: that continues the run, as it is shown."""
+def what_was_saved(layout: RunLayout, command: str, *, is_refused: bool = False) -> Saved:
+    """command: that continues the run, as it is shown.  is_refused: after what the run file names has been mended."""
     progress = read_progress(layout)
     trained, saved = progress.step if progress is not None else 0, saved_step(layout)
     if saved >= trained:
         steps = f"stopped, saved at step {saved}" if saved else "stopped before the first step"
-        return Saved(f"{layout.root}: {steps}; {command} continues it", are_steps_lost=False)
+        first = "once that is mended, " if is_refused else ""
+        return Saved(f"{layout.root}: {steps}; {first}{command} continues it", are_steps_lost=False)
     checkpoint = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
     if any(layout.rollouts.glob("journal_*.h5")):  # a resume trains what was recorded after the checkpoint
         after = "the step" if trained - saved == 1 else f"the {trained - saved} steps"
@@ -91,11 +93,12 @@ def command_to_continue(layout: RunLayout) -> str:
     return f"`cd {shlex.quote(where)} && {command}`"
 
 
-def last_words(layout: RunLayout, command: str) -> list[str]:
-    """Lines for the end of a run, complete or not.  command: that continues it."""
+def last_words(layout: RunLayout, command: str, status: int = 0) -> list[str]:
+    """Lines for the end of a run, complete or not.  command: that continues it.  status: that the run ends with."""
     layout = RunLayout(as_typed(layout.root))
     if not layout.summary.exists():
-        return [what_was_saved(layout, command).words] if layout.is_run else []
+        is_refused = status == EXIT_CONFIG
+        return [what_was_saved(layout, command, is_refused=is_refused).words] if layout.is_run else []
     summary = json.loads(layout.summary.read_bytes())
     root, lines = layout.root, [figures_table(summary)]
     if summary.get("reward_last_tenth") == summary.get("reward_first_tenth") == 0:

@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
 from typing import cast
@@ -20,7 +19,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.foreign_rewards import foreign_reward
 from rlhpc.rewards.batched import OF_BATCHES, BatchedFunction, asks_for_fields, is_batched
 from rlhpc.rewards.whole_record import PARAMETER, PLACE, given_its_record
-from rlhpc.user_code import is_import_path, load, look_up, parameters, refuse_unknown, required_parameters
+from rlhpc.user_code import did_you_mean, is_import_path, load, look_up, parameters, refuse_unknown, required_parameters
 
 KEY = "data.task"
 ARGUMENTS = "RLHPC_TASK_ARGUMENTS"  # of a reward worker: rewards.task_arguments of its run, JSON
@@ -42,6 +41,11 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
     }
 )
 
+
+# Tasks that read what stands before an answer, or take it for one: a thinking model's thoughts are cut off for them.
+JUDGE_EVERYTHING = frozenset(
+    ("exact_match", "instruction_following", "json_schema", "llm_judge", "multiple_choice", "regex", "token_f1")
+)
 
 # The same for checks of a reference before a run; each function raises ValueError, which says what is legal.
 CHECKS: Mapping[str, str] = MappingProxyType(
@@ -116,15 +120,8 @@ def _without(arguments: Collection[str], names: Sequence[str]) -> tuple[str, ...
 def _import_path(task: str) -> str:
     path = BUILT_IN.get(task, task)
     if not is_import_path(path):
-        close = get_close_matches(task, BUILT_IN, 1) or _with_a_colon(task)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(
-            f"{KEY}={task!r} is not a task; legal: {', '.join(task_names())}, or package.module:function{hint}"
+            f"{KEY}={task!r} is not a task; legal: {', '.join(task_names())}, or package.module:function"
+            f"{did_you_mean(task, BUILT_IN)}"
         )
     return path
-
-
-def _with_a_colon(task: str) -> list[str]:
-    """module.function is how Python writes it."""
-    meant = ":".join(task.rsplit(".", 1))
-    return [meant] if ":" not in task and is_import_path(meant) else []

@@ -1,4 +1,4 @@
-"""Shared by all backends: a packed micro-batch as tensors, its predictable tokens, and its loss.
+"""A packed micro-batch as tensors, and its predictable tokens: what every backend computes its loss from.
 
 Input: PackedMicrobatch.  Output: tensors on a device.  T: tokens of the row.
 """

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from rlhpc.environment import Environment
 from rlhpc.errors import ConfigError
-from rlhpc.user_code import is_import_path, load, look_up, takes
+from rlhpc.user_code import did_you_mean, is_import_path, load, look_up, takes
 
 KEY = "data.environment"
 VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: those of its run (settings.py)
@@ -27,7 +27,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 
 def validate_environment(name: str) -> None:
     """Check a name without importing anything of the user's.  Raises ConfigError."""
-    look_up(KEY, _import_path(name), repr(name))
+    look_up(KEY, _import_path(name), repr(name), is_class=True)
 
 
 def resolve_environment(name: str, arguments: Mapping[str, object] = MappingProxyType({})) -> type[Environment]:
@@ -54,5 +54,6 @@ def _import_path(name: str) -> str:
     if not is_import_path(path):
         raise ConfigError(
             f"{KEY}={name!r} is not an environment; legal: agent, {', '.join(sorted(BUILT_IN))}, package.module:Class"
+            f"{did_you_mean(name, BUILT_IN)}"
         )
     return path

@@ -16,6 +16,7 @@ from launch.commands.disk_troubles import OLD_S
 from launch.commands.last_words import last_words
 from launch.commands.watch import LOOK_AT_DISK_S, Watch
 from rlhpc.config_file import write_resolved
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.full_disk import fill, small_disk
 from tests.unit.launch.site_kit import config_of
@@ -214,6 +215,8 @@ def test_last_words_are_said_also_in_a_directory_that_is_gone(tmp_path: Path, mo
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert last_words(screen.layout, "`x`") == [f"{tmp_path}: stopped before the first step; `x` continues it"]
+    refused = f"{tmp_path}: stopped before the first step; once that is mended, `x` continues it"
+    assert last_words(screen.layout, "`x`", EXIT_CONFIG) == [refused]
 
 
 def test_a_terminal_obeys_nothing_of_a_processs_last_words(tmp_path: Path) -> None:
