@@ -214,7 +214,7 @@ def test_a_run_of_which_quarantine_leaves_nothing_says_so_and_goes_on_once_it_is
     lab: Lab, tmp_path: Path
 ) -> None:
     write_records(lab, 6)
-    break_down(tmp_path / "faults", "die")
+    break_down(tmp_path / "faults", "die", where="/r0-")  # not in the trial before the run
     deadly: dict[str, dict[str, Any]] = {
         "run": {"num_steps": NUM_STEPS},
         "rewards": {"max_error_share": 1.0, "max_attempts": 1},
