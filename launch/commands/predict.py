@@ -69,7 +69,7 @@ def predict(config: Config, site: Site, options: argparse.Namespace) -> str:
 
 
 def _left_out(config: Config) -> list[str]:
-    """What of this run changes its pace and is not in the formula."""
+    """Return remarks on settings that change the pace of this run and are not in the formula."""
     settings = {
         "run.deterministic=true": config.run.deterministic,
         "what environments take to answer": any(dataset.environment for dataset in config.data),

@@ -1,4 +1,4 @@
-"""What the functions of the door take, in the form in which the commands take it, and their errors back in Python's.
+"""Turn arguments of the Python API into those of the commands, and the errors of commands into Python's words.
 
 run file or Config, overrides as texts or a dict   →   Config, run file, words of a command
 the import path of this session                    →   PYTHONPATH of what it starts

@@ -128,7 +128,7 @@ class _Command:
         return RoleFailed(f"`rlhpc {self._name}` has ended with status {self._process.returncode}: {reason}")
 
     def _listen(self, errors: IO[str]) -> None:
-        """In a thread of its own: what `tell` raises is reported by Python, and ends the telling alone."""
+        """Pass lines to `tell`, in a thread: what it raises is reported by Python and ends only this thread."""
         heard = chain(map(self._kept, errors), self._read_output())
         try:
             for line in heard:

@@ -47,7 +47,7 @@ def find_unfit(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
 
 
 def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
-    """What sbatch does not say."""
+    """Return findings on what sbatch --test-only does not tell."""
     findings = [finding for part in plan.components for finding in _in_partitions(part, facts)]
     # Sums of what does not fit alone mean nothing.
     if not any(finding.verdict == "fail" for finding in findings):
@@ -92,7 +92,7 @@ def _try(component: Component, script: Path, facts: ClusterFacts, asked: str) ->
 
 
 def partitions_of(component: Component, facts: ClusterFacts) -> list[PartitionFacts]:
-    """Those named, or the default one; those that do not exist are left out."""
+    """Return the partitions that are named, or the default one, without those that do not exist."""
     named = component.allocation.partition or facts.default_partition or ""
     return [found for name in named.split(",") if (found := facts.partition(name)) is not None]
 

@@ -52,7 +52,7 @@ def load_own_estimator(
 
 
 def doubts_of(estimator: OwnEstimator, group_size: int) -> list[str]:
-    """What is legal and seldom meant of an estimator that has passed its trial, in words."""
+    """Return warnings of an estimator that has passed its trial: what is legal and seldom meant."""
     rewards, lengths = _group(group_size)
     first, again = (_called(estimator.function, rewards.copy(), lengths.copy()) for _ in range(2))
     where = f"{KEY}={estimator.path!r}, tried on {_described(rewards, lengths)}"

@@ -49,7 +49,7 @@ def load_own_loss(path: str, arguments: tuple[tuple[str, object], ...] = ()) -> 
 
 
 def doubts_of(own: OwnLoss) -> list[str]:
-    """What is legal and seldom meant of a loss that has passed its trial, in words."""
+    """Return warnings of a loss that has passed its trial: what is legal and seldom meant."""
     current, row = _trial_row()
     gradient = _value_and_gradient(own.loss, current, row)[1:]
     if torch.dot(gradient, row.advantages) <= 0:
@@ -160,7 +160,7 @@ def _problem_when_far(loss: PolicyLoss) -> str:
 
 
 def _without_gradient(value: Tensor, current: Tensor) -> str:
-    """What is to be said of a loss that does not depend on `current` for torch, "" if it does."""
+    """Return an error for a loss that does not depend on `current` for torch, "" if it does."""
     if value.requires_grad and torch.autograd.grad(value, current, allow_unused=True)[0] is not None:
         return ""
     return (
@@ -205,7 +205,7 @@ def _broken_promise(loss: PolicyLoss, current: Tensor, row: TokenRow) -> str:
 
 
 def _without_weights(loss: PolicyLoss, current: Tensor, row: TokenRow, whole: Tensor) -> str:
-    """What is to be said of a loss that does not grow with row.weights, "" if it does; whole: of the row as it is."""
+    """Return an error for a loss that does not grow with row.weights, "" if it does.  whole: of the row as it is."""
     doubled = _value_and_gradient(loss, current, replace(row, weights=2 * row.weights))
     if torch.allclose(doubled, 2 * whole, rtol=1e-3, atol=1e-5):
         return ""
