@@ -45,8 +45,7 @@ def did_you_mean(text: str, names: Collection[str]) -> str:
     dotted = ":".join(text.rsplit(".", 1))
     if not colon and is_import_path(dotted):  # as Python writes it
         return f" (did you mean {dotted}?)"
-    close = get_close_matches(text, names, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return _nearest(text, names)
 
 
 def look_up(key: str, path: str, said: str | None = None, *, is_class: bool = False) -> None:
@@ -82,11 +81,9 @@ def look_up(key: str, path: str, said: str | None = None, *, is_class: bool = Fa
     if not _may_bind(module_text, name):
         kind = (ast.ClassDef,) if is_class else _FUNCTIONS
         public = [node.name for node in module_text.body if isinstance(node, kind) and not node.name.startswith("_")]
-        close = get_close_matches(name, public, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         more = f" and {len(public) - MOST_NAMES} more" if len(public) > MOST_NAMES else ""
-        listed = f"its {'classes' if is_class else 'functions'}: {', '.join(public[:MOST_NAMES]) or 'none'}{more}{hint}"
-        raise ConfigError(f"{value}: {source} has no {name!r}; {listed}")
+        listed = f"its {'classes' if is_class else 'functions'}: {', '.join(public[:MOST_NAMES]) or 'none'}{more}"
+        raise ConfigError(f"{value}: {source} has no {name!r}; {listed}{_nearest(name, public)}")
 
 
 def parameters(path: str) -> tuple[str, ...]:
@@ -205,9 +202,9 @@ def refuse_unknown(
         if name not in names and (name in given or not takes_any):
             called = getattr(function, "__qualname__", repr(function))
             legal = ", ".join(names) or f"leave it out: {called} has no parameters but {', '.join(given) or 'none'}"
-            hint = _did_you_mean(name, names)
             raise ConfigError(
-                f"{key}.{name}={value!r}: {called} has no such parameter{place_of(function)}; legal: {legal}{hint}"
+                f"{key}.{name}={value!r}: {called} has no such parameter{place_of(function)}; legal: {legal}"
+                f"{_nearest(name, names)}"
             )
 
 
@@ -219,7 +216,7 @@ def place_of(function: Callable[..., Any]) -> str:
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
+def _nearest(name: str, names: Collection[str]) -> str:
     close = get_close_matches(name, names, 1)
     return f" (did you mean {close[0]}?)" if close else ""
 

@@ -231,6 +231,9 @@ ANY_VALUE = frozenset(
         "model.chat_template_kwargs",
         "data.levels",
         "data.settings",
+        "algorithm.loss_arguments",  # of own code
+        "algorithm.advantage_arguments",
+        "rewards.task_arguments",
         "data.max_prompt_tokens",  # at most that of [generation]
         "data.max_completion_tokens",
         "curriculum.stages",  # of a dataset's own difficulties

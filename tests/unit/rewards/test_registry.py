@@ -80,7 +80,8 @@ def test_a_function_that_the_module_does_not_have_is_found_without_importing_it(
     for module in ("my_grading", "my_grading.rules", "my_grading.deep"):
         validate_task(f"{module}:score")
         validate_task(f"{module}:root")
-        with pytest.raises(ConfigError, match=r"my_grading/.*\.py has no 'scor'; its functions: score$"):
+        said = r"my_grading/.*\.py has no 'scor'; its functions: score \(did you mean score\?\)$"
+        with pytest.raises(ConfigError, match=said):
             validate_task(f"{module}:scor")
 
 
