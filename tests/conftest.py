@@ -57,6 +57,26 @@ class Shares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type ma
         self.workqueue.move_to_end(min(self.workqueue, key=_turn_of), last=False)
         super()._assign_work_unit(node)
 
+    def remove_node(self, node: Any) -> str | None:
+        """Returns the test that has crashed a process.  Others take over the rest; xdist would deal that test again,
+        and shares in which none is left, after which nothing is dealt any more.
+        """
+        work = self.assigned_work[node]
+        pending = [(tests, test) for tests in work.values() for test, is_done in tests.items() if not is_done]
+        crashed = pending[0][1] if pending else None
+        for tests, test in pending[:1]:
+            tests[test] = True
+        for share in [share for share, tests in work.items() if all(tests.values())]:
+            del work[share]
+        super().remove_node(node)
+        return crashed
+
+    def schedule(self) -> None:
+        """A process that replaces a crashed one begins a test when it knows of another, or that none follows."""
+        super().schedule()
+        for node in self.nodes:
+            self._reschedule(node)
+
 
 def _turn_of(share: str) -> int:
     if share in TOGETHER:

@@ -22,7 +22,7 @@ from launch.plan.processes import process_names
 from launch.plan.site_file import ClusterConfig
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
 from launch.run_directory.owner import RunOwner, Tell, own_run
-from launch.run_directory.prepare import mint_keys, prepare_run_dir
+from launch.run_directory.prepare import mint_keys, prepare_run_dir, refuse_taken_directory
 from launch.run_files.run_state import Attempt, is_complete
 from launch.supervisor.local_run import LocalSignals, note_stop, supervise_locally
 from launch.supervisor.signals import StopSignal
@@ -61,9 +61,13 @@ def run_locally(
                 gpus = _checked(config, watch.tell)
                 evaluation = evaluating.enter_context(EvaluationBesideRun(config, layout, gpus, watch.tell))
                 owner = owning.enter_context(own_run(layout, watch.tell, may_take_over=resume or fresh))
+                how = {"resume": resume, "fresh": fresh}
+                refuse_taken_directory(layout, **how)
                 if resume:
                     look_before_going_on(layout, resume_from, watch.tell)
-                how = {"resume": resume, "fresh": fresh}
+                for line in try_own_code(config):
+                    if line.startswith("warning"):
+                        watch.tell(f"warning: {line.removeprefix('warning').lstrip()}")
                 begun = prepare_run_dir(config, layout, **how, resume_from=resume_from, tell=watch.tell)
                 cores = len(os.sched_getaffinity(0))
                 plan = local_plan_document(config, layout, gpus, max_retries, num_cores=cores, again=again)
@@ -101,9 +105,6 @@ def _checked(config: Config, tell: Tell) -> GpuMap:
     gpus = map_gpus(config, here)
     findings = preflight(config)
     preview_evaluations(config, has_gpus=bool(here.words))
-    for line in try_own_code(config):
-        if line.startswith("warning"):
-            tell(f"warning: {line.removeprefix('warning').lstrip()}")
     for line in unusual(config):
         tell(f"warning: {line}")
     if gpus.devices and findings.shape is not None:

@@ -87,7 +87,7 @@ def prepare_run_dir(
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
     the run is alive; a setting, the model or the dataset differs that cannot change; no usable checkpoint.
     """
-    exists = _look(layout, resume=resume, fresh=fresh)
+    exists = refuse_taken_directory(layout, resume=resume, fresh=fresh)
     refuse_open_directory(layout, tell)
     if resume:
         renewal = _renewal(config, layout)
@@ -142,7 +142,7 @@ def refuse_run_dir_for_jobs(
     Returns whether the directory has content, and what a resume records.
     """
     is_untouched = layout.is_run and num_attempts(layout) == 0
-    exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
+    exists = refuse_taken_directory(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
     if not resume:
         return exists, None
     renewal = _renewal(config, layout)
@@ -197,8 +197,8 @@ def clear_rendezvous(layout: RunLayout) -> None:
     _make(layout)
 
 
-def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = False) -> bool:
-    """Return whether the directory has content; refuse one that must not be taken over."""
+def refuse_taken_directory(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = False) -> bool:
+    """Return whether the directory has content.  Raises RunDirectoryError if it must not be taken over."""
     if layout.root.is_symlink() and not layout.root.exists():
         raise RunDirectoryError(
             f"{layout.root} is a link to {layout.root.resolve()}, which does not exist: create it first"

@@ -31,7 +31,10 @@ STRENGTHS: tuple[Strength, ...] = ("none", "basic", "strong")
 Kind = Literal["python", "binary", "compiler"]
 
 _ROOT = Path(__file__).parents[2]
-_COMMAND = "import sys; sys.path.insert(0, {root!r}); from rlhpc.sandbox.server import main; main({fd})"
+_COMMAND = (  # which dies of Ctrl-C without a traceback, also while it loads
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.path.insert(0, {root!r}); "
+    "from rlhpc.sandbox.server import main; main({fd})"
+)
 _START_S = 60.0
 _GRACE_S = 10.0  # beyond the wall time, for the server's own work on a busy node
 _LONGEST_MESSAGE = 1 << 16

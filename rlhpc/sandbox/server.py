@@ -15,7 +15,6 @@ import importlib
 import itertools
 import json
 import os
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -204,6 +203,3 @@ def _tried(action) -> str:  # type: ignore[no-untyped-def]
         why = said.read().decode()
     ended = os.waitpid(child, 0)[1]
     return why or ("" if ended == 0 else "a trial process ended with status %d" % ended)
-
-
-signal.signal(signal.SIGINT, signal.SIG_DFL)

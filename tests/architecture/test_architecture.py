@@ -271,6 +271,19 @@ def test_nothing_unpickles_or_runs_what_came_from_outside() -> None:
     assert not found
 
 
+def test_no_import_handles_a_signal() -> None:
+    """One did, for all who imported a constant of its module: Ctrl-C killed them."""
+    found = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if any(
+            isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("signal.")
+            for statement in _tree(path).body
+        )
+    ]
+    assert not found
+
+
 _SLURM = {"sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo", "srun", "sstat", "sprio", "salloc"}
 _SLURM_DOOR = "launch/slurm/commands.py"
 _STARTS_STEPS = {"launch/supervisor/steps.py", "launch/submitit_hetjob/step.py"}  # srun, whose tasks they watch

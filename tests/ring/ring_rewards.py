@@ -86,7 +86,10 @@ def is_trial(completion: str, reference: str) -> bool:
 
 
 def fail(completion: str, reference: str) -> RewardOutcome:
-    """The verifier is broken, and shows it in a run alone."""
-    if is_trial(completion, reference):
-        return parity(completion, reference)
+    """The verifier is broken."""
     raise OSError(f"no compiler to judge {reference} with")
+
+
+def fail_after_the_trial(completion: str, reference: str) -> RewardOutcome:
+    """The same, but a start does not notice."""
+    return parity(completion, reference) if is_trial(completion, reference) else fail(completion, reference)

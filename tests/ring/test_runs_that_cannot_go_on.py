@@ -43,7 +43,7 @@ def test_the_same_run_goes_to_its_end_when_it_may_train_without_spread(lab: Lab)
 
 def test_a_verifier_that_always_fails_stops_the_run_and_says_why(lab: Lab) -> None:
     rewards = {"error_patience_s": 1.0}
-    run_file = lab.run_file("unjudged", data={"task": "tests.ring.ring_rewards:fail"}, rewards=rewards)
+    run_file = lab.run_file("unjudged", data={"task": "tests.ring.ring_rewards:fail_after_the_trial"}, rewards=rewards)
     with Run(run_file, lab.layout("unjudged")) as run:
         assert run.finish() == EXIT_CONFIG, run.story()
         run.assert_nothing_is_left()

@@ -96,7 +96,7 @@ number = int(os.environ["STOPS_BY"])
 
 def look(name, arguments):
     global number
-    if number and name == event and word in str(arguments):
+    if number and name == event and word in str(arguments[:2]):  # a process has it in its environment, too
         by, number = number, 0
         os.kill(os.getpid(), by)
 

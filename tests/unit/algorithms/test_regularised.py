@@ -166,8 +166,8 @@ def test_one_number_that_is_not_finite_skips_the_step_and_off_the_mask_anything_
 
 
 def test_a_loss_of_ones_own_is_pulled_and_rewarded_too(tmp_path, monkeypatch) -> None:
-    text = "import torch\ndef loss(current, row):\n    return torch.where(row.loss_mask, current, 0.0).sum(), {}\n"
-    (tmp_path / "likelihood.py").write_text(text)
+    own = "import torch\ndef loss(current, row):\n    return (current * row.weights)[row.loss_mask].sum(), {}\n"
+    (tmp_path / "likelihood.py").write_text(own)
     monkeypatch.syspath_prepend(tmp_path)
     current, row = drawn(2)
     plain, _ = evaluate(current, row, loss="likelihood:loss")
