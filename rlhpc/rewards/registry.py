@@ -18,11 +18,11 @@ from rlhpc.contracts import RewardFunction
 from rlhpc.errors import ConfigError
 from rlhpc.foreign_rewards import foreign_reward
 from rlhpc.rewards.batched import OF_BATCHES, BatchedFunction, asks_for_fields, is_batched
+from rlhpc.rewards.task_settings import ARGUMENTS
 from rlhpc.rewards.whole_record import PARAMETER, PLACE, given_its_record
 from rlhpc.user_code import did_you_mean, is_import_path, load, look_up, parameters, refuse_unknown, required_parameters
 
 KEY = "data.task"
-ARGUMENTS = "RLHPC_TASK_ARGUMENTS"  # of a reward worker: rewards.task_arguments of its run, JSON
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {

@@ -14,11 +14,11 @@ from rlhpc.config_judge import JudgeConfig
 from rlhpc.config_sections import Section
 from rlhpc.config_tasks import CompositeConfig, InstructionsConfig, MathConfig, TextConfig
 from rlhpc.rewards import code_place
-from rlhpc.rewards.registry import ARGUMENTS
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
 
+ARGUMENTS = "RLHPC_TASK_ARGUMENTS"  # of a reward worker: rewards.task_arguments of its run, JSON
 VARIABLE = "RLHPC_TASKS"
 
 

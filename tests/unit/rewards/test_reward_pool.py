@@ -13,7 +13,7 @@ import sample_rewards
 from rlhpc.errors import RoleFailed
 from rlhpc.rewards.failures import by_task
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.rewards.registry import ARGUMENTS
+from rlhpc.rewards.task_settings import ARGUMENTS
 from rlhpc.roles.reward_service import RewardService
 from rlhpc.topology import REWARDS
 from rlhpc.transport.memory import MemoryServer
