@@ -112,4 +112,4 @@ def last_words(layout: RunLayout, command: str, status: int = 0) -> list[str]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, (int, float)) and math.isfinite(value)
