@@ -425,9 +425,10 @@ def test_no_compiler_is_refused_before_a_run_with_the_remedy(monkeypatch, tmp_pa
 def test_limits_of_a_record_are_within_those_of_the_run(more, why):
     of_stdin = {"inputs": [""], "outputs": [""], **more}
     of_functions = {"entry_point": "f", "tests": [{"args": [], "output": 1}], **more}
-    for task, reference in ((code_stdin, of_stdin), (code_functions, of_functions)):
+    checks = ((code_stdin.check_reference, of_stdin), (code_functions.check_reference, of_functions))
+    for check, reference in checks:
         with pytest.raises(ValueError, match=why):
-            task.check_reference(json.dumps(reference), SandboxConfig())
+            check(json.dumps(reference), SandboxConfig())
 
 
 def test_a_record_has_limits_of_its_own():
