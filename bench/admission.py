@@ -30,8 +30,8 @@ import numpy as np
 
 from bench.figures import tell
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.config_sections import AdmissionConfig
-from rlhpc.types import Prompt, SamplingParams
+from rlhpc.config.tables import AdmissionConfig
+from rlhpc.protocol.types import Prompt, SamplingParams
 
 P, G = 16, 8  # groups of a step, samples of a group
 SETTLE_SHARE = 0.02  # from the end of a step until its weights are live, of max(g, t)

@@ -32,42 +32,37 @@ import torch
 
 from bench.figures import tell
 from bench.journal import records
-from launch.demo.task import write_dataset
-from launch.demo.tokenizer import make_tokenizer
+from launch.demo.task import make_tokenizer, write_dataset
+from rlhpc.algorithms.packing import FlopCost, warm_up
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.config import Config
-from rlhpc.config_file import config_hash, write_resolved
-from rlhpc.config_sections import TransportConfig
+from rlhpc.config.file import config_hash, write_resolved
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import TransportConfig
 from rlhpc.data.curriculum import open_curriculum
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.messages import PublishReport, PublishWeights, StepReport, StopRole, TrainerReady
-from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.planner import warm_up
-from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.controller.canary import Canary
-from rlhpc.roles.controller.disk_writer import DiskLane
-from rlhpc.roles.controller.metrics.recorder import RunRecorder
-from rlhpc.roles.controller.metrics.status_board import LiveFigures
-from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.protocol.messages import BATCHES, CONTROL, PublishReport, PublishWeights, StepReport, StopRole, TrainerReady
+from rlhpc.protocol.types import PackedBatch, SamplingParams, TensorSpec, WeightManifest
+from rlhpc.rewards.outcomes import ErrorGate
+from rlhpc.roles.controller.batches import TrainerLink
+from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.persistence import DiskLane
+from rlhpc.roles.controller.recorder import RunRecorder
 from rlhpc.roles.controller.rollout_sink import RolloutSink
-from rlhpc.roles.controller.saved_state import Totals
-from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.run_status import LiveFigures
+from rlhpc.roles.controller.state import ControllerState, Totals
 from rlhpc.roles.controller.train_loop import TrainLoop
-from rlhpc.roles.controller.trainer_link import TrainerLink
-from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
-from rlhpc.roles.trainer.command_stream import CommandStream
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES, CONTROL
-from rlhpc.training.process_group import RankContext, open_process_group
-from rlhpc.transport.keys import mint_run_keys
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.transport.zmq_client import ZmqBlockingClient
-from rlhpc.transport.zmq_server import ZmqServer
-from rlhpc.types import PackedBatch, SamplingParams, TensorSpec, WeightManifest
-from rlhpc.weights.membership import Membership
+from rlhpc.roles.controller.weight_sync import Canary, WeightSync, WeightSyncLimits
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.trainer.commands import CommandStream
+from rlhpc.training.ranks import RankContext, open_process_group
+from rlhpc.transport.client import ZmqBlockingClient
+from rlhpc.transport.security import mint_run_keys
+from rlhpc.transport.server import ZmqServer
+from rlhpc.weights.choice import Membership
+from tests.engines.memory_channel import MemoryServer
 
 LIMIT_S = 0.02
 GROUP_SIZE, PROMPT_TOKENS = 8, 128

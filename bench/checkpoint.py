@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.figures import tell
-from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.rng import read_rng
-from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
-from rlhpc.types import TensorSpec
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.backends import read_rng
+from rlhpc.training.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
+from rlhpc.training.trainer_state import STATE_KINDS
 from tests.unit.training.rank_processes import run_ranks
 
 ROUNDS, REPEATS = 9, 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from rlhpc.contracts import RewardOutcome
+from rlhpc.protocol.contracts import RewardOutcome
 
 COLUMN = re.compile(r"[0-9+]+=[0-9]*([0-9]);")
 

@@ -30,13 +30,16 @@ import numpy as np
 from bench.controller_floor import Shape, floor_us
 from bench.figures import tell
 from bench.journal import records
-from launch.demo.task import write_dataset
-from launch.demo.tokenizer import make_tokenizer
-from rlhpc.config import Config
-from rlhpc.config_file import config_hash, write_resolved
-from rlhpc.contracts import ClientChannel
-from rlhpc.deadline import Deadline
-from rlhpc.messages import (
+from launch.demo.task import make_tokenizer, write_dataset
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash, write_resolved
+from rlhpc.config.rules import Config
+from rlhpc.protocol.contracts import ClientChannel
+from rlhpc.protocol.messages import (
+    BATCHES,
+    CONTROL,
+    LEASES,
     CanaryTaken,
     Delivery,
     FormGroup,
@@ -52,14 +55,11 @@ from rlhpc.messages import (
     TrainerReady,
     WeightsLive,
 )
-from rlhpc.roles.common.heartbeat import beat, hello
-from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
-from rlhpc.roles.controller.role import Controller
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES, CONTROL, LEASES
-from rlhpc.transport.keys import mint_run_keys
+from rlhpc.protocol.types import Lease, TensorSpec, WeightManifest
+from rlhpc.roles.controller.controller import Controller
+from rlhpc.roles.lifecycle import RoleContext, StopRequest, beat, hello
 from rlhpc.transport.open import connect, open_server
-from rlhpc.types import Lease, TensorSpec, WeightManifest
+from rlhpc.transport.security import mint_run_keys
 
 LIMITS_US = {64: 60.0, 4096: 250.0}
 GROUP_SIZE, PROMPT_TOKENS = 8, 64

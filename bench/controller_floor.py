@@ -21,14 +21,13 @@ from typing import Any
 import zmq
 
 from bench.journal import records
-from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_files import write_sealed
-from rlhpc.buffer.segments import to_hdf5
-from rlhpc.crc import crc32
-from rlhpc.messages import Delivery
+from rlhpc.base.native import crc32
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.segments import to_hdf5, write_sealed
+from rlhpc.protocol.messages import Delivery
+from rlhpc.protocol.types import Lease, RolloutGroup, SamplingParams, ScoredRollout
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.sockets import contents, pull
-from rlhpc.types import Lease, RolloutGroup, SamplingParams, ScoredRollout
 
 Socket = zmq.Socket[bytes]
 BYTES_A_TOKEN = 8  # of a batch: id, log-probability

@@ -34,7 +34,7 @@ from bench.demo_runs import (
 )
 from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 
 EXPLAINED = "critic/explained_variance"
 WITH_CRITIC = (

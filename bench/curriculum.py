@@ -36,10 +36,10 @@ from transformers import Qwen2ForCausalLM
 from bench.demo_runs import GOAL, complete_run, known, make_demo_model, mean_and_deviation
 from launch.demo.task import problems
 from launch.demo.warm_start import sampled_accuracy
-from rlhpc.files import write_atomically
-from rlhpc.roles.controller.saved_state import read_saved_state
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.export import export_hf
+from rlhpc.base.files import write_atomically
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.roles.controller.state import read_saved_state
+from rlhpc.training.checkpoint_export import export_hf
 
 WRONG_BY = 1000  # no slip of a pupil comes to this
 EVERY_STEPS = 10

@@ -31,7 +31,7 @@ from bench.demo_runs import GOAL, Rewards, environment, make_demo_model
 from bench.figures import tell
 from launch.demo.run import NUM_PROBLEMS, RUN_FILE
 from launch.demo.task import write_dataset
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 
 LOOK_S = 0.2
 

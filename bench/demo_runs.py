@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.demo.learning_curve import running_mean
 from launch.demo.run import RUN_FILE
+from launch.demo.task import running_mean
 from launch.demo.warm_start import make_model
-from rlhpc.buffer.event_log import Trained, event_paths, read_events
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import Trained, event_paths, read_events
 
 GOAL = 0.8  # reward, or accuracy
 SMOOTHED_OVER = 9  # versions

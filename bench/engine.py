@@ -27,12 +27,12 @@ from transformers import AutoModelForCausalLM
 
 from bench.figures import tell
 from bench.trainer import MODELS, make_model
-from rlhpc.config import Config
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.contracts import WeightTiming
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import WeightsConfig
 from rlhpc.generation.vllm_engine import VllmEngine
-from rlhpc.generation.vllm_request import vllm_sampling_params
-from rlhpc.types import Prompt, RolloutRequest, SamplingParams, TensorSpec, WeightGroup
+from rlhpc.generation.vllm_requests import vllm_sampling_params
+from rlhpc.protocol.contracts import WeightTiming
+from rlhpc.protocol.types import Prompt, RolloutRequest, SamplingParams, TensorSpec, WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import forget_end_of_sequence

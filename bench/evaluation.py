@@ -15,10 +15,10 @@ from itertools import product
 from pathlib import Path
 
 from bench.demo_runs import complete_run, make_demo_model, mean_and_deviation
-from launch.commands.evaluate.past import past_evaluations
 from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
-from rlhpc.run_layout import RunLayout
+from launch.view.standing import past_evaluations
+from rlhpc.base.run_directory import RunLayout
 
 ARMS = ("alone", "evaluated")
 EVERY_STEPS = 20

@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from bench.figures import tell
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
-from rlhpc.types import Lease, Prompt, SamplingParams
+from rlhpc.protocol.types import Lease, Prompt, SamplingParams
+from rlhpc.roles.controller.dispatcher import LeaseDispatcher
 
 CAPACITY, GROUP_SIZE = 16, 8
 GROUPS_A_SECOND, DEADLINE_S = 2000, 600.0

@@ -24,8 +24,8 @@ from bench.demo_runs import environment
 from bench.figures import tell
 from bench.ladder import settled_mean
 from bench.trainer import MODELS, make_model
-from launch.reading.run_figures import read_figures
-from rlhpc.run_layout import RunLayout
+from launch.view.figures import read_figures
+from rlhpc.base.run_directory import RunLayout
 from tests.tiny_models import EOS_ID, make_character_tokenizer
 
 RUN_FILE = Path(__file__).parents[1] / "configs" / "gsm8k.toml"

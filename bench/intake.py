@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.algorithms.packing import FlopCost, pack
 from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.buffer.history import RolloutJournal
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.config import Config
-from rlhpc.messages import Delivery
-from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import pack
+from rlhpc.config.rules import Config
+from rlhpc.protocol.messages import Delivery
+from rlhpc.protocol.types import PackedBatch, Prompt, SamplingParams
 from rlhpc.transport.codec import Codec, Frame
-from rlhpc.types import PackedBatch, Prompt, SamplingParams
 
 
 @dataclass(frozen=True)

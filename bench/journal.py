@@ -39,25 +39,14 @@ import numpy as np
 
 from bench.figures import tell
 from bench.intake import Intake, Shape
-from rlhpc.buffer.event_log import GroupEventLog
-from rlhpc.buffer.journal_files import JournalFiles
-from rlhpc.buffer.journal_reader import read_journals
-from rlhpc.buffer.journal_rows import JournalRecord
-from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.rollout_journal import RolloutJournal
-from rlhpc.buffer.segment_files import write_sealed
-from rlhpc.buffer.segments import to_hdf5
-from rlhpc.crc import crc32
-from rlhpc.messages import Delivery
+from rlhpc.base.native import crc32
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.history import GroupEventLog, RolloutJournal
+from rlhpc.buffer.journal import JournalFiles, JournalRecord, read_journals
+from rlhpc.buffer.segments import to_hdf5, write_sealed
+from rlhpc.protocol.messages import Delivery
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
 from rlhpc.transport.codec import Codec
-from rlhpc.types import (
-    FinishReason,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    ScoredRollout,
-    Verdict,
-)
 
 GROUP_SIZE, PROMPT_TOKENS, BATCH = 8, 128, 64
 GROUPS_A_STEP = BATCH // GROUP_SIZE

@@ -31,9 +31,9 @@ from bench.demo_runs import GOAL, Rewards, complete_run, make_demo_model
 from bench.figures import tell
 from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
-from launch.reading.run_figures import read_figures
+from launch.view.figures import read_figures
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.metrics.curves import Curve
-from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import consumed
 from tests.ring.run_kit import Lab, Run, make_lab
 from tests.ring.timed_runs import LONGEST, LONGEST_S, STOP_PROBABILITY, TOKEN_S, slow_trainers

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.types import Prefix, Prompt, SamplingParams
+from rlhpc.protocol.types import Prefix, Prompt, SamplingParams
 
 SIGMA = 1.0
 TRUE_MEAN_S = math.exp(SIGMA**2 / 2)

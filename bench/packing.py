@@ -32,8 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.figures import tell
-from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.planner import Plan, plan
+from rlhpc.algorithms.packing import FlopCost, Plan, plan
 
 COST = FlopCost(linear=24576.0, quadratic=1.0)  # 6 · hidden size of a 7B model to 1, as verl counts
 Lengths = NDArray[np.int64]
@@ -253,7 +252,7 @@ def measure(mix: Mix, seeds: int, repeats: int) -> dict[str, Result]:
 def first_call(cache: str) -> float:
     """Seconds of the first plan of a fresh process, imports not counted."""
     program = (
-        "import time, numpy as np; from rlhpc.packing.planner import warm_up\n"
+        "import time, numpy as np; from rlhpc.algorithms.packing import warm_up\n"
         "start = time.perf_counter(); warm_up(); print(time.perf_counter() - start)"
     )
     env = os.environ | {"NUMBA_CACHE_DIR": cache}

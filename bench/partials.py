@@ -20,17 +20,21 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.partial_codec import PartialRollout, decode_partials, encode_partials, id_checksum
-from rlhpc.buffer.partial_files import PartialLog
-from rlhpc.buffer.partial_intake import PartialIntake
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.prefixes import (
+    PartialIntake,
+    PartialLog,
+    PartialRollout,
+    decode_partials,
+    encode_partials,
+    id_checksum,
+)
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.config_sections import AdmissionConfig, BufferConfig
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.roles.generator.lease_progress import ProgressReporter
-from rlhpc.types import Prefix, Prompt, RolloutRequest, SamplingParams
+from rlhpc.config.tables import AdmissionConfig, BufferConfig
+from rlhpc.protocol.types import Prefix, Prompt, RolloutRequest, SamplingParams
+from rlhpc.roles.generator.sampling import ProgressReporter
+from tests.engines.scripted_engine import Script, ScriptedEngine
 
 VOCABULARY = 150_000
 INTERVAL_TOKENS = BufferConfig().partial_interval_tokens

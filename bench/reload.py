@@ -59,7 +59,7 @@ def timed(load: Callable[[], None]) -> tuple[float, float]:
 
 def compare(model: Path, options: argparse.Namespace) -> None:
     worker, weights = start(model, options.dtype), weights_of(model, options.dtype)
-    from rlhpc.generation.weight_reload import WeightReload  # after vLLM's environment is set
+    from rlhpc.generation.reload_plan import WeightReload  # after vLLM's environment is set
 
     reload = WeightReload(worker.model_runner.get_model(), worker.vllm_config, worker.model_config, worker.device)
     reload.load(weights)

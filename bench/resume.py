@@ -25,8 +25,8 @@ from bench.demo_runs import environment, make_demo_model
 from bench.figures import tell
 from launch.demo.run import RUN_FILE
 from launch.demo.task import write_dataset
-from rlhpc.buffer.event_log import event_paths
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import event_paths
 
 LOOK_S = 0.005
 FIRST_STEPS, MORE_STEPS = 4, 2

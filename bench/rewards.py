@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 
-from rlhpc.config_judge import JudgeConfig
-from rlhpc.config_sandbox import SandboxConfig
-from rlhpc.config_tasks import CompositeConfig
-from rlhpc.errors import SandboxError
+from rlhpc.config.tables import CompositeConfig
+from rlhpc.config.tables_services import JudgeConfig, SandboxConfig
+from rlhpc.protocol.errors import SandboxError
+from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.code_place import check_sandbox, environment_of
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.task_settings import VARIABLE, TaskSettings
-from rlhpc.types import Verdict
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 INSTRUCTIONS = [

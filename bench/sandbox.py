@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from rlhpc.errors import SandboxError
+from rlhpc.protocol.errors import SandboxError
 from rlhpc.sandbox.client import Kind, Sandbox
 from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler
 

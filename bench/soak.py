@@ -16,9 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.packages import obtain
-from launch.dev_cluster.shape import default_shape
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import obtain
+from launch.private_slurm.shape import default_shape
 from launch.run_files.run_state import saved_step
 from tests.ring.run_kit import make_lab
 from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, trained_in_vain

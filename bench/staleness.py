@@ -34,8 +34,8 @@ import numpy as np
 from bench.demo_runs import GOAL, Rewards, complete_run, known, make_demo_model, mean_and_deviation, trained_metrics
 from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
-from rlhpc.algorithms.diagnostics import effective_sample_share
-from rlhpc.run_layout import RunLayout
+from rlhpc.algorithms.guard import effective_sample_share
+from rlhpc.base.run_directory import RunLayout
 
 METHODS: dict[str, tuple[str, ...]] = {
     "ppo": ("algorithm.proximal=behaviour", "algorithm.importance_cap=off"),

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from bench.figures import tell
 from bench.ladder import GENERATORS, GROUP_SIZE, GROUPS, PLACES, SAMPLE_S, settled_mean
-from launch.reading.run_figures import read_figures
-from rlhpc.run_layout import RunLayout
+from launch.view.figures import read_figures
+from rlhpc.base.run_directory import RunLayout
 from tests.ring.rollouts_on_disk import consumed
 from tests.ring.run_kit import Run, make_lab, summary_of
 from tests.ring.timed_runs import LONGEST, LONGEST_S, STOP_PROBABILITY, TOKEN_S, slow_trainers

@@ -33,10 +33,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bench.figures import tell
-from rlhpc.config_sections import TrainerConfig
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
-from rlhpc.types import PackedMicrobatch
+from rlhpc.training.ranks import RankContext
 from tests.unit.training.packed_rows import (
     clipped_loss,
     clipped_surrogate,
@@ -125,7 +125,7 @@ class DirectStep:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from rlhpc.training.megatron.local_row import LocalRow
+        from rlhpc.training.megatron.attention import LocalRow
         from rlhpc.training.megatron.model import HeadRequest, build_chunks
 
         wrapped, layout, device = backend._schedule._chunks, backend._layout, backend._device
@@ -182,7 +182,7 @@ class DirectStep:
         self.optimizer.step()
 
     def _forward(self, indices: Any, chunk: Any) -> Any:
-        from rlhpc.training.megatron.local_row import whole_row
+        from rlhpc.training.megatron.attention import whole_row
 
         index = next(indices)
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
-from rlhpc.types import PackedMicrobatch
+from rlhpc.training.ranks import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
     clipped_loss,

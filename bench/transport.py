@@ -36,15 +36,14 @@ import numpy as np
 import zmq
 
 from bench.figures import tell
-from rlhpc.config_sections import TransportConfig
-from rlhpc.messages import CancelGroup
-from rlhpc.topology import LEASES
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.messages import LEASES, CancelGroup
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.transport.client import ZmqBlockingClient
 from rlhpc.transport.codec import Codec
-from rlhpc.transport.keys import mint_run_keys
+from rlhpc.transport.security import mint_run_keys
+from rlhpc.transport.server import ZmqServer
 from rlhpc.transport.sockets import contents, pull
-from rlhpc.transport.zmq_client import ZmqBlockingClient
-from rlhpc.transport.zmq_server import ZmqServer
-from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 
 DISTINCT = 32  # rollouts that go round
 WARM = 200  # messages before the clock starts

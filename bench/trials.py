@@ -41,14 +41,13 @@ from types import MappingProxyType
 
 import psutil
 
-from launch.checks.audit.evidence import Depth
-from launch.checks.audit.history import audit_run
-from launch.commands.overview.find import find_runs
-from launch.commands.overview.standing import Queue, State, standing_of
-from launch.run_directory.attempt_number import num_attempts
-from rlhpc.deadline import Deadline
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import KnownCheckpoints
+from launch.run_directory.prepare import num_attempts
+from launch.verify.audit import audit_run
+from launch.verify.evidence import Depth
+from launch.view.standing import Queue, State, find_runs, standing_of
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.training.checkpoint_directory import KnownCheckpoints
 from tests.faults.refusing_disk import ERRORS, KINDS, RefusingDisk
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 BEGAN_S = time.monotonic()
-MARK = re.compile(r"####|;|=")  # as rlhpc/rewards/integer_arithmetic.py
+MARK = re.compile(r"####|;|=")  # as rlhpc/rewards/math_answer.py
 
 
 def is_right(completion: str, answer: str) -> float:

@@ -29,18 +29,9 @@ from transformers import Qwen2ForCausalLM
 from bench.demo_cost import run_watched, span
 from bench.demo_runs import GOAL, SMOOTHED_OVER, Rewards, make_demo_model
 from bench.figures import tell
-from launch.demo.learning_curve import running_mean
-from launch.demo.task import write_dataset
-from launch.demo.tokenizer import EOS_ID, PAD_ID, encode, make_tokenizer
-from launch.demo.warm_start import (
-    IGNORED,
-    WarmStartRecipe,
-    model_config,
-    one_thread,
-    save_checkpoint,
-    supervised_step,
-)
-from rlhpc.run_layout import RunLayout
+from launch.demo.task import EOS_ID, PAD_ID, encode, make_tokenizer, running_mean, write_dataset
+from launch.demo.warm_start import IGNORED, WarmStartRecipe, model_config, one_thread, save_checkpoint, supervised_step
+from rlhpc.base.run_directory import RunLayout
 
 REQUIREMENTS = ("torch==2.13.0", "trl==1.16.0", "transformers==5.19.0", "datasets", "accelerate", "jinja2")
 GROUPS, GROUP_SIZE = 12, 8

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from bench.figures import tell
-from rlhpc.weights.checksum import checksum64
-from rlhpc.weights.delta_codec import DeltaEncoder, apply_delta, num_changes
-from rlhpc.weights.host_image import MAX_SHARE
+from rlhpc.weights.checksums import checksum64
+from rlhpc.weights.deltas import MAX_SHARE, DeltaEncoder, apply_delta, num_changes
 
 SHAPES = [(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864), (896,), (896,)]
 BETAS, EPSILON = (0.9, 0.95), 1e-8

@@ -33,11 +33,11 @@ from typing import Literal, get_args
 import torch
 
 from bench.figures import tell
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.protocol.types import TensorSpec, WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher, make_receiver
-from rlhpc.weights.shadow import HostShadow, fresh_blocks, named_tensors
+from rlhpc.weights.memory import HostShadow, fresh_blocks, named_tensors
 from tests.gpu.one_card import Cards
 
 TENSOR_BYTES = 8 << 20

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.config_sections import AdmissionConfig
-from rlhpc.types import Prompt, SamplingParams
+from rlhpc.config.tables import AdmissionConfig
+from rlhpc.protocol.types import Prompt, SamplingParams
 
 GROUPS_PER_STEP, GROUP_SIZE = 16, 8
 SETTLE_SHARE = 0.02  # from the end of a step until its weights are live, of max(g, t)

@@ -1,7 +1,14 @@
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.policy_loss import make_policy_loss
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import PolicyLoss, TokenRow
+
 # %% [markdown]
 # # A policy loss of one's own
 #
-# A policy loss is any callable with the signature of `rlhpc.contracts.PolicyLoss`: tensors over packed tokens in, a
+# A policy loss is any callable with the signature of `PolicyLoss` (rlhpc/protocol/contracts.py): packed tokens in, a
 # *sum* over loss tokens and summed metrics out. This one is tapered off-policy REINFORCE (Le Roux et al. 2025,
 # arXiv:2503.14286): what got a positive advantage is learnt from with weight 1, what got a negative one with the
 # importance weight truncated at 1, so that a policy that has moved away from a bad sample is not pushed further.
@@ -12,12 +19,6 @@
 # `own_loss/weight` and `own_loss/tapered` in TensorBoard.
 
 # %%
-import torch
-from torch import Tensor
-
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.contracts import PolicyLoss, TokenRow
 
 
 class TaperedLoss:

@@ -1,3 +1,12 @@
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from rlhpc.buffer.segments import read_rollouts_directory
+from rlhpc.data.tokenizer import PromptTokenizer
+
 # %% [markdown]
 # # What a run has sampled
 #
@@ -6,14 +15,7 @@
 # a notebook in editors that know them (VS Code, Spyder, PyCharm).
 
 # %%
-import sys
-from collections import Counter, defaultdict
-from pathlib import Path
 
-import numpy as np
-
-from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.data.tokenizer import PromptTokenizer
 
 run_dir, model_dir = map(Path, sys.argv[1:3])
 groups = list(read_rollouts_directory(run_dir / "rollouts"))  # verifies every checksum

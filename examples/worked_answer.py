@@ -11,8 +11,8 @@ import operator
 import re
 from collections.abc import Iterator
 
-from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.math_answer import judge
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.rewards.math_answer import math_answer
 
 WORKING_REWARD = 0.2  # small beside 1.0: an answer that is only well argued must not pay
 _EQUATION = re.compile(r"([0-9.,$ +*/x()-]+)=\s*\$?(-?[0-9][0-9.,]*)")
@@ -40,7 +40,7 @@ def first_try(completion: str, reference: str) -> RewardOutcome:
 
 
 def _with_working(completion: str, reference: str, holds: list[bool]) -> RewardOutcome:
-    outcome = judge(completion, reference)
+    outcome = math_answer(completion, reference)
     working = WORKING_REWARD * sum(holds) / len(holds) if holds else 0.0
     return RewardOutcome(
         reward=outcome.reward + working,

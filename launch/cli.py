@@ -10,35 +10,72 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.commands.arguments import (
+    command_parser,
     continued,
     hint_for,
     refuse_resume_point,
     refuse_without_predict,
     resume_point,
+    similar_command,
 )
-from launch.commands.parser import command_parser, similar_command
-from launch.common.standard_output import (
+from launch.common.text import (
+    escaped,
+    optional_module,
     print_or_lose,
     print_whatever_happens,
     refused_by_the_system,
     say_or_lose,
 )
-from launch.common.text_table import escaped
-from launch.supervisor.signals import REQUESTS, StopSignal
-from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
-from rlhpc.own_user import name_nameless_user
-from rlhpc.patience import seen
-from rlhpc.run_layout import RunLayout
+from launch.supervisor.processes import REQUESTS, StopSignal
+from rlhpc.base.patience import seen
+from rlhpc.base.processes import name_nameless_user
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, RlhpcError, RunDirectoryError
 
 if TYPE_CHECKING:
-    from rlhpc.config import Config
+    from rlhpc.config.rules import Config
+
+
+# ----------------------------------------------------------------------------------------------------------- completion
+#
+# `rlhpc completion SHELL`: a script that completes commands, options and paths.
+#
+# Output: the script, for bash, zsh or fish, made by shtab from the parser of the command line.  It is static: a shell
+# that completes starts no Python, which would take a tenth of a second and more for every press of a key.
+
+
+_DIRECTORIES = ("RUN_DIR", "DIR", "DIRECTORY", "OUT", "MODEL|RUN_DIR", "RUN_DIR|DIR", "FIRST", "SECOND")  # metavars
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """shell: "bash", "zsh" or "fish".  Raises ConfigError: shtab is not installed."""
+    shtab = optional_module("shtab", "completion")
+    for action in _actions(parser):
+        metavar = str(action.metavar or "")
+        if metavar in _DIRECTORIES:
+            action.complete = shtab.DIRECTORY
+        elif action.type is Path or ".toml" in metavar or "FILE" in metavar:
+            action.complete = shtab.FILE
+    return str(shtab.complete(parser, shell=shell))
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
+    """Actions of a parser and of all below it; those that take nothing are left out.  `complete` is shtab's own."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)
+        elif action.nargs != 0:
+            yield action
+
+
+# ------------------------------------------------------------------------------------------------------------------ cli
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,21 +122,21 @@ def command() -> int:
 
 
 def _settings(options: argparse.Namespace, run_file: Path | None = None) -> Config:
-    from rlhpc.config_file import load_config  # takes most of the time in which Ctrl-C could not be handled yet
+    from rlhpc.config.file import load_config  # takes most of the time in which Ctrl-C could not be handled yet
 
     return load_config(run_file or options.run_file, options.overrides)
 
 
 def _cluster(options: argparse.Namespace) -> int:
-    from launch.dev_cluster import commands
+    from launch.private_slurm import cluster
 
-    actions = {"up": commands.up, "status": commands.status, "down": commands.down}
+    actions = {"up": cluster.up, "status": cluster.status, "down": cluster.down}
     return actions[options.action](options)
 
 
 def _check(options: argparse.Namespace) -> int:
     if options.run_file.is_dir():
-        from launch.commands.check_run import check_run_directory
+        from launch.verify.audit import check_run_directory
 
         return check_run_directory(options)
     if not options.run_file.exists() and options.run_file.suffix != ".toml":
@@ -110,7 +147,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    from launch.commands.audit import report_audit
+    from launch.verify.audit import report_audit
 
     return report_audit(_layout(options), is_quick=options.quick, as_json=options.json)
 
@@ -128,7 +165,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _show_jobs(options: argparse.Namespace) -> int:
-    from launch.commands.show_jobs import jobs_in_words
+    from launch.commands.submit import jobs_in_words
     from launch.plan.site_file import load_site
 
     print(jobs_in_words(_settings(options), load_site(options.site_file)))
@@ -144,7 +181,7 @@ def _run(options: argparse.Namespace) -> int:
     how |= {"resume": options.resume, "fresh": options.fresh, "is_quiet": options.quiet, "again": again}
     status = run_locally(config, resume_from=resume_from, **how)
     if not options.quiet:
-        from launch.commands.last_words import last_words
+        from launch.run_files.run_state import last_words
 
         layout = RunLayout(config.run_directory)
         unseen = [f"{layout.root}: cannot be read at the moment; `rlhpc status` says later how it ended"]
@@ -172,7 +209,7 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from launch.commands.resume import resume_run
+    from launch.commands.submit import resume_run
 
     where = resume_point(options)
     layout = resume_run(_layout(options), options.words, after=options.after, tell=_tell, resume_from=where)
@@ -180,13 +217,13 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _wait(layout: RunLayout) -> int:
-    from launch.commands.wait_for_run import wait_for_run
+    from launch.view.status import wait_for_run
 
     return wait_for_run(layout)
 
 
 def _status(options: argparse.Namespace) -> int:
-    from launch.commands.status import render_status
+    from launch.view.status import render_status
 
     print(render_status(_layout(options), as_json=options.json))
     return 0
@@ -218,19 +255,19 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from launch.commands.report import report_run
+    from launch.commands.show import report_run
 
     return report_run(_layout(options), options.html)
 
 
 def _metrics(options: argparse.Namespace) -> int:
-    from launch.commands.metrics.command import show_metrics
+    from launch.commands.show import show_metrics
 
     return show_metrics(_layout(options), options)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from launch.commands.doctor.command import doctor
+    from launch.doctor.command import doctor
 
     files = [word for word in options.words if "=" not in word]
     options.overrides = [word for word in options.words if "=" in word]
@@ -243,7 +280,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _layout(options: argparse.Namespace) -> RunLayout:
-    from launch.common.paths import without_dots
+    from launch.common.text import without_dots
 
     layout = RunLayout(without_dots(options.run_dir))
     if not layout.is_run:
@@ -279,7 +316,6 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _completion(options: argparse.Namespace) -> int:
-    from launch.commands.completion import completion_script
 
     print(completion_script(command_parser(), options.shell))
     return 0
@@ -287,7 +323,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 def _recipes(options: argparse.Namespace) -> int:
     from launch.commands.recipes import copy_recipe, recipe_table
-    from launch.common.paths import quoted
+    from launch.common.text import quoted
 
     if options.action is None:
         print(recipe_table())
@@ -307,13 +343,13 @@ def _demo(options: argparse.Namespace) -> int:
 
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
-        from launch.checks.gpus import gpus_here
         from launch.commands.run import run_locally
+        from launch.doctor.gpus import gpus_here
         from launch.plan.gpu_map import map_gpus
 
         map_gpus(_settings(options, run_file), gpus_here(os.environ))  # refused before the warm start
         return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
-    from launch.demo import slurm
+    from launch.demo import run as slurm
 
     slurm.refuse_before_the_work(options.time)
     overrides = [*slurm.OVERRIDES, *options.overrides]
@@ -326,7 +362,7 @@ def _demo_model(options: argparse.Namespace) -> int:
         raise ConfigError(f"--like {options.like}: has a meaning only with --model-only DIR")
     if options.slurm or options.run_file or options.overrides:
         raise ConfigError("--model-only: writes a model and runs nothing; legal beside it: --like")
-    from launch.common.paths import quoted
+    from launch.common.text import quoted
     from launch.demo.stand_in import make_stand_in
 
     num_parameters = make_stand_in(options.model_only, options.like)
@@ -340,13 +376,13 @@ def _demo_model(options: argparse.Namespace) -> int:
 
 # Commands that take the options as they are.  Each is imported when it is called.
 _FUNCTIONS = {
-    "list": "launch.commands.overview.command:list_runs",
-    "rollouts": "launch.commands.rollouts:show_rollouts",
-    "tensorboard": "launch.commands.tensorboard:serve_tensorboard",
-    "data": "launch.commands.dataset.command:look_at_dataset",
+    "list": "launch.commands.list_runs:list_runs",
+    "rollouts": "launch.commands.show:show_rollouts",
+    "tensorboard": "launch.commands.show:serve_tensorboard",
+    "data": "launch.commands.data:look_at_dataset",
     "reward": "launch.commands.reward:judge_records",
-    "evaluate": "launch.commands.evaluate.command:evaluate",
-    "compare": "launch.commands.evaluate.compare:compare",
+    "evaluate": "launch.evaluate.command:evaluate",
+    "compare": "launch.evaluate.command:compare",
 }
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,

@@ -9,9 +9,10 @@
     rlhpc.compare    compare two evaluations
     rlhpc.export     write the trained model as an HF checkpoint
 
-help(rlhpc.run) explains one of them, docs/python.md all; errors are in rlhpc.errors, what own rewards, advantages and
-losses take in rlhpc.contracts.  The other modules run inside a job, and may change.  `import rlhpc` loads nothing:
-these names belong to the launcher, which is layered above this package, and are loaded on first access.
+help(rlhpc.run) explains one of them, docs/python.md all; errors are in rlhpc.protocol.errors, what own rewards,
+advantages and losses take in rlhpc.protocol.contracts.  The other modules run inside a job, and may change.  `import
+rlhpc` loads nothing: these names belong to the launcher, which is layered above this package, and are loaded on first
+access.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Run", "check", "compare", "evaluate", "export", "run", "start", "sub
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        return getattr(_importlib.import_module("launch.door"), name)
+        return getattr(_importlib.import_module("launch.api"), name)
     raise AttributeError(f"module 'rlhpc' has no attribute {name!r}")
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from launch.dev_cluster.packages import RELEASE_VARIABLE
+from launch.private_slurm.packages import RELEASE_VARIABLE
 from tests.starting import StartingIsMarked
 
 settings.register_profile("new examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])

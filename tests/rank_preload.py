@@ -8,7 +8,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")  # that tests train
 
-for module in ("rlhpc.training.factory", "rlhpc.training.reference.backend", "rlhpc.training.megatron.backend"):
+for module in ("rlhpc.training.factory", "rlhpc.training.reference", "rlhpc.training.megatron.backend"):
     importlib.import_module(module)
 for family in FAMILIES:
     importlib.import_module(f"transformers.models.{family}.modeling_{family}")

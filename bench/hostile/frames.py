@@ -14,11 +14,11 @@ from bench.hostile.conformity import conforms
 from bench.hostile.mutants import Breeder, Frames, Mutant
 from bench.hostile.specimens import all_codec, make_specimens, server_codec
 from bench.hostile.victim_link import STALLED_S, Victim
-from rlhpc.crc import crc32
-from rlhpc.errors import ProtocolError
-from rlhpc.topology import TOPOLOGY, ChannelSpec
+from rlhpc.base.native import crc32
+from rlhpc.protocol.errors import ProtocolError
+from rlhpc.protocol.messages import TOPOLOGY, ChannelSpec
 from rlhpc.transport.codec import MAX_FRAME_BYTES, Codec
-from rlhpc.transport.keys import load_secret, public_key
+from rlhpc.transport.security import load_secret, public_key
 from rlhpc.transport.sessions import Greeting, SequenceCheck, Session
 
 SESSION_MUTANTS = 2_000  # then another session: a forged sequence number may have ended this one

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhpc import messages as m
-from rlhpc.topology import TOPOLOGY, ChannelSpec
-from rlhpc.transport.codec import Codec
-from rlhpc.transport.sessions import Greeting
-from rlhpc.types import (
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.messages import TOPOLOGY, ChannelSpec
+from rlhpc.protocol.types import (
     FinishReason,
     Lease,
     PackedBatch,
@@ -27,6 +25,8 @@ from rlhpc.types import (
     WeightGroup,
     WeightManifest,
 )
+from rlhpc.transport.codec import Codec
+from rlhpc.transport.sessions import Greeting
 
 SEVERAL_FRAMES_TOKENS = 6_000  # arrays of 24 KB, each in a frame of its own
 CUT_FRAME_BYTES = 4_500_000  # one array in two frames

@@ -17,10 +17,10 @@ import zmq
 
 from bench.hostile.specimens import server_codec
 from bench.hostile.victim_link import Victim
-from rlhpc import messages as m
-from rlhpc.topology import TOPOLOGY
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.messages import TOPOLOGY
 from rlhpc.transport.codec import MAX_FRAME_BYTES
-from rlhpc.transport.keys import load_secret, public_key
+from rlhpc.transport.security import load_secret, public_key
 from rlhpc.transport.sessions import Session
 
 WAVE = 50  # connections that are made at once

@@ -19,13 +19,13 @@ from typing import Any
 
 from bench.hostile.conformity import conforms
 from bench.hostile.specimens import server_codec
-from rlhpc import messages as m
-from rlhpc.config_sections import TransportConfig
-from rlhpc.crc import crc32
-from rlhpc.errors import ProtocolError
-from rlhpc.open_files import allow_many_connections
-from rlhpc.topology import CONTROL, TOPOLOGY, ChannelSpec
-from rlhpc.transport.zmq_server import ZmqServer
+from rlhpc.base.native import crc32
+from rlhpc.base.processes import allow_many_connections
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.errors import ProtocolError
+from rlhpc.protocol.messages import CONTROL, TOPOLOGY, ChannelSpec
+from rlhpc.transport.server import ZmqServer
 
 FRIEND = "generator-0"
 

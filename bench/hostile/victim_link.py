@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.hostile.victim import FRIEND
-from rlhpc import messages as m
-from rlhpc.config_sections import TransportConfig
-from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelError
-from rlhpc.topology import CONTROL
-from rlhpc.transport.keys import mint_run_keys
-from rlhpc.transport.zmq_client import ZmqBlockingClient
+from rlhpc.base.patience import Deadline
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.errors import ChannelError
+from rlhpc.protocol.messages import CONTROL
+from rlhpc.transport.client import ZmqBlockingClient
+from rlhpc.transport.security import mint_run_keys
 
 ROOT = Path(__file__).parents[2]
 MEMBERS = ("controller-0", "reward-0", FRIEND, "generator-1", "trainer-0")

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from rlhpc.config import Config
-from rlhpc.config_effects import as_toml
-from rlhpc.config_sections import Section
+from rlhpc.config.effects import as_toml
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import Section
 
 _DEFAULT_STALENESS = 1
 _PROCESSES_PER_CORE = 8  # verifiers wait for programs and endpoints most of their time

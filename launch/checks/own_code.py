@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,24 +26,59 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launch.common.counted import counted
-from rlhpc.algorithms.advantages.spread import has_reward_variance
-from rlhpc.config import Config
-from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
-from rlhpc.config_environment import LIBRARIES
-from rlhpc.config_sandbox import is_code
-from rlhpc.data.dataset_files import dataset_files
+from launch.common.text import counted
+from rlhpc.agents.host import AgentProcesses
+from rlhpc.algorithms.estimators import has_reward_variance
+from rlhpc.base.processes import child_command, child_environment
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
+from rlhpc.config.tables_services import LIBRARIES, is_code
+from rlhpc.data.files import dataset_files, read_rows
 from rlhpc.data.prompt_form import task_of
-from rlhpc.data.records import Record
-from rlhpc.data.row_formats import read_rows
-from rlhpc.errors import ConfigError, RoleFailed
-from rlhpc.python_child import child_command, child_environment
-from rlhpc.rewards.frames import Dialogue, Turn
-from rlhpc.rewards.open_pool import open_pool
-from rlhpc.rewards.pool import Judgement, RewardPool
+from rlhpc.data.record_source import Record
+from rlhpc.protocol.errors import ConfigError, RoleFailed
+from rlhpc.protocol.types import Verdict
+from rlhpc.rewards.frames import DialogueRequest, Turn
+from rlhpc.rewards.pool import Judgement, RewardPool, open_pool
 from rlhpc.rewards.registry import BUILT_IN
-from rlhpc.roles.generator.agents.processes import AgentProcesses
-from rlhpc.types import Verdict
+
+# --------------------------------------------------------------------------------------------------------- own formulas
+#
+# Try a user's own loss or advantage estimator, as a run does when it starts.
+#
+# `python -m launch.checks.own_code KEY PATH GROUP_SIZE ARGUMENTS`, which own_code.py starts: torch and the user's
+# module are imported here and nowhere else.  ARGUMENTS: JSON.  Prints {"doubts": [what is seldom meant]}, or
+# {"refused": why} and returns 1 for one that a run would refuse.
+
+
+def main(key: str, path: str, group_size: int, arguments: Mapping[str, object]) -> int:
+    """Return the exit status."""
+    try:
+        doubts = _doubts(key, path, group_size, arguments)
+    except ConfigError as error:
+        print(json.dumps({"refused": str(error)}))
+        return 1
+    print(json.dumps({"doubts": doubts}))
+    return 0
+
+
+def _doubts(key: str, path: str, group_size: int, arguments: Mapping[str, object]) -> list[str]:
+    """Raises ConfigError for one that a run would refuse."""
+    if key == "algorithm.loss":
+        from rlhpc.algorithms import objectives as own_loss
+
+        return own_loss.doubts_of_loss(own_loss.load_own_loss(path, tuple(arguments.items())))
+    from rlhpc.algorithms import estimators as own_advantage
+
+    return own_advantage.doubts_of_advantage(own_advantage.load_own_estimator(path, group_size, arguments), group_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))
+
+
+# ------------------------------------------------------------------------------------------------------------- own code
+
 
 NO_ANSWER = "I do not know."
 _MOST_RECORDS = 1000  # among which the first of each task is looked for
@@ -169,7 +205,7 @@ async def _played(config: Config, pool: RewardPool, trial: _Trial) -> list[str]:
         for what, turns, is_last, legal in asked:
             began = time.monotonic()
             key = f"check {len(rounds)}"
-            dialogue = Dialogue(key, trial.task, trial.reference, turns, OWN_REWARD, "", "", is_last)
+            dialogue = DialogueRequest(key, trial.task, trial.reference, turns, OWN_REWARD, "", "", is_last)
             turn = await pool.answer(dialogue)
             took_s = time.monotonic() - began
             spent_s += took_s
@@ -371,7 +407,7 @@ def _try_formula(key: str, path: str, config: Config) -> list[str]:
     words = key, path, str(config.admission.group_size), json.dumps(arguments)
     try:
         done = subprocess.run(
-            child_command("launch.checks.own_formulas", *words), capture_output=True, text=True, errors="replace",
+            child_command("launch.checks.own_code", *words), capture_output=True, text=True, errors="replace",
             env=child_environment(), timeout=_MOST_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:

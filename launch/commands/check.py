@@ -7,33 +7,32 @@ import os
 from pathlib import Path
 
 from launch.checks.bias import biases, doubtful, unusual
-from launch.checks.first_prompt import (
+from launch.checks.memory_verdict import memory_report
+from launch.checks.model_files import other_tokens, refuse_made_up_tensors
+from launch.checks.own_code import try_own_code, untried_code
+from launch.checks.preflight import (
     date_in_prompts,
     ended_prompts,
     few_records,
     first_prompt,
+    preflight,
     stop_tokens,
     thinking_in_answers,
     untold_tools,
 )
-from launch.checks.gpus import gpus_here
-from launch.checks.memory.verdict import memory_report
-from launch.checks.other_loaders import other_tokens, refuse_made_up_tensors
-from launch.checks.own_code import try_own_code, untried_code
-from launch.checks.preflight import preflight
-from launch.checks.site.login_checks import software_not_here
-from launch.checks.site.shared_directory import filesystem_type
-from launch.commands.evaluate.preview import preview_evaluations
-from launch.common.counted import counted
+from launch.common.text import counted
+from launch.doctor.gpus import gpus_here
+from launch.doctor.site import filesystem_type, software_not_here
+from launch.evaluate.evaluation import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from launch.plan.site_file import load_site
 from launch.run_directory.owner import holds_something
-from rlhpc.config_file import load_config
+from rlhpc.base.host_address import refuse_foreign_network
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config
 from rlhpc.data.prompts import dialogue_template
-from rlhpc.errors import ConfigError
-from rlhpc.host_address import refuse_foreign_network
-from rlhpc.run_layout import RunLayout
+from rlhpc.protocol.errors import ConfigError
 
 _OF_THE_KERNEL = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "bpf", "mqueue")
 _LONGEST_NAME = 255  # bytes, of one name in a path

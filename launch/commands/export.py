@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.checks.other_loaders import other_tokens
-from rlhpc.config_file import read_resolved
+from launch.checks.model_files import other_tokens
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import read_resolved
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import CheckpointError, DamagedCheckpoint
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import Fate, KnownCheckpoints
-from rlhpc.training.checkpoint.export import export_hf
+from rlhpc.protocol.errors import CheckpointError, DamagedCheckpoint
+from rlhpc.training.checkpoint_directory import Fate, KnownCheckpoints
+from rlhpc.training.checkpoint_export import export_hf
 
 
 def export_run(

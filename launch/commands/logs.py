@@ -13,16 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.commands.job_status import is_slurm_run, look_at_run
-from launch.common.paths import quoted, written_unix_s
-from launch.common.standard_output import say_or_lose
-from launch.common.text_table import escaped
+from launch.common.text import escaped, quoted, say_or_lose, written_unix_s
 from launch.run_directory.owner import launcher_of
 from launch.run_files.run_state import is_complete
-from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_INTERRUPTED
-from rlhpc.patience import seen
-from rlhpc.run_layout import RunLayout
+from launch.view.jobs import is_slurm_run, look_at_run
+from rlhpc.base.patience import seen
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_INTERRUPTED, RunDirectoryError
 
 LAST_LINES = 200
 LOOK_S = 1.0

@@ -9,11 +9,11 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.common.text_table import aligned
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.files import write_atomically
+from launch.common.text import aligned
+from rlhpc.base.files import write_atomically
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import ConfigError
 
 DIRECTORY = Path(__file__).parents[1] / "configs"  # a link in a checkout, a folder in an installation
 

@@ -14,22 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.commands.evaluate.settings import document_without_run
-from launch.common.json_text import json_text
-from launch.common.text_table import aligned, printable
-from rlhpc.config import Config
-from rlhpc.config_data import WHOLE_RECORD
-from rlhpc.config_file import load_config, settled
-from rlhpc.config_sandbox import is_code
-from rlhpc.data.records import Record
-from rlhpc.data.row_formats import json_lines
-from rlhpc.data.thinking import answer_of
-from rlhpc.errors import ConfigError, DataError
+from launch.common.text import aligned, json_text, printable
+from launch.evaluate.request import document_without_run
+from rlhpc.config.file import load_config, settled
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import WHOLE_RECORD
+from rlhpc.config.tables_services import is_code
+from rlhpc.data.files import json_lines
+from rlhpc.data.record_source import Record
+from rlhpc.data.tokenizer import answer_of
+from rlhpc.protocol.errors import ConfigError, DataError
+from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.code_place import check_sandbox
-from rlhpc.rewards.open_pool import open_pool
-from rlhpc.rewards.pool import Judgement
+from rlhpc.rewards.pool import Judgement, open_pool
 from rlhpc.rewards.registry import validate_task
-from rlhpc.types import Verdict
 
 EXIT_NOT_JUDGED = 1  # a verifier failed
 OPEN = (

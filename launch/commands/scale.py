@@ -13,22 +13,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.checks.site.login_checks import refuse_missing_software
-from launch.checks.site.slurm_check import refuse_unfit
 from launch.commands.submit import Tell, describe_record, submit_jobs, write_plan
-from launch.common.paths import quoted
+from launch.common.text import quoted
+from launch.doctor.site import refuse_missing_software
+from launch.doctor.slurm_plan import refuse_unfit
 from launch.plan.jobs import Elastic, plan_elastic
-from launch.plan.report import describe_with_scripts
-from launch.plan.site_file import load_site
-from launch.plan.site_values import walltime_s
-from launch.run_directory.submission_lock import submits_alone
-from launch.run_files.job_records import JobRecord, name_of_jobs, next_elastic_name, next_replica, read_records
+from launch.plan.script import describe_with_scripts
+from launch.plan.site_file import load_site, walltime_s
+from launch.run_directory.owner import submits_alone
+from launch.run_files.records import JobRecord, name_of_jobs, next_elastic_name, next_replica, read_job_records
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import PATIENCE_S, cancel
-from launch.slurm.queue import JobRow, look_at_jobs
-from rlhpc.config_file import read_resolved
-from rlhpc.errors import ConfigError, RunDirectoryError
-from rlhpc.run_layout import RunLayout
+from launch.slurm.queue import PATIENCE_S, JobRow, cancel, look_at_jobs
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import read_resolved
+from rlhpc.protocol.errors import ConfigError, RunDirectoryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: boo
     change = int(generators)
     # Alone: otherwise two callers could use the same numbers.
     with nullcontext() if dry_run else submits_alone(layout.jobs / ".scaling", tell):
-        records = read_records(layout)
+        records = read_job_records(layout)
         if not dry_run:
             _refuse_lifeless(layout, records)
         if change > 0:
@@ -121,7 +119,7 @@ def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_ru
     for line in refuse_missing_software(site):
         tell(line)
     refuse_unfit(plan)
-    from rlhpc.transport.keys import mint_run_keys
+    from rlhpc.transport.security import mint_run_keys
 
     write_plan(plan)  # before the keys: an attempt that begins now makes keys for every planned generator
     mint_run_keys(layout.secrets, [f"generator-{replica}" for replica in range(first, first + count)])

@@ -19,7 +19,7 @@ from typing import get_args
 from pydantic import BaseModel
 
 from launch.plan.site_file import Site
-from rlhpc.config import Config
+from rlhpc.config.rules import Config
 
 _MODELS: dict[str, type[BaseModel]] = {"run": Config, "site": Site}
 

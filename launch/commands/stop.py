@@ -12,20 +12,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.commands.last_words import command_to_continue, what_was_saved
-from launch.common.paths import quoted
-from launch.run_directory.owner import await_left_behind, find_launcher
-from launch.run_directory.process_identity import ProcessIdentity
-from launch.run_files.job_records import name_of_jobs, read_records
+from launch.common.text import quoted
+from launch.run_directory.owner import ProcessIdentity, await_left_behind, find_launcher
+from launch.run_files.records import name_of_jobs, read_job_records
+from launch.run_files.run_state import command_to_continue, what_was_saved
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import PATIENCE_S, cancel
-from launch.slurm.queue import JobRow, look_at_jobs
+from launch.slurm.queue import PATIENCE_S, JobRow, cancel, look_at_jobs
 from launch.slurm.states import Life
-from rlhpc.deadline import Deadline
-from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_INTERRUPTED
-from rlhpc.files import write_atomically
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.files import write_atomically
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_INTERRUPTED, RunDirectoryError
 
 Tell = Callable[[str], None]
 
@@ -142,7 +139,7 @@ def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell, *, 
         # A resume begins when all jobs have ended: it deletes the request, then submits jobs of its own.
         if not is_by_signal and not request.exists():
             return list(dict.fromkeys(str(row.job_id) for row in rows))
-        controller_jobs = {record.job_id for record in read_records(layout) if record.hosts_controller}
+        controller_jobs = {record.job_id for record in read_job_records(layout) if record.hosts_controller}
         waiting = [row for row in rows if row.state.life in (Life.WAITING, Life.HELD)]
         if any(row.job_id in controller_jobs for row in rows):
             led_at = time.monotonic()
@@ -175,13 +172,13 @@ def _describe(row: JobRow) -> str:
 
 
 def _ids(layout: RunLayout) -> str:
-    return " ".join(str(record.job_id) for record in read_records(layout))
+    return " ".join(str(record.job_id) for record in read_job_records(layout))
 
 
 def _living(layout: RunLayout, on_silence: Tell | None = None) -> list[JobRow]:
     """Jobs of the run that have not ended.  on_silence: told once, if Slurm does not answer.  Raises SlurmError."""
     deadline = Deadline(PATIENCE_S)
-    ids = [record.job_id for record in read_records(layout)]
+    ids = [record.job_id for record in read_job_records(layout)]
     while (look := look_at_jobs(ids, run_name=name_of_jobs(layout))).trouble:
         if on_silence is not None:
             on_silence(look.trouble)
@@ -204,6 +201,6 @@ def _say_outcome(layout: RunLayout, command: str, tell: Tell, *, now: bool) -> i
 
 def _end_following(layout: RunLayout, tell: Tell) -> None:
     if layout.evaluations.exists():
-        from launch.commands.evaluate.following_job import end_following  # loads as much as all the rest
+        from launch.evaluate.job import end_following  # loads as much as all the rest
 
         end_following(layout, tell)

@@ -14,33 +14,49 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.bias import unusual
-from launch.checks.memory.host_verdict import judge_host
-from launch.checks.memory.verdict import judge_memory
-from launch.checks.other_loaders import refuse_made_up_tensors
+from launch.checks.memory_verdict import judge_host, judge_memory
+from launch.checks.model_files import refuse_made_up_tensors
 from launch.checks.preflight import Findings, preflight
-from launch.checks.site.login_checks import refuse_missing_software
-from launch.checks.site.slurm_check import refuse_unfit
-from launch.commands.evaluate.following_job import end_following, following_job, submit_following
-from launch.commands.evaluate.job import EvaluationJob
-from launch.commands.evaluate.preview import preview_evaluations
-from launch.common.paths import quoted
+from launch.common.text import quoted
+from launch.doctor.site import refuse_missing_software, software_not_here
+from launch.doctor.slurm_plan import refuse_unfit
+from launch.evaluate.evaluation import preview_evaluations
+from launch.evaluate.job import EvaluationJob, end_following, following_job, submit_following
 from launch.plan.jobs import Job, JobPlan, plan_jobs
-from launch.plan.report import component_documents, plan_document, shared_layout
-from launch.plan.script import render_scripts
+from launch.plan.script import component_documents, plan_document, plan_report, render_scripts, shared_layout
 from launch.plan.site_file import GpuConfig, PrologueConfig, Site, load_site
-from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
-from launch.run_directory.prepare import prepare_run_dir_for_jobs, refuse_run_dir_for_jobs
-from launch.run_directory.submission_lock import submits_alone
-from launch.run_files.job_records import JobRecord, generators_of, read_records, write_record
+from launch.run_directory.owner import submits_alone
+from launch.run_directory.prepare import NEWEST, ResumePoint, prepare_run_dir_for_jobs, refuse_run_dir_for_jobs
+from launch.run_files.records import JobRecord, generators_of, read_job_records, write_job_record
+from launch.run_files.run_state import command_to_continue
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import PATIENCE_S, cancel
+from launch.slurm.queue import PATIENCE_S, cancel
 from launch.slurm.sbatch import MayBeQueued
-from rlhpc.config import Config, with_values
-from rlhpc.errors import ConfigError, RlhpcError
-from rlhpc.files import write_atomically
-from rlhpc.run_layout import RunLayout
+from launch.verify.audit import look_before_going_on
+from rlhpc.base.files import write_atomically
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import override, read_resolved
+from rlhpc.config.rules import Config, with_values
+from rlhpc.protocol.errors import ConfigError, RlhpcError
+
+# ------------------------------------------------------------------------------------------------------------ show jobs
+#
+# `rlhpc plan`, and `rlhpc submit --dry-run`: the jobs of a run, and their scripts.
+#
+# Input: run file and site file.  Output: text.  Asks Slurm nothing.
+
+
+def jobs_in_words(config: Config, site: Site) -> str:
+    """What the prologue names and is not here, the plan, and every script under its name.  Raises ConfigError."""
+    lines = [*software_not_here(site), plan_report(config, site)]
+    if config.evaluation:
+        lines.append(f"\n----- evaluation.sbatch\n{EvaluationJob.following(config, site).script.rstrip()}")
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------------------- submit
+
 
 Tell = Callable[[str], None]
 _ON_JOBS = r"after(?:any|corr|notok|ok)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
@@ -148,7 +164,7 @@ def submit_checked(
         except MayBeQueued:
             raise
         except SlurmError:  # nothing was submitted: leave no directory behind
-            if is_new and not read_records(layout):
+            if is_new and not read_job_records(layout):
                 shutil.rmtree(layout.root, ignore_errors=True)
             raise
     tell(f"submitted   {', '.join(map(describe_record, records))}: {run.plan.run_name} in {layout.root}")
@@ -263,7 +279,7 @@ def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRe
 
     def record(job_id: int) -> None:
         records.append(_record(plan, job, job_id, script))
-        write_record(plan.layout, records[-1])
+        write_job_record(plan.layout, records[-1])
 
     # The executor cleans the environment: SBATCH_PARTITION and the like would override the script.
     executor = HeterogeneousSlurmExecutor(plan.log_directory)
@@ -306,3 +322,35 @@ def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
     for record in records:
         layout.job_record(record.job_id).unlink(missing_ok=True)
     return f"cancelled again: {names}"
+
+
+# --------------------------------------------------------------------------------------------------------------- resume
+#
+# Resume a run from its directory alone, which holds settings and site file.
+#
+# Input: a run directory.  Submits its jobs again (submit.py), to continue from the last complete checkpoint.
+
+
+def resume_run(
+    layout: RunLayout, words: Sequence[str], *, after: str | None, tell: Tell, resume_from: ResumePoint = NEWEST
+) -> RunLayout:
+    """Submit the jobs of a run again.
+
+    words: overrides key=value, and at most one site file, which replaces the old one.  Raises RunDirectoryError: not a
+    run, complete, or still running; ConfigError and SlurmError as submit_run does.
+    """
+    layout.require_run()
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]!r}: legal: at most one site file, and overrides (key=value)")
+    site_file = Path(files[0]) if files else layout.site
+    if not files and not site_file.exists():
+        raise ConfigError(
+            f"{site_file}: missing, because this run was never submitted; `rlhpc resume RUN_DIR SITE.toml` continues "
+            f"it under Slurm, {command_to_continue(layout)} on this machine"
+        )
+    old, _ = read_resolved(layout)
+    config = override(with_values(old, {"run.directory": layout.root}), [word for word in words if "=" in word])
+    if config.run_directory != layout.root:
+        raise ConfigError(f"run.directory={str(config.run_directory)!r}: a resume cannot leave {layout.root}")
+    return submit_run(config, site_file, resume=True, fresh=False, after=after, tell=tell, resume_from=resume_from)

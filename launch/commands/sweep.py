@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.commands.submit import Tell, check, dependency, prepare, submit_checked
-from launch.common.counted import counted
-from rlhpc.config import Config, with_values
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError, RlhpcError
+from launch.common.text import counted
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config, with_values
+from rlhpc.protocol.errors import ConfigError, RlhpcError
 
 MOST_RUNS = 64  # a seed that is taken for a number of runs should not fill the queue
 

@@ -22,16 +22,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launch.demo.tokenizer import EOS, EOS_ID, PAD, PAD_ID, SPECIAL_TOKENS, UNKNOWN
-from launch.demo.warm_start import (
-    IGNORED,
-    OnStep,
-    WarmStart,
-    WarmStartRecipe,
-    made_once,
-    model_config,
-    supervised_step,
-)
+from launch.demo.task import EOS, EOS_ID, PAD, PAD_ID, SPECIAL_TOKENS, UNKNOWN
+from launch.demo.warm_start import IGNORED, OnStep, WarmStart, WarmStartRecipe, made_once, model_config, supervised_step
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 HEAD, TAIL = '{"name": "search", "arguments": {"query": "', '"}}'  # one token each: the model need not learn JSON

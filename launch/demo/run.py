@@ -6,23 +6,113 @@ Everything is generated locally from seeds; nothing is downloaded.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from launch.checks.preflight import require_parts
-from launch.commands.last_words import figures_table
-from launch.common.paths import as_typed, quoted
-from launch.common.standard_output import say_or_lose
+from launch.commands.submit import submit_run
+from launch.common.text import as_typed, quoted, say_or_lose
 from launch.demo import lookup
-from launch.demo.learning_curve import draw_learning_curve
 from launch.demo.lookup import make_lookup_model
-from launch.demo.task import write_dataset
+from launch.demo.task import draw_learning_curve, write_dataset
 from launch.demo.warm_start import make_model
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.run_layout import RunLayout
+from launch.plan.site_file import walltime_s
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import obtain
+from launch.private_slurm.shape import default_shape
+from launch.run_files.run_state import figures_table
+from launch.view.status import wait_for_run
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import ConfigError
+
+# ---------------------------------------------------------------------------------------------------------------- slurm
+#
+# The demo on Slurm: a private cluster of virtual nodes, its site file, one heterogeneous job on three partitions.
+#
+# Input: the demo's Config.  Output: the exit status of the run.  The cluster is in a separate temporary directory and
+# ends with the demo.
+
+
+OVERRIDES = ("run.name=demo-slurm", "generation.num_replicas=2")  # of the local demo's settings
+# One trainer node, two generator nodes, one without GPUs for the controller.
+SITE = """\
+# Of the demo's private cluster.  slurm/sites/example.toml explains every key.
+[cluster]
+name = "demo"
+shared_directory = "{shared}"
+placement = "hetjob"
+
+[common]
+time = "{time}"
+
+[controller]
+partition = "cpu"
+
+[trainer]
+partition = "train"
+
+[generation]
+partition = "gen"
+gpus_per_node = 1
+
+[prologue]
+python = "{python}"
+code = "{code}"
+"""
+
+
+def refuse_before_the_work(time: str) -> None:
+    """Raise ConfigError for an invalid time, and SlurmMissing if there is no Slurm, before a model is made."""
+    try:
+        walltime_s(time)
+    except ValueError as error:
+        raise ConfigError(f"--time {time!r}: {error}") from None
+    obtain()
+
+
+def run_on_slurm(config: Config, time: str, tell: Callable[[str], None]) -> int:
+    """Start a cluster, submit the run, wait for its end.  time: limit of the job; one too short makes it requeue.
+
+    Raises SlurmMissing if Slurm is neither installed nor available without root, ConfigError for an invalid time.
+    """
+    site_file = config.run_directory.with_name(f"{config.run.name}.site.toml")
+    site_file.parent.mkdir(parents=True, exist_ok=True)
+    code = Path(__file__).parents[2]
+    values = {"shared": Path.cwd(), "time": time, "python": sys.executable, "code": code}
+    site_file.write_text(SITE.format(**values), encoding="utf-8")
+    with _private_cluster() as cluster:
+        tell(f"     a private Slurm in {cluster.layout.root}: {len(cluster.shape.nodes)} nodes")
+        layout = submit_run(
+            config, site_file, resume=False, fresh=True, after=None, tell=lambda text: tell(f"     {text}")
+        )
+        return wait_for_run(layout)
+
+
+@contextmanager
+def _private_cluster() -> Iterator[DevCluster]:
+    """A cluster that this process's Slurm commands talk to."""
+    root = Path(tempfile.mkdtemp(prefix="rlhpc-demo-", dir="/tmp"))  # sockets below it: the path has to be short
+    before = dict(os.environ)
+    try:
+        with DevCluster.create(root, default_shape(1, 2, 1, gpus=1), obtain(), dies_with_parent=True) as cluster:
+            os.environ.update(cluster.environment())
+            yield cluster
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
 
 RUN_FILE = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_PROBLEMS = 8_000

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from launch.demo.warm_start import save_checkpoint
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 
 HEAD_SIZE, NUM_HEADS = 32, 2  # the smallest head that vLLM's CPU attention has
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2; then the bytes

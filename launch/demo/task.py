@@ -10,9 +10,88 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+# ------------------------------------------------------------------------------------------------------- learning curve
+#
+# Draw the learning curve of a demo run.
+#
+# Input: rewards by version.  Output: a PNG file.
+
+
+_SMOOTHED_OVER = 9  # versions on either side of the running mean together
+
+
+def draw_learning_curve(path: Path, versions: Sequence[int], rewards: Sequence[float]) -> None:
+    """Draw mean reward over policy version, with a running mean, into a PNG.  Raises OSError."""
+    from matplotlib.figure import Figure  # half a second to import, and needed once
+
+    figure = Figure(figsize=(7.0, 4.0), dpi=130, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(versions, rewards, ".", color="#9bb8d3", markersize=5, label="each version")
+    axes.plot(versions, running_mean(rewards, _SMOOTHED_OVER), color="#1f4e79", linewidth=2, label="running mean")
+    axes.set(xlabel="policy version (optimiser steps applied)", ylabel="mean reward", ylim=(0, 1.02))
+    axes.set_title("Every rollout counts for the version that admitted it", fontsize=10, loc="left")
+    axes.grid(visible=True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
+    figure.savefig(path)
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean over a centred window of `width` values, shorter at both ends."""
+    array, half = np.asarray(values, float), width // 2
+    return [float(array[max(0, i - half) : i + half + 1].mean()) for i in range(len(array))]
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizer
+#
+# A character-level tokenizer, generated locally.
+#
+# Output: tokenizer.json and tokenizer_config.json as in any HF checkpoint, so that the demo's model needs no network
+# and runs through the same code as a real one.
+
+
+PAD, BOS, EOS, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHARACTERS = "0123456789+-*/=();\n "
+PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = range(len(SPECIAL_TOKENS))
+
+_TOKENS = (*SPECIAL_TOKENS, *CHARACTERS)
+_IDS = {token: i for i, token in enumerate(_TOKENS)}
+VOCAB_SIZE = len(_TOKENS)  # 24: a multiple of 8, as matrix kernels like it, without rows that are no token
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer; it adds no tokens to a text, and decodes to exactly the text that was encoded."""
+    tokenizer = Tokenizer(models.WordLevel(_IDS, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # not ".": that leaves out newlines
+    tokenizer.decoder = decoders.Fuse()  # without it decode() puts a space between tokens
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN
+    )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write its files, under the name of its class that transformers 4 knows too."""
+    tokenizer.save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    named = json.loads(file.read_bytes()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(named, indent=2), encoding="utf-8")
+
+
+def encode(text: str) -> list[int]:
+    """Encode a text of CHARACTERS as the tokenizer does, but faster.  Raises KeyError for other characters."""
+    return [_IDS[character] for character in text]
+
+
+# ----------------------------------------------------------------------------------------------------------------- task
+
 
 MIN_DIGITS = 3
 MAX_DIGITS = 5

@@ -24,9 +24,20 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from launch.demo.task import MAX_ANSWER_CHARACTERS, careless_answer, draw_problem, problems
-from launch.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, encode, make_tokenizer, save_tokenizer
-from rlhpc.files import write_atomically
+from launch.demo.task import (
+    BOS_ID,
+    EOS_ID,
+    MAX_ANSWER_CHARACTERS,
+    PAD_ID,
+    VOCAB_SIZE,
+    careless_answer,
+    draw_problem,
+    encode,
+    make_tokenizer,
+    problems,
+    save_tokenizer,
+)
+from rlhpc.base.files import write_atomically
 
 MARKER = "warm_start.json"  # written last: a directory without it is not complete
 _FORMAT = 2  # part of the hash; raise it when the same recipe comes to mean other weights

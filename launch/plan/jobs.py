@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch.plan.gpu_map import Shape, generation_shape, rewards_shape, trainer_shape
 from launch.plan.processes import trainer_threads
-from launch.plan.shape import Shape, generation_shape, rewards_shape, trainer_shape
 from launch.plan.site_file import (
     ClusterConfig,
     CommonConfig,
@@ -22,12 +22,12 @@ from launch.plan.site_file import (
     PrologueConfig,
     RewardsConfig,
     Site,
+    slurm_time,
 )
-from launch.plan.site_values import slurm_time
 from launch.run_files.plan_file import Share
-from rlhpc.config import Config, with_values
-from rlhpc.errors import ConfigError
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.rules import Config, with_values
+from rlhpc.protocol.errors import ConfigError
 
 CONTROLLER_CPUS = 2  # its loop, and one more for segments and TensorBoard
 CPUS_PER_GPU = 4  # a trainer rank has its writer of checkpoints, an engine its scheduler and tokenizer

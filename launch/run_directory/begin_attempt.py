@@ -18,19 +18,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.run_directory.attempt_number import num_attempts
-from launch.run_directory.checkpoint_choice import NEWEST, UnreadableCheckpoint, choose, put_aside
 from launch.run_directory.inputs import refuse_other_inputs
-from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, note_attempt
-from launch.run_files.job_records import generator_numbers
+from launch.run_directory.prepare import (
+    NEWEST,
+    Attempt,
+    UnreadableCheckpoint,
+    choose,
+    clear_rendezvous,
+    mint_keys,
+    note_attempt,
+    num_attempts,
+    put_aside,
+)
+from launch.run_files.records import generator_numbers
 from launch.run_files.run_state import is_complete, longest_save_before_s, read_attempt, read_progress
-from rlhpc.config_file import read_resolved
-from rlhpc.errors import OwnershipLost, RlhpcError, RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
-from rlhpc.files import is_absent, write_atomically
-from rlhpc.ownership import read_owner, take_over
-from rlhpc.patience import passes, patiently
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.files import is_absent, write_atomically
+from rlhpc.base.ownership import read_owner, take_over
+from rlhpc.base.patience import passes, patiently
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import read_resolved
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED, OwnershipLost, RlhpcError, RunDirectoryError
 
 Known = TypeVar("Known")
 

@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from rlhpc.config import Config
-from rlhpc.data.dataset_files import dataset_files
-from rlhpc.errors import DataError, RunDirectoryError
-from rlhpc.files import write_atomically
-from rlhpc.run_layout import RunLayout
-from rlhpc.safetensors_header import NotSafetensors, read_header
+from rlhpc.base.files import write_atomically
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.rules import Config
+from rlhpc.data.files import dataset_files
+from rlhpc.models.weights import NotSafetensors, read_header
+from rlhpc.protocol.errors import DataError, RunDirectoryError
 
 FORMAT_VERSION = 1
 FULL_BYTES = 256 << 20

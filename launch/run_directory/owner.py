@@ -8,29 +8,325 @@ suspended for longer than SILENCE_S is kept from doing harm by ownership.py.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from launch.common.paths import quoted, written_unix_s
-from launch.run_directory.directory_lock import DirectoryLock, LockHeld, holders, lock_directory
-from launch.run_directory.process_identity import ProcessIdentity
-from rlhpc.deadline import Deadline
-from rlhpc.errors import RunDirectoryError
-from rlhpc.files import is_absent, write_atomically
-from rlhpc.ownership import Fence
-from rlhpc.patience import briefly, seen
-from rlhpc.privacy import PRIVATE
-from rlhpc.run_layout import RunLayout
+from launch.common.text import quoted, written_unix_s
+from rlhpc.base.files import PRIVATE, is_absent, link_new, naming, write_atomically
+from rlhpc.base.ownership import Fence
+from rlhpc.base.patience import Deadline, briefly, seen
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RunDirectoryError
+
+# ----------------------------------------------------------------------------------------------------- process identity
+#
+# Identify a process on a machine, robust against reused pids and changed clocks.
+#
+# Input: a pid.  Output: ProcessIdentity, which can be stored and later checked, by any process on any machine, for
+# whether that process is alive.  Linux: /proc.
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_GONE_STATES = ("Z", "X", "x")  # ended, but not yet reaped by its parent
+_SUSPENDED_STATES = ("T", "t")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process in one boot of one machine."""
+
+    host: str
+    boot_id: str  # differs between machines, and after a reboot
+    pid: int
+    start_ticks: int  # from boot to process start; not affected by changes of the clock
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """Identity of a process on this machine; None: there is none, or it has ended."""
+        found = _state_and_ticks(pid)
+        if found is None or found[0] in _GONE_STATES:
+            return None
+        return cls(socket.gethostname(), boot_id(), pid, found[1])
+
+    @classmethod
+    def of_this_process(cls) -> ProcessIdentity:
+        """This process's identity."""
+        identity = cls.of(os.getpid())
+        assert identity is not None
+        return identity
+
+    @classmethod
+    def parse(cls, document: dict[str, Any]) -> ProcessIdentity:
+        """Inverse of to_json.  Raises KeyError or ValueError."""
+        return cls(str(document["host"]), str(document["boot_id"]), int(document["pid"]), int(document["start_ticks"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+    @property
+    def is_here(self) -> bool:
+        """True if it belongs to this boot of this machine, so that its state is visible here."""
+        return self.boot_id == boot_id()
+
+    @property
+    def is_alive(self) -> bool:
+        """True if exactly this process exists on this machine, running or suspended."""
+        found = ProcessIdentity.of(self.pid) if self.is_here else None
+        return found is not None and found.start_ticks == self.start_ticks
+
+    @property
+    def is_suspended(self) -> bool:
+        """True if it is alive on this machine and stopped by a signal, as by Ctrl-Z, or by a debugger."""
+        found = _state_and_ticks(self.pid) if self.is_alive else None
+        return found is not None and found[0] in _SUSPENDED_STATES
+
+
+def boot_id() -> str:
+    """Id of the current boot of this machine."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def _state_and_ticks(pid: int) -> tuple[str, int] | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # the last: another user's, on a site with hidepid
+        return None
+    fields = stat[stat.rindex(")") + 2 :].split()  # the name in brackets may hold anything, brackets too
+    return fields[0], int(fields[19])
+
+
+# ------------------------------------------------------------------------------------------------------- directory lock
+#
+# The lock of a run directory: held by the launcher and every process that it starts, as long as one of them lives.
+#
+# Input: a RunLayout.  Output: an open file whose lock children inherit; the kernel releases it with the last of them,
+# however they ended.  It tells whether a process of this run is still alive on this machine, even if a killed launcher
+# has left a suspended process behind.  On filesystems without locks ownership.py alone keeps attempts apart.
+
+
+_NAME = RunLayout(Path()).lock.name
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class LockHeld(Exception):
+    """The lock is held by another process."""
+
+
+class DirectoryLock:
+    """A lock that is held.  Closing it releases only this process's share."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.descriptor, self._path = descriptor, path
+
+    def close(self) -> None:
+        """Release it.  Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    @property
+    def is_of_the_directory(self) -> bool:
+        """False if the file has been deleted since: then the lock excludes nobody."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+
+def lock_directory(layout: RunLayout) -> DirectoryLock:
+    """Lock an existing run directory.  Raises LockHeld; OSError if the file cannot be created."""
+    while True:
+        descriptor = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = DirectoryLock(descriptor, layout.lock)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise LockHeld from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:  # without file locks, ownership.py alone protects the directory
+                lock.close()
+                raise
+        if lock.is_of_the_directory:
+            return lock
+        lock.close()  # the run was deleted in between
+
+
+def holders(layout: RunLayout) -> list[ProcessIdentity]:
+    """Other processes on this machine that have the lock file open, as far as they are visible to this user."""
+    try:
+        wanted = layout.lock.stat()
+    except FileNotFoundError:
+        return []
+    found = []
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdecimal() or int(directory.name) == os.getpid():
+            continue
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if any(_is_open(path, wanted) for path in (directory / "fd").iterdir()):
+                identity = ProcessIdentity.of(int(directory.name))
+                found += [identity] if identity is not None else []
+    return found
+
+
+def _is_open(path: Path, wanted: os.stat_result) -> bool:
+    try:
+        # The name first: stat of a file on a filesystem that does not answer would hang.
+        return Path(os.readlink(path)).name == _NAME and os.path.samestat(path.stat(), wanted)  # noqa: PTH115
+    except OSError:  # closed meanwhile
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------ submission lock
+#
+# One submission at a time: a file that exists while a process prepares a run directory and submits its jobs.
+#
+# Input: the path of that file.  Guarantees: of two simultaneous submissions one proceeds and one is refused; the lock
+# of a dead process is taken over.  Created with O_EXCL, which works on every shared filesystem, unlike file locks.
+
+
+ABANDONED_S = 600.0  # on another host, whose processes cannot be seen
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who submits, and since when."""
+
+    process: ProcessIdentity
+    unix_time_s: float
+
+    @classmethod
+    def of_this_process(cls) -> Holder:
+        """This process, now."""
+        return cls(ProcessIdentity.of_this_process(), time.time())
+
+    @classmethod
+    def parse(cls, text: bytes) -> Holder:
+        """Inverse of to_json.  Raises KeyError, TypeError or ValueError."""
+        document = json.loads(text)
+        return cls(ProcessIdentity.parse(document), float(document["unix_time_s"]))
+
+    def to_json(self) -> str:
+        """For a file."""
+        return json.dumps({**self.process.to_json(), "unix_time_s": self.unix_time_s})
+
+    def is_gone(self, age_s: float) -> bool:
+        """True if it has ended, or may be assumed to have ended.  age_s: of its lock."""
+        if self.process.is_here:
+            return not self.process.is_alive
+        return self.process.host == socket.gethostname() or age_s > ABANDONED_S
+
+
+@contextmanager
+def submits_alone(lock: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold `lock` while the block runs.  Raises RunDirectoryError: another process holds it, and how to remove it."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    text = Holder.of_this_process().to_json().encode()
+    if not _made(lock, text):
+        _take_over(lock, tell)
+        if not _made(lock, text):
+            raise RunDirectoryError(_refusal(lock))
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            if lock.read_bytes() == text:  # unless another process has taken it over
+                lock.unlink()
+
+
+def _made(lock: Path, text: bytes) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        with naming(lock), os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+    except OSError:  # a full disk: an empty lock would keep everybody out until it is old
+        lock.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _take_over(lock: Path, tell: Callable[[str], None]) -> None:
+    """Move a stale lock out of the way.  Raises RunDirectoryError: it is not stale, or not known to be."""
+    found = _read(lock)
+    if found is None:
+        return
+    text, holder = found
+    age_s = _age_s(lock)
+    if not (holder.is_gone(age_s) if holder else age_s > ABANDONED_S):
+        raise RunDirectoryError(_refusal(lock))
+    aside = lock.with_name(f"{lock.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        lock.rename(aside)
+    except FileNotFoundError:
+        return
+    try:
+        if aside.read_bytes() != text:  # another process has taken it over meanwhile: give its lock back
+            with suppress(OSError):
+                link_new(aside, lock)
+            raise RunDirectoryError(_refusal(lock))
+    finally:
+        aside.unlink(missing_ok=True)
+    tell(f"taken over  {lock}: left behind by {_describe_holder(holder)}")
+
+
+def _read(lock: Path) -> tuple[bytes, Holder | None] | None:
+    """Its text, and its holder (None: half written, or damaged); None: it does not exist."""
+    try:
+        text = lock.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return text, Holder.parse(text)
+    except (KeyError, ValueError, TypeError):
+        return text, None
+
+
+def _age_s(lock: Path) -> float:
+    """By the clock of the file server alone: those of two hosts may differ by minutes."""
+    now = lock.with_name(f"{lock.name}.{socket.gethostname()}.{os.getpid()}.now")
+    try:
+        now.touch()
+        return now.stat().st_mtime - lock.stat().st_mtime
+    except FileNotFoundError:  # given up meanwhile
+        return 0.0
+    finally:
+        now.unlink(missing_ok=True)
+
+
+def _refusal(lock: Path) -> str:
+    found = _read(lock)
+    return (
+        f"{lock}: a submission is in progress, by {_describe_holder(found[1] if found else None)}; "
+        "try again when it has "
+        f"ended, or, if that process is dead, `rm {quoted(lock)}`"
+    )
+
+
+def _describe_holder(holder: Holder | None) -> str:
+    if holder is None:
+        return "an unknown process"
+    return f"pid {holder.process.pid} on {holder.process.host}, {time.time() - holder.unix_time_s:.0f} s ago"
+
+
+# ---------------------------------------------------------------------------------------------------------------- owner
+
 
 Tell = Callable[[str], None]
 
@@ -41,7 +337,7 @@ LEAVE_S = 10.0  # for processes of a dead launcher to exit; the kernel has signa
 KILL_S = 10.0  # for the kernel to end what was killed
 POLL_S = 0.2
 OWN_FILES = {RunLayout(Path()).lock.name, RunLayout(Path()).launcher.name}  # files that exist before the run does
-_HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # by a start that was killed (rlhpc/files.py)
+_HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # by a start that was killed (rlhpc/base/files.py)
 
 
 class RunOwner:
@@ -162,9 +458,9 @@ def find_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> LivingLaunc
 def await_left_behind(layout: RunLayout, tell: Tell) -> None:
     """Return when the processes that a dead launcher left on this machine have ended, or after LEAVE_S."""
     if left := holders(layout):
-        tell(f"waiting for processes of a dead launcher to end: {_describe(left)}")
+        tell(f"waiting for processes of a dead launcher to end: {_describe_processes(left)}")
         if not Deadline(LEAVE_S).wait_for(lambda: not holders(layout), POLL_S):
-            tell(f"still alive: {_describe(holders(layout))}; the next start ends them")
+            tell(f"still alive: {_describe_processes(holders(layout))}; the next start ends them")
 
 
 def refuse_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> None:
@@ -216,15 +512,15 @@ def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
                 refuse_launcher(layout)
         left = holders(layout)
         if left and not has_told:
-            tell(f"waiting for processes of an earlier start to end: {_describe(left)}")
+            tell(f"waiting for processes of an earlier start to end: {_describe_processes(left)}")
             has_told = True
         if deadline.is_over:
             if has_killed or not left:
-                who = _describe(left) or "by a process on another machine, or of another user"
+                who = _describe_processes(left) or "by a process on another machine, or of another user"
                 raise RunDirectoryError(
                     f"{layout.root}: {layout.lock.name} is locked ({who}), so the run may still be running"
                 )
-            tell(f"killing     {_describe(left)}: left behind by a dead launcher")
+            tell(f"killing     {_describe_processes(left)}: left behind by a dead launcher")
             for process in left:
                 _kill(process)
             has_killed, deadline = True, Deadline(KILL_S)
@@ -242,7 +538,7 @@ def _kill(process: ProcessIdentity) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def _describe(processes: list[ProcessIdentity]) -> str:
+def _describe_processes(processes: list[ProcessIdentity]) -> str:
     return ", ".join(f"pid {process.pid} ({_role(process.pid)})" for process in processes)
 
 

@@ -6,6 +6,7 @@ machine, whose launcher numbers the attempts, or Slurm jobs, of which the first 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -15,41 +16,272 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.common.counted import counted
-from launch.common.paths import quoted, written_unix_s
-from launch.common.text_table import shortened
+from launch.common.text import counted, quoted, shortened, written_unix_s
 from launch.plan.processes import process_names
-from launch.run_directory.attempt_number import num_attempts
-from launch.run_directory.checkpoint_choice import (
-    LOGIN_NODE_BYTES,
-    NEWEST,
-    ResumePoint,
-    Tell,
-    choose,
-    put_aside,
-    refuse_step,
-)
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
-from launch.run_directory.journal_aside import set_journal_aside
 from launch.run_directory.owner import OWN_FILES, holds_something, own_run, refuse_launcher
-from launch.run_files.job_records import name_of_jobs, read_records
+from launch.run_files.records import name_of_jobs, read_job_records
 from launch.run_files.run_state import saved_step
 from launch.slurm.queue import look_at_jobs
+from rlhpc.base.files import (
+    PRIVATE,
+    append_lines,
+    is_absent,
+    keep_others_from_writing,
+    matching,
+    move_durably,
+    openness,
+)
+from rlhpc.base.ownership import take_over
+from rlhpc.base.patience import briefly
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import attempt_of, event_paths
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
-from rlhpc.config import Config
-from rlhpc.config_file import SEVERAL, config_hash, read_resolved, write_resolved
-from rlhpc.errors import RunDirectoryError
-from rlhpc.files import append_lines, matching
-from rlhpc.ownership import take_over
-from rlhpc.patience import briefly
-from rlhpc.privacy import PRIVATE, keep_others_from_writing, openness
-from rlhpc.run_layout import RunLayout
+from rlhpc.config.file import SEVERAL, config_hash, read_resolved, write_resolved
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import CheckpointError, RunDirectoryError
+from rlhpc.training.checkpoint_directory import CheckpointState, Fate, KnownCheckpoints, set_aside
+
+# ------------------------------------------------------------------------------------------------------- attempt number
+#
+# The number of the next attempt: each writes a log of events of its own, and never into that of another.
+#
+# Input: attempts.jsonl and the names of files of events.  Changes nothing.
+
+
+def num_attempts(layout: RunLayout) -> int:
+    """Number of attempts that have begun: those noted, and those whose events are there though their lines are lost.
+
+    Raises OSError.
+    """
+    noted = 0 if is_absent(layout.attempts) else len(layout.attempts.read_text().splitlines())
+    paths = event_paths(layout.rollouts)
+    return max(noted, attempt_of(paths[-1]) + 1 if paths else 0)
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoint choice
+#
+# Which checkpoint a resume starts from, and what happens to newer ones.
+#
+# Input: the checkpoints of a run and the user's request.  Output: a step whose checkpoint was read and verified in
+# full. Guarantees: looking changes nothing; checkpoints newer than the chosen step are renamed before an attempt
+# begins, so that a checkpoint that was skipped is never used later, repaired or not.
+
+
+Tell = Callable[[str], None]
+LOGIN_NODE_BYTES = 100e9  # a few minutes of reading; larger ones are read by the job, which reads everything anyway
+ANNOUNCED_BYTES = 4 << 30  # reading this much takes so long that it is announced
+
+
+class UnreadableCheckpoint(RunDirectoryError):
+    """The newest checkpoint cannot be read at the moment; it may be sound."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a resume begins: by default at the newest sound checkpoint.  And whether it samples all prompts again."""
+
+    from_start: bool = False
+    step: int | None = None
+    no_replay: bool = False  # steps after the checkpoint are not trained again from the journal (journal_aside.py)
+    lift_quarantine: bool = False  # prompts that were given up are sampled again
+
+
+NEWEST = ResumePoint()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The checkpoint to resume from."""
+
+    step: int | None  # None: from the beginning
+    passed_over: tuple[CheckpointState, ...] = ()  # newer ones, newest first
+
+
+def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_bytes: float = math.inf) -> Choice:
+    """Find the checkpoint to resume from; changes nothing.
+
+    read_up_to_bytes: of larger checkpoints only file sizes are compared; for callers that do not resume themselves.
+    Raises RunDirectoryError: no usable checkpoint; the requested one does not exist or is damaged.
+    Raises UnreadableCheckpoint: the newest one cannot be read, which says nothing about its content.
+    """
+    known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=read_up_to_bytes)
+    _announce(known, wanted, tell, read_up_to_bytes)
+    if wanted.from_start:
+        return Choice(None, _newer_unread(known, -1, "--from-start undoes it"))
+    if wanted.step is not None:
+        return _by_name(layout, known, wanted.step)
+    passed_over = list[CheckpointState]()
+    for state in known.newest_first():
+        if state.fate is Fate.SOUND:
+            return Choice(state.step, tuple(passed_over))
+        if state.fate is Fate.UNREADABLE:
+            raise UnreadableCheckpoint(
+                f"{state.problem}; the checkpoint may be sound: make it readable, or choose an older one with --step N"
+            ) from OSError(errno.EIO, "a file of it cannot be read")
+        passed_over.append(state)
+    if passed_over:
+        raise RunDirectoryError(_none_is_sound(layout, passed_over))
+    return Choice(None)
+
+
+def refuse_step(config: Config, layout: RunLayout, step: int) -> None:
+    """Raise RunDirectoryError if a run with these settings cannot go on from this step; 0: from the beginning."""
+    if step > config.run.num_steps:
+        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is already at step {step}")
+    if step and config.has_critic and not (layout.checkpoint(step) / "critic").is_dir():
+        raise RunDirectoryError(
+            f"algorithm.advantage={config.algorithm.advantage!r}: the checkpoint of step {step} has no critic; "
+            "legal: an advantage without one, as before; --from-start; or a new run (another run.name)"
+        )
+
+
+def put_aside(choice: Choice, tell: Tell) -> list[str]:
+    """Rename the checkpoints that were skipped; reports each, and returns the reports.  Raises CheckpointError.
+
+    Newest first: if it is killed half-way, a resume still finds the others newer than its choice.
+    """
+    told = []
+    for state in choice.passed_over:
+        try:
+            target = set_aside(state.path, state.fate)
+        except FileNotFoundError:  # its writer has deleted it
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{state.path}: cannot be set aside: {error.strerror or error}") from error
+        told.append(f"{state.path.name} is set aside as {target.name}: {state.problem}")
+        tell(told[-1])
+    return told
+
+
+def _by_name(layout: RunLayout, known: KnownCheckpoints, step: int) -> Choice:
+    there = [number for number, _ in known.steps()]
+    if step not in there:
+        raise RunDirectoryError(
+            f"--step {step}: {layout.checkpoints} has no checkpoint of this step; available: "
+            f"{', '.join(map(str, there)) or 'none'}"
+        )
+    state = next(state for state in known.newest_first(lambda number: number == step))
+    if state.fate is not Fate.SOUND:
+        raise RunDirectoryError(f"--step {step}: {state.problem}")
+    return Choice(step, _newer_unread(known, step, f"--step {step} undoes it"))
+
+
+def _newer_unread(known: KnownCheckpoints, step: float, why: str) -> tuple[CheckpointState, ...]:
+    """All above this step, newest first, to be set aside whatever they contain."""
+    newer = [CheckpointState(number, path, why, Fate.UNDONE) for number, path in known.steps() if number > step]
+    return tuple(newer[::-1])
+
+
+def _none_is_sound(layout: RunLayout, states: Sequence[CheckpointState]) -> str:
+    lines = [
+        f"{layout.checkpoints}: no checkpoint can be resumed from ({len(states)} tried):",
+        *(f"  {state.problem}" for state in states),
+        "restore one of them from a backup and resume again; or start at step 0 with `--resume --from-start` "
+        f"(`rlhpc resume {quoted(layout.root)} --from-start` for jobs), which sets these "
+        f"checkpoints and all rollouts aside",
+    ]
+    return "\n".join(lines)
+
+
+def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_to_bytes: float) -> None:
+    """Announce a verification that takes a while, or one that is left to the job."""
+    candidates = [path for step, path in known.steps() if wanted.step in (None, step)]
+    if wanted.from_start or not candidates:
+        return
+    num_bytes = sum(file.stat().st_size for file in candidates[-1].rglob("*") if file.is_file())
+    if num_bytes > read_up_to_bytes:
+        tell(
+            f"{candidates[-1].name} has {num_bytes / 1e9:.0f} GB: file sizes are checked now, contents when the job "
+            "starts"
+        )
+    elif num_bytes >= ANNOUNCED_BYTES:
+        tell(f"verifying {num_bytes / 1e9:.0f} GB of {candidates[-1].name} before resuming from it")
+
+
+# -------------------------------------------------------------------------------------------------------- journal aside
+#
+# Set the journal aside when a resume is not to repeat its steps; their rollouts are sampled again.
+#
+# A resume trains the steps after its checkpoint again, from the journal.  A user who goes back on purpose, or has
+# changed how the policy is trained or sampled, wants different steps; who has changed by how many processes, where or
+# how fast, wants the same ones.
+
+
+FILES = ("journal_*.h5", "events_*.jsonl", "partials_*.bin")
+SHAPES_STEPS = (
+    "algorithm.",
+    "critic.",
+    "trainer.",
+    "generation.",
+    "environment.",
+    "curriculum.",
+    "admission.",
+    "composite.",
+    "instructions.",
+    "shaping.",
+)  # a repeated step would differ; without the curriculum, the prompts that it left out would be missed
+# Of these sections: a step is the same, but for rounding.
+SHAPES_NOTHING = {
+    "trainer": (
+        "num_ranks", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "chunks_per_stage",
+        "context_parallel", "expert_parallel", "distributed_optimizer", "overlap_grad_reduce", "transformer_engine",
+        "zero_stage", "optimizer_offload", "parameter_offload", "reference_memory", "ema_memory", "device",
+        "token_budget", "recompute_activations",
+    ),
+    "generation": (
+        "num_replicas", "tensor_parallel", "endpoint", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes",
+        "gpu_memory_utilization", "enforce_eager", "recompute_kv", "prefix_caching",
+    ),
+    "admission": ("step_parts", "lease_deadline_s", "max_attempts", "max_groups_without_spread"),
+}  # fmt: skip
+
+
+def set_journal_aside(
+    layout: RunLayout, resume_from: ResumePoint, changed: Sequence[str], attempt: int, tell: Tell
+) -> None:
+    """Move the journal to lost_attempt_N/ if this resume is not to repeat its steps.  N: the attempt that begins.
+
+    changed: settings that differ from the attempt before, "key: old → new".  Raises RunDirectoryError.
+    """
+    why = _why_not(resume_from, changed)
+    files = [path for pattern in FILES for path in matching(layout.rollouts, pattern)]
+    if not why or not files:
+        return
+    target = layout.rollouts / f"lost_attempt_{attempt}"
+    try:
+        move_durably(files, target)
+    except OSError as error:
+        raise RunDirectoryError(f"{layout.rollouts}: its journal cannot be set aside: {error}") from error
+    tell(f"{why}: steps after the checkpoint are not repeated, and their rollouts are set aside in {target.name}")
+
+
+def _why_not(resume_from: ResumePoint, changed: Sequence[str]) -> str:
+    """In words; "": steps are repeated."""
+    if resume_from.from_start:
+        return "--from-start"
+    if resume_from.step is not None:
+        return f"--step {resume_from.step}"
+    if resume_from.no_replay:
+        return "--no-replay"
+    keys = [text.partition(":")[0] for text in changed if text.startswith(SHAPES_STEPS)]
+    shaping = [key for key in keys if not _shapes_nothing(key)]
+    return f"{', '.join(shaping)} changed" if shaping else ""
+
+
+def _shapes_nothing(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in SHAPES_NOTHING.get(section, ())
+
+
+# -------------------------------------------------------------------------------------------------------------- prepare
+
 
 log = logging.getLogger("rlhpc.run_directory")
 
@@ -68,7 +300,7 @@ class Attempt:
 
     index: int
     resume_step: int | None  # None: from the beginning
-    owner: str = ""  # who may write to the run directory from now on (rlhpc/ownership.py)
+    owner: str = ""  # who may write to the run directory from now on (rlhpc/base/ownership.py)
     changed: tuple[str, ...] = ()  # settings that differ from the previous attempt: "key: old → new"
 
 
@@ -167,7 +399,7 @@ def mint_keys(config: Config, layout: RunLayout, others: Iterable[str] = ()) -> 
 
     others: names of generators that were added to the run's plan.
     """
-    from rlhpc.transport.keys import mint_run_keys  # with zmq, which `status` and `stop` need not wait for
+    from rlhpc.transport.security import mint_run_keys  # with zmq, which `status` and `stop` need not wait for
 
     shutil.rmtree(layout.secrets, ignore_errors=True)
     mint_run_keys(layout.secrets, [*process_names(config), *others])
@@ -245,7 +477,7 @@ def _found(config: Config, layout: RunLayout) -> None:
 
 def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
     """must_know: False where Slurm may be missing; then a run without recent status counts as ended."""
-    look = look_at_jobs((record.job_id for record in read_records(layout)), run_name=name_of_jobs(layout))
+    look = look_at_jobs((record.job_id for record in read_job_records(layout)), run_name=name_of_jobs(layout))
     living = sorted({row.job_id for row in look.rows if row.state.is_alive})
     if living:
         raise RunDirectoryError(

@@ -1,6 +1,6 @@
 """Write and read job_plan.json: which processes one job of a run starts.
 
-Input: the file written by launch/plan/report.py (docs/slurm.md, "Interface of the supervisor").  Output: JobPart.
+Input: the file written by launch/plan/script.py (docs/slurm.md, "Interface of the supervisor").  Output: JobPart.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.errors import RlhpcError
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RlhpcError
 
 SCHEMA = 1
 LOCAL = "local"  # placement of a run without Slurm

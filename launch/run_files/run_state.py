@@ -1,21 +1,185 @@
 """What a supervisor reads from the run directory: attempt, progress, and requests by users and other jobs.
 
 A file that is missing or incomplete counts as absent.  So does one that cannot be read at the moment, for who looks
-again soon; with is_certain, for who decides by it, OSError is raised for it (rlhpc/patience.py).
+again soon; with is_certain, for who decides by it, OSError is raised for it (rlhpc/base/patience.py).
 """
 
 from __future__ import annotations
 
+import enum
+import json
+import math
+import shlex
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from launch.run_files.events import certain_document, read_document
-from rlhpc.files import is_absent, is_listed, matching
-from rlhpc.patience import seen
-from rlhpc.run_layout import RunLayout
+from launch.common.text import as_typed, quoted
+from rlhpc.base.files import append_lines, is_absent, is_listed, matching
+from rlhpc.base.patience import seen
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_ALONE, EXIT_CONFIG, EXIT_FENCED
+
+# --------------------------------------------------------------------------------------------------------------- events
+#
+# The events of each supervisor of a run: write and read jobs/NAME.events.jsonl, one JSON line per event.
+#
+# A file that is missing or incomplete counts as absent.
+
+
+_TAIL_BYTES = 16384  # an event is a line of some hundred bytes
+
+
+class Log(Protocol):
+    """Receives the events of a supervisor."""
+
+    attempt: int  # the current one
+
+    def say(self, event: str, text: str) -> None:
+        """Report one event: one word for programs, a sentence for people."""
+
+
+class EventLog(Log):
+    """Appends to one file, and writes the same to the batch log.
+
+    Each job (or array task) has its own file, so that a file has only one writer.
+    """
+
+    def __init__(self, path: Path, restart: int) -> None:
+        self._path, self._restart = path, restart
+        self.attempt = -1
+
+    def say(self, event: str, text: str) -> None:
+        """Log an event."""
+        clock = time.strftime("%H:%M:%S")
+        with suppress(OSError):  # the batch log lies on the same filesystem, which may be full
+            sys.stdout.write(f"{clock} rlhpc supervisor: {text}\n")
+            sys.stdout.flush()
+        try:
+            append_event(self._path, event, text, attempt=self.attempt, restart=self._restart)
+        except OSError as error:  # a full disk must not end the run because its log cannot be written
+            with suppress(OSError):
+                sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error.strerror or error}\n")
+
+
+def append_event(path: Path, event: str, text: str, *, attempt: int, restart: int = 0) -> None:
+    """Append one JSON line, whole or not at all.  Raises OSError, also where no run is any more."""
+    line = {"unix_time_s": time.time(), "restart": restart, "attempt": attempt, "event": event, "text": text}
+    path.parent.mkdir(exist_ok=True)
+    append_lines(path, (json.dumps(line) + "\n").encode(), is_synced=False)
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a supervisor."""
+
+    name: str  # of its job: JOB, or JOB_TASK
+    unix_time_s: float
+    event: str  # one word for programs
+    text: str
+
+
+def last_events(layout: RunLayout) -> list[Event]:
+    """The last event of each supervisor, newest first."""
+    found = (next(_newest_first(path), None) for path in layout.jobs.glob("*.events.jsonl"))
+    return sorted((event for event in found if event is not None), key=lambda event: -event.unix_time_s)
+
+
+def last_outcome(layout: RunLayout, name: str) -> str:
+    """Outcome of a job's last life, such as "given_up: …" (launch/run_files/run_state.py); "" if it left none."""
+    for said in _newest_first(layout.job_events(name)):
+        if said.event in ("verdict", "life"):  # a later life has begun, and has no outcome yet
+            return said.text if said.event == "verdict" else ""
+    return ""
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if there is none."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def certain_document(path: Path) -> dict[str, Any]:
+    """The same for what is decided by: {} only if there is none.  Raises OSError."""
+    try:
+        document = {} if is_absent(path) else json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _newest_first(path: Path) -> Iterator[Event]:
+    """The last events of one supervisor."""
+    name = path.name.removesuffix(".events.jsonl")
+    for line in lines_from_the_end(path):
+        with suppress(ValueError, KeyError, TypeError):  # half written
+            said = json.loads(line)
+            yield Event(name, float(said["unix_time_s"]), str(said["event"]), str(said["text"]))
+
+
+def lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """Lines of the last 16 KiB of a file, the last one first, and the first one perhaps cut; none without a file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            yield from reversed(file.read().splitlines())
+    except OSError:
+        return
+
+
+# -------------------------------------------------------------------------------------------------------------- outcome
+#
+# Outcomes of an attempt, or of one run of a job between two requeues.
+
+
+class Cause(enum.Enum):
+    """Why it ended, what follows, and the exit status of the batch step."""
+
+    COMPLETE = "complete", "end", 0
+    UNCLEAN = "complete, but a rank did not exit cleanly", "end", 1
+    STOP = "asked for by `rlhpc stop`", "end", 0
+    ABORT = "asked for by `rlhpc stop --now`", "end", 1
+    TIME = "this job is close to its time limit", "requeue", 0
+    YIELD = "another job of the run is close to its time limit", "again", 0
+    SIGNAL = "Slurm ended this job (scancel, preemption, node failure)", "leave", 143
+    INTERRUPTED = "interrupted", "leave", 130
+    FENCED = "a later attempt has taken over", "leave", EXIT_FENCED
+    FAILED = "failed", "again", 1
+    GIVEN_UP = "failed too often without a new checkpoint", "end", 1
+    STALLED = "made no progress", "end", 1
+    ALONE = "another role never connected", "end", EXIT_ALONE
+    SETTINGS = "invalid settings", "end", EXIT_CONFIG
+    COMPONENT = "a component was cancelled", "end", 1
+    UNRECORDED = "this job has no record: its submission was abandoned", "leave", 1
+
+    def __init__(self, words: str, follows: str, status: int) -> None:
+        """follows: "end" all jobs of the run; "requeue" this job; try "again" in this job; "leave": only exit."""
+        self.words, self.follows, self.status = words, follows, status
+
+
+@dataclass
+class Outcome:
+    """How an attempt or a job ended: the cause, and details for people."""
+
+    cause: Cause
+    text: str  # never empty
+    status: int | None = None  # as in a shell, of the process that failed, or of a stopped controller that did
+
+    def __post_init__(self) -> None:
+        """Without details, the text of the cause."""
+        self.text = self.text.strip() or self.cause.words
+
+
+# ------------------------------------------------------------------------------------------------------------ run state
+
 
 FIRST_SAVE_S = 60.0  # assumed for a run that has not saved yet
 
@@ -28,7 +192,7 @@ class Attempt:
     resume_step: int | None
     job_id: int
     restart: int
-    fence: str = ""  # the owner as whom its controller and trainer write to the run directory (rlhpc/ownership.py)
+    fence: str = ""  # the owner as whom its controller and trainer write to the run directory (rlhpc/base/ownership.py)
 
     @classmethod
     def parse(cls, document: dict[str, Any]) -> Attempt:
@@ -196,3 +360,105 @@ def _checkpoints(layout: RunLayout, is_certain: bool) -> list[Path]:
 def _found(directory: Path, pattern: str) -> list[Path]:
     """None where the file server does not answer: this is asked several times a second, and would end the run."""
     return seen(lambda: matching(directory, pattern), [])
+
+
+# ----------------------------------------------------------------------------------------------------------- last words
+#
+# The summary printed at the end of a run: figures, what was saved, and the next command.
+#
+# Input: a run directory whose processes have ended.  Output: lines.
+
+
+_ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("steps", "optimiser steps", lambda v: f"{v:,.0f}"),
+    ("skipped_steps", "skipped of these: not finite, or refused", lambda v: f"{v:,.0f}"),
+    ("rollouts_trained", "rollouts trained", lambda v: f"{v:,.0f}"),
+    ("reward_first_tenth", "reward, first tenth of steps", lambda v: f"{v:.3f}"),
+    ("reward_last_tenth", "reward, last tenth of steps", lambda v: f"{v:.3f}"),
+    ("staleness_max", "staleness, worst (versions)", lambda v: f"{v:.0f}"),
+    ("staleness_bound", "staleness, bound (versions)", lambda v: f"{v:.0f}"),
+    ("rollouts_spanning_update", "rollouts that span a weight update", lambda v: f"{v:.0%}"),
+    ("packing_fill", "packing fill", lambda v: f"{v:.0%}"),
+    ("generator_tokens_per_s", "generated tokens per second", lambda v: f"{v:,.0f}"),
+    ("trainer_tokens_per_s", "trained tokens per second", lambda v: f"{v:,.0f}"),
+    ("generator_idle_ratio", "generators idle", lambda v: f"{v:.0%}"),
+    ("trainer_idle_ratio", "trainer idle", lambda v: f"{v:.0%}"),
+    ("training_s", "training (s)", lambda v: f"{v:.0f}"),
+    ("wall_s", "run, engines' start included (s)", lambda v: f"{v:.0f}"),
+)
+
+
+def figures_table(summary: Mapping[str, Any]) -> str:
+    """One line a figure, names to the left, numbers flush right; figures that are missing are left out."""
+    summary = {**summary, "skipped_steps": summary.get("skipped_steps") or None}
+    rows = [(label, form(float(summary[key]))) for key, label, form in _ROWS if _is_number(summary.get(key))]
+    left, right = max(len(label) for label, _ in rows), max(len(value) for _, value in rows)
+    rule = "─" * (left + right + 3)
+    return "\n".join((rule, *(f"{label:<{left}}   {value:>{right}}" for label, value in rows), rule))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is left of a run that has ended before its last step, and how to go on."""
+
+    words: str
+    are_steps_lost: bool  # trained, and in no checkpoint and no journal
+
+
+def what_was_saved(layout: RunLayout, command: str, *, is_refused: bool = False) -> Saved:
+    """command: that continues the run, as it is shown.  is_refused: after what the run file names has been mended."""
+    progress = read_progress(layout)
+    trained, saved = progress.step if progress is not None else 0, saved_step(layout)
+    if saved >= trained:
+        steps = f"stopped, saved at step {saved}" if saved else "stopped before the first step"
+        first = "once that is mended, " if is_refused else ""
+        return Saved(f"{layout.root}: {steps}; {first}{command} continues it", are_steps_lost=False)
+    checkpoint = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
+    if any(layout.rollouts.glob("journal_*.h5")):  # a resume trains what was recorded after the checkpoint
+        after = "the step" if trained - saved == 1 else f"the {trained - saved} steps"
+        text = (
+            f"{layout.root}: ended at step {trained}; {checkpoint}: {command} trains {after} after "
+            "it again, from the journal, and samples nothing again"
+        )
+        return Saved(text, are_steps_lost=False)
+    begins = f"continues from step {saved}" if saved else "starts over"
+    text = (
+        f"{layout.root}: ended at step {trained} without saving; {checkpoint}, so "
+        f"{'1 step is' if trained - saved == 1 else f'{trained - saved} steps are'} lost; {command} {begins}"
+    )
+    return Saved(text, are_steps_lost=True)
+
+
+def command_to_continue(layout: RunLayout) -> str:
+    """The command that continues a run of this machine, with all that was typed at its start, to be typed here."""
+    plan = read_document(layout.local_plan)
+    words, where = plan.get("again"), plan.get("typed_in")
+    if not isinstance(words, list) or not isinstance(where, str):
+        return "`rlhpc run RUN.toml --resume`"
+    command = shlex.join(map(str, words))
+    with suppress(FileNotFoundError):  # the current directory is gone
+        if str(Path.cwd()) == where:
+            return f"`{command}`"
+    return f"`cd {shlex.quote(where)} && {command}`"
+
+
+def last_words(layout: RunLayout, command: str, status: int = 0) -> list[str]:
+    """Lines for the end of a run, complete or not.  command: that continues it.  status: that the run ends with."""
+    layout = RunLayout(as_typed(layout.root))
+    if not layout.summary.exists():
+        is_refused = status == EXIT_CONFIG
+        return [what_was_saved(layout, command, is_refused=is_refused).words] if layout.is_run else []
+    summary = json.loads(layout.summary.read_bytes())
+    root, lines = layout.root, [figures_table(summary)]
+    if summary.get("reward_last_tenth") == summary.get("reward_first_tenth") == 0:
+        lines.append(f"every reward was 0: nothing was learnt; `rlhpc logs {quoted(root)} reward` may say why")
+    return [
+        *lines,
+        f"{root}: complete, saved at step {saved_step(layout)}",
+        f"  `rlhpc export {quoted(root)} MODEL` writes the trained model as an HF checkpoint",
+        f"  `rlhpc tensorboard {quoted(root)}` shows its curves",
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from launch.slurm.commands import SlurmError, is_away, slurm
-from launch.slurm.values import duration_s
-from rlhpc.own_user import own_name, own_user
+from launch.slurm.states import duration_s
+from rlhpc.base.processes import own_name, own_user
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 _DENIED = "Access/permission denied"  # PrivateData in slurm.conf

@@ -12,8 +12,8 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 
-from rlhpc.deadline import Deadline
-from rlhpc.errors import RlhpcError
+from rlhpc.base.patience import Deadline
+from rlhpc.protocol.errors import RlhpcError
 
 # Messages of Slurm's commands while slurmctld restarts or is overloaded.  Whether the command took effect is unknown,
 # so that commands that must not run twice are not repeated (sbatch.py).

@@ -7,15 +7,277 @@ a sentence that says so.  Bounded: squeue gives up after 9 s when slurmctld is a
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.slurm.commands import SlurmError, slurm
-from launch.slurm.states import JobState, Life, state_of
-from launch.slurm.values import duration_s, task_numbers, tasks_in_words
+from launch.slurm.states import OVER, JobState, Life, duration_s, is_unlimited, state_of, task_numbers, tasks_in_words
+
+# -------------------------------------------------------------------------------------------------------------- control
+#
+# Cancel and requeue jobs, and ask for the states of this user's own jobs.
+#
+# Input: ids as squeue writes them.  Output: states in Slurm's words.  Raises SlurmError.
+
+
+PATIENCE_S = 60.0  # for a slurmctld that is away, where somebody waits for the answer
+SOON_S = 12.0  # for an answer to somebody who asks again soon and has other things to look after meanwhile
+MIN_JOB_AGE_S = 300.0  # Slurm's own default
+_MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
+_SHOWN = re.compile(r"(\d+)(?:_(\d+))?")  # 12, 12_3; 12+1 is a component of 12
+_OF_A_COMPONENT = re.compile(r"\s*\d+(?:\+(\d+))? ([A-Z_]+)\s*")
+_IS_PENDING = "Job is pending execution"
+_IS_OVER = ("Invalid job id specified", "already completing or completed")
+_OF_EACH = "scancel: error: "
+
+TaskStates = dict["int | None", str]  # of one job; by task where it is an array
+
+
+def cancel(jobs: Iterable[int | str], *options: str, patience_s: float = 0.0) -> None:
+    """Run scancel if there is anything to cancel; jobs that have already ended are not an error."""
+    listed = list(dict.fromkeys(map(str, jobs)))
+    if not listed:
+        return
+    try:
+        slurm("scancel", *options, *listed, patience_s=patience_s)
+    except SlurmError as error:
+        said = str(error).split(_OF_EACH)[1:] or [str(error)]  # of one job that is over, and of another that is not
+        if not all(any(words in each for words in _IS_OVER) for each in said):
+            raise
+
+
+def requeue(job: str, patience_s: float) -> None:
+    """Put a job, or by JOB_TASK a task of an array, back into the queue.  SlurmError: also if the site forbids it.
+
+    Call it only when no srun of the job is alive: Slurm 25.11 and later cancels instead of requeueing a job whose first
+    component has a live step.
+    """
+    try:
+        slurm("scontrol", "requeue", job, patience_s=patience_s)
+    except SlurmError as error:
+        if _IS_PENDING not in str(error):  # it is there: the answer to an earlier try was lost
+            raise
+
+
+def component_states(job_id: int | str, patience_s: float) -> dict[int, str]:
+    """Slurm's state of every component of a heterogeneous job; other jobs have only component 0."""
+    words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i %T")
+    rows = map(_OF_A_COMPONENT.fullmatch, slurm(*words, patience_s=patience_s).splitlines())
+    return {int(row[1] or 0): row[2] for row in rows if row}  # else a word of the site to its users
+
+
+def own_jobs(patience_s: float, timeout_s: float = 60.0) -> dict[int, TaskStates]:
+    """States of this user's jobs; of a heterogeneous job the most active state of its components.
+
+    timeout_s: of each try.
+    """
+    # --all: otherwise jobs on hidden partitions are not listed.
+    words = ("squeue", "--me", "--all", "--array", "--noheader", "--states=all", "--format=%i|%T")
+    states: dict[int, TaskStates] = {}
+    for line in slurm(*words, timeout_s=timeout_s, patience_s=patience_s).splitlines():
+        shown, _, state = line.strip().partition("|")
+        found = _SHOWN.match(shown)
+        if found is None or not state:
+            continue
+        tasks, task = states.setdefault(int(found[1]), {}), None if found[2] is None else int(found[2])
+        tasks[task] = most_active((tasks.get(task, ""), state))
+    return states
+
+
+def most_active(states: Iterable[str]) -> str:
+    """The most active state: one that may still run before a waiting one before a final one; "" if there is none."""
+    return max(states, key=_activity, default="")
+
+
+def min_job_age_s() -> float:
+    """How long Slurm remembers a job after its end, at least; if it does not say, its default."""
+    found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config", timeout_s=SOON_S))
+    return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: jobs are never purged
+
+
+def _activity(state: str) -> int:
+    return 0 if not state else 1 if state in OVER else 2 if state == "PENDING" else 3
+
+
+# ------------------------------------------------------------------------------------------------------------- this job
+#
+# The Slurm job whose batch step this process is: its identity, its end time, and how to requeue it.
+#
+# Input: the environment variables that Slurm sets.  Knows nothing about other jobs.
+
+
+REQUEUE_PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
+REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
+ASK_AGAIN_S = 60.0  # while the end time is not known
+
+
+@dataclass(frozen=True)
+class ThisJob:
+    """Identity of one life of a job: from its start to its end or requeue."""
+
+    job_id: int  # of the leader in a heterogeneous job, of the task itself in an array
+    array_id: int | None  # of the whole array
+    array_task: int | None
+    restart: int  # how often Slurm has requeued it
+    is_heterogeneous: bool
+    began: float  # when this life began, s on this machine's monotonic clock
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> ThisJob:
+        """Read the identity from the environment.  Raises SlurmError outside a job."""
+        if "SLURM_JOB_ID" not in environment:
+            raise SlurmError("SLURM_JOB_ID is not set: not in a Slurm job; start runs with `rlhpc submit`")
+        task = environment.get("SLURM_ARRAY_TASK_ID")
+        return cls(
+            job_id=int(environment["SLURM_JOB_ID"]),
+            array_id=int(environment["SLURM_ARRAY_JOB_ID"]) if task is not None else None,
+            array_task=int(task) if task is not None else None,
+            restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            is_heterogeneous="SLURM_HET_SIZE" in environment,
+            began=time.monotonic(),
+        )
+
+    @classmethod
+    def without_slurm(cls) -> ThisJob:
+        """Takes the place of a job where processes are started on this machine alone."""
+        return cls(job_id=0, array_id=None, array_task=None, restart=0, is_heterogeneous=False, began=time.monotonic())
+
+    @property
+    def submitted_id(self) -> int:
+        """The id that sbatch returned: the array's, or the job's."""
+        return self.job_id if self.array_id is None else self.array_id
+
+    @property
+    def name(self) -> str:
+        """As squeue writes it: JOB, or JOB_TASK."""
+        return str(self.job_id) if self.array_task is None else f"{self.array_id}_{self.array_task}"
+
+    def incarnation(self, start: int) -> str:
+        """Incarnation of a process started now; increases with every life of this job."""
+        return f"{self.job_id}.{self.restart}.{start}"
+
+    def requeue(self) -> None:
+        """Put this job back into the queue; Slurm ends its batch step in a moment.  Raises SlurmError."""
+        # By JOB_TASK: the id of an array's last task equals that of the whole array, and would requeue all of it.
+        requeue(self.name, REQUEUE_PATIENCE_S)
+
+    def requeue_and_end(self) -> None:
+        """The same, and wait for that end.  Raises SlurmError."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and need not wait for its KillWait
+        self.requeue()
+        time.sleep(REQUEUED_S)
+
+    def is_being_preempted(self) -> bool:
+        """True in the grace time (GraceTime) of a preemption; False too if Slurm does not answer.
+
+        Slurm has signalled every srun then, but not the batch step, and does not requeue a job that ends meanwhile.
+        """
+        return any(state == "RUNNING" and is_preempted for state, is_preempted in self._components())
+
+    def is_to_go_on(self) -> bool:
+        """True if Slurm has not ended this job: who has sent its batch step a signal, by scancel, was a person.
+
+        False too if Slurm does not answer.
+        """
+        components = self._components()
+        return bool(components) and all(state == "RUNNING" and not preempted for state, preempted in components)
+
+    def _components(self) -> list[tuple[str, bool]]:
+        """State of each, and whether Slurm has said when it must go; none if Slurm does not answer."""
+        if not self.job_id:
+            return []
+        words = ("squeue", "--all", "--noheader", f"--jobs={self.name}", "--Format=State:20,PreemptTime:30")
+        try:
+            rows = [line.split() for line in slurm(*words, timeout_s=30.0).splitlines()]
+        except SlurmError:
+            return []
+        return [(row[0], row[-1][:1].isdigit()) for row in rows if row]  # N/A: it has not
+
+
+class NoTimeLimit:
+    """For a life without a time limit."""
+
+    began = 0.0  # s, monotonic
+
+    @property
+    def end(self) -> float | None:
+        """The end in s on this machine's monotonic clock; None: no limit, or not known yet."""
+        return None
+
+    @property
+    def life_s(self) -> float:
+        """Seconds from the beginning of this life to its limit; infinite in the same cases."""
+        end = self.end
+        return float("inf") if end is None else end - self.began
+
+    def left_s(self) -> float:
+        """Seconds from now; infinite in the same cases."""
+        end = self.end
+        return float("inf") if end is None else end - time.monotonic()
+
+    def ask(self) -> None:
+        """Learn whether the limit has changed."""
+
+
+class TimeLimit(NoTimeLimit):
+    """When the time limit ends this life.
+
+    Slurm is asked every minute until it has answered, and again before anyone acts on it, because limits can be
+    changed.  Until then the end in the environment is believed, which is of slurmctld's clock: this node's may differ.
+    """
+
+    def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
+        self._job, self.began = job, job.began
+        self._end = _end_as_said(job, environment)
+        self.is_known, self._has_answered = self._end is not None, False
+        self._asked_at = time.monotonic()
+        if not self.is_known:
+            self.ask()
+
+    @property
+    def end(self) -> float | None:
+        """The end in s on this machine's monotonic clock; None: no limit, or not known yet."""
+        if not self._has_answered and time.monotonic() - self._asked_at >= ASK_AGAIN_S:
+            self.ask()
+        return self._end
+
+    def ask(self) -> None:
+        """Ask Slurm how much time is left.  If it does not answer, the last known end stays."""
+        try:
+            out = slurm("squeue", "--all", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=SOON_S)
+        except SlurmError:
+            out = ""
+        self._asked_at = time.monotonic()
+        said = [line.strip() for line in out.splitlines() if line.strip()]
+        left = [seconds for seconds in map(duration_s, said) if seconds is not None]
+        if left:
+            self._end, self.is_known, self._has_answered = time.monotonic() + min(left), True, True
+        elif any(map(is_unlimited, said)):
+            self._end, self.is_known, self._has_answered = None, True, True
+
+    def in_words(self) -> str:
+        """How long this job may run."""
+        if not self.is_known:
+            return "until a time limit that is not known yet"
+        return "without a time limit" if self._end is None else f"for {self.left_s():.0f} s"
+
+
+def _end_as_said(job: ThisJob, environment: Mapping[str, str]) -> float | None:
+    """The end as Slurm's variables say it, since 23.02; None: they do not."""
+    start, end = (environment.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
+    if not end.isdigit():
+        return None
+    said = time.monotonic() + float(end) - time.time()
+    # By a clock that is behind, it would come minutes too late.
+    return min(said, job.began + float(end) - float(start)) if start.isdigit() else said
+
+
+# ---------------------------------------------------------------------------------------------------------------- queue
+
 
 ANSWER_S = 12.0
 BLINK_S = 2.0  # squeue is repeated after an immediate failure, not after a slow one
@@ -259,3 +521,48 @@ def moment_unix_s(text: str) -> float | None:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
+
+
+# ---------------------------------------------------------------------------------------------------------- part states
+#
+# States of jobs, of their components and of their array tasks, by the ids that Slurm shows.
+#
+# Input: job ids.  Output: a state for J, J+1 and J_1.  A job that neither squeue nor sacct knows has ended: without
+# accounting there is no other sign of it.
+
+
+GONE = "GONE"  # neither squeue nor sacct knows the job
+FINAL = OVER | {"LAUNCH_FAILED", GONE}
+
+
+def ask_states(bases: set[str]) -> dict[str, dict[str, str]] | None:
+    """State and nodes by shown id, and per job, however many jobs; None: Slurm does not answer."""
+    look = look_at_jobs(map(int, bases), timeout_s=60.0)
+    if look.trouble:
+        return None
+    return {**{str(job): {"State": GONE} for job in look.unknown}, **by_shown_id(look.rows)}
+
+
+def base_id(job_id: str) -> str:
+    """J of J, J+1 and J_1."""
+    return job_id.split("+")[0].split("_")[0]
+
+
+def by_shown_id(rows: Iterable[JobRow]) -> dict[str, dict[str, str]]:
+    """State and nodes per shown id, and per job: those of its first component, or the state of all its array tasks."""
+    found: dict[str, dict[str, str]] = {}
+    states_of: dict[str, list[str]] = {}
+    for row in rows:
+        for shown in [f"{row.job_id}_{task}" for task in row.tasks] or [row.label]:
+            found[shown] = {"JobID": shown, "State": row.state.name, "NodeList": row.nodes}
+        states_of.setdefault(str(row.job_id), []).append(row.state.name)
+    for base, states in states_of.items():
+        whole = {"JobID": base, "State": _of_all(states), "NodeList": ""}
+        found[base] = found.get(f"{base}+0") or found.get(base) or whole
+    return found
+
+
+def _of_all(states: list[str]) -> str:
+    """State of an array: that of a live task, else that of a failed one, else COMPLETED."""
+    going_on = sorted(set(states) - FINAL, key=lambda state: state != "RUNNING")
+    return next(iter([*going_on, *(state for state in states if state != "COMPLETED")]), "COMPLETED")

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from launch.common.standard_output import say_or_lose
+from launch.common.text import say_or_lose
 from launch.slurm.commands import NoAnswer, SlurmError, is_away, slurm
-from launch.slurm.control import cancel
-from rlhpc.deadline import Deadline
+from launch.slurm.queue import cancel
+from rlhpc.base.patience import Deadline
 
 ANSWER_S = 50.0  # of sbatch; a job that starts at once waits RECORDED_S for its record (launch/supervisor)
 LOOK_AGAIN_S = 4.0  # slurmctld may accept a request some time after it failed to answer it
@@ -56,7 +56,7 @@ def submit_script(
     with _HeldCtrlC(tag) as ctrl_c:
         while True:
             try:
-                job_id = _once(script, options, tag, environment, hear)
+                job_id = _submit_tagged(script, options, tag, environment, hear)
                 break
             except SlurmError as error:
                 if ctrl_c.has_come:
@@ -90,7 +90,7 @@ def how_to_look(tag: str) -> str:
     return f"`squeue --me --format='%i %j %k %o' | grep {tag}`"
 
 
-def _once(
+def _submit_tagged(
     script: Path,
     options: Sequence[str],
     tag: str,

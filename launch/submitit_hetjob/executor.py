@@ -7,12 +7,15 @@ behind.  docs/executor.md explains it; launch/submitit_hetjob/supervisor.py runs
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,196 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from launch.slurm import sbatch
 from launch.slurm.commands import SlurmError
-from launch.submitit_hetjob.job import HeterogeneousSlurmJob
-from launch.submitit_hetjob.script import DEFAULT_MINUTES, Component, Part, check_parts, plan_text, script_text
-from launch.submitit_hetjob.submitit_seams import has_checkpoint, legal_parameters
-from rlhpc.errors import ConfigError, RunDirectoryError
+from launch.submitit_hetjob.job import (
+    HeterogeneousSlurmJob,
+    directives,
+    has_checkpoint,
+    legal_parameters,
+    warning_signal_name,
+)
+from rlhpc.protocol.errors import ConfigError, RunDirectoryError
+
+# --------------------------------------------------------------------------------------------------------------- script
+#
+# The batch script and plan of a heterogeneous job of callables.  Pure.
+#
+# Input: components.  Output: the script's text, and the content of plan.json.
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+DEFAULT_MINUTES, DEFAULT_WARN_S = 5, 90  # submitit's time and signal_delay_s
+# Of the whole job, or set here: a component cannot set any of them.
+_OF_THE_JOB = ("setup", "teardown", "use_srun", "array_parallelism", "signal_delay_s")
+_OURS = ("output", "error", "open-mode", "signal", "requeue", "no-requeue", "array", "hetjob")
+# sbatch applies them to the job, that is, only to its first component.
+_FIRST_ONLY = ("dependency", "mail-type", "mail-user")
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One component of a job: its function and its resources.
+
+    function: called without arguments in every task; with a method `checkpoint` it can be resumed.  parameters:
+    submitit's for Slurm, without `slurm_`; they override the executor's.  essential: if it fails, the job has failed.
+    restarts: how often it is restarted in the same allocation.  in_batch_step: run the first component without srun;
+    None: if it has one task and no GPU.
+    """
+
+    name: str
+    function: Callable[[], Any]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    essential: bool = True
+    restarts: int = 0
+    in_batch_step: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"component {self.name!r}: legal: letters, digits, '_', '.' and '-', 64 at most")
+        if not callable(self.function):
+            raise ConfigError(f"component {self.name}: function={self.function!r} cannot be called")
+        if self.restarts < 0 or (self.restarts and self.essential):
+            raise ConfigError(
+                f"component {self.name}: restarts={self.restarts}: legal: 0, or more with essential=False"
+            )
+        own = sorted(set(_OF_THE_JOB) & set(self.parameters))
+        if own:
+            raise ConfigError(f"component {self.name}: {', '.join(own)}: only for the whole job (update_parameters)")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A component with all its parameters, in submitit's native names."""
+
+    component: Component
+    parameters: Mapping[str, Any]
+
+    @property
+    def num_tasks(self) -> int:
+        """Of all its nodes."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def nodes(self) -> int:
+        """How many it spans."""
+        return int(self.parameters.get("nodes") or 1)
+
+    @property
+    def tasks_per_node(self) -> int:
+        """On each of its nodes."""
+        return max(1, int(self.parameters.get("ntasks_per_node") or 1))
+
+    @property
+    def runs_in_batch_step(self) -> bool:
+        """As requested, or if possible; only the first component has a batch step."""
+        wish = self.component.in_batch_step
+        return (self.num_tasks == 1 and not self._has_gpus) if wish is None else wish
+
+    @property
+    def _has_gpus(self) -> bool:
+        named = ("gpus_per_node", "gpus_per_task", "num_gpus", "gres")
+        extra = self.parameters.get("additional_parameters") or {}
+        return any(self.parameters.get(key) for key in named) or any(key.startswith(("gpus", "gres")) for key in extra)
+
+
+def check_parts(parts: Sequence[Part]) -> None:
+    """Raises ConfigError for requests that Slurm would refuse late, or misunderstand."""
+    names = [part.component.name for part in parts]
+    if not parts or len(set(names)) != len(names):
+        raise ConfigError(f"components {names}: legal: at least one, each name once")
+    times = {part.parameters.get("time", DEFAULT_MINUTES) for part in parts}
+    if len(times) > 1:
+        raise ConfigError(f"time={sorted(times)}: the components of a job end together; give all of them the same")
+    for index, part in enumerate(parts):
+        if part.component.in_batch_step and (index or part.num_tasks != 1):
+            raise ConfigError(f"component {part.component.name}: in_batch_step: only for a first component of one task")
+        if part.parameters.get("use_srun") is False or part.parameters.get("teardown"):
+            raise ConfigError("use_srun and teardown: the supervisor starts the steps; see in_batch_step")
+        ours = sorted(
+            set(_OURS) & {key.replace("_", "-") for key in part.parameters.get("additional_parameters") or {}}
+        )
+        if ours:
+            raise ConfigError(
+                f"component {part.component.name}: additional_parameters: {', '.join(ours)}: set by rlhpc"
+            )
+    if not any(part.component.essential for part in parts):
+        raise ConfigError("no component is essential: nothing would tell success from failure")
+
+
+def script_text(parts: Sequence[Part], folder: Path, *, batch_python: str, code: Path | None) -> str:
+    """For sbatch.  code: a directory that Python needs in order to find `launch`; None: it is installed."""
+    job = parts[0].parameters
+    names = ", ".join(part.component.name for part in parts)
+    lines = ["#!/bin/bash", f"# {len(parts)} component(s): {names}.  Written by rlhpc."]
+    for index, part in enumerate(parts):
+        lines += ["#SBATCH hetjob"] if index else []
+        lines += [f"#SBATCH {each}" for each in _component_directives(part, folder, is_first=index == 0)]
+    lines += ["", *(job.get("setup") or [])]
+    lines += [f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"] if code else []
+    lines += [f"exec {batch_python} -u -m launch.submitit_hetjob.supervisor --folder {shlex.quote(str(folder))}", ""]
+    return "\n".join(lines)
+
+
+def plan_text(parts: Sequence[Part], *, python: str, has_checkpoint: Sequence[bool]) -> str:
+    """plan.json: what the supervisor (launch/submitit_hetjob/supervisor.py) starts.
+
+    If no component has a checkpoint, all receive the warning, and submitit's rule decides whether they restart.
+    """
+    any_has = any(has_checkpoint)
+    command = [*shlex.split(python), "-u", "-m", "launch.submitit_hetjob.task"]
+    components = [
+        {
+            "name": part.component.name,
+            "group": index if len(parts) > 1 else None,
+            "num_tasks": part.num_tasks,
+            "is_essential": part.component.essential,
+            "restarts": part.component.restarts,
+            "stores_checkpoint": has or not any_has,
+            "in_batch_step": index == 0 and part.runs_in_batch_step,
+            "stderr_to_stdout": bool(part.parameters.get("stderr_to_stdout", False)),
+            "srun": list(_srun_sizes(part)),
+            "command": command,
+        }
+        for index, (part, has) in enumerate(zip(parts, has_checkpoint, strict=True))
+    ]
+    plan = {"schema": 1, "warning": warning_signal_name(), "warn_s": _warn_s(parts[0]), "components": components}
+    return json.dumps(plan, indent=1)
+
+
+def _component_directives(part: Part, folder: Path, *, is_first: bool) -> Iterator[str]:
+    for directive in directives(folder, part.parameters):
+        key = directive.removeprefix("--").split("=")[0]
+        if key not in _OURS and (is_first or key not in _FIRST_ONLY):
+            yield directive
+    yield "--requeue"
+    if is_first:
+        # Not into the job's own directory: it does not exist before the job has its number.
+        yield shlex.quote(f"--output={folder}/%j_batch.log")
+        yield "--open-mode=append"  # a requeued job continues its log
+        # To the batch step alone (B:); mixed with a signal to tasks, 22.05 loses one of them.
+        yield f"--signal=B:{warning_signal_name()}@{_warn_s(part)}"
+
+
+def _warn_s(part: Part) -> int:
+    """At most half of the time limit: a job warned right after its start would do nothing else."""
+    asked_s, time_s = (
+        part.parameters.get("signal_delay_s", DEFAULT_WARN_S),
+        60 * part.parameters.get("time", DEFAULT_MINUTES),
+    )
+    return int(min(asked_s, time_s // 2))
+
+
+def _srun_sizes(part: Part) -> Iterator[str]:
+    """All sizes as explicit options: those in the batch step's environment are the first component's."""
+    yield from ("-N", str(part.nodes), "-n", str(part.num_tasks), f"--ntasks-per-node={part.tasks_per_node}")
+    for key in ("cpus_per_task", "gpus_per_node", "gpus_per_task", "gres"):
+        if part.parameters.get(key):
+            yield f"--{key.replace('_', '-')}={part.parameters[key]}"
+    yield from part.parameters.get("srun_args") or ()
+
+
+# ------------------------------------------------------------------------------------------------------------- executor
+
 
 __all__ = ["Component", "HeterogeneousSlurmExecutor"]
 

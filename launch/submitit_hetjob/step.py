@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.slurm.commands import srun_environment
-from rlhpc.deadline import Deadline
-from rlhpc.files import is_listed, leave_deleted_directory
+from rlhpc.base.files import is_listed, leave_deleted_directory
+from rlhpc.base.patience import Deadline
 
 LEAVE_SIGNAL = signal.SIGUSR1  # srun forwards it, and Slurm itself never sends it
 LEAVES_VARIABLE = "RLHPC_HET_LEAVES"  # set for a component that stores no checkpoint while others do

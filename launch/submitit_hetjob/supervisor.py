@@ -21,11 +21,11 @@ from types import FrameType
 from typing import Any
 
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import component_states, requeue
+from launch.slurm.queue import component_states, requeue
 from launch.submitit_hetjob.step import RESULT_PATIENCE_S, Step
-from rlhpc.deadline import Deadline
-from rlhpc.files import write_atomically
-from rlhpc.own_user import name_nameless_user
+from rlhpc.base.files import write_atomically
+from rlhpc.base.patience import Deadline
+from rlhpc.base.processes import name_nameless_user
 
 POLL_S = 0.2
 NOTE_POLL_S = 2.0  # notes are files on a shared filesystem

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from launch.submitit_hetjob.environment import HeterogeneousSlurmJobEnvironment
-from launch.submitit_hetjob.submitit_seams import run_task
+from launch.submitit_hetjob.job import HeterogeneousSlurmJobEnvironment, run_task
 
 
 def main() -> None:

@@ -13,26 +13,19 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from launch.common.counted import counted
-from launch.run_files.events import EventLog
-from launch.run_files.outcome import Cause, Outcome
+from launch.common.text import counted
 from launch.run_files.plan_file import JobPart, read_plan
-from launch.run_files.run_state import is_complete, read_attempt
-from launch.slurm.control import cancel
-from launch.slurm.this_job import ThisJob, TimeLimit
-from launch.supervisor.controller_job import ControllerJobSupervisor
-from launch.supervisor.ending import go_back_into_queue, submit_successor, write_result
-from launch.supervisor.other_jobs import PATIENCE_S, end_other_jobs
-from launch.supervisor.outcome_classifier import asked_to_end
+from launch.run_files.run_state import Cause, EventLog, Outcome, is_complete, read_attempt
+from launch.slurm.queue import ThisJob, TimeLimit, cancel
+from launch.supervisor.controller_job import ControllerJobSupervisor, go_back_into_queue, submit_successor, write_result
+from launch.supervisor.other_jobs import PATIENCE_S, WorkerJobSupervisor, end_other_jobs
+from launch.supervisor.outcomes import asked_to_end
+from launch.supervisor.processes import SlurmSignals
 from launch.supervisor.role_task import base_directory, leave_node
-from launch.supervisor.signals import SlurmSignals
-from launch.supervisor.worker_job import WorkerJobSupervisor
-from rlhpc.deadline import Deadline
-from rlhpc.errors import RlhpcError
-from rlhpc.files import is_absent
-from rlhpc.own_user import name_nameless_user
-from rlhpc.patience import patiently
-from rlhpc.privacy import keep_others_from_writing
+from rlhpc.base.files import is_absent, keep_others_from_writing
+from rlhpc.base.patience import Deadline, patiently
+from rlhpc.base.processes import name_nameless_user
+from rlhpc.protocol.errors import RlhpcError
 
 RESULT_S = 60.0  # for a disk that refuses the result of a job that has ended
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5

@@ -24,18 +24,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from launch.common.paths import LONGEST_TEMPORARY_PATH
-from launch.run_files.events import Log, append_event
-from launch.run_files.outcome import Cause, Outcome
+from launch.common.text import LONGEST_TEMPORARY_PATH
 from launch.run_files.plan_file import read_plan
-from launch.run_files.run_state import Attempt, read_progress
-from launch.slurm.this_job import NoTimeLimit, ThisJob
+from launch.run_files.run_state import Attempt, Cause, Log, Outcome, append_event, read_progress
+from launch.slurm.queue import NoTimeLimit, ThisJob
 from launch.supervisor.controller_job import ControllerJobSupervisor
-from launch.supervisor.signals import ENDS, WARNINGS, Signals, StopSignal
-from launch.supervisor.steps import Tether
-from rlhpc.errors import OwnershipLost
-from rlhpc.patience import patiently, seen
-from rlhpc.run_layout import RunLayout
+from launch.supervisor.processes import ENDS, WARNINGS, Signals, StopSignal, Tether
+from rlhpc.base.patience import patiently, seen
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import OwnershipLost
 
 # Events that are expected, or that the next one repeats.
 _QUIET = {"attempt_end", "part_missed", "part_left", "verdict"}

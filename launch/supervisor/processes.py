@@ -5,17 +5,328 @@ Generators and reward services keep running from one attempt to the next; a trai
 
 from __future__ import annotations
 
-from launch.run_files.events import Log
-from launch.run_files.exit_records import read_record
-from launch.run_files.plan_file import JobPart, Part
-from launch.run_files.run_state import Attempt, read_progress
-from launch.slurm.this_job import ThisJob
-from launch.supervisor.signals import Signals
-from launch.supervisor.steps import Step, Tether, start_beside, start_part
-from rlhpc.deadline import Deadline
-from rlhpc.patience import seen
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
 
+from launch.run_files.plan_file import JobPart, Part
+from launch.run_files.records import read_exit_record
+from launch.run_files.run_state import Attempt, Log, read_progress
+from launch.slurm.commands import srun_environment
+from launch.slurm.queue import ThisJob
+from rlhpc.base.files import leave_deleted_directory
+from rlhpc.base.patience import Deadline, seen
+from rlhpc.base.processes import die_with
+from rlhpc.protocol.errors import RlhpcError
+
+# -------------------------------------------------------------------------------------------------------------- signals
+#
+# Signals to a supervisor, as flags.
+#
+# Slurm sends a batch step USR2 `warn_s` before the time limit, and TERM at scancel, preemption, the failure of another
+# node, and the limit.  A terminal sends INT, and HUP when it is closed.  Other schedulers, and `--signal` of sbatch,
+# warn by the others of ENDS; each of them would kill a process that does not handle it.
+
+
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGALRM, signal.SIGPWR)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS)  # that reach the task of a role
+
+
+@contextmanager
+def blocked(numbers: Iterable[int]) -> Iterator[None]:
+    """Block signals while the block runs; what is started in it has them blocked until it unblocks them itself.
+
+    Python without a handler dies of them, and of SIGINT, where its own start is interrupted, with status 1.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class StopSignal(KeyboardInterrupt):
+    """A signal that ends a start before its attempt can begin.  It passes whoever catches every Exception."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name} has ended this start before the run began")
+        self.status = 128 + number  # as shells report it
+
+
+class Signals:
+    """The requests that this supervisor has received so far."""
+
+    sender = ""  # of a signal that asks for the end
+
+    def __init__(self) -> None:
+        self.warned = False  # of the time limit
+        self.end_requested = False  # after the current step, which is saved
+        self.interrupts = 0  # ends within seconds; a second signal: at once
+        self._reader, self._writer = os.pipe()  # a signal between reading the flags and poll must not be lost
+        os.set_blocking(self._writer, False)
+        self._poll = select.poll()  # select() knows no descriptor above 1023
+        self._poll.register(self._reader, select.POLLIN)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until the next signal."""
+        if self._poll.poll(1000 * seconds):
+            os.read(self._reader, 64)
+
+    def lost_to(self) -> str:
+        """The owner that has taken the run over, in words; "" if none is known here."""
+        return ""
+
+    def _warn(self, number: int, frame: FrameType | None) -> None:
+        self.warned = True
+        self._wake()
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.end_requested = True
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._writer, b"!")
+        except BlockingIOError:
+            return  # the pipe is full, which wakes the reader, too
+
+
+class SlurmSignals(Signals):
+    """The signals that Slurm has sent so far."""
+
+    sender = "Slurm"
+
+    def __init__(self) -> None:
+        """Install the handlers.  One instance per process."""
+        super().__init__()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, every process seems to end with status 0
+        for number in WARNINGS:
+            signal.signal(number, self._warn)
+        for number in (*ENDS, signal.SIGINT):
+            signal.signal(number, self._end)
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+#
+# Start the processes of a component: one srun for all its tasks, or each directly in the batch step.
+#
+# Input: Part.  Output: Step, which can be asked to exit, killed, and polled.  Every srun is given its sizes explicitly:
+# otherwise the values that Slurm sets for component 0 would apply to it.  A process that is started directly leaves
+# nothing behind when it ends.
+
+
+KILL_PATIENCE_S = 10.0  # for srun to have ended its tasks
+
+
+@dataclass(frozen=True)
+class Tether:
+    """Ties processes to a supervisor without Slurm, where no job ends them all."""
+
+    descriptors: tuple[int, ...] = ()  # that each keeps open: the lock of the run directory
+    environment: Mapping[str, str] = field(default_factory=dict)  # on top of the supervisor's
+
+
+class Step:
+    """Processes that were started together."""
+
+    def __init__(
+        self, name: str, words: list[str], processes: frozenset[str], attempt: Attempt, tether: Tether | None = None
+    ) -> None:
+        """Start `words`, an srun or a task; processes: names of those that it stands for."""
+        self.name, self.processes, self.attempt = name, processes, attempt
+        self.role = min(processes).rpartition("-")[0]
+        self.asked = False  # to exit
+        self.is_srun, self._is_over = words[0] == "srun", False
+        environment = srun_environment() if self.is_srun else None
+        if tether is not None:
+            environment = {**os.environ, **tether.environment}
+        # In its own session: a signal can be sent to all its processes, and Ctrl-C at a terminal does not reach it.
+        with blocked(() if self.is_srun else REQUESTS):  # a task takes them when it has its handlers
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+                pass_fds=() if tether is None else tether.descriptors,
+                preexec_fn=None if tether is None else partial(die_with, os.getpid()),  # this process has one thread
+            )
+
+    def status(self) -> int | None:
+        """Exit status as in a shell (128 + signal), of an srun the highest of its tasks; None while it runs."""
+        status = self._process.poll()
+        if status is not None and not self._is_over:
+            self._is_over = True
+            self._send_to_group(signal.SIGKILL)  # what a task that was killed has left behind
+        return status if status is None or status >= 0 else 128 - status
+
+    def ask_to_leave(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Signal the roles.  srun forwards USR2 to its tasks; SIGTERM would make it kill them."""
+        self.asked = True
+        self._send(signal.SIGUSR2 if self.is_srun else number)
+
+    def kill(self) -> None:
+        """Kill it; returns when it has ended."""
+        if self.status() is not None:
+            return
+        self._send(signal.SIGTERM if self.is_srun else signal.SIGKILL)
+        try:
+            self._process.wait(KILL_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._send(signal.SIGKILL)
+            self._process.wait()
+        self.status()
+
+    def wait(self, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
+        """Wait until it has ended; False: it has not ended in time."""
+        return Deadline(patience_s).wait_for(lambda: self.status() is not None, 0.1, sleep)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.status() is not None:
+            return
+        if self.is_srun:
+            self._process.send_signal(number)
+        else:
+            self._send_to_group(number)  # the task, which ignores it, and its role
+
+    def _send_to_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+
+def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attempt, start: int) -> Step:
+    """Start all tasks of a component by one srun.  het_group: its number in a heterogeneous job.
+
+    start: number of its earlier starts in this life of the job.
+    """
+    leave_deleted_directory(plan.layout.root)
+    words = ["srun", *([f"--het-group={het_group}"] if het_group is not None else []), *part.srun]
+    # One task that dies must not end the others, and srun must not wait forever for tasks that never start.
+    words += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", f"--job-name={part.name}"]
+    share = part.shares[0]
+    processes = frozenset(f"{share.role}-{share.first_replica + k}" for k in range(share.num_processes))
+    return Step(part.name, [*words, *_task(plan, part, share.role, attempt, start)], processes, attempt)
+
+
+def start_beside(
+    plan: JobPart, part: Part, role: str, index: int, attempt: Attempt, start: int, tether: Tether | None = None
+) -> Step:
+    """Start one process beside the supervisor: in the batch step, or, tethered, without Slurm."""
+    leave_deleted_directory(plan.layout.root)
+    name = f"{role}-{part.share_of(role).first_replica + index}"
+    words = [*_task(plan, part, role, attempt, start), "--index", str(index)]
+    words += ["--hold", *map(str, tether.descriptors)] if tether is not None else []
+    return Step(name, words, frozenset({name}), attempt, tether)
+
+
+def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) -> list[str]:
+    # A random.py or types.py where the user is would come before the standard library's.
+    unsearched = ["-P"] if sys.version_info >= (3, 11) else []
+    words = [sys.executable, "-u", *unsearched, "-m", "launch.supervisor.role_task", "--plan", str(plan.path)]
+    words += ["--job", plan.name, "--part", part.name, "--role", role]
+    words += ["--attempt", str(attempt.index), "--start", str(start)]
+    words += ["--owner", attempt.fence] if attempt.fence else []
+    return words if attempt.resume_step is None else [*words, "--resume-step", str(attempt.resume_step)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- begin
+#
+# Begin an attempt through a command in the roles' Python environment, which can read checkpoints and make keys.
+
+
+BEGIN_S = 7200.0  # every byte of the newest checkpoint is read, which may be hundreds of GB
 POLL_S = 0.1
+
+
+class BeginError(RlhpcError):
+    """No attempt could begin; status: exit status of the command, or 1 if it did not run."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class AttemptStarter:
+    """Begins the attempts of one supervisor."""
+
+    def __init__(
+        self, plan: JobPart, job: ThisJob, say: Callable[[str, str], None], signals: Signals, tether: Tether | None
+    ) -> None:
+        """say: called with a line for each checkpoint that is skipped."""
+        self._job, self._say, self._signals, self._root = job, say, signals, plan.layout.root
+        self._descriptors = () if tether is None else tether.descriptors
+        part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
+        self._program = [*part.python, "-P", "-m", "launch.run_directory.begin_attempt"]
+        self._words = ["--run-dir", str(plan.layout.root), "--job-id", str(job.job_id), "--restart", str(job.restart)]
+        self._environment = {**part.defaults, **os.environ, **part.environment}
+
+    def begin(self, is_over: Callable[[], bool], follows: str = "") -> Attempt:
+        """Make directories and keys, find the checkpoint to resume from, write attempt.json.
+
+        is_over: whether an attempt is no longer wanted.  follows: owner of the previous attempt, where Slurm does not
+        tell which of two supervisors is the later one.  Raises BeginError.
+        """
+        program = " ".join([self._program[0], *self._program[-2:]])
+        try:
+            status, out, errors = self._run(["--follows", follows] if follows else [], is_over)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BeginError(f"{program}: {error}") from error
+        if status != 0:
+            silent = f"ended by signal {-status}" if status < 0 else f"exit status {status}"
+            said = (errors or out).strip() or f"{program}: {silent}, without output"
+            raise BeginError(f"no attempt could begin: {said}", status)
+        try:
+            document = json.loads(next(line for line in reversed(out.splitlines()) if line.startswith("{")))
+        except (StopIteration, ValueError) as error:
+            raise BeginError(f"{program}: exit status 0, and says no attempt: {out.strip()[-200:]!r}") from error
+        for line in document.get("set_aside", ()):
+            self._say("checkpoint", line)
+        return Attempt.parse(document)
+
+    def _run(self, words: list[str], is_over: Callable[[], bool]) -> tuple[int, str, str]:
+        """Run the command; it is killed once it is no longer wanted.  Returns exit status, output, errors."""
+        leave_deleted_directory(self._root)
+        if not Path(tempfile.gettempdir()).is_dir():
+            tempfile.tempdir = None  # a cleaner has deleted it: Python looks for another
+        deadline = Deadline(BEGIN_S)
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                [*self._program, *self._words, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                env=self._environment,
+                pass_fds=self._descriptors,
+                preexec_fn=partial(die_with, os.getpid()),  # this process has one thread
+            )
+            try:
+                while process.poll() is None:
+                    if is_over():
+                        process.kill()
+                    if deadline.is_over:
+                        raise subprocess.TimeoutExpired(self._program, BEGIN_S)
+                    self._signals.sleep(POLL_S)
+            finally:
+                process.kill()
+                process.wait()
+            out.seek(0)
+            errors.seek(0)
+            return process.returncode, out.read(), errors.read()
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
 
 
 class Processes:
@@ -132,7 +443,7 @@ class Processes:
         """Report that a process beside the supervisor has ended, and that its task restarts it."""
         if step.is_srun:
             return
-        record = seen(lambda: read_record(self._plan.layout, name, step.attempt.index), None)
+        record = seen(lambda: read_exit_record(self._plan.layout, name, step.attempt.index), None)
         if record is None:
             return
         if record.starts > self._ends[name] and not record.is_final:

@@ -16,34 +16,181 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-from launch.common.paths import LONGEST_TEMPORARY_PATH
-from launch.run_files.exit_records import ExitRecord, last_error_in, write_record
+from launch.common.text import LONGEST_TEMPORARY_PATH
 from launch.run_files.plan_file import JobPart, Part, read_plan
+from launch.run_files.records import ExitRecord, last_error_in, write_exit_record
 from launch.run_files.run_state import is_complete, read_progress
-from launch.slurm.this_job import ThisJob
-from launch.supervisor.bounded_log import BoundedLog
-from launch.supervisor.signals import REQUESTS, WARNINGS
-from launch.supervisor.surroundings import TaskError, caches_below, choose_gpus, name_host, node_name
-from rlhpc.deadline import Deadline
-from rlhpc.errors import RlhpcError
-from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
-from rlhpc.files import is_absent
-from rlhpc.own_user import name_nameless_user
-from rlhpc.parent_death import adopt_orphans, die_with, end_children, end_with_parent, wait_for_child
-from rlhpc.patience import patiently, seen
-from rlhpc.privacy import keep_others_from_writing
+from launch.slurm.queue import ThisJob
+from launch.supervisor.processes import REQUESTS, WARNINGS
+from rlhpc.base.files import is_absent, keep_others_from_writing
+from rlhpc.base.patience import Deadline, patiently, seen
+from rlhpc.base.processes import (
+    adopt_orphans,
+    die_with,
+    end_children,
+    end_with_parent,
+    name_nameless_user,
+    wait_for_child,
+)
+from rlhpc.protocol.errors import EXIT_ALONE, EXIT_CONFIG, RlhpcError
+
+# ---------------------------------------------------------------------------------------------------------- bounded log
+#
+# Keep a role's log below a bound: of a longer one its beginning and its end stay.
+#
+# Input: an open file that other processes append to, all of them from this machine.  Output: the same file, shorter,
+# with a line that says what is left out.  A user's function may print in a loop, for weeks.  The open file counts, not
+# its name: a log that was renamed or deleted is written all the same.  Python 3.9, standard library.
+
+
+LOOK_S = 2.0
+_REMARK = re.compile(rb"^\S+ \S+ \S+ rlhpc\.task WARNING ([\d,]+) bytes are left out here: .*\n", re.MULTILINE)
+_LONGEST_REMARK = 1000
+
+
+class BoundedLog:
+    """Looks at a file every LOOK_S seconds in a thread.  What was left out before is read from the file itself."""
+
+    def __init__(self, name: str, max_bytes: int) -> None:
+        """name: of the process, for the line in the file."""
+        self._name, self._max_bytes = name, max_bytes
+
+    @contextmanager
+    def over(self, file: int) -> Iterator[None]:
+        """Keep a file that is open for reading and appending short while the block runs."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(file, is_over), name="bounded-log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads on this node: the role counts, and its log is shortened at its end
+            is_over.set()
+        try:
+            yield
+        finally:
+            if not is_over.is_set():
+                is_over.set()
+                thread.join()
+            self.look(file)
+
+    def _watch(self, file: int, is_over: threading.Event) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the thread that waits
+        while not is_over.wait(LOOK_S):
+            self.look(file)
+
+    def look(self, file: int) -> None:
+        """Shorten the file if it has become too long.  A file that cannot be read or written is left as it is."""
+        with suppress(OSError):  # the run directory was moved or deleted, or its disk fails: the role will say so
+            if os.fstat(file).st_size > self._max_bytes:
+                self._shorten(file)
+
+    def _shorten(self, file: int) -> None:
+        """What is appended between the last read and the cut is lost: microseconds of one that writes too much."""
+        quarter = self._max_bytes // 4
+        beginning = os.pread(file, quarter + _LONGEST_REMARK, 0)
+        before = _REMARK.search(beginning)
+        if before is not None:
+            head, left_out, kept = before.start(), int(before[1].replace(b",", b"")), before.end()
+        else:
+            head = kept = beginning.rfind(b"\n", 0, quarter) + 1 or quarter
+            left_out = 0
+        begin = os.fstat(file).st_size - quarter
+        tail = bytearray(os.pread(file, quarter, begin))
+        whole = tail.find(b"\n") + 1  # the tail begins with a whole line
+        while more := os.pread(file, 1 << 20, begin + len(tail)):
+            tail += more
+        os.ftruncate(file, head)
+        remark = self._remark(left_out + begin + whole - kept)
+        if beginning[head - 1 : head] != b"\n":
+            remark = b"\n" + remark
+        left = memoryview(remark + bytes(tail[whole:]))
+        while left:
+            left = left[os.write(file, left) :]
+
+    def _remark(self, left_out: int) -> bytes:
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        said = f"{left_out:,} bytes are left out here: run.log_bytes={self._max_bytes:,} is the most of one log"
+        return f"{when} {self._name} rlhpc.task WARNING {said}\n".encode()
+
+
+# --------------------------------------------------------------------------------------------------------- surroundings
+#
+# What a role finds in its environment: its GPUs, its name as a host, and where compilers write.  Python 3.9.
+
+
+# Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.  Numba
+# writes only a few files, beside our source; without them every controller would compile for ten seconds on one core.
+_CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+}
+# Of other vendors: on some sites Slurm sets them along with CUDA_VISIBLE_DEVICES, and libraries obey them.
+_FOREIGN = ("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+class TaskError(RlhpcError):
+    """This task cannot start its role."""
+
+
+def caches_below(directory: Path) -> dict[str, str]:
+    """Variable → place, for what compilers write and read again."""
+    return {variable: str(directory / name) for variable, name in _CACHES.items()}
+
+
+def choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:
+    """Restrict a task to its share of its component's GPUs on the node.  Raises TaskError if there are too few."""
+    for variable in _FOREIGN:
+        environment.pop(variable, None)
+    if not is_step or part.gpus_per_task == 0:
+        return
+    shown = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    first = int(environment["SLURM_LOCALID"]) * part.gpus_per_task
+    mine = shown[first : first + part.gpus_per_task]
+    if len(mine) < part.gpus_per_task:
+        raise TaskError(
+            f"task {environment['SLURM_LOCALID']} of {part.name} on {socket.gethostname()} needs GPUs {first} to "
+            f"{first + part.gpus_per_task - 1} of those that Slurm shows, "
+            f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES')!r}"
+        )
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+
+
+def name_host(environment: dict[str, str], job_id: int, component: str) -> None:
+    """Make NCCL treat this component's processes on this node as a separate host, unless NCCL_HOSTID is set.
+
+    Where Slurm confines jobs to their GPUs (ConstrainDevices), NCCL would try direct access to a GPU of another job or
+    component on the node, and fail; over the network it reaches all.  Empty: NCCL's own way to tell hosts apart.
+    """
+    # The component too: all of a heterogeneous job have the SLURM_JOB_ID of its leader.
+    if not environment.setdefault("NCCL_HOSTID", f"{node_name(environment)}.{job_id}.{component}"):
+        del environment["NCCL_HOSTID"]  # as a name, it would make one host of all nodes
+
+
+def node_name(environment: Mapping[str, str]) -> str:
+    """Of this node, as Slurm calls it."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+# ------------------------------------------------------------------------------------------------------------ role task
+
 
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
@@ -297,7 +444,7 @@ class _Task:
             is_final=is_final,
         )
         try:
-            patiently(partial(write_record, self._record, record), self._record, is_over=self._is_gone)
+            patiently(partial(write_exit_record, self._record, record), self._record, is_over=self._is_gone)
         except OSError as error:
             if not self._is_gone():  # else the controller has said so
                 sys.stderr.write(f"rlhpc task: {self._record} not written: {error.strerror or error}\n")

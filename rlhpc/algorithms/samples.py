@@ -6,22 +6,212 @@ together (types.py); no shift happens here or later.  Loads without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.algorithms.advantages.choice import make_estimator, normalization
-from rlhpc.algorithms.advantages.normalize import normalize
-from rlhpc.algorithms.aggregation import aggregate
-from rlhpc.algorithms.minibatches import split
-from rlhpc.algorithms.shaping import RewardShaping
-from rlhpc.algorithms.token_rewards import earned, still_to_come
-from rlhpc.config import Config
-from rlhpc.contracts import AdvantageEstimator
-from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutGroup, TrainingSample, Verdict
+from rlhpc.algorithms.estimators import make_estimator, normalization, normalize
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import ShapingConfig
+from rlhpc.protocol.contracts import AdvantageEstimator
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.types import (
+    FinishReason,
+    Float32,
+    Int32,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    TrainingSample,
+    Verdict,
+)
+
+# ---------------------------------------------------------------------------------------------------------- aggregation
+#
+# Loss aggregation: how token losses become one number, as a factor for each sequence.
+#
+# Input: samples of a batch.  Output: a factor for each, on all of its loss tokens.  The sum over tokens is divided by
+# N, the loss tokens of the batch (contracts.PolicyLoss), so that factors of 1 are a mean over tokens.  With n_i loss
+# tokens in a sequence, S sequences, P prompts, n_p loss tokens of a prompt, M = generation.max_completion_tokens:
+#
+#     token       1               every token alike (DAPO, arXiv:2503.14476)
+#     sequence    N / (S · n_i)   every completion alike (GRPO, arXiv:2402.03300)
+#     constant    N / (S · M)     a sum over tokens by a constant: no bias by length (Dr. GRPO, arXiv:2503.20783)
+#     prompt      N / (P · n_p)   every prompt alike, its tokens alike
+#
+# Sequences and prompts without a loss token count for none of these.
+
+
+def aggregate(samples: Sequence[TrainingSample], how: str, max_completion_tokens: int) -> list[TrainingSample]:
+    """Return the samples with their share in the loss of the batch that they are; `how`: algorithm.aggregation."""
+    counts = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.float64)
+    prompts = np.unique([sample.group_id for sample in samples], return_inverse=True)[1]
+    weights = loss_weights(counts, prompts, how, max_completion_tokens)
+    return [
+        sample if weight == sample.loss_weight else replace(sample, loss_weight=weight)  # most have it: a copy is dear
+        for sample, weight in zip(samples, weights.tolist(), strict=True)
+    ]
+
+
+def loss_weights(
+    counts: NDArray[np.float64], prompts: NDArray[np.int64], how: str, max_completion_tokens: int
+) -> NDArray[np.float64]:
+    """Factors [N] of sequences with `counts` loss tokens [N] that are completions of `prompts` [N], from 0."""
+    total, is_used = counts.sum(), counts > 0
+    if not total:
+        return np.zeros_like(counts)
+    match how:
+        case "sequence":
+            weights = total / (is_used.sum() * counts.clip(min=1))
+        case "constant":
+            weights = np.full_like(counts, total / (is_used.sum() * max_completion_tokens))
+        case "prompt":
+            of_prompt = np.bincount(prompts, counts)
+            weights = total / ((of_prompt > 0).sum() * of_prompt.clip(min=1))[prompts]
+        case _:
+            weights = np.ones_like(counts)
+    return np.where(is_used, weights, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- minibatches
+#
+# Several optimiser steps on one batch: which samples each of them sees, and in which order.
+#
+# Input: samples of a batch.  Output: minibatches, and the minibatch of every optimiser step.  A pure function of the
+# seed of the run and the step: a step that is repeated goes as it went.  Samples are dealt out at random, not by
+# groups, since advantages are those of the whole batch already, and a minibatch should look like it (PPO, Schulman et
+# al. 2017, arXiv:1707.06347).
+
+
+Sample = TypeVar("Sample")
+
+
+def split(samples: Sequence[Sample], num_minibatches: int, seed: tuple[int, int]) -> list[list[Sample]]:
+    """Parts whose sizes differ by one at most; in each, samples keep their order.  One part: all as they are."""
+    if num_minibatches == 1:
+        return [list(samples)]
+    shuffled = np.random.default_rng(seed).permutation(len(samples))
+    return [[samples[i] for i in np.sort(part)] for part in np.array_split(shuffled, num_minibatches)]
+
+
+def optimiser_steps(num_minibatches: int, num_epochs: int, seed: tuple[int, int]) -> tuple[int, ...]:
+    """The minibatch of each optimiser step: in the first epoch as they come, in every further one in another order."""
+    rng = np.random.default_rng((*seed, 1))
+    further = [rng.permutation(num_minibatches) for _ in range(num_epochs - 1)]
+    return (*range(num_minibatches), *(int(place) for epoch in further for place in epoch))
+
+
+# -------------------------------------------------------------------------------------------------------------- shaping
+#
+# Reward shaping: the reward of a rollout as advantages are computed from it.
+#
+#     r' = Σ weight · part                                    by part_weights; without any, the function's own reward
+#        − overlong_penalty · clip((|y| − (M − C)) / C, 0, 1)   C = overlong_tokens, M = max_completion_tokens
+#        + length_weight · |y| / M                            |y|: tokens of the completion
+#
+# Soft overlong punishment, and completions that were cut off kept out of the loss ("overlong filtering"): DAPO, Yu et
+#   al.
+# 2025, §3.4 (arXiv:2503.14476).
+#
+# The journal keeps what the reward function said.  Shaping is a pure function of that: the same after a restart.
+# Input: RolloutGroup.  Output: a number per member.  Loads without torch.
+
+
+@dataclass(frozen=True, slots=True)
+class RewardShaping:
+    """The rules of [shaping]; those of an empty table leave rewards as they are."""
+
+    settings: ShapingConfig = field(default_factory=ShapingConfig)
+    max_completion_tokens: Callable[[int], int] = lambda _: 1  # by the id of the prompt
+
+    @classmethod
+    def of(cls, config: Config) -> RewardShaping:
+        """As the run file says."""
+        return cls(config.shaping, config.max_completion_tokens)
+
+    def rewards(self, group: RolloutGroup) -> Float32:
+        """Shaped, float32 [G].  Raises RoleFailed if a verdict lacks a part that has a weight."""
+        return np.array(
+            [self._total(member) + self._for_length(member.rollout) for member in group.members], np.float32
+        )
+
+    def judged(self, group: RolloutGroup) -> Float32:
+        """Those whose variance decides whether a group teaches anything, float32 [G]; all 0 if none is learnt from."""
+        if self.is_all_masked(group):
+            return np.zeros(len(group.members), np.float32)
+        if self.settings.variance == "shaped":
+            return self.rewards(group)
+        return np.array([self._total(member) for member in group.members], np.float32)
+
+    def is_masked(self, rollout: Rollout) -> bool:
+        """Whether no token of it counts in the loss; its reward still counts for the others of its group."""
+        return self.settings.truncated == "masked" and rollout.finish_reason is FinishReason.LENGTH
+
+    def is_all_masked(self, group: RolloutGroup) -> bool:
+        """Whether no rollout of a group counts in the loss."""
+        return all(self.is_masked(member.rollout) for member in group.members)
+
+    def check_token_rewards(self, group: RolloutGroup) -> None:
+        """Raise RoleFailed for rewards of tokens beside part_weights: they are parts of a reward that is not used."""
+        if self.settings.part_weights and any(member.token_rewards for member in group.members):
+            raise RoleFailed(
+                f"task {group.prompt.task!r} says by rewards_at which parts of its reward are earned before the end, "
+                "but shaping.part_weights makes another reward; legal: no part_weights, or no rewards_at"
+            )
+
+    def _total(self, member: ScoredRollout) -> float:
+        weights = self.settings.part_weights
+        if not weights:
+            return member.reward
+        if missing := sorted(set(weights) - set(member.reward_parts)):
+            raise RoleFailed(
+                f"shaping.part_weights has a weight for {missing[0]!r}, which the reward function did not name; its "
+                f"parts: {', '.join(sorted(member.reward_parts)) or 'none'}"
+            )
+        return sum(weight * member.reward_parts[name] for name, weight in weights.items())
+
+    def _for_length(self, rollout: Rollout) -> float:
+        length, longest = len(rollout.token_ids), self.max_completion_tokens(rollout.prompt.prompt_id)
+        bonus = self.settings.length_weight * length / longest
+        if not (cushion := self.settings.overlong_tokens):
+            return bonus
+        return bonus - self.settings.overlong_penalty * min(max((length - (longest - cushion)) / cushion, 0.0), 1.0)
+
+
+# -------------------------------------------------------------------------------------------------------- token rewards
+#
+# Token-level rewards: the reward earned with each token of a completion, and the return from it on.
+#
+# A reward function may say which part of the reward of a completion was earned earlier than at its end
+# (RewardOutcome); what is left of the reward stands on the last loss token, so that the sum is the reward whatever
+# [shaping] makes of it. A part that stands on a token the policy did not choose was earned by its last choice before
+# that, or by its first one.
+#
+# Input: ScoredRollout.  Output: a number per loss token.  float64.  Loads without torch.
+
+
+def earned(member: ScoredRollout, reward: float) -> NDArray[np.float64]:
+    """What each of the n loss tokens has earned, [n], with the sum `reward` if there are any."""
+    mask = member.rollout.loss_mask
+    found = np.zeros(np.count_nonzero(mask))
+    if len(found):
+        num_chosen = np.cumsum(mask)  # loss tokens up to each token
+        for place, value in member.token_rewards.items():
+            found[max(0, num_chosen[place] - 1)] += value
+        found[-1] += reward - found.sum()
+    return found
+
+
+def still_to_come(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The return of each token [n]: its own reward and all later ones, undiscounted."""
+    return np.cumsum(rewards[::-1])[::-1]
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
 
 Values: TypeAlias = Float32  # of the loss tokens of one member
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.types import Int32
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.protocol.types import Int32
 
 SECONDS_PER_HOUR = 3600
 

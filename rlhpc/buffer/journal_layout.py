@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from rlhpc.crc import crc32
-from rlhpc.errors import JournalError
+from rlhpc.base.native import crc32
+from rlhpc.protocol.errors import JournalError
 
 SCHEMA = 1
 USER_BLOCK_BYTES = 4096

@@ -7,21 +7,136 @@ Guarantees: after a failed write the groups stay in memory for another try; a se
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from rlhpc.buffer.hdf5_columns import Attributes, hdf5_image
-from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_columns import SCHEMA, to_columns
-from rlhpc.buffer.segment_files import write_sealed
-from rlhpc.contracts import Clock
-from rlhpc.crc import crc32
-from rlhpc.errors import SegmentError
-from rlhpc.ownership import Fence
-from rlhpc.run_layout import RunLayout
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhpc.base.files import is_listed, listing, matching, move_durably, rename, sync_directory
+from rlhpc.base.native import crc32
+from rlhpc.base.ownership import Fence
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.segment_format import (
+    SCHEMA,
+    TEXT_COLUMNS,
+    WORD_COLUMNS,
+    Attributes,
+    Columns,
+    Hdf5Columns,
+    decode_text,
+    from_columns,
+    hdf5_image,
+    opened_file,
+    opened_image,
+    texts_of,
+    to_columns,
+)
+from rlhpc.protocol.contracts import Clock
+from rlhpc.protocol.errors import SegmentError
+
+# -------------------------------------------------------------------------------------------------------- segment files
+#
+# The files of a rollouts directory: made whole, listed in order, set aside when a restart undoes them.
+#
+# Input: bytes and paths.  Independent of the content of segments.
+
+
+_SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")  # run_layout.RunLayout.segment
+
+
+def write_sealed(path: Path, data: bytes, *, staging: Path | None = None) -> None:
+    """Make `path` hold these bytes durably, or leave it absent.
+
+    staging: directory on the same filesystem in which the file is prepared; default: that of `path`.
+    Raises SegmentError when it exists already, with other bytes, or cannot be written (disk full, quota, no directory).
+    """
+    partial = (staging or path.parent) / (path.name + ".partial")
+    is_ours = False  # a file at `path` that another process has sealed is not ours to remove
+    try:
+        if is_listed(path):
+            if path.read_bytes() != data:
+                raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
+            sync_directory(path.parent)  # a try before has made it, and heard an error
+            return
+        _write_durably(partial, data)
+        rename(partial, path)
+        is_ours = True
+        sync_directory(path.parent)
+    except OSError as error:
+        for leftover in (partial, path) if is_ours else (partial,):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        raise SegmentError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def segment_paths(directory: Path) -> list[Path]:
+    """The segments of a directory in order.  Raises SegmentError when one is missing between two others."""
+    numbered = _numbered_segments(directory)
+    indices = [index for index, _ in numbered]
+    missing = sorted(set(range(indices[0], indices[-1])) - set(indices)) if indices else []
+    if missing:
+        raise SegmentError(f"{directory}: segment {missing[0]} is missing, though segment {indices[-1]} exists")
+    return [path for _, path in numbered]
+
+
+def segments_that_are_left(directory: Path, tell: Callable[[str], object]) -> list[Path]:
+    """The segments of a directory in order; one that is missing between two others is told, and left out."""
+    try:
+        return segment_paths(directory)
+    except SegmentError as error:
+        tell(str(error))
+        return [path for _, path in _numbered_segments(directory)]
+
+
+def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int) -> list[Path]:
+    """Move segments that a resume undoes, those from first_lost_index on, to lost_attempt_N/; return the new paths.
+
+    attempt: number of the run attempt that resumes.  Half-written files are deleted.  May be repeated after a crash.
+    Raises SegmentError when a file cannot be moved; the others are moved or not.
+    """
+    lost_directory = directory / f"lost_attempt_{attempt}"
+    lost = [path for index, path in _numbered_segments(directory) if index >= first_lost_index]
+    try:
+        for partial in matching(directory, "segment_*.partial"):
+            partial.unlink()
+        if not lost:
+            return []
+        # Last one first: a crash half-way leaves no gap in what stays.
+        moved = move_durably(reversed(lost), lost_directory)
+    except OSError as error:
+        raise SegmentError(
+            f"{directory}: segments from {first_lost_index} on could not be set aside: {error}"
+        ) from error
+    return moved[::-1]
+
+
+def _numbered_segments(directory: Path) -> list[tuple[int, Path]]:
+    matches = map(_SEGMENT_NAME.fullmatch, listing(directory))
+    return sorted((int(match[1]), directory / match[0]) for match in matches if match)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        remaining = memoryview(data)
+        while remaining:  # one call writes 2 GiB at most, and less when the disk fills up
+            remaining = remaining[os.write(descriptor, remaining) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------- segments
+
 
 # The HDF5 format leaves a block at the head of a file to the application.  Ours holds the checksum of all that follows,
 # which a reader verifies before the HDF5 library, which is not made for hostile bytes, parses any of it.
@@ -188,3 +303,110 @@ def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, *, compress
     head = USER_BLOCK_MAGIC + f"bytes {len(body)}\ncrc32 {crc32(body):08x}\n".encode()
     image.getbuffer()[: len(head)] = head
     return image.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------- segment reader
+#
+# Read sealed segments back, using only data whose checksum matches.
+#
+# Input: segment files.  Output: ResolvedGroup.  Any problem with a file is a SegmentError that names it.
+
+
+_MALFORMED = (KeyError, ValueError, TypeError, RuntimeError, IndexError, OverflowError)  # what h5py and decoding raise
+
+
+def read_segment(path: Path) -> list[ResolvedGroup]:
+    """All groups of a segment, in the order in which they were resolved; every checksum verified.
+
+    Arrays are views of one block per column: copy what outlives the rest.
+    Raises SegmentError naming the file, and the row where only that is damaged.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SegmentError(f"{path} cannot be read: {error.strerror or error}") from error
+    _verify_file(path, data)
+    try:
+        with opened_image(data) as file:
+            _refuse_other_schema(path, file)
+            num_groups = file.attribute("num_groups")
+            columns = {name: file.column(name) for table in ("groups", "rollouts") for name in file.names(table)}
+            groups = from_columns(columns, str(path))
+            if len(groups) != num_groups:
+                raise SegmentError(f"{path} says that it has {num_groups} groups, but has {len(groups)}")
+    except (OSError, *_MALFORMED) as error:
+        raise SegmentError(f"{path} is not a readable rollout segment: {error!r}") from error
+    return groups
+
+
+def read_rollouts_directory(directory: Path) -> Iterator[ResolvedGroup]:
+    """All groups of a run, segment after segment.  Raises SegmentError also for a gap in the numbers of segments."""
+    for path in segment_paths(directory):
+        yield from read_segment(path)
+
+
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Some columns of one segment, e.g. "rollouts/reward", without reading the others and *without* checksums.
+
+    Words (verdicts, reasons) come as arrays of str, texts as arrays of objects.  Raises SegmentError.
+    """
+    wanted = [
+        name for column in names for name in ([column, f"{column}_offsets"] if column in TEXT_COLUMNS else [column])
+    ]
+    try:
+        with opened_file(path) as file:
+            columns = _columns(path, file, wanted)
+        return {name: _readable(columns, name) for name in names}
+    except (OSError, *_MALFORMED) as error:
+        raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
+
+
+def read_raw_columns(
+    path: Path, names: Sequence[str], *, is_verified: bool
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """(attributes of the file, some columns as they are stored); for readers of whole runs that need no objects.
+
+    is_verified: every checksum is verified first, which reads the whole file.  Raises SegmentError.
+    """
+    data = b""
+    if is_verified:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise SegmentError(f"{path} cannot be read: {error.strerror or error}") from error
+        _verify_file(path, data)
+        if not data.startswith(USER_BLOCK_MAGIC):
+            read_segment(path)  # the file's checksum is gone; those of the rows are left
+    try:
+        with opened_image(data) if is_verified else opened_file(path) as file:
+            return file.attributes(), _columns(path, file, names)
+    except (OSError, *_MALFORMED) as error:
+        raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
+
+
+def _verify_file(path: Path, data: bytes) -> None:
+    """Compare the checksum in the user block, if there is one: h5repack drops it, and the rows' own remain."""
+    if not data.startswith(USER_BLOCK_MAGIC):
+        return
+    fields = dict(line.split(b" ", 1) for line in data[:USER_BLOCK_BYTES].split(b"\n")[1:3] if b" " in line)
+    body = memoryview(data)[USER_BLOCK_BYTES:]
+    if fields.get(b"bytes") != str(len(body)).encode():
+        raise SegmentError(f"{path} is truncated or damaged: {len(body)} bytes follow its head")
+    if fields.get(b"crc32") != f"{crc32(body):08x}".encode():
+        raise SegmentError(f"{path} is damaged: the checksum of the file differs")
+
+
+def _columns(path: Path, file: Hdf5Columns, names: Sequence[str]) -> Columns:
+    _refuse_other_schema(path, file)
+    return {name: file.column(name) for name in names}
+
+
+def _refuse_other_schema(path: Path, file: Hdf5Columns) -> None:
+    if (schema := int(file.attribute("schema"))) != SCHEMA:
+        raise SegmentError(f"{path} has schema {schema}; this version of rlhpc reads schema {SCHEMA}")
+
+
+def _readable(columns: Columns, name: str) -> NDArray[Any]:
+    if name in TEXT_COLUMNS:
+        return np.array([decode_text(text) for text in texts_of(columns, name)], dtype=object)
+    return columns[name].astype(np.str_) if name in WORD_COLUMNS else columns[name]

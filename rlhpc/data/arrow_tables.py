@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow
 import pyarrow.parquet
 
-from rlhpc.errors import DataError
+from rlhpc.protocol.errors import DataError
 
 _NULLS_ARE_VALUES = {b"rlhpc": b"nulls in objects are values"}  # of a column whose objects all have the same keys
 

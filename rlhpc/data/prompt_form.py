@@ -7,25 +7,270 @@ Input: Record.  Output: Prompt.  Any fault of a record is a DataError that names
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
+from functools import cached_property
+from itertools import takewhile
 from string import Formatter
+from typing import Any
 
-from rlhpc.config_data import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
-from rlhpc.data.conversation import (
-    Message,
-    as_conversation,
-    is_conversation,
-    prompt_messages,
-    refuse_pythons,
-    system,
-    user,
-)
-from rlhpc.data.dialogue_template import DialogueTemplate
-from rlhpc.data.records import Record
+import numpy as np
+
+from rlhpc.config.tables import AGENT, OWN_REWARD, WHOLE_RECORD, DataConfig
+from rlhpc.data.files import kind
+from rlhpc.data.record_source import Record, is_unicode
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import ConfigError, DataError
-from rlhpc.types import Int32, Prompt
+from rlhpc.protocol.errors import ConfigError, DataError
+from rlhpc.protocol.types import Int32, Prompt
+
+# --------------------------------------------------------------------------------------------------------- conversation
+#
+# The chat messages of a record, in the form that chat templates expect.
+#
+# Input: a field of a record.  Output: messages, {"role", "content"} each, content as text.  Messages come as lists of
+# objects (verl, TRL, OpenAI), with content in parts where models see pictures, or as such a list in JSON.
+
+
+Message = dict[str, Any]
+_MAY_BE_MESSAGES = re.compile(r"\s*\[\s*\{")
+_PYTHONS = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def system(text: str) -> Message:
+    """A system message."""
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> Message:
+    """A user message."""
+    return {"role": "user", "content": text}
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a field holds a list of objects, which can only be messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
+
+
+def prompt_messages(value: Any, source: str, name: str, system_prompt: str) -> list[Message]:
+    """Messages up to the answer that is to be sampled: what the assistant says at the end is left out.
+
+    source, name: record and field, for messages of DataErrors.  system_prompt: put first, unless there is one.
+    """
+    where = f"{source}: field {name!r}"
+    messages = [_message(each, f"{where}, message {place}") for place, each in enumerate(value, 1)]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DataError(f"{where} holds no message that asks for an answer")
+    if system_prompt and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, system(system_prompt))
+    return messages
+
+
+def as_conversation(value: Any) -> Any:
+    """Parse a list of messages that is written as JSON, as in CSV; return anything else as it is."""
+    if isinstance(value, str) and _MAY_BE_MESSAGES.match(value):
+        try:
+            read = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        return read if is_conversation(read) and all("role" in each for each in read) else value
+    return value
+
+
+def refuse_pythons(value: Any, source: str, name: str) -> None:
+    """Raises DataError for str() of a list of messages, which pandas writes into CSV, and which is no prompt."""
+    if isinstance(value, str) and _PYTHONS.match(value):
+        raise DataError(f"{source}: field {name!r} holds messages as Python writes them; legal: JSON (json.dumps)")
+
+
+def _message(value: Mapping[str, Any], where: str) -> Message:
+    message: Message = _without_nulls(value)
+    role = message.get("role")
+    if role not in _ROLES:
+        keys = ", ".join(map(repr, message)) or "none"
+        raise DataError(f"{where}: role is {role!r}, its keys are {keys}; legal: {', '.join(map(repr, _ROLES))}")
+    message["content"] = _text(message.get("content", ""), where)
+    for key, each in message.items():
+        if not is_unicode(each if isinstance(each, str) else json.dumps(each, default=str, ensure_ascii=False)):
+            raise DataError(f"{where}: {key} holds half of a surrogate pair, which is no character")
+    return message
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet has a column for each key that some message has, and for each argument of some call."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{where}: content is {kind(content)}; legal: a string, or a list of parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            named = part.get("type") if isinstance(part, Mapping) else kind(part)
+            raise DataError(
+                f"{where}: a part of its content is {named!r}; legal: text, since models here read nothing else"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+# ---------------------------------------------------------------------------------------------------- dialogue template
+#
+# Render new messages of an environment with the model's chat template, as tokens to append after a turn.
+#
+#     tokens of the prompt │ opening │ turn, as sampled │ observation │ turn, as sampled │ …
+#
+# A turn is never tokenised, and earlier messages are never rendered again: an observation is the difference that the
+# new messages make to a dialogue of two fixed messages, from the end of the second one on.  So tokens that the policy
+# sampled, and tokens it has read, stay what they were, whatever a template does to older messages (Qwen3 drops
+# thoughts). At the start a test checks that the difference does not depend on earlier messages; templates that fail
+# are refused.
+
+
+AnyMessage = Mapping[str, Any]
+_ASKED: AnyMessage = {"role": "user", "content": "Q"}
+_MARK = "~the~turn~"  # a turn that occurs in no template
+_ANSWERED: AnyMessage = {"role": "assistant", "content": _MARK}
+_OTHER: tuple[AnyMessage, ...] = (
+    _ASKED,
+    {"role": "assistant", "content": "A"},
+    {"role": "user", "content": "R"},
+)
+_PROBE: AnyMessage = {"role": "user", "content": "O"}
+_TOLD: AnyMessage = {"role": "system", "content": "S"}
+_TOOL: AnyMessage = {"type": "function", "function": {"name": "f", "description": "F", "parameters": {}}}
+
+
+class DialogueTemplate:
+    """A model's chat template, applied message by message."""
+
+    def __init__(self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """tools: JSON schemas, shown where the template has its place for them, in the prompt.
+
+        Raises ConfigError if the template cannot be applied so, or if the end of its turns begins with no special
+        token.
+        """
+        self._tokenizer, self._tools = tokenizer, tuple(tools)
+        self._close = self._rendered((_ASKED, _ANSWERED), add_generation_prompt=False).rpartition(_MARK)[2]
+        closing = tokenizer.encode_rendered(self._close)
+        if not len(closing) or not self._ends_a_turn(int(closing[0])):
+            raise self._refused(f"a turn ends with {self._close!r}, which does not begin with a special token")
+        self.turn_end = int(closing[0])  # id of the token with which the template ends a turn
+        self._try_out()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn, ascending."""
+        return tuple(sorted({self.turn_end, *self._tokenizer.eos_token_ids}))
+
+    def prompt(self, user_message: str) -> Int32:
+        """Tokens [L] of what a dialogue begins with, the tools among them; the environment's opening follows."""
+        return self._tokenizer.encode_rendered(self.prompt_text([{"role": "user", "content": user_message}]))
+
+    def prompt_text(self, messages: Sequence[AnyMessage]) -> str:
+        """The text of the same, for messages of a record."""
+        return self._rendered(messages, add_generation_prompt=False)
+
+    @cached_property
+    def beginning(self) -> str:
+        """The special tokens, at least one, that every dialogue begins with, whoever speaks.  Raises ConfigError."""
+        texts = [self._rendered([_ASKED])]
+        for messages, tools in (([_TOLD, _ASKED], ()), ([_ASKED], (_TOOL,))):
+            with suppress(ConfigError):  # a template that knows no system message, or no tools
+                texts.append(self._tokenizer.chat_template.render(messages, tools=tools))
+        shared = "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False)))
+        beginning = ""
+        for token in takewhile(self._tokenizer.is_special, self._tokenizer.encode_rendered(shared).tolist()):
+            longer = beginning + self._tokenizer.decode([token], keep_special_tokens=True)
+            if not shared.startswith(longer):  # a letter that the vocabulary lacks
+                break
+            beginning = longer
+        if not beginning:
+            raise self._refused("dialogues do not begin with a special token")
+        return beginning
+
+    @cached_property
+    def tokens_of_beginning(self) -> Int32:
+        """Tokens [L] of `beginning`."""
+        return self._tokenizer.encode_rendered(self.beginning)
+
+    def whole(self, messages: Sequence[AnyMessage]) -> Int32:
+        """Tokens [L] of a dialogue up to the policy's next turn.  Raises ConfigError if the template refuses it."""
+        return self._tokenizer.encode_rendered(self._rendered(messages))
+
+    def plain(self, text: str) -> Int32:
+        """Tokens [L] of a text that no template is applied to; special tokens may be spelt out in it."""
+        return self._tokenizer.encode_rendered(text)
+
+    @property
+    def vocab_size(self) -> int:
+        """All token ids are below it."""
+        return self._tokenizer.vocab_size
+
+    def opening(self, messages: Sequence[AnyMessage]) -> Int32:
+        """Tokens [L] from the end of any prompt up to the policy's first turn.  Raises ConfigError."""
+        before = self.prompt_text([_ASKED])
+        whole = self._rendered((_ASKED, *messages))
+        if not whole.startswith(before):
+            raise self._refused("what it makes of a prompt is not the beginning of what it makes of a dialogue")
+        return self._tokenizer.encode_rendered(whole[len(before) :])
+
+    def observation(self, messages: Sequence[AnyMessage], *, last_token: int) -> Int32:
+        """Tokens [L] from the end of a turn up to the next one; last_token: of the turn, as sampled.
+
+        A turn that was cut, and lacks its end, gets it here.
+        """
+        tokens = self._tokenizer.encode_rendered(self._after((_ASKED, _ANSWERED, *messages)))
+        return tokens[1:] if last_token in self.stop_token_ids else tokens
+
+    def _try_out(self) -> None:
+        after = self._after((_ASKED, _ANSWERED, _PROBE))
+        if _MARK in after:
+            raise self._refused("a turn is rendered more than once")
+        if not after.startswith(self._close):
+            raise self._refused(f"a turn ends with {self._close!r} where it is the last one, else with {after!r}")
+        if self._after((*_OTHER, _ANSWERED, _PROBE)) != after:
+            raise self._refused("what it makes of a message depends on the number of those before it")
+        whole = self._rendered((_ASKED, _ANSWERED, _PROBE))
+        parts = [self._tokenizer.encode_rendered(part) for part in (whole[: -len(after)], after)]
+        if not np.array_equal(self._tokenizer.encode_rendered(whole), np.concatenate(parts)):
+            raise self._refused("its tokenizer makes other tokens of a message than of the same text in a dialogue")
+        self.opening(())
+
+    def _after(self, messages: Sequence[AnyMessage]) -> str:
+        """The text behind the turn that is marked."""
+        _, found, after = self._rendered(messages).partition(_MARK)
+        if not found:
+            raise self._refused("a turn is not rendered as it is")
+        return after
+
+    def _rendered(self, messages: Sequence[AnyMessage], *, add_generation_prompt: bool = True) -> str:
+        template = self._tokenizer.chat_template
+        return template.render(messages, tools=self._tools, add_generation_prompt=add_generation_prompt)
+
+    def _ends_a_turn(self, token_id: int) -> bool:
+        return token_id in self._tokenizer.eos_token_ids or self._tokenizer.is_special(token_id)
+
+    @staticmethod
+    def _refused(why: str) -> ConfigError:
+        return ConfigError(
+            f"data.environment: the chat template of model.path cannot be applied one message after the other: {why}; "
+            "legal: a template that writes every message once, and ends a turn with a special token"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- prompt form
+
 
 _ASKING = ("system", "developer", "user")  # templates may shorten what was answered before, such as thoughts
 

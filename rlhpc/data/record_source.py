@@ -5,11 +5,382 @@ Input: a table [data].  Output: Records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
-from rlhpc.config_data import DataConfig
-from rlhpc.data.reasoning_gym_source import made_records
-from rlhpc.data.records import Record, read_records
+from rlhpc.base.files import write_atomically
+from rlhpc.base.processes import child_command, child_environment, own_home
+from rlhpc.config.tables import MADE, MOST_PROBLEMS, WHOLE_RECORD, DataConfig
+from rlhpc.data.files import dataset_files, kind, read_rows
+from rlhpc.protocol.errors import DataError
+from rlhpc.sandbox.values import encode
+
+# ---------------------------------------------------------------------------------------------------------------- cache
+#
+# Cache for results of long work on data, kept between commands: one file each, named by a digest of its inputs.
+#
+# Input: everything that determines the result.  Output: bytes.  In $RLHPC_CACHE, else in rlhpc/ of $XDG_CACHE_HOME or
+# ~/.cache; may be deleted at any time; if it is not writable, the work is repeated.
+
+
+def cached(
+    kind: str, made_of: str, make: Callable[[], bytes], *, is_whole: Callable[[bytes], bool] = lambda _: True
+) -> bytes:
+    """What `make` returns, from the cache if it was made before; kind: the directory, for people who look.
+
+    is_whole: False for what a disk has damaged, which is made again.
+    """
+    file = _home() / kind / hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
+    with contextlib.suppress(OSError):
+        if is_whole(kept := file.read_bytes()):
+            return kept
+    content = make()
+    with contextlib.suppress(OSError):  # a home that is full, read-only or not there
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, content)
+    return content
+
+
+def _home() -> Path:
+    if own := os.environ.get("RLHPC_CACHE", ""):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else own_home() / ".cache") / "rlhpc"
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+#
+# One row of a dataset, and its fields by the names that keys of the run file have for them.
+#
+# Input: paths.  Output: Record.  A name with dots leads into objects and lists: "reward_model.ground_truth",
+# "choices.0"; a field whose own name has dots comes first.  Errors are DataErrors that name file, line, field and key.
+
+
+_LONGEST_SHOWN = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row of a dataset."""
+
+    fields: dict[str, Any]
+    source: str  # "train.jsonl:17", for messages; of a table or an array it is the row
+
+    def text(self, name: str, key: str = "data.prompt_template") -> str:
+        """A field as text for a prompt: a string, or a finite number in digits.  Raises DataError otherwise."""
+        return self._as_text(name, key)
+
+    def reference(self, name: str, key: str = "data.reference_field") -> str:
+        """A field as a reference: text as it is, lists and objects (test cases) as JSON.  Raises DataError."""
+        if name == WHOLE_RECORD:
+            return json.dumps(self.fields, default=_spelled)
+        if isinstance(value := self.value(name, key), list | dict):
+            return json.dumps(value, default=_spelled)
+        return self._as_text(name, key)
+
+    def number(self, name: str, key: str) -> float:
+        """A field as a number; `key` of the run file names the field.  Raises DataError otherwise."""
+        value = self.value(name, key)
+        if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        raise DataError(f"{self.source}: field {name!r}, which {key} names, is {value!r}; legal: a number")
+
+    def value(self, name: str, key: str) -> Any:
+        """A field as it is; `key` of the run file names it.  Raises DataError if there is none."""
+        if name in self.fields:
+            return self.fields[name]
+        here: Any = self.fields
+        inside = ""  # the part of the name that was found
+        for part in name.split("."):
+            here, found = _inner(here, part)
+            if not found:
+                raise DataError(f"{self.source}: {self._missing(name, key, inside, here)}")
+            inside = f"{inside}.{part}" if inside else part
+        return here
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a field, and it is not null."""
+        try:
+            return self.value(name, "") is not None
+        except DataError:
+            return False
+
+    def holds_several(self, name: str) -> bool:
+        """Whether a field, which must exist, is a list or an object."""
+        return isinstance(self.value(name, ""), list | dict)
+
+    def _missing(self, name: str, key: str, inside: str, here: Any) -> str:
+        what = f"field {inside!r}" if inside else "the record"
+        if isinstance(here, list):
+            has, names = f"is a list of {len(here)}", []
+        elif isinstance(here, dict):
+            names = [str(each) for each in here]
+            has = f"has {_listed(names)}"
+        else:
+            has, names = f"is {kind(here)}", []
+        close = _closest(name, inside, names)
+        hint = f" (did you mean {close}?)" if close else ""
+        return f"no field {name!r}, which {key} names; {what} {has}{hint}"
+
+    def _as_text(self, name: str, key: str) -> str:
+        """`key` of the run file names the field."""
+        value = self.value(name, key)
+        if isinstance(value, str):
+            if not is_unicode(value):
+                raise DataError(f"{self.source}: field {name!r} holds half of a surrogate pair, which is no character")
+            return value
+        if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+            return format(Decimal(str(value)), "f")  # without an exponent, which mathematics reads as e
+        shown = "" if value is None else f" {str(value)[:_LONGEST_SHOWN]}"
+        raise DataError(
+            f"{self.source}: field {name!r} is {kind(value)}{shown}, and {key} names it; legal: a string or a number"
+        )
+
+
+def reference_of(text: str, reference_field: str) -> str:
+    """The reference in a whole record, as Record.reference makes it; "" where there is none."""
+    record = Record(json.loads(text), "the record of a prompt")
+    has_one = reference_field == WHOLE_RECORD or record.has(reference_field)
+    return record.reference(reference_field) if has_one else ""
+
+
+def read_records(path: Path, split: str = "") -> list[Record]:
+    """All records, files of a directory in the order of their names.
+
+    Raises DataError: nothing there, not a format known here, malformed, or no record at all.
+    """
+    records = [
+        Record(fields, f"{file}:{number}") for file in dataset_files(path, split) for fields, number in read_rows(file)
+    ]
+    if not records:
+        raise DataError(f"data.path={path} has no records")
+    return records
+
+
+def _spelled(value: Any) -> str:
+    """What JSON has no form for, as text; a decimal number as _as_text has it."""
+    return format(value, "f") if isinstance(value, Decimal) else str(value)
+
+
+def is_unicode(text: str) -> bool:
+    """JSON can spell lone surrogates; neither tokenizers nor the wire can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _inner(value: Any, part: str) -> tuple[Any, bool]:
+    """(What `part` names in an object, a list or JSON text, True), or (the value itself, False) if there is none."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):  # CSV has no other way
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value, False
+    if isinstance(value, dict) and part in value:
+        return value[part], True
+    if isinstance(value, list) and part.removeprefix("-").isdecimal() and -len(value) <= int(part) < len(value):
+        return value[int(part)], True
+    return value, False
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "no fields"
+
+
+def _closest(name: str, inside: str, names: list[str]) -> str:
+    part = name[len(inside) + 1 :].partition(".")[0] if inside else name.partition(".")[0]
+    found = get_close_matches(part, names, 1)
+    return ".".join(filter(None, (inside, *found))) if found else ""
+
+
+# ------------------------------------------------------------------------------------------------- reasoning gym source
+#
+# Records made by the library `reasoning-gym`: problems from a seed, with an answer that its own scorer knows.
+#
+#     data.source = "reasoning_gym:chain_sum,leg_counting"      record i is of dataset i mod 2
+#
+# Input: a table [data].  Output: Records with prompt, question, answer, dataset, level, metadata and entry, which is
+# what the task `reasoning_gym` judges by.  The same names, settings, seed and place give the same record, in whatever
+# process: they are made in a child whose sets have a fixed order (PYTHONHASHSEED), and kept in the cache.
+
+
+PREFIX = "reasoning_gym:"
+DISTRIBUTION = "reasoning-gym"
+# Kinds whose scorers, in release 0.1.25, give the whole reward to what is no answer, or none to this problem.
+FLAWED = {
+    "coin_flip": 'takes the beginning of a number for the whole ("0" for 0.3125)',
+    "game_of_life_halting": 'takes any text for yes, "False" too',
+    "puzzle24": "takes any four numbers for those of the problem, so that 6*4*1*1 solves all of them",
+}
+_FAULT = "fault"  # key of a line that says why there are no records
+
+
+def names_of(source: str) -> list[str]:
+    """Datasets of the library that data.source names.  Raises DataError for another kind of source."""
+    names = [name.strip() for name in source.removeprefix(PREFIX).split(",")]
+    if not source.startswith(PREFIX) or not all(names):
+        raise DataError(f'data.source={source!r}; legal: "{PREFIX}NAME", or several names with commas between them')
+    return names
+
+
+def library_version() -> str:
+    """Of reasoning-gym; "" where it is not installed."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def made_records(data: DataConfig) -> list[Record]:
+    """data.size records.  Raises DataError: the library is missing, has no such dataset or setting, or fails."""
+    names = names_of(data.source)
+    if MADE in data.all_tasks and (flawed := FLAWED.keys() & {*names}):
+        name = min(flawed)
+        raise DataError(
+            f"data.source names {name!r}, and the scorer of {DISTRIBUTION} {FLAWED[name]}; legal: other kinds, or "
+            'another data.task, which has the reference_field "answer"'
+        )
+    if importlib.util.find_spec("reasoning_gym") is None:
+        install = "pip install 'rlhpc[reasoning-gym]'"
+        raise DataError(f"data.source={data.source!r} needs the package {DISTRIBUTION}: {install}")
+    wanted = {
+        "names": names,
+        "settings": data.settings,
+        "levels": list(data.levels),
+        # The library makes problem i of the seed s from s + i: seeds side by side would share nearly all of them.
+        "seed": data.source_seed * MOST_PROBLEMS,
+        "size": data.size,
+    }
+    question = json.dumps(wanted, sort_keys=True)
+    kept = cached(
+        "reasoning_gym",
+        f"{library_version()} {question}",
+        lambda: _made_in_a_child(question),
+        is_whole=lambda content: content.endswith(b"\n") and content.count(b"\n") == data.size,
+    )
+    return [Record(json.loads(line), f"{data.source}:{number}") for number, line in enumerate(kept.splitlines())]
+
+
+def _made_in_a_child(question: str) -> bytes:
+    environment = child_environment(PYTHONHASHSEED="0", PYTHONWARNINGS="ignore")
+    command = child_command("rlhpc.data.record_source")
+    done = subprocess.run(command, input=question.encode(), capture_output=True, env=environment, check=False)
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DataError(f"{PREFIX[:-1]}: {last or f'exit status {done.returncode}'}")
+    first = done.stdout.partition(b"\n")[0]
+    if _FAULT in (said := json.loads(first)):
+        raise DataError(str(said[_FAULT]))
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------ the child
+
+
+def main() -> None:
+    """Read what is wanted from standard input, write records to standard output, a line each, or one with a fault."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # datasets may print
+    wanted = json.loads(sys.stdin.read())
+    try:
+        levels = wanted["levels"] or [None]
+        datasets = [[problems_of(name, wanted, level) for level in levels] for name in wanted["names"]]
+    except ValueError as error:
+        out.write(json.dumps({_FAULT: str(error)}) + "\n")
+        out.close()
+        return
+    for place in range(wanted["size"]):
+        turn, which = divmod(place, len(datasets))
+        level = turn % len(levels)
+        settings, dataset = datasets[which][level]
+        fields = _fields(wanted["names"][which], settings, levels[level], dataset[turn])
+        out.write(json.dumps(fields, default=str) + "\n")
+    out.close()
+
+
+def problems_of(name: str, wanted: dict[str, Any], level: int | None) -> tuple[dict[str, Any], Any]:
+    """Settings of a dataset of the library, and itself; wanted: see made_records.
+
+    Raises ValueError that names key, value and what is legal.
+    """
+    from reasoning_gym import create_dataset  # in the child alone: it takes seconds
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
+    if name not in DATASETS:
+        raise ValueError(f"data.source names {name!r}, which reasoning_gym does not have; {_meant(name, DATASETS)}")
+    if level is not None and name not in CURRICULA:
+        raise ValueError(f"data.levels={wanted['levels']}: {name!r} of reasoning_gym has no levels; legal: none")
+    settings = wanted["settings"] | ({} if level is None else _of_level(name, level, CURRICULA))
+    config = DATASETS[name][1]
+    for key in wanted["settings"]:
+        if key not in (known := [each for each in config.__dataclass_fields__ if each not in ("seed", "size")]):
+            raise ValueError(f"data.settings.{key}: {name!r} of reasoning_gym has no {key!r}; {_meant(key, known)}")
+    try:
+        return settings, create_dataset(name, seed=wanted["seed"], size=wanted["size"], **settings)
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:  # in whatever way it refuses settings
+        raise ValueError(f"data.settings={wanted['settings']}: {name!r} of reasoning_gym: {error}") from error
+
+
+def _of_level(name: str, level: int, curricula: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Settings of a level, each of them at most at its highest."""
+    curriculum = curricula[name]()
+    for attribute, definition in curriculum.attributes.items():
+        curriculum.set_attr_level(attribute, min(level, len(definition.levels) - 1))
+    settings = dict(vars(curriculum.generate_configuration()))
+    return {key: value for key, value in settings.items() if key not in ("seed", "size")}
+
+
+def _fields(name: str, settings: dict[str, Any], level: int | None, entry: dict[str, Any]) -> dict[str, Any]:
+    plain = _plain(entry)
+    return {
+        "prompt": plain["question"],
+        "question": plain["question"],
+        "answer": plain["answer"],
+        "dataset": name,
+        "level": level,
+        "metadata": plain["metadata"],
+        "entry": {"dataset": name, "settings": encode(_plain(settings)), "entry": encode(plain)},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Of the built-in types only; anything else as text."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str | int) else str(key): _plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_plain(each) for each in value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _meant(name: str, legal: Any) -> str:
+    close = get_close_matches(name, legal, 3)
+    names = sorted(legal)
+    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return f"legal: {shown}" + (f" (did you mean {' or '.join(close)}?)" if close else "")
+
+
+if __name__ == "__main__":
+    main()
+
+
+# -------------------------------------------------------------------------------------------------------- record source
 
 
 def records_of(data: DataConfig) -> Sequence[Record]:

@@ -16,16 +16,221 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from rlhpc.config_sections import ModelConfig
-from rlhpc.data.chat_template import ChatTemplate
-from rlhpc.data.thinking import THINKING_END
-from rlhpc.errors import ConfigError
-from rlhpc.stop_strings import before_stop
-from rlhpc.types import Int32
+from rlhpc.config.tables import ModelConfig
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import Int32
+
+# -------------------------------------------------------------------------------------------------------- chat template
+#
+# Render the chat template of a checkpoint as its authors' own library does.
+#
+# Input: a jinja template.  Output: text.  Templates come with models: they run in jinja's sandbox, which lets them
+# neither change an object nor reach Python.  Conventions (trim_blocks, loop controls, raise_exception, strftime_now,
+# tojson without HTML escapes, the generation tag) are those of transformers' apply_chat_template.
+
+
+# Given by us, for every dialogue.
+_OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+# What the expressions of a template may raise.
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+
+
+class ChatTemplate:
+    """A compiled template."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime],
+        kwargs: Mapping[str, object] | None = None,
+    ) -> None:
+        """kwargs: model.chat_template_kwargs.  Raises ConfigError: does not compile, or does not read one of them."""
+        self._variables = dict(special_tokens) | dict(kwargs or {})
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda style: now().strftime(style)
+        try:
+            self._template = environment.from_string(source)
+            known = find_undeclared_variables(environment.parse(source)) - _OWN_VARIABLES
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                "model.path: the chat template (chat_template.jinja, or in tokenizer_config.json) does not compile: "
+                f"{error}"
+            ) from error
+        if unknown := sorted({*(kwargs or {})} - known):
+            raise ConfigError(
+                f"model.chat_template_kwargs has {unknown[0]!r}, which the chat template does not read; legal: "
+                f"{', '.join(sorted(known - {*special_tokens})) or 'none'}"
+            )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a dialogue, special tokens spelt out; add_generation_prompt: up to where an answer begins.
+
+        tools: JSON schemas.  Raises ConfigError when the template refuses the messages.
+        """
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=list(tools) or None,
+                documents=None,
+                **self._variables,
+            )
+        except _FAILURES as error:
+            why = repr(error) if isinstance(error, LookupError) else error  # else the key alone
+            raise ConfigError(f"model.path: the chat template fails on {_described(messages)}: {why}") from error
+
+
+def _described(messages: Sequence[Mapping[str, Any]]) -> str:
+    roles = [str(message.get("role")) for message in messages]
+    return f"a {roles[0]} message" if len(roles) == 1 else f"messages of {', '.join(roles)}"
+
+
+class _GenerationTag(Extension):
+    """{% generation %} … {% endgeneration %} marks what an assistant said; prompts ignore the mark."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+# ------------------------------------------------------------------------------------------------------------- thinking
+#
+# What of a completion is judged, where a model thinks before it answers (data.thinking_end).
+
+
+THINKING_END = "</think>"  # of most models that think
+
+
+def answer_of(completion: str, thinking_end: str) -> tuple[str, int]:
+    """Return what follows the thinking, without blanks in front, and the number of characters before it.
+
+    thinking_end: "" if the whole completion is the answer.  A completion that never ends its thinking answers nothing.
+    """
+    if not thinking_end:
+        return completion, 0
+    answer = completion.partition(thinking_end)[2].lstrip()
+    return answer, len(completion) - len(answer)
+
+
+# --------------------------------------------------------------------------------------------------------- stop strings
+#
+# Find the token with which a completion's text first contains one of generation.stop.
+#
+# Input: tokens, and the tokenizer's decoding function.  Output: the number of tokens up to and including that one,
+# which is where the completion ends; and the text before the string, which is what is judged.  Pure.
+#
+# The text is that of the completion alone, without special tokens.  Tokens are decoded a few at a time, so that the
+# work for each does not grow with the completion; bytes that may be the beginning of a character wait for its end.
+
+
+Decode = Callable[[Sequence[int]], str]
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet one
+_MOST_UNFINISHED = 3  # bytes of a character without its last one
+_MOST_TOKENS = 8  # that are decoded together
+_KEPT_TOKENS = 4  # of them when the first are dropped: one more than a character can be unfinished for
+
+
+def no_text(_token_ids: Sequence[int]) -> str:
+    """Decode for an engine that is given no stop strings."""
+    raise AssertionError("stop strings for an engine that cannot decode")
+
+
+class StopSearch:
+    """The search in one completion, or one turn of a dialogue, which is read from its beginning."""
+
+    def __init__(self, decode: Decode, stop_strings: Sequence[str]) -> None:
+        """decode: tokens → text; stop_strings: without U+FFFD, none empty."""
+        self._decode, self._stop_strings = decode, tuple(stop_strings)
+        self._longest = max(map(len, self._stop_strings), default=0)
+        self._window: list[int] = []  # the last tokens
+        self._num_shown = 0  # characters of the window's text that have been searched
+        self._tail = ""  # the last characters that have been searched
+        self.num_tokens = 0  # that were read
+        self.end: int | None = None  # tokens up to and including the one that completes a stop string
+
+    def read(self, token_ids: Sequence[int]) -> int | None:
+        """Read the tokens that come next, none after the one that completes a stop string; return `end`."""
+        if not self._stop_strings:
+            return None
+        for token_id in token_ids:
+            if self.end is not None:
+                break
+            self.num_tokens += 1
+            text = self._tail + self._shown_by(token_id)
+            if any(each in text for each in self._stop_strings):
+                self.end = self.num_tokens
+            self._tail = text[max(0, len(text) - self._longest + 1) :]
+        return self.end
+
+    def _shown_by(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        whole = max(len(text.rstrip(UNFINISHED)), len(text) - _MOST_UNFINISHED)
+        shown = text[self._num_shown : whole]
+        self._num_shown = max(self._num_shown, whole)
+        if len(self._window) >= _MOST_TOKENS:
+            num_waiting = max(0, len(text) - self._num_shown)
+            self._window = self._window[-_KEPT_TOKENS:]
+            self._num_shown = max(0, len(self._decode(self._window)) - num_waiting)
+        return shown
+
+
+def stopped_at(decode: Decode, stop_strings: Sequence[str], token_ids: Sequence[int]) -> int | None:
+    """Number of tokens up to and including the one that completes a stop string; None: none does."""
+    return StopSearch(decode, stop_strings).read(token_ids) if stop_strings else None
+
+
+def before_stop(decode: Decode, stop_strings: Sequence[str], token_ids: Sequence[int]) -> str | None:
+    """Text before the stop string that the last token completes; None: it completes none."""
+    if not stop_strings or not len(token_ids):
+        return None
+    text = decode(token_ids)
+    known = len(decode(token_ids[:-1]).rstrip(UNFINISHED))
+    begins = (text.find(each, max(0, known - len(each) + 1)) for each in stop_strings)
+    begin = min((begin for begin in begins if begin >= 0), default=None)
+    return None if begin is None else text[:begin]
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizer
+
 
 _MOST_BYTES = 4  # of a character in UTF-8
 _MARK = "~the~answer~"  # an answer that occurs in no template

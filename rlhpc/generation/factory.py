@@ -8,10 +8,10 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 
-from rlhpc.config import Config
-from rlhpc.contracts import GenerationEngine, WeightReceiver
-from rlhpc.loading import loading_libraries
-from rlhpc.stop_strings import Decode, no_text
+from rlhpc.base.native import loading_libraries
+from rlhpc.config.rules import Config
+from rlhpc.data.tokenizer import Decode, no_text
+from rlhpc.protocol.contracts import GenerationEngine, WeightReceiver
 
 SEED_BITS = 31  # the range that every library behind an engine accepts
 
@@ -37,7 +37,7 @@ async def start_engine(
     decode = make_decode() if config.generation.stop else no_text
     if config.generation.engine == "scripted":
         # Each engine loads what only it needs: a scripted one runs where there is no vLLM.
-        from rlhpc.generation.scripted_engine import ScriptedEngine
+        from tests.engines.scripted_engine import ScriptedEngine
 
         # The first weight group is formed as soon as the trainer is there: load torch meanwhile, not then.
         asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "rlhpc.weights.factory")

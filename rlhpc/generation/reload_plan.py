@@ -11,22 +11,300 @@ Guarantee: finding a plan changes nothing of the model, also when it fails.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from rlhpc.generation.reload_trace import Copied, LoadTrace, NoPlan, Parameter
-from rlhpc.generation.vllm_layers import put_back, unwrap_loaders
-from rlhpc.weights.shadow import NamedTensors
+from rlhpc.protocol.errors import GroupFailed
+from rlhpc.weights.memory import NamedTensors
+
+# -------------------------------------------------------------------------------------------------------- expert stacks
+#
+# Load the experts of a mixture by three calls a layer instead of three for each expert.
+#
+# Input: a vLLM model and HF-named tensors; output: the tensors that are not taken here, for the model's own loader.
+# A call of vLLM's layerwise reload costs 0.3 to 0.9 ms whatever the size, and Qwen3-30B-A3B has 18,432 such matrices.
+# Its loader of a layer of experts takes all of them in one tensor [experts, …] as well.  Where a layer does not look as
+# expected (a quantised layer, experts shared out over ranks, another vLLM) the tensors pass through untouched.
+
+
+EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<index>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")
+PLACES = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3"), "down_proj": ("w2_weight", "w2")}
+
+
+@dataclass(slots=True)
+class _Stack:
+    """One kind of matrix of one layer, as it fills."""
+
+    whole: Tensor  # [experts, …]
+    missing: set[int] = field(default_factory=set)
+
+
+class ExpertStacks:
+    """The layers of a model that take whole stacks."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        """device: where stacks are assembled, the model's."""
+        self._device = device
+        self._layers = {
+            name.removesuffix(".routed_experts"): module
+            for name, module in model.named_modules()
+            if name.removesuffix(".routed_experts").endswith(".experts") and _takes_stacks(module)
+        }
+        self._filling: dict[tuple[str, str], _Stack] = {}
+
+    def taken_from(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors that are not an expert's, loading the others on the way.
+
+        Raises GroupFailed if experts of a layer are missing at the end.
+        """
+        for name, tensor in weights:
+            match = EXPERT.fullmatch(name)
+            if match is None or match["layer"] not in self._layers:
+                yield name, tensor
+            else:
+                self._add(match["layer"], match["matrix"], int(match["index"]), tensor)
+        for (layer, matrix), stack in self._filling.items():
+            raise GroupFailed(f"{layer}: {matrix} of experts {sorted(stack.missing)} are missing")
+
+    def _add(self, layer: str, matrix: str, index: int, tensor: Tensor) -> None:
+        place, shard = PLACES[matrix]
+        parameter = getattr(self._layers[layer], place)
+        stack = self._filling.get((layer, matrix))
+        if stack is None:
+            shape = (parameter.shape[0], *tensor.shape)
+            whole = torch.empty(shape, dtype=tensor.dtype, device=self._device)
+            stack = self._filling[layer, matrix] = _Stack(whole, set(range(shape[0])))
+        stack.whole[index].copy_(tensor, non_blocking=True)
+        stack.missing.discard(index)
+        if not stack.missing:
+            del self._filling[layer, matrix]
+            parameter.weight_loader(
+                param=parameter,
+                loaded_weight=stack.whole,
+                weight_name=f"{layer}.{place}",
+                shard_id=shard,
+                expert_id=0,
+                return_success=True,
+            )
+
+
+def _takes_stacks(module: Any) -> bool:
+    """True for a layer whose loader copies matrices as they are, all experts on this rank."""
+    method = type(getattr(module, "quant_method", None)).__name__
+    counts = [getattr(getattr(module, place, None), "shape", (0,))[0] for place in ("w13_weight", "w2_weight")]
+    mapped = getattr(module, "expert_map", None) is not None or getattr(module, "_expert_map", None) is not None
+    wanted = getattr(module, "global_num_experts", None) or getattr(
+        getattr(module, "moe_config", None), "num_experts", None
+    )
+    return method == "UnquantizedFusedMoEMethod" and not mapped and counts == [wanted, wanted]
+
+
+# --------------------------------------------------------------------------------------------------------- reload trace
+#
+# What a model's weight loaders do with the tensors of a version, found on tensors without memory.
+#
+# Input: parameters that loaders fill, and stand-ins for a version's tensors.  Output: the copies from these to those.
+# Guarantee: whatever else is done with either (arithmetic, a copy to a buffer, places filled twice or not at all)
+# raises NoPlan: the copies alone then do not make what the loaders make.
+
+
+Parameter = tuple[nn.Module, str]  # a layer and the name that it has there
+
+
+class NoPlan(Exception):
+    """Why versions cannot be loaded by copies alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Part of a tensor, as torch.as_strided takes it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements after the tensor's first
+
+    @classmethod
+    def of(cls, part: Tensor, whole: Tensor) -> Cut:
+        """The part of `whole` that a view of it is."""
+        return cls(tuple(part.shape), part.stride(), int(part.storage_offset() - whole.storage_offset()))
+
+    def from_(self, whole: Tensor) -> Tensor:
+        """View that part of a tensor that is laid out as the one it was cut from."""
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+
+class Copied(NamedTuple):
+    """One copy that a loader made."""
+
+    source: str  # name in the version
+    to: Parameter
+    place: Cut
+    part: Cut  # of the source
+
+
+class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records copies while it is active and carries none of them out."""
+
+    def __init__(
+        self, parameters: Mapping[Parameter, Tensor], buffers: Iterable[Tensor], sources: Mapping[str, Tensor]
+    ) -> None:
+        """parameters: those that loaders may fill; buffers: those that they must not; sources: of the version."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies: list[Copied] = []
+        self._parameters, self._sources = parameters, sources
+        self._zeros: list[tuple[Parameter, Cut]] = []
+        self._places = {_memory_of(tensor): place for place, tensor in parameters.items()}
+        self._names = {_memory_of(tensor): name for name, tensor in sources.items()}
+        self._known = {*self._places, *self._names, *map(_memory_of, buffers)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = [tensor for tensor in given if _memory_of(tensor) in self._known]
+        if not known:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._copy(*given)
+            return args[0]
+        if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar) and not any(args[1:]):
+            self._zeros.append((self._place_of(given[0]), Cut.of(given[0], self._parameters[self._place_of(given[0])])))
+            return args[0]
+        made = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable or any(_memory_of(leaf) not in self._known for leaf in _tensors(made)):
+            raise NoPlan(f"{func} of {self._name_of(known[0])}")
+        return made
+
+    def filled(self) -> Iterator[tuple[Parameter, bool]]:
+        """Yield parameters that are filled, each element once, and whether some of it are zeros.
+
+        Raises NoPlan if there are others, except those that no copy went to.
+        """
+        zeros, places = {place for place, _ in self._zeros}, dict[Parameter, list[Cut]]()
+        for place, cut in [*((copied.to, copied.place) for copied in self.copies), *self._zeros]:
+            places.setdefault(place, []).append(cut)
+        for place, cuts in places.items():
+            if not _is_partition(cuts, self._parameters[place]):
+                raise NoPlan(f"{self._name_of(self._parameters[place])} is not filled piece by piece")
+            yield place, place in zeros
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        name = self._names.get(_memory_of(source))
+        if name is None:
+            raise NoPlan(f"what is copied to {self._name_of(to)} is no part of a tensor of the version")
+        place = self._place_of(to)
+        if to.shape != source.shape:
+            raise NoPlan(f"{name}: {list(source.shape)} is copied to {list(to.shape)} of {self._name_of(to)}")
+        cuts = Cut.of(to, self._parameters[place]), Cut.of(source, self._sources[name])
+        self.copies.append(Copied(name, place, *cuts))
+
+    def _place_of(self, tensor: Tensor) -> Parameter:
+        place = self._places.get(_memory_of(tensor))
+        if place is None:
+            raise NoPlan(f"something is written to {self._name_of(tensor)}")
+        return place
+
+    def _name_of(self, tensor: Tensor) -> str:
+        memory = _memory_of(tensor)
+        if memory in self._places:
+            layer, name = self._places[memory]
+            return f"{name} of {type(layer).__name__}"
+        return self._names.get(memory, "a buffer")
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Identity of what views share, also where there is no memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(made: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+
+
+def _is_partition(cuts: list[Cut], whole: Tensor) -> bool:
+    """True if these are runs of the whole's memory, one after the other, from its first element to its last."""
+    if not whole.is_contiguous() or any(not _is_run(cut) for cut in cuts):
+        return False
+    ends = sorted((cut.offset, cut.offset + _count(cut.shape)) for cut in cuts if _count(cut.shape))
+    follow = all(end == begin for (_, end), (begin, _) in pairwise(ends))
+    return bool(ends) and follow and ends[0][0] == 0 and ends[-1][1] == whole.numel()
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _is_run(cut: Cut) -> bool:
+    """True if the cut has no gaps."""
+    expected = 1
+    for size, stride in zip(reversed(cut.shape), reversed(cut.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------- vllm layers
+#
+# Layers of a vLLM model between two states: taken apart for a reload, and as its kernels read them.
+#
+# What vLLM's layerwise reload leaves to be done: a reload that stops half-way is undone, and on a CPU two kinds of
+# layers that keep repacked copies of weights, and that no tensor comes for, are repacked.
+
+
+def put_back(model: Any, model_config: Any) -> None:
+    """After initialize_layerwise_reload: give layers that are not finished the tensors that they had.
+
+    Those that came for them are views of blocks that are freed; and a layer that has got some of its tensors would be
+    called finished.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = info.load_numel_total = 0
+    finalize_layerwise_reload(model, model_config)
+
+
+def repack(model: Any) -> None:
+    """On CPU: a tied lm_head keeps a copy of the old embedding, and the kernel of a mixture one of its experts."""
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def unwrap_loaders(model: Any) -> None:
+    """After initialize_layerwise_reload: let loaders fill parameters at once, and not layers when they are whole."""
+    for layer in model.modules():
+        for parameter in layer.parameters(recurse=False):
+            loader: Any = getattr(parameter, "weight_loader", None)
+            while getattr(loader, "__name__", "") == "online_process_loader":
+                loader = loader.__wrapped__
+                parameter.weight_loader = loader
+
+
+# ---------------------------------------------------------------------------------------------------------- reload plan
+
 
 Specs = tuple[tuple[str, torch.Size, torch.dtype], ...]
 KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # keep weights as they are; repack them on a CPU
@@ -227,3 +505,75 @@ def _keeps_parameters(module: Any) -> bool:
 def _own_names(kind: type) -> set[str]:
     """Of a kernel's class and those above it, but for vLLM's base."""
     return {name for each in kind.__mro__ if not each.__name__.startswith("AttentionImpl") for name in vars(each)}
+
+
+# -------------------------------------------------------------------------------------------------------- weight reload
+#
+# Load HF-named tensors into vLLM's running model; a partial load never counts.
+#
+# Input: a vLLM worker's model and tensors, which may still be arriving.  The first version goes through vLLM's
+# layerwise reload: a layer is put together from meta tensors when its last tensor has come, and copied to where its
+# kernels look. Later ones are copied straight there, if they are whole and the model allows a plan (reload_plan.py)
+# that has been checked on the first. Guarantee: whatever is raised, the model has tensors of the right shapes
+# everywhere afterwards (some new, some old), so that a later version can be loaded.  What it would sample until then
+# is not from any policy: the caller must prevent it.
+
+
+class WeightReload:
+    """Of one worker's model."""
+
+    def __init__(self, model: Any, vllm_config: Any, model_config: Any, device: torch.device) -> None:
+        self._model, self._vllm_config, self._model_config = model, vllm_config, model_config
+        self._device = device
+        self._plan: ReloadPlan | None = None
+        self.way = ""  # how whole versions are loaded; "" before the first
+
+    def load(self, weights: NamedTensors) -> None:
+        """Load a version that is there as a whole.  On CUDA copies may still be under way on the current stream."""
+        if self._plan is not None and self._plan.fits(weights):
+            with self._loading():
+                self._plan.load(weights)
+                repack(self._model)
+            return
+        self.load_arriving(weights)
+        if not self.way:
+            self._look_for_plan(weights)
+
+    def load_arriving(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors as they come, by vLLM's own reload.
+
+        Bare model.load_weights would fail on CPU, where linear weights were repacked and the originals emptied.
+        """
+        model = self._model
+        with self._loading(), torch.device(self._device):
+            try:
+                stacks = ExpertStacks(model, self._device)  # looks at layers, so before they are taken apart
+                initialize_layerwise_reload(model)
+                model.load_weights(stacks.taken_from(iter(weights)))
+            except BaseException:  # survived: nothing; layers that were taken apart are put together first
+                put_back(model, self._model_config)
+                raise
+            finalize_layerwise_reload(model, self._model_config)
+            repack(model)
+
+    def _look_for_plan(self, weights: NamedTensors) -> None:
+        """The model holds these weights."""
+        plan = None
+        try:
+            with self._loading(), torch.device(self._device):
+                plan = find_plan(self._model, self._model_config, weights)
+            with self._loading():
+                plan.prove(weights)
+                repack(self._model)
+        except (NoPlan, torch.OutOfMemoryError) as reason:  # the check holds a piece of a tensor on the GPU twice
+            self.way = f"vLLM's layerwise reload, for each version: {reason}"
+            if plan is not None:
+                self.load_arriving(weights)  # the check has loaded them by the plan that is refused
+        else:
+            self._plan = plan
+            self.way = f"copies to where kernels read, from the second version on: {plan}"
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+            yield

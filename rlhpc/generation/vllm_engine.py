@@ -14,40 +14,96 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhpc.config import Config
-from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
-from rlhpc.errors import ConfigError, EngineError
-from rlhpc.generation.busy_clock import BusyClock
-from rlhpc.generation.core_thread import CoreThread, FinishedSample
-from rlhpc.generation.engine_answer import answered, comes, unless
-from rlhpc.generation.engine_profile import engine_profile
-from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of, searched
-from rlhpc.generation.in_flight import Beginning, InFlight, by_either_name
-from rlhpc.generation.pause_switch import PauseSwitch
-from rlhpc.generation.version_record import VersionRecord
-from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
-from rlhpc.generation.vllm_request import (
+from rlhpc.config.rules import Config
+from rlhpc.data.tokenizer import Decode, StopSearch, no_text
+from rlhpc.generation.vllm_core import CoreThread, FinishedSample
+from rlhpc.generation.vllm_requests import (
+    Beginning,
+    FinishedRequest,
+    InFlight,
+    VersionRecord,
+    by_either_name,
     end_of_sequence_ids,
     has_begun,
     num_tokens,
     partial_completion,
+    piece_of,
+    rollout_of,
     row_logprobs,
     scoring_params,
+    searched,
     spans_so_far,
     stopped_completion,
     vllm_sampling_params,
 )
-from rlhpc.generation.weight_updates import WeightUpdates
-from rlhpc.model_weights import object_in, refuse_other_weights
-from rlhpc.stop_strings import Decode, StopSearch, no_text
-from rlhpc.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
+from rlhpc.generation.vllm_start import device_here, engine_profile, start_vllm, stop_vllm, window_of
+from rlhpc.generation.weight_updates import PauseSwitch, WeightUpdates
+from rlhpc.metrics.meters import BusyClock
+from rlhpc.models.weights import object_in, refuse_other_weights
+from rlhpc.protocol.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
+from rlhpc.protocol.errors import ConfigError, EngineError
+from rlhpc.protocol.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 if TYPE_CHECKING:
     import psutil
+
+
+# -------------------------------------------------------------------------------------------------------- engine answer
+#
+# Wait for what an engine is asked between two steps, and give up one that does not answer.
+#
+# Input: a call of vLLM.  Output: its result.  A kernel that never ends raises nothing: the engine's processes live,
+# and so does its generator, which would hold its GPU and break every weight group until the run ends.  vLLM has such a
+# limit, of 300 s, for the workers of tensor parallelism alone.
+
+
+Result = TypeVar("Result")
+
+ANSWER_S = 300.0  # below the time in which the controller gives the run up (weight_sync.py: 8 broadcasts)
+SLICES = 10
+
+
+class EngineSilent(Exception):
+    """The engine has not answered in time."""
+
+
+async def answered(call: Awaitable[Result], broadcast_s: float) -> Result:
+    """Await a call; a pause of this process, however long, counts for a tenth of the limit at most.
+
+    broadcast_s: an engine may wait for so long for the bucket that is under way.  Raises EngineSilent, and what the
+    call raises.
+    """
+    limit_s, task = max(ANSWER_S, 2 * broadcast_s), asyncio.ensure_future(call)
+    try:
+        for _ in range(SLICES):
+            done, _ = await asyncio.wait({task}, timeout=limit_s / SLICES)
+            if done:
+                return task.result()
+        raise EngineSilent(f"no answer within {limit_s:g} s")
+    finally:
+        task.cancel()
+
+
+async def unless(event: asyncio.Event, ask: Callable[[], Awaitable[None]]) -> None:
+    """Ask, if the event is not set when this runs: `answered` runs it later than it is called."""
+    if not event.is_set():
+        await ask()
+
+
+async def comes(event: asyncio.Event, limit_s: float) -> bool:
+    """Whether an event is set by then; never swallows a cancellation."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    return event.is_set()
+
+
+# ---------------------------------------------------------------------------------------------------------- vllm engine
+
 
 CALLER = "caller"  # holder name of pause()
 NO_VERSION = -1  # of the weights an engine starts with, whose version is unknown

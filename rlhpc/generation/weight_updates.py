@@ -16,20 +16,130 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 
-from rlhpc.config import Config
-from rlhpc.contracts import Clock, WeightTiming
-from rlhpc.errors import GroupFailed, TornWeights
-from rlhpc.generation.pause_switch import PauseSwitch
-from rlhpc.generation.staging_choice import choose_staging, free_host_bytes
-from rlhpc.generation.vllm_process import device_here, num_gpus_here
-from rlhpc.generation.weight_link import BUSY, DONE, READY, TORN
-from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.config.rules import Config
+from rlhpc.generation.vllm_start import device_here, num_gpus_here
+from rlhpc.generation.worker_extension import BUSY, DONE, READY, TORN
+from rlhpc.metrics.meters import BusyClock
+from rlhpc.protocol.contracts import Clock, WeightTiming
+from rlhpc.protocol.errors import GroupFailed, TornWeights
+from rlhpc.protocol.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import manifest_bytes
-from rlhpc.weights.held_checksum import joined
+from rlhpc.weights.checksums import joined
+
+# --------------------------------------------------------------------------------------------------------- pause switch
+#
+# Keep vLLM paused while at least one holder wants it paused.
+#
+# Input: holds and releases, each under its holder's name.  Output: calls of pause_generation and resume_generation.
+# Requests are kept.  Guarantee: nothing is sampled between a hold that has returned and the release of the same name.
+
+
+class PauseSwitch:
+    """The names of the holders that keep an engine paused."""
+
+    def __init__(self, llm: Any, call: Callable[[Any], Awaitable[Any]], busy: BusyClock) -> None:
+        """call: awaits a call of vLLM and maps its errors."""
+        self._llm, self._call, self._busy = llm, call, busy
+        self._holders: set[str] = set()
+        self._is_paused = False
+        self._changing = asyncio.Lock()
+
+    @property
+    def is_paused(self) -> bool:
+        """True if vLLM was asked to pause, and has paused."""
+        return self._is_paused
+
+    async def hold(self, name: str) -> None:
+        """Pause after the current step.  Idempotent."""
+        async with self._changing:
+            self._holders.add(name)
+            if not self._is_paused:
+                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+                self._is_paused = True
+                self._busy.pause()
+
+    async def release(self, name: str) -> None:
+        """Resume, unless there is another holder.  Idempotent."""
+        async with self._changing:
+            self._holders.discard(name)
+            if self._is_paused and not self._holders:
+                await self._call(self._llm.resume_generation())
+                self._is_paused = False
+                self._busy.resume()
+
+
+# ------------------------------------------------------------------------------------------------------- staging choice
+#
+# Choose how an engine stages new weights: a shadow in host memory, or paused loading (docs/decisions/015).
+#
+# Pure but for free_host_bytes(), which asks the machine.
+
+
+SHADOW_SHARE = (
+    0.5  # of free host memory that shadows of all engines of a node may take; the trainer's copies come later
+)
+UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
+
+
+def choose_staging(setting: str, *, on_cpu: bool, model_bytes: int, num_shadows: int, free_bytes: int) -> str:
+    """ "shadow" or "paused".
+
+    setting: weights.staging.  num_shadows: how many workers of this node may each need one.
+    """
+    if setting != "auto":
+        return setting
+    if on_cpu:
+        return "shadow"  # the model is in host memory anyway
+    return "shadow" if model_bytes * num_shadows <= SHADOW_SHARE * free_bytes else "paused"
+
+
+def free_host_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory still available to this process: of the machine, or of its cgroup's limit."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used in _cgroup_limits(proc, groups):
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _cgroup_limits(proc: Path, groups: Path) -> list[tuple[int, int]]:
+    """(limit, used) of this process's memory cgroup and of every one above it: Slurm limits the job, not the task."""
+    found: list[tuple[int, int]] = []
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = groups / "memory" if controllers else groups
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        directory = root / path.lstrip("/")
+        for each in (directory, *directory.parents):
+            if not each.is_relative_to(root):
+                break
+            found += _limit(each, *names)
+    return found
+
+
+def _limit(directory: Path, limit_name: str, used_name: str) -> list[tuple[int, int]]:
+    try:
+        limit, used = (directory / limit_name).read_text().strip(), (directory / used_name).read_text().strip()
+    except OSError:
+        return []
+    if not limit.isdigit() or int(limit) > UNLIMITED:
+        return []
+    return [(int(limit), int(used))]
+
+
+# ------------------------------------------------------------------------------------------------------- weight updates
+
 
 log = logging.getLogger("rlhpc.generation")
 POLL_S = (0.002, 0.05)  # polling intervals of workers: first, and longest

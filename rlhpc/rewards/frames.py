@@ -65,7 +65,7 @@ class Replies(msgspec.Struct, array_like=True, frozen=True, tag="judged_all"):
     traceback: str = ""
 
 
-class Dialogue(msgspec.Struct, array_like=True, frozen=True, tag="dialogue"):
+class DialogueRequest(msgspec.Struct, array_like=True, frozen=True, tag="dialogue"):
     """Take the last of these turns, or begin: an environment's part of a rollout."""
 
     key: str  # of the rollout

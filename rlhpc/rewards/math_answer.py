@@ -15,22 +15,72 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.marked_answer import LONGEST_ANSWER, last_marked_answer
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.math_equality import Rules, are_equal, check_defined, is_in_lowest_terms
 from rlhpc.rewards.math_reading import read
-from rlhpc.rewards.math_terms import Term, has_phrase
 from rlhpc.rewards.math_tokens import Unreadable
-from rlhpc.rewards.math_values import TooLarge, Undefined
-from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number
+from rlhpc.rewards.math_values import PlainNumber, Term, TooLarge, Undefined, has_phrase, parse_plain_number
 from rlhpc.rewards.task_settings import task_settings
-from rlhpc.types import Verdict
+from rlhpc.rewards.text_answer import LONGEST_ANSWER, last_marked_answer
+
+# --------------------------------------------------------------------------------------------------- integer arithmetic
+#
+# Task "integer_arithmetic": is the last thing written the right integer?
+#
+# Input: a completion such as "12+34;2+4=6;10+30=40;46" and a reference such as "46".  Output: a RewardOutcome of 1.0 or
+# 0.0.
+#
+# The answer is what stands after the last of the marks "####", ";" and "=", or the whole completion where there is
+# none.  It must be one integer in its only spelling: ASCII digits, a minus sign where it is negative, no leading zero,
+# no plus, no comma, blanks around it at most.  So two answers after the last mark, trailing digits or words are wrong.
+
+
+_MARK = re.compile(r"####|;|=")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+_SHOWN_CHARACTERS = 80
+
+
+def integer_arithmetic(completion: str, reference: str) -> RewardOutcome:
+    """Reward 1.0 if the answer equals the reference, else 0.0.  Raises ValueError if the reference is no integer."""
+    wanted = _integer(reference)
+    answer = final_answer(completion)
+    if answer is None:
+        tail = completion[-_SHOWN_CHARACTERS:]
+        return RewardOutcome(0.0, is_correct=False, detail=f"no integer at the end of {tail!r}")
+    # Both spellings are canonical, so text equality is integer equality, for any number of digits.
+    is_correct = answer == wanted
+    return RewardOutcome(float(is_correct), is_correct, detail=f"answer {answer[:_SHOWN_CHARACTERS]}", answer=answer)
+
+
+def check_integer_arithmetic(reference: str) -> None:
+    """Raises ValueError if it is no integer."""
+    _integer(reference)
+
+
+def _integer(reference: str) -> str:
+    wanted = reference.strip()
+    if _INTEGER.fullmatch(wanted) is None:
+        raise ValueError(
+            f"reference {reference[:_SHOWN_CHARACTERS]!r} is not an integer in canonical spelling; legal: digits, a "
+            "minus sign where it is negative, no leading zero, no comma"
+        )
+    return wanted
+
+
+def final_answer(completion: str) -> str | None:
+    """Return the answer in canonical spelling, or None where what follows the last mark is not one integer."""
+    answer = _MARK.split(completion)[-1].strip()
+    return answer if _INTEGER.fullmatch(answer) else None
+
+
+# ---------------------------------------------------------------------------------------------------------- math answer
+
 
 _HOLES = ("nan", "null")  # of a table that was written as text
 # Two words in a row, outside of \text{…}: prose, where an answer was expected.
 _SENTENCE = re.compile(r"[A-Za-z]{3,}\s+[A-Za-z]{3,}")
 _COMMANDS = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|operatorname|begin|end)\s*\{[^}]*\}|\\[A-Za-z]+")
-_SHOWN_CHARACTERS = 80
 _LEGAL = r"legal: a number, one expression in LaTeX, alone, in \boxed{…} or behind ####, or a JSON list of texts"
 
 
@@ -49,12 +99,12 @@ class Reference:
 def verify(completion: str, reference: str) -> Verdict:
     """Give the verdict alone: correct, wrong, or, for a reference that cannot be read, verifier_error."""
     try:
-        return Verdict.CORRECT if judge(completion, reference).is_correct else Verdict.WRONG
+        return Verdict.CORRECT if math_answer(completion, reference).is_correct else Verdict.WRONG
     except ValueError:
         return Verdict.VERIFIER_ERROR
 
 
-def judge(completion: str, reference: str) -> RewardOutcome:
+def math_answer(completion: str, reference: str) -> RewardOutcome:
     r"""Return reward 1.0 or 0.0, and what was taken for the answer.
 
     reference: a GSM8K solution ("… #### 1,234"), a text with \boxed{…}, or the bare answer (LaTeX or a number); or a
@@ -72,7 +122,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
 
 
-def check_reference(reference: str) -> None:
+def check_math_answer(reference: str) -> None:
     """Raises ValueError if a text of it cannot be read or has no value."""
     read_references(reference)
 

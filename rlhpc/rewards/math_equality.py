@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import mpmath
 
-from rlhpc.rewards.math_terms import Term
 from rlhpc.rewards.math_values import (
     HAS_NO_VALUE,
     Point,
+    Term,
     TooLarge,
     Undefined,
     are_near,

@@ -22,7 +22,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 
-from rlhpc.rewards.math_terms import (
+from rlhpc.rewards.math_tokens import TIMES, Token, UnitReader, Unreadable, normalised, tokens_of
+from rlhpc.rewards.math_values import (
+    LONGEST_TEXT,
     Term,
     added,
     depth_of,
@@ -33,10 +35,7 @@ from rlhpc.rewards.math_terms import (
     times,
     with_unit_of_last,
 )
-from rlhpc.rewards.math_tokens import Token, Unreadable, normalised, tokens_of
-from rlhpc.rewards.math_units import TIMES, UnitReader
 from rlhpc.rewards.math_words import CURRENCY_SIGNS, DEGREES_WORDS, PHRASES, Unit, unit_of
-from rlhpc.rewards.plain_numbers import LONGEST_TEXT
 
 _DEEPEST = 40  # brackets, fractions and roots in one another
 _DEEPEST_TERM = 80  # also 1/2/3/4 and x!!!!

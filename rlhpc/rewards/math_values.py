@@ -8,16 +8,216 @@ _MOST_STEPS steps neither; what is undefined, as 1/0, is Undefined.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import pairwise
 from typing import Any
 
 import mpmath
 
-from rlhpc.rewards.math_terms import Term
+from rlhpc.rewards.math_tokens import Unreadable
+from rlhpc.rewards.math_words import COUNT, Unit, unit_of
+
+# ----------------------------------------------------------------------------------------------------------- math terms
+#
+# What an answer of mathematics says, as a tree, and how small trees are joined.
+#
+# A Term is made by math_reading.py, evaluated by math_values.py and compared by math_equality.py.
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One node of an answer; equal terms are written alike.
+
+    kind: "number", "symbol", "constant", "sum", "product", "quotient", "power", "negative", "root", "call" (of a
+    function NAME), "percent", "degree", "quantity" (a value with a unit), "plus-minus", "opaque" (a command NAME that
+    is not understood), "set", "list", "bracketed" (NAME: both brackets), "union", "intersection", "difference",
+    "relation" (NAME: its signs), "either" and "both" (relations), "ratio", "time", "based" (digits NAME in a base),
+    "modulo", "choice" (a letter, and what it stands for), "rounded" (a value, and one near it), "matrix", "words",
+    "sum-over" and "product-over".
+    """
+
+    kind: str
+    parts: tuple[Term, ...] = ()
+    name: str = ""
+    value: Fraction = Fraction(0)
+    unit: Unit = COUNT
+
+
+def has_phrase(term: Term) -> bool:
+    """Whether several words in a row are part of a term, as a name or as all of it."""
+    return (term.kind in ("words", "symbol") and " " in term.name.removeprefix("set ")) or any(
+        map(has_phrase, term.parts)
+    )
+
+
+def depth_of(term: Term) -> int:
+    """Return how many levels a term has."""
+    depth, level = 0, [term]
+    while level:
+        depth, level = depth + 1, [part for each in level for part in each.parts]
+    return depth
+
+
+def letter(text: str) -> Term:
+    """Return e and i as constants, other letters as symbols."""
+    return Term("constant", name=text) if text in ("e", "i") else Term("symbol", name=text)
+
+
+def negative(term: Term) -> Term:
+    """Return −term; −(−x) is x."""
+    if term.kind == "number":
+        return Term("number", value=-term.value)
+    return term.parts[0] if term.kind == "negative" else Term("negative", (term,))
+
+
+def times(left: Term, right: Term) -> Term:
+    """Return a product, which has no product as its first factor."""
+    parts = left.parts if left.kind == "product" else (left,)
+    return Term("product", (*parts, right))
+
+
+def added(first: Term, second: Term) -> Term:
+    """Return 5 feet 6 inches as one quantity."""
+    is_same = second.kind == "quantity" and first.unit.dimensions == second.unit.dimensions != ()
+    if not is_same or {first.parts[0].kind, second.parts[0].kind} != {"number"}:
+        raise Unreadable("a number follows a unit")
+    value = first.parts[0].value + second.parts[0].value * second.unit.factor / first.unit.factor
+    return Term("quantity", (Term("number", value=value),), unit=first.unit)
+
+
+def with_unit_of_last(found: Term) -> Term:
+    """Return "36 − 9π cm²" as a quantity: the unit behind a sum is that of all of it."""
+    if found.kind != "sum":
+        return found
+    last = found.parts[-1]
+    quantity = last.parts[0] if last.kind == "negative" else last
+    has_others = any(part.kind in ("quantity", "negative") and "quantity" in _kinds(part) for part in found.parts[:-1])
+    if quantity.kind != "quantity" or has_others:
+        return found
+    sums = [
+        Term("sum", (*found.parts[:-1], value if last is quantity else negative(value))) for value in quantity.parts
+    ]
+    return Term("quantity", tuple(sums), unit=quantity.unit)
+
+
+def _kinds(term: Term) -> set[str]:
+    return {term.kind}.union(part.kind for part in term.parts)
+
+
+def joined_quantity(items: list[Term], joints: list[str]) -> Term | None:
+    """Return "2 hours and 30 minutes" as one quantity: each unit is smaller than the one before."""
+    are_plain = all(
+        item.kind == "quantity" and item.unit.dimensions and item.parts[0].kind == "number" for item in items
+    )
+    if not are_plain or not {*joints} <= {"and", ","}:
+        return None
+    units = [item.unit for item in items]
+    if len({unit.dimensions for unit in units}) > 1 or any(a.factor <= b.factor for a, b in pairwise(units)):
+        return None
+    return reduce(added, items)
+
+
+def proper_fraction(above: Fraction, below: Fraction) -> Fraction | None:
+    """Return a fraction of whole numbers below 1; None where it is none."""
+    is_proper = above.denominator == below.denominator == 1 and 0 < above < below
+    return above / below if is_proper else None
+
+
+# -------------------------------------------------------------------------------------------------------- plain numbers
+#
+# Read a number as people write it in an answer: "1,234", "$18", "-0.50", "3/4", "40%", "12 eggs".
+#
+# The quick way, which most answers take: exact (fractions, not floats) and strict.  A text that holds anything besides
+# one number, its currency or percent sign and one unit is not a plain number; math_reading.py reads all others.  Pure.
+
+
+_NUMBER = re.compile(
+    r"""
+    (?P<minus>-)? \s* (?P<currency>[$€£¥])? (?P<minus_after>-)?
+    (?: (?P<grouped>[0-9]{1,3}(?:,[0-9]{3})+) | (?P<digits>[0-9]+) )?
+    (?P<decimals>\.[0-9]+)?
+    (?: / (?P<denominator>[0-9]+) )?
+    \s* (?P<percent>%)?
+    (?: \s+ (?P<unit>[A-Za-z]{2,}) )?
+    \.?
+    """,
+    re.VERBOSE,
+)
+_LATEX_SPELLINGS = (
+    (re.compile(r"\\[$]"), "$"),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\{,\}|,\\!"), ","),
+    (re.compile(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))"), ","),
+    (re.compile(r"\\[,;:! ]|~"), " "),
+    (re.compile("[−–]"), "-"),
+)
+LONGEST_TEXT = 1_000  # characters
+_TO_RESPELL = re.compile(r"[\\{~−–]")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNumber:
+    """One number; `value` is the number as written, not divided by 100 if a percent sign follows."""
+
+    value: Fraction
+    is_percent: bool = False
+    unit: Unit = COUNT
+
+    def equals(self, answer: PlainNumber) -> bool:
+        """Compare a reference (self) with an answer.
+
+        "40%" answers "40" (the question asked for a percentage), "40%" and "0.4"; "40" answers "40%" too, while "0.4"
+        does not answer "40".  Two units must be of the same kind: "5 km" is "5000 metres", and not "$5".
+        """
+        if self.unit.dimensions and answer.unit.dimensions:
+            is_same = self.unit.dimensions == answer.unit.dimensions
+            return is_same and self.value * self.unit.factor == answer.value * answer.unit.factor
+        if self.value == answer.value:
+            return True
+        if self.is_percent == answer.is_percent:
+            return False
+        return self._amount == answer._amount
+
+    @property
+    def _amount(self) -> Fraction:
+        return self.value / 100 if self.is_percent else self.value
+
+
+def parse_plain_number(text: str) -> PlainNumber | None:
+    """Return the number, or None where the text is not exactly one plain number."""
+    if len(text) > LONGEST_TEXT:
+        return None
+    if _TO_RESPELL.search(text):
+        for spelling, plain in _LATEX_SPELLINGS:
+            text = spelling.sub(plain, text)
+    text = text.strip()
+    if text.count("$") == 2 and text[0] == text[-1] == "$":
+        text = text[1:-1].strip()
+    match = _NUMBER.fullmatch(text)
+    if match is None or not (match["grouped"] or match["digits"] or match["decimals"]):
+        return None
+    if match["minus"] and match["minus_after"]:
+        return None
+    whole = (match["grouped"] or match["digits"] or "0").replace(",", "")
+    denominator = int(match["denominator"] or 1)
+    if denominator == 0:
+        return None
+    value = Fraction(whole + (match["decimals"] or "")) / denominator
+    has_minus = match["minus"] or match["minus_after"]
+    unit = unit_of(match["unit"] or match["currency"]) if match["unit"] or match["currency"] else COUNT
+    if unit is None or (match["unit"] and (match["currency"] or match["percent"])):
+        return None
+    return PlainNumber(-value if has_minus else value, match["percent"] is not None, unit)
+
+
+# ---------------------------------------------------------------------------------------------------------- math values
+
 
 _MOST_BITS = 1 << 17
 _MOST_STEPS = 4_000

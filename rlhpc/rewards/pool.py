@@ -11,22 +11,329 @@ the others continue.  A verifier's failure is never a reward of zero.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
-from rlhpc.errors import RoleFailed
-from rlhpc.rewards.batches import Asked, Batches
-from rlhpc.rewards.failures import NO_COSTS, OUT_OF_MEMORY, UNSENT, TaskCounts
-from rlhpc.rewards.frames import Batch, Dialogue, Replies, Reply, Request, Turn, encode_frame
-from rlhpc.rewards.turns import Turns
-from rlhpc.rewards.worker_process import WorkerLost, WorkerProcess
-from rlhpc.types import Verdict
+from rlhpc.base.processes import child_command, child_environment
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.types import Verdict
+from rlhpc.rewards.environments import variables_of
+from rlhpc.rewards.frames import (
+    HEADER_BYTES,
+    Batch,
+    DialogueRequest,
+    Ready,
+    Replies,
+    Reply,
+    Request,
+    Turn,
+    body_length,
+    encode_frame,
+)
+from rlhpc.rewards.outcomes import DIED, NO_COSTS, OUT_OF_MEMORY, TIMED_OUT, UNSENT, TaskCounts
+from rlhpc.rewards.task_settings import worker_environment
+
+# ---------------------------------------------------------------------------------------------------------------- turns
+#
+# Which waiting completion gets the next idle worker: tasks in turn, so that none of them blocks the others.
+#
+# Input: workers that become idle, tasks that wait.  Output: a worker for each.  The task that has the fewest workers
+# comes first.  A task that has lost a worker (it hung, or killed its process) gets one at a time until it has given one
+# back whole: with several workers the other tasks go on as before.
+
+
+Worker = TypeVar("Worker")
+
+
+class Turns(Generic[Worker]):
+    """Idle workers, and who waits for one.  Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._idle: deque[Worker] = deque()
+        self._waiting: dict[str, deque[asyncio.Future[Worker]]] = {}  # by task; the one served last stands last
+        self._held: defaultdict[str, int] = defaultdict(int)  # workers by task
+        self._suspects: set[str] = set()  # tasks that have lost a worker since they gave one back
+        self._end = ""
+
+    async def take(self, task: str) -> Worker:
+        """Wait for a worker.  Raises RoleFailed once there will be none any more."""
+        if self._end:
+            raise RoleFailed(self._end)
+        if self._idle and not self._waiting and self._may_take(task):
+            self._held[task] += 1
+            return self._idle.popleft()
+        turn: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(task, deque()).append(turn)
+        self._serve()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.put_back(task, turn.result())
+            raise
+
+    def exchange(self, taken: Worker, wanted: Worker) -> Worker:
+        """The wanted worker in place of one that was taken, if it is idle; else the one that was taken."""
+        if wanted not in self._idle:
+            return taken
+        self._idle.remove(wanted)
+        self._idle.append(taken)
+        return wanted
+
+    def give_back(self, task: str, worker: Worker) -> None:
+        """The worker has answered, and may be asked again."""
+        self._held[task] -= 1
+        self._suspects.discard(task)
+        self.add(worker)
+
+    def put_back(self, task: str, worker: Worker) -> None:
+        """Return a worker that was not asked."""
+        self._held[task] -= 1
+        self.add(worker)
+
+    def lose(self, task: str) -> None:
+        """The worker that the task had is gone."""
+        self._held[task] -= 1
+        self._suspects.add(task)
+        self._serve()
+
+    def add(self, worker: Worker) -> None:
+        """Add an idle worker."""
+        self._idle.append(worker)
+        self._serve()
+
+    def end(self, why: str) -> None:
+        """All that wait, or come later, get RoleFailed with this text."""
+        self._end = why
+        for turns in self._waiting.values():
+            for turn in turns:
+                if not turn.done():
+                    turn.set_exception(RoleFailed(why))
+        self._waiting.clear()
+
+    def _serve(self) -> None:
+        while self._idle and (task := self._next()) is not None:
+            turns = self._waiting[task]
+            turn = turns.popleft()
+            if not turns:
+                del self._waiting[task]
+            elif len(self._waiting) > 1:
+                self._waiting[task] = self._waiting.pop(task)  # now the last one
+            if not turn.done():  # else it was cancelled
+                self._held[task] += 1
+                turn.set_result(self._idle.popleft())
+
+    def _next(self) -> str | None:
+        return min(filter(self._may_take, self._waiting), key=self._held.__getitem__, default=None)
+
+    def _may_take(self, task: str) -> bool:
+        return task not in self._suspects or not self._held[task]
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+#
+# Collect completions for batched functions until a worker judges them together.
+#
+# A batch does not wait to be full: when a worker becomes free, it gets all waiting completions, up to `most`.  If a
+# batch fails, its completions are judged again one by one, so that only those that cause the failure are verifier
+# errors.
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(eq=False, slots=True)
+class Asked(Generic[Found]):
+    """A completion that waits."""
+
+    completion: str
+    reference: str
+    found: asyncio.Future[Found] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Batches(Generic[Worker, Found]):
+    """The waiting completions of one pool."""
+
+    def __init__(
+        self,
+        turns: Turns[Worker],
+        most: int,
+        num_workers: int,
+        together: Callable[[str, Worker, Sequence[Asked[Found]]], Awaitable[Sequence[Found] | None]],
+        alone: Callable[[str, str, str], Awaitable[Found]],
+    ) -> None:
+        """together: has a worker judge, and gives it back; None: the batch has failed.  alone: takes a worker."""
+        self._turns, self._most, self._num_workers = turns, most, num_workers
+        self._together, self._alone = together, alone
+        self._waiting: defaultdict[str, deque[Asked[Found]]] = defaultdict(deque)
+        self._num_serving: defaultdict[str, int] = defaultdict(int)
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def judge(self, task: str, completion: str, reference: str) -> Found:
+        """Judge a completion.  Cancelling affects no other one.  Raises RoleFailed if the pool has ended."""
+        asked: Asked[Found] = Asked(completion, reference)
+        self._waiting[task].append(asked)
+        if self._num_serving[task] < self._num_workers:
+            self._num_serving[task] += 1
+            serving = asyncio.create_task(self._serve(task))
+            self._serving.add(serving)
+            serving.add_done_callback(self._serving.discard)
+        return await asked.found
+
+    async def close(self) -> None:
+        """Call it after the end of the pool: all that wait get RoleFailed."""
+        await asyncio.gather(*self._serving)
+
+    async def _serve(self, task: str) -> None:
+        batch: list[Asked[Found]] = []
+        try:
+            while self._waiting[task]:
+                worker = await self._turns.take(task)
+                batch = self._next(task)
+                if batch:
+                    await self._judge(task, worker, batch)
+                else:
+                    self._turns.put_back(task, worker)
+        except RoleFailed as error:
+            for asked in (*batch, *self._waiting.pop(task, ())):
+                if not asked.found.done():
+                    asked.found.set_exception(RoleFailed(str(error)))
+        finally:
+            self._num_serving[task] -= 1
+
+    def _next(self, task: str) -> list[Asked[Found]]:
+        waiting, batch = self._waiting[task], list[Asked[Found]]()
+        while waiting and len(batch) < self._most:
+            asked = waiting.popleft()
+            if not asked.found.done():  # otherwise the caller was cancelled
+                batch.append(asked)
+        return batch
+
+    async def _judge(self, task: str, worker: Worker, batch: Sequence[Asked[Found]]) -> None:
+        found = await self._together(task, worker, batch)
+        if found is None:
+            found = await asyncio.gather(*(self._alone(task, each.completion, each.reference) for each in batch))
+        for asked, each in zip(batch, found, strict=True):
+            if not asked.found.done():
+                asked.found.set_result(each)
+
+
+# ------------------------------------------------------------------------------------------------------- worker process
+#
+# One worker process as its pool sees it: started, asked, killed.
+#
+# Input: Request, Batch or Dialogue.  Output: Reply, Replies or Turn.  Every way in which a process can fail to answer
+# becomes WorkerLost; after that only kill() may be called.  One question at a time.
+
+
+_READY = msgspec.msgpack.Decoder(Ready)
+_REPLY: msgspec.msgpack.Decoder[Reply | Replies | Turn] = msgspec.msgpack.Decoder(Reply | Replies | Turn)
+_Message = TypeVar("_Message")
+_LAST_MOMENT_S = 10.0  # from the end of a pipe to that of its process, on a busy node
+
+
+class WorkerLost(Exception):
+    """The process died, did not reply in time or sent an invalid reply; never leaves this package."""
+
+    def __init__(self, why: str, failure: str = DIED) -> None:
+        """failure: TIMED_OUT or DIED."""
+        super().__init__(why)
+        self.failure = failure
+
+
+class WorkerProcess:
+    """A process that scores one completion at a time."""
+
+    def __init__(self, process: Process) -> None:
+        """Wrap a process that spawn() started."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._requests, self._replies = process, process.stdin, process.stdout
+
+    @classmethod
+    async def spawn(cls, tasks: Sequence[str], memory_limit_bytes: int, settings: Mapping[str, str]) -> WorkerProcess:
+        """Start the process; it is not ready yet.  Call from the thread that lives as long as the workers shall.
+
+        It leads a process group of its own, so that what a reward function starts dies with it.  It is set to die with
+        the thread that starts it (PR_SET_PDEATHSIG counts threads, not processes).
+        Raises OSError if no process can be started.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *child_command("rlhpc.rewards.worker", str(os.getpid()), str(memory_limit_bytes), *tasks),
+            stdin=PIPE,
+            stdout=PIPE,
+            env=child_environment(**settings),
+            start_new_session=True,
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also that of its process group."""
+        return self._process.pid
+
+    async def wait_until_ready(self, timeout_s: float) -> tuple[str, ...]:
+        """Wait until it has imported its reward functions; returns tasks that are batched.  Raises WorkerLost."""
+        ready = await self._receive(_READY, timeout_s)
+        if ready.error:
+            raise WorkerLost(f"worker cannot start: {ready.error}")
+        return ready.batched
+
+    async def ask(self, request_frame: bytes, timeout_s: float) -> Reply | Replies | Turn:
+        """Send an encoded Request, Batch or Dialogue; return its answer.
+
+        Raises WorkerLost, in `timeout_s` at most, and a moment later where the process has closed its pipe.
+        """
+        self._requests.write(request_frame)
+        return await self._receive(_REPLY, timeout_s)
+
+    async def _receive(self, decoder: msgspec.msgpack.Decoder[_Message], timeout_s: float) -> _Message:
+        try:
+            async with asyncio.timeout(timeout_s):
+                header = await self._replies.readexactly(HEADER_BYTES)
+                body = await self._replies.readexactly(body_length(header))
+            return decoder.decode(body)
+        except TimeoutError:
+            raise WorkerLost(f"no answer within {timeout_s:g} s; killed", TIMED_OUT) from None
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise WorkerLost(f"worker died: {await self._how_it_ended()}") from error
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise WorkerLost(f"worker sent an invalid reply: {error}") from error
+
+    async def kill(self) -> None:
+        """End the process, and its whole group, now; wait until it is gone.  Idempotent."""
+        # Its own exit leaves what it started behind in the group, so the group is signalled even then.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._requests.close()
+        await self._process.wait()
+
+    async def _how_it_ended(self) -> str:
+        """Describe the end of a process that has closed its pipe, which it does a moment before it ends."""
+        try:
+            async with asyncio.timeout(_LAST_MOMENT_S):
+                status = await self._process.wait()
+        except TimeoutError:
+            return "closed its pipe"
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+# ----------------------------------------------------------------------------------------------------------------- pool
+
 
 log = logging.getLogger("rlhpc.rewards")
 
@@ -202,7 +509,7 @@ class RewardPool:
     def _timeout_of(self, task: str) -> float:
         return self._task_timeout_s.get(task, self._timeout_s)
 
-    async def answer(self, dialogue: Dialogue) -> Turn:
+    async def answer(self, dialogue: DialogueRequest) -> Turn:
         """Have an environment take the last turn of a dialogue.  May be repeated; failures and limits as in judge().
 
         Limits are those of the dialogue's task; turns and failures are counted under the environment's name.  The
@@ -338,3 +645,44 @@ def _judgement(task: str, reply: Reply) -> Judgement:
 
 def _failed(why: str, failure: str) -> Judgement:
     return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=why, failure=failure)
+
+
+# ------------------------------------------------------------------------------------------------------------ open pool
+#
+# A reward pool as the run file says, for all who judge: the service, evaluations, `rlhpc reward`.
+
+
+_START_S, _START_OF_ONE_S = 60.0, 5.0  # the second: of a worker on a core that it shares with others
+
+
+def open_pool(
+    config: Config,
+    tasks: Sequence[str],
+    num_workers: int = 0,
+    *,
+    judge_cache: Path | None = None,
+    with_environments: bool = False,
+) -> RewardPool:
+    """A pool as the run file says, not started yet; num_workers: 0 for rewards.workers_per_replica.
+
+    judge_cache: directory for replies of a judge; None: none is kept.  with_environments: workers import the datasets'
+    environments, and load what these need, before they are ready.
+    """
+    rewards = config.rewards
+    num_workers = num_workers or rewards.workers_per_replica
+    return RewardPool(
+        num_workers,
+        rewards.timeout_s,
+        preload_tasks=tasks,
+        memory_limit_bytes=rewards.memory_bytes,
+        task_timeout_s=rewards.task_timeout_s,
+        task_memory_bytes=rewards.task_memory_bytes,
+        batch_size=rewards.batch_size,
+        start_timeout_s=start_timeout_s(num_workers, len(os.sched_getaffinity(0))),
+        environment=worker_environment(config, judge_cache) | (variables_of(config) if with_environments else {}),
+    )
+
+
+def start_timeout_s(num_workers: int, num_cores: int) -> float:
+    """Seconds for workers that start at the same time: all import at once, on the cores that this process may use."""
+    return _START_S + _START_OF_ONE_S * num_workers / num_cores

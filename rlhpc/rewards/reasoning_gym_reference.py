@@ -1,11 +1,77 @@
-"""What the task reasoning_gym finds in a reference; reads it without the library, which a login node may not have."""
+"""References and answers of the task reasoning_gym, read without the library, which a login node may not have."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from rlhpc.sandbox.values import decode
+
+# ------------------------------------------------------------------------------------------------------ harmless answer
+#
+# Whether an answer may be given to a scorer that has Python evaluate it.
+#
+# Scorers of reasoning-gym read expressions and lists by eval and by SymPy's parse_expr, which is eval, too: an answer
+# of the policy would run as a program of the reward worker, outside of the sandbox, with the rights of the run.
+#
+# Input: an answer, and the right one.  Output: bool.  Harmless are expressions of numbers, letters, with a number or
+# without, and mathematical functions: no attribute, no other name; and literals whose texts are such expressions, too:
+# SymPy's diff evaluates a text that parse_expr has returned, so that the program may stand in quotes.
+
+
+# Kinds of reasoning-gym 0.1.25 whose scorers evaluate.
+EVALUATING = frozenset(
+    {"binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+     "simple_integration", "spiral_matrix", "string_insertion"}
+)  # fmt: skip
+_FUNCTIONS = frozenset(
+    {"Abs", "Rational", "abs", "acos", "acosh", "acot", "acoth", "acsc", "asec", "asin", "asinh", "atan", "atanh",
+     "cbrt", "const", "constant", "cos", "cosh", "cot", "coth", "csc", "csch", "erf", "exp", "ln", "log", "pi", "root",
+     "sec", "sech", "sin", "sinh", "sqrt", "tan", "tanh"}
+)  # fmt: skip
+_EXPRESSION = re.compile(r"[A-Za-z0-9_\s+\-*/^().,!=\[\]]*", re.ASCII)
+_ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_LETTERS = re.compile(r"[A-Za-z_]|[A-Za-z]_?[0-9]+|[A-Z]+")  # C1 and C_1 are constants of integration
+_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+
+
+def is_harmless(answer: str, right: str) -> bool:
+    """right: the answer that the problem came with, whose names may be used."""
+    if answer == right:
+        return True
+    try:
+        literal = ast.literal_eval(answer.strip())
+    except _NO_LITERAL:
+        return _is_expression(answer, right)
+    return all(isinstance(text, str) and _is_expression(text, right) for text in _texts(literal))
+
+
+def _is_expression(text: str, right: str) -> bool:
+    if not _EXPRESSION.fullmatch(text) or "__" in text or _ATTRIBUTE.search(text):
+        return False
+    known = _FUNCTIONS | {*_NAME.findall(right)}
+    return all(name in known or _LETTERS.fullmatch(name) for name in _NAME.findall(text))
+
+
+def _texts(literal: Any) -> Iterator[str | bytes]:
+    """Those in it, at any depth."""
+    match literal:
+        case str() | bytes():
+            yield literal
+        case dict():
+            for pair in literal.items():
+                yield from _texts(pair)
+        case list() | tuple() | set():
+            for part in literal:
+                yield from _texts(part)
+
+
+# ---------------------------------------------------------------------------------------------- reasoning gym reference
+
 
 _SHOWN_CHARACTERS = 80
 
@@ -22,6 +88,6 @@ def read_reference(reference: str) -> tuple[str, Any, Any]:
         ) from error
 
 
-def check_reference(reference: str) -> None:
+def check_reasoning_gym(reference: str) -> None:
     """Raises ValueError if it is no entry of data.source."""
     read_reference(reference)

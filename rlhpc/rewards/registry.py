@@ -8,36 +8,205 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
-from rlhpc.contracts import RewardFunction
-from rlhpc.errors import ConfigError
-from rlhpc.foreign_rewards import foreign_reward
-from rlhpc.rewards.batched import OF_BATCHES, BatchedFunction, asks_for_fields, is_batched
-from rlhpc.rewards.task_settings import ARGUMENTS
-from rlhpc.rewards.whole_record import PARAMETER, PLACE, given_its_record
-from rlhpc.user_code import did_you_mean, is_import_path, load, look_up, parameters, refuse_unknown, required_parameters
+from rlhpc.base.user_code import (
+    did_you_mean,
+    is_import_path,
+    load,
+    look_up,
+    parameters,
+    refuse_unknown,
+    required_parameters,
+)
+from rlhpc.config.tables import CompositeConfig
+from rlhpc.config.tables_services import CODE_TASKS, JudgeConfig, SandboxConfig
+from rlhpc.protocol.contracts import RewardFunction, RewardOutcome
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.rewards.outcomes import (
+    OF_BATCHES,
+    PARAMETER,
+    PLACE,
+    BatchedFunction,
+    JudgedOutcome,
+    as_outcome,
+    asks_for_fields,
+    given_its_record,
+    is_batched,
+)
+from rlhpc.rewards.task_settings import ARGUMENTS, task_settings
+
+# ------------------------------------------------------------------------------------------------------ foreign rewards
+#
+# Reward functions as other systems call them: known by the names of their parameters, answered with what calls them.
+#
+# Input: the names of a function and of its parameters.  Output: whose it is, and the line that makes a reward function
+# of ours of it, "" for one that can be called as ours; docs/coming_from.md has the table, which a test compares.
+
+
+PAGE = "docs/coming_from.md, Reward functions"
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """How one system calls a reward function."""
+
+    system: str
+    named: tuple[str, ...]  # parameters by which it is known
+    ours: str  # parameters of the function here that calls it, "": it cannot be called
+    arguments: Mapping[str, str] = field(default_factory=dict)  # its parameters, and what they are here
+    note: str = ""
+
+
+_VERIFIERS = {
+    "prompt": 'record["prompt"]',
+    "completion": "completion",
+    "answer": 'record["answer"]',
+    "info": 'record.get("info", {})',
+    "task": 'record.get("task", "default")',
+    "state": "{}",
+    "parser": "parser",
+}
+_TEXT = "a completion is a text here, never a list of messages"
+
+FOREIGN: tuple[Foreign, ...] = (
+    Foreign(
+        "verl, in batches",
+        ("solution_strs", "ground_truths"),
+        "completions, records",
+        {
+            "data_sources": '[each["data_source"] for each in records]',
+            "solution_strs": "completions",
+            "ground_truths": '[each["reward_model"]["ground_truth"] for each in records]',
+            "extra_infos": '[each.get("extra_info") for each in records]',
+        },
+    ),
+    Foreign(
+        "verl",
+        ("solution_str", "ground_truth"),
+        "completion, record",
+        {
+            "data_source": 'record["data_source"]',
+            "solution_str": "completion",
+            "ground_truth": 'record["reward_model"]["ground_truth"]',
+            "extra_info": 'record.get("extra_info")',
+        },
+    ),
+    Foreign(
+        "prime-rl",
+        ("completion", "verification_info"),
+        "completion, record",
+        {"completion": "completion", "verification_info": 'record["verification_info"]'},
+        "json.loads(…) of the field where it is a text",
+    ),
+    *(
+        Foreign("prime-rl's verifiers", ("completion", name), "completion, record", _VERIFIERS, _TEXT)
+        for name in ("state", "parser", "info", "prompt")
+    ),
+    Foreign(
+        "AReaL",
+        ("prompt", "completions", "prompt_ids"),
+        "completion, record",
+        {
+            "prompt": 'record["prompt"]',
+            "completions": "completion",
+            "prompt_ids": "None",
+            "completion_ids": "None",
+            "answer": 'record["answer"]',
+        },
+    ),
+    *(
+        Foreign(
+            "TRL",
+            ("completions", name),
+            "",
+            note=f"completions, prompts, and fields of the record by their names, without {name}: rewards are of texts",
+        )
+        for name in ("completion_ids", "trainer_state")
+    ),
+    Foreign(
+        "OpenRLHF",
+        ("queries", "prompts", "labels"),
+        "completions, records",
+        {
+            "queries": '[each["prompt"] + text for each, text in zip(records, completions)]',
+            "prompts": '[each["prompt"] for each in records]',
+            "labels": '[each["answer"] for each in records]',
+        },
+    ),
+    Foreign(
+        "slime",
+        ("args", "sample"),
+        "",
+        note="f(completion, reference): sample.response is the first, sample.label the second",
+    ),
+)
+_BY_NAME = ("verification_info", "sample")  # a second parameter that is no reference
+_ASKED = ("prompt", "question", "query")  # a first parameter that is no completion, nor a reference
+_COMPLETIONS = ("completion", "response", "solution_str", "model_output", "generation", "prediction")
+_REFERENCES = ("reference", "ground_truth", "gold", "target", "label", "expected")
+
+
+def foreign_reward(name: str, required: Sequence[str], names: Sequence[str]) -> str:
+    """Return what to say of a reward function that cannot be called as ours, "" if it can, or is not known.
+
+    required: its parameters without a default, names: all that may be given by position.
+    """
+    if "completions" not in names and len(required) <= 2 <= len(names) and {*required} <= {*names}:
+        first, second = names[:2]
+        if first in _REFERENCES and second in _COMPLETIONS:
+            turned = f"def judge(completion, reference): return {name}({first}=reference, {second}=completion)"
+            return f"it takes {first!r} first, and is called with the completion first; legal: {turned} ({PAGE})"
+        if first not in _ASKED and second not in _BY_NAME:
+            return ""
+    if known := next((each for each in FOREIGN if {*each.named} <= {*required}), None):
+        named = tuple(dict.fromkeys((*names, *required)))
+        legal = _legal(name, known, named)
+        return f"it has the parameters of {known.system} ({', '.join(named)}); legal: {legal} ({PAGE})"
+    if len(required) == len(names) == 1 and names[0] != "completions":
+        return f"it has one parameter; legal: def judge(completion, reference): return {name}(completion) ({PAGE})"
+    return ""
+
+
+def wrapper(name: str, foreign: Foreign, names: Sequence[str]) -> str:
+    """Return the function of ours that calls theirs with these parameters, as source on one line."""
+    values = ", ".join(f"{each}={foreign.arguments[each]}" for each in names if each in foreign.arguments)
+    return f"def judge({foreign.ours}): return {name}({values})"
+
+
+def _legal(name: str, foreign: Foreign, names: Sequence[str]) -> str:
+    if not foreign.ours:
+        return foreign.note
+    whole = ', with data.reference_field = "*"' if "record" in foreign.ours else ""
+    return f"{wrapper(name, foreign, names)}{whole}{f'; {foreign.note}' if foreign.note else ''}"
+
+
+# ------------------------------------------------------------------------------------------------------------- registry
+
 
 KEY = "data.task"
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
-        "code_functions": "rlhpc.rewards.code_functions:judge",
-        "code_stdin": "rlhpc.rewards.code_stdin:judge",
-        "exact_match": "rlhpc.rewards.text_match:exact_match",
-        "instruction_following": "rlhpc.rewards.instruction_following:judge",
-        "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
-        "json_schema": "rlhpc.rewards.json_schema:judge",
-        "llm_judge": "rlhpc.rewards.llm_judge:judge",
-        "math_answer": "rlhpc.rewards.math_answer:judge",
-        "multiple_choice": "rlhpc.rewards.multiple_choice:judge",
-        "reasoning_gym": "rlhpc.rewards.reasoning_gym_task:judge",
-        "regex": "rlhpc.rewards.regex:judge",
-        "token_f1": "rlhpc.rewards.text_match:token_f1",
+        "code_functions": "rlhpc.rewards.code_tests:code_functions",
+        "code_stdin": "rlhpc.rewards.code_tests:code_stdin",
+        "exact_match": "rlhpc.rewards.text_answer:exact_match",
+        "instruction_following": "rlhpc.rewards.instructions:instruction_following",
+        "integer_arithmetic": "rlhpc.rewards.math_answer:integer_arithmetic",
+        "json_schema": "rlhpc.rewards.json_schema:json_schema",
+        "llm_judge": "rlhpc.rewards.llm_judge:llm_judge",
+        "math_answer": "rlhpc.rewards.math_answer:math_answer",
+        "multiple_choice": "rlhpc.rewards.text_answer:multiple_choice",
+        "reasoning_gym": "rlhpc.rewards.reasoning_gym:reasoning_gym",
+        "regex": "rlhpc.rewards.text_answer:regex",
+        "token_f1": "rlhpc.rewards.text_answer:token_f1",
     }
 )
 
@@ -49,9 +218,11 @@ JUDGE_EVERYTHING = frozenset(
 
 # The same for checks of a reference before a run; each function raises ValueError, which says what is legal.
 CHECKS: Mapping[str, str] = MappingProxyType(
-    {name: f"{path.partition(':')[0]}:check_reference" for name, path in BUILT_IN.items() if name != "llm_judge"}
+    {name: f"{path.partition(':')[0]}:check_{name}" for name, path in BUILT_IN.items() if name != "llm_judge"}
     | {
-        "reasoning_gym": "rlhpc.rewards.reasoning_gym_reference:check_reference",
+        "exact_match": "rlhpc.rewards.text_answer:check_text_match",
+        "reasoning_gym": "rlhpc.rewards.reasoning_gym_reference:check_reasoning_gym",
+        "token_f1": "rlhpc.rewards.text_answer:check_text_match",
     }
 )
 
@@ -125,3 +296,105 @@ def _import_path(task: str) -> str:
             f"{did_you_mean(task, BUILT_IN)}"
         )
     return path
+
+
+# ------------------------------------------------------------------------------------------------------------ composite
+#
+# A task that combines others: [composite.NAME] of the run file.
+#
+# Input: a completion and a reference, which is the same for every part, or a record of which each part is given a
+# field. Output: a RewardOutcome: the weighted sum of the parts' rewards, correct where one of them is.  A part that
+# cannot judge leaves the whole without a verdict.
+
+
+_SHOWN_CHARACTERS = 120  # of each part's detail
+
+
+def resolve_composite(task: str) -> RewardFunction:
+    """The function of a task, of a composite too.  Raises ConfigError as registry.resolve."""
+    settings = task_settings().composite.get(task)
+    return resolve(task) if settings is None else Composite(settings)
+
+
+def composite_reference_check(
+    task: str, composites: Mapping[str, CompositeConfig], judge: JudgeConfig, sandbox: SandboxConfig | None = None
+) -> Callable[[str], None] | None:
+    """A function that raises ValueError for a reference that the task, or a part of a composite, cannot read."""
+    if task == "llm_judge":
+        # Imported here because only this task needs it before a run.
+        from rlhpc.rewards import llm_judge
+
+        return partial(llm_judge.check_llm_judge, settings=judge)
+    if (settings := composites.get(task)) is None:
+        check = reference_check(task)
+        if check is None or sandbox is None or task not in CODE_TASKS:
+            return check
+        return partial(check, settings=sandbox)
+    checks = {name: composite_reference_check(part, {}, judge, sandbox) for name, part in settings.tasks.items()}
+
+    def check_parts(reference: str) -> None:
+        given = references(settings, reference)
+        for name, part_check in checks.items():
+            if part_check is not None:
+                part_check(given[name])
+
+    return check_parts
+
+
+def references(settings: CompositeConfig, reference: str) -> dict[str, str]:
+    """The reference of each part.  Raises ValueError if the whole is no record, or lacks a field."""
+    if not settings.fields:
+        return dict.fromkeys(settings.tasks, reference)
+    record = json.loads(reference)
+    if not isinstance(record, dict):
+        raise ValueError(f"reference {reference[:80]!r} is no record; legal: data.reference_field='*'")  # noqa: TRY004
+    return {name: _field(record, settings.fields.get(name), reference) for name in settings.tasks}
+
+
+def _field(record: Mapping[str, Any], name: str | None, whole: str) -> str:
+    if name is None:
+        return whole
+    if record.get(name) is None:
+        raise ValueError(f"the record has no field {name!r}, which composite.fields names; it has {', '.join(record)}")
+    value = record[name]
+    if isinstance(value, float) and math.isfinite(value):
+        return format(Decimal(repr(value)), "f")  # as data/records.py has it, without an exponent
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class Composite:
+    """A RewardFunction that combines several."""
+
+    def __init__(self, settings: CompositeConfig) -> None:
+        """Import the parts' functions.  Raises ConfigError as registry.resolve."""
+        self._settings = settings
+        self._functions = {name: resolve(task) for name, task in settings.tasks.items()}
+
+    def __call__(self, completion: str, reference: str) -> RewardOutcome:
+        """Parts: each part's reward under its name, and its own parts as NAME.PART.  Raises what a part raises."""
+        given = references(self._settings, reference)
+        found = {name: as_outcome(judge(completion, given[name])) for name, judge in self._functions.items()}
+        parts: dict[str, float] = {}
+        rewards_at: dict[int, float] = {}
+        for name, outcome in found.items():
+            parts |= {name: outcome.reward} | {f"{name}.{part}": value for part, value in outcome.parts.items()}
+            for place, value in outcome.rewards_at.items():
+                rewards_at[place] = rewards_at.get(place, 0.0) + self._settings.weight(name) * value
+        deciding = found[self._settings.correct]
+        return JudgedOutcome(
+            sum(self._settings.weight(name) * outcome.reward for name, outcome in found.items()),
+            deciding.is_correct,
+            parts,
+            "; ".join(f"{name}: {outcome.detail[:_SHOWN_CHARACTERS]}" for name, outcome in found.items()),
+            deciding.answer,
+            rewards_at,
+            costs=_sum(outcome.costs for outcome in found.values() if isinstance(outcome, JudgedOutcome)),
+        )
+
+
+def _sum(costs: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for each in costs:
+        for name, amount in each.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from rlhpc.config_judge import JudgeConfig
-from rlhpc.config_sections import Section
-from rlhpc.config_tasks import CompositeConfig, InstructionsConfig, MathConfig, TextConfig
+from rlhpc.config.tables import CompositeConfig, InstructionsConfig, MathConfig, Section, TextConfig
+from rlhpc.config.tables_services import JudgeConfig
 from rlhpc.rewards import code_place
 
 if TYPE_CHECKING:
-    from rlhpc.config import Config
+    from rlhpc.config.rules import Config
 
 ARGUMENTS = "RLHPC_TASK_ARGUMENTS"  # of a reward worker: rewards.task_arguments of its run, JSON
 VARIABLE = "RLHPC_TASKS"

@@ -8,6 +8,7 @@ Reply or a Turn with an error; whatever it prints goes to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -21,16 +22,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 from msgspec.structs import replace
 
-from rlhpc.contracts import RewardFunction, RewardOutcome
-from rlhpc.parent_death import end_with_parent
-from rlhpc.rewards.batched import BatchedFunction
-from rlhpc.rewards.environments.registry import VARIABLE as ENVIRONMENTS
-from rlhpc.rewards.failures import INVALID, OUT_OF_MEMORY, RAISED
-from rlhpc.rewards.forks import ForkWatch
+from rlhpc.base.processes import end_with_parent
+from rlhpc.base.user_code import is_import_path, line_of
+from rlhpc.protocol.contracts import RewardFunction, RewardOutcome
+from rlhpc.rewards.environments import VARIABLE as ENVIRONMENTS
 from rlhpc.rewards.frames import (
     HEADER_BYTES,
     Batch,
-    Dialogue,
+    DialogueRequest,
     Ready,
     Replies,
     Reply,
@@ -39,16 +38,92 @@ from rlhpc.rewards.frames import (
     body_length,
     encode_frame,
 )
+from rlhpc.rewards.outcomes import (
+    INVALID,
+    OUT_OF_MEMORY,
+    RAISED,
+    BatchedFunction,
+    JudgedOutcome,
+    NoReward,
+    as_outcome,
+    fault_of,
+    sendable,
+)
 from rlhpc.rewards.registry import BUILT_IN, resolve
-from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome, fault_of, sendable
-from rlhpc.user_code import is_import_path, line_of
 
 if TYPE_CHECKING:
-    from rlhpc.rewards.environments.host import EnvironmentHost
+    from rlhpc.rewards.environments import EnvironmentHost
+
+
+# ---------------------------------------------------------------------------------------------------------------- forks
+#
+# Processes that a reward function has forked and left behind: found after the completion, and ended.
+#
+# Only copies of this process (os.fork, multiprocessing) count: a program that a function starts and keeps, such as the
+# sandbox's server, is another program.  Costs nothing where nothing is forked.  Linux only; elsewhere none is found.
+
+
+_TASKS = Path("/proc/self/task")
+
+
+class ForkWatch:
+    """Watches one process, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._own_pid, self._has_forked = os.getpid(), False
+        os.register_at_fork(after_in_parent=self._note)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is a copy of the process that is watched."""
+        return os.getpid() != self._own_pid
+
+    def end_copies(self) -> int:
+        """End copies that were made since the last call and are still there, wait for them, return their number."""
+        if not self._has_forked:
+            return 0
+        self._has_forked, ended = False, 0
+        for pid in _children():
+            if _is_copy(pid):
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                ended += 1
+        return ended
+
+    def _note(self) -> None:
+        self._has_forked = True
+
+
+def _children() -> frozenset[int]:
+    """Process ids of all children of this process, those that have ended and were not waited for included."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in _TASKS.iterdir():
+            with contextlib.suppress(OSError):
+                found.update(map(int, (thread / "children").read_text().split()))
+    return frozenset(found)
+
+
+def _is_copy(pid: int) -> bool:
+    """Whether it runs this very command line, or has ended (what it was is not known any more).
+
+    One that is about to be another program has no command line for a moment.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        has_ended = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+        return has_ended or words == Path("/proc/self/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+# --------------------------------------------------------------------------------------------------------------- worker
+
 
 _LONGEST_DETAIL = 500  # characters
 _LONGEST_TRACEBACK = 8000  # characters, the last ones
-_Question = Request | Batch | Dialogue
+_Question = Request | Batch | DialogueRequest
 
 
 def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
@@ -79,7 +154,7 @@ def _serve(
     forks = ForkWatch()
     while header := requests.read(HEADER_BYTES):
         request = decoder.decode(requests.read(body_length(header)))
-        if host is None and isinstance(request, Dialogue):
+        if host is None and isinstance(request, DialogueRequest):
             host = _host(functions)
         reply = _answer(request, functions, host)
         if forks.is_copy:  # a fork that returned from the function: its parent gives the answer
@@ -94,8 +169,7 @@ def _serve(
 def _host(functions: dict[str, RewardFunction]) -> EnvironmentHost:
     """The host of this run's environments, imported.  Raises ConfigError."""
     # Imported here because settings need pydantic, for which every new worker would wait.
-    from rlhpc.rewards.environments.host import EnvironmentHost
-    from rlhpc.rewards.environments.settings import environments_here
+    from rlhpc.rewards.environments import EnvironmentHost, environments_here
 
     settings, names = environments_here()
     host = EnvironmentHost(settings, lambda task, *asked: as_outcome(_function(task, functions)(*asked)))
@@ -114,7 +188,7 @@ def _function_of(task: str) -> RewardFunction:
     if task in BUILT_IN or is_import_path(task):
         return resolve(task)
     # Imported here for the same reason.
-    from rlhpc.rewards.composite import resolve as resolve_composite
+    from rlhpc.rewards.registry import resolve_composite
 
     return resolve_composite(task)
 
@@ -123,7 +197,7 @@ def _answer(
     request: _Question, functions: dict[str, RewardFunction], host: EnvironmentHost | None
 ) -> Reply | Replies | Turn:
     failed = _FAILED[type(request)]
-    names = (request.environment, request.task) if isinstance(request, Dialogue) else (request.task,)
+    names = (request.environment, request.task) if isinstance(request, DialogueRequest) else (request.task,)
     try:
         _limit_memory(request.memory_limit_bytes)
         if isinstance(request, Request):
@@ -166,7 +240,7 @@ def _reply(returned: object, completion: str) -> Reply:
     return replace(reply, costs=outcome.costs) if isinstance(outcome, JudgedOutcome) else reply
 
 
-def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
+def _turn(dialogue: DialogueRequest, host: EnvironmentHost) -> Turn:
     turn = host.answer(dialogue)
     for name, value in (("reward", turn.reward), *turn.parts.items()):  # a part may be called reward, too
         if why := fault_of(name, value):
@@ -209,7 +283,7 @@ def _failed_batch(why: str, failure: str) -> Replies:
 
 
 _FAILED: Mapping[type[_Question], Callable[[str, str], Reply | Replies | Turn]] = MappingProxyType(
-    {Request: _error, Batch: _failed_batch, Dialogue: _failed_turn}
+    {Request: _error, Batch: _failed_batch, DialogueRequest: _failed_turn}
 )
 
 

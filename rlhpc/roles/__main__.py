@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.files import leave_deleted_directory
-from rlhpc.host_address import refuse_foreign_network, tell_gloo
-from rlhpc.loading import loading_libraries
-from rlhpc.own_user import name_nameless_user
-from rlhpc.roles.common.lifecycle import RoleContext, leave_at_once, parse_role, run_role
+from rlhpc.base.files import leave_deleted_directory
+from rlhpc.base.host_address import refuse_foreign_network, tell_gloo
+from rlhpc.base.native import loading_libraries
+from rlhpc.base.processes import name_nameless_user
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
+from rlhpc.roles.lifecycle import RoleContext, leave_at_once, parse_role, run_role
 
 
 def main() -> NoReturn:
@@ -52,13 +51,13 @@ def _loaded() -> tuple[RoleContext, Callable[[RoleContext], None]]:
     with loading_libraries():
         match context.role:
             case "controller":
-                from rlhpc.roles.controller.role import run
+                from rlhpc.roles.controller.controller import run
             case "generator":
-                from rlhpc.roles.generator.role import run
+                from rlhpc.roles.generator.generator import run
             case "reward":
                 from rlhpc.roles.reward_service import run
             case _:
-                from rlhpc.roles.trainer.role import run
+                from rlhpc.roles.trainer.trainer import run
     return context, run
 
 

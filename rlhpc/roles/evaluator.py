@@ -18,28 +18,31 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rlhpc.config_sandbox import runs_programs
-from rlhpc.contracts import GenerationEngine
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.base.files import leave_no_core_file
+from rlhpc.base.host_address import refuse_foreign_network
+from rlhpc.base.processes import name_nameless_user
+from rlhpc.config.tables_services import runs_programs
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import SeededPrompts, dialogue_template, open_prompts
-from rlhpc.data.thinking import answer_of
-from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import ConfigError
-from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
-from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
+from rlhpc.data.tokenizer import PromptTokenizer, answer_of
+from rlhpc.environments.dialogue import Dialogue, Taken, answered, turn_request
 from rlhpc.generation.factory import engine_seed, start_engine
-from rlhpc.host_address import refuse_foreign_network
-from rlhpc.messages import TurnReply
-from rlhpc.own_user import name_nameless_user
-from rlhpc.privacy import leave_no_core_file
+from rlhpc.metrics.evaluations import (
+    NAME,
+    EvaluatedSample,
+    EvaluationSettings,
+    SamplesFile,
+    read_samples,
+    read_settings,
+)
+from rlhpc.protocol.contracts import GenerationEngine
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.messages import TurnReply
+from rlhpc.protocol.types import FinishReason, Rollout, RolloutRequest, SamplingParams, Verdict
 from rlhpc.rewards.code_place import check_sandbox
-from rlhpc.rewards.environments.settings import judged_tasks
-from rlhpc.rewards.open_pool import open_pool
-from rlhpc.rewards.pool import Judgement, RewardPool
-from rlhpc.roles.common.dialogue import Dialogue, Taken
-from rlhpc.roles.common.lifecycle import exit_status_of, run_loop, stop_event
-from rlhpc.roles.common.turn_calls import answered, turn_request
-from rlhpc.types import FinishReason, Rollout, RolloutRequest, SamplingParams, Verdict
+from rlhpc.rewards.environments import judged_tasks
+from rlhpc.rewards.pool import Judgement, RewardPool, open_pool
+from rlhpc.roles.lifecycle import exit_status_of, run_loop, stop_event
 
 log = logging.getLogger("rlhpc.evaluator")
 Answer = TypeVar("Answer", Judgement, TurnReply)

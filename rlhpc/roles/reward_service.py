@@ -12,10 +12,14 @@ from collections import defaultdict
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
-from rlhpc.config_sandbox import runs_programs
-from rlhpc.contracts import ClientChannel, ServerChannel
-from rlhpc.errors import ChannelFull, PeerUnreachable, RoleFailed
-from rlhpc.messages import (
+from rlhpc.base.patience import patiently_here
+from rlhpc.config.tables_services import runs_programs
+from rlhpc.environments.dialogue import answered
+from rlhpc.protocol.contracts import ClientChannel, ServerChannel
+from rlhpc.protocol.errors import ChannelFull, PeerUnreachable, RoleFailed
+from rlhpc.protocol.messages import (
+    CONTROL,
+    REWARDS,
     Heartbeat,
     Reregister,
     RewardReply,
@@ -25,16 +29,19 @@ from rlhpc.messages import (
     TurnReply,
     TurnRequest,
 )
-from rlhpc.patience import patiently_here
 from rlhpc.rewards.code_place import check_sandbox
-from rlhpc.rewards.environments.settings import judged_tasks
-from rlhpc.rewards.open_pool import open_pool
-from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
-from rlhpc.roles.common.heartbeat import beat, hello
-from rlhpc.roles.common.lifecycle import RoleContext, run_loop, stop_event, unless_stopped
-from rlhpc.roles.common.turn_calls import answered
-from rlhpc.topology import CONTROL, REWARDS
+from rlhpc.rewards.environments import judged_tasks
+from rlhpc.rewards.pool import RewardPool, open_pool
+from rlhpc.roles.lifecycle import (
+    ControllerSession,
+    RoleContext,
+    beat,
+    hello,
+    run_loop,
+    serve_controllers,
+    stop_event,
+    unless_stopped,
+)
 from rlhpc.transport.open import open_server
 
 LOOK_S = 1.0  # between two looks at whether anything is judged

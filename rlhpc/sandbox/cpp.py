@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rlhpc.errors import SandboxError
+from rlhpc.protocol.errors import SandboxError
 from rlhpc.sandbox import compile_program
-from rlhpc.sandbox.client import Sandbox
-from rlhpc.sandbox.limits import MIB, Finished, Limits
+from rlhpc.sandbox.client import MIB, Finished, Limits, Sandbox
 
 COMPILERS = ("g++", "clang++")  # the first that is there
 FLAGS = ("-O2", "-std=c++17")

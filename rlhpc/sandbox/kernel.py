@@ -11,8 +11,14 @@ import errno
 import os
 import platform
 import signal
-from functools import cache
-from typing import Any
+import stat
+import struct
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Dict, Iterable, List, Sequence, Tuple
+
+# --------------------------------------------------------------------------------------------------------------- kernel
+
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x00020000, 0x02000000, 0x04000000
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
@@ -194,3 +200,300 @@ def _checked(name: str, result: int) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
+
+
+# --------------------------------------------------------------------------------------------------------------- filter
+#
+# The system calls that a program may make: a BPF program for seccomp.
+#
+# What is not listed fails with EPERM.  Among what is missing on purpose: socket (no network, not even local ones),
+# ptrace, process_vm_*, mount, unshare, setns, bpf, keyctl, perf_event_open, io_uring_*, userfaultfd, memfd_create, SysV
+# memory, links, sendmsg (descriptors on their way between sockets count for all processes of a user, who then can send
+# none), and every call that changes ids, priorities or limits.  Python 3.9 and the standard library.
+
+
+# Name: number on x86-64, on arm64; -1: not there.
+_PLAIN = {
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
+    "preadv": (295, 69), "pwritev": (296, 70), "open": (2, -1), "openat": (257, 56), "close": (3, 57),
+    "close_range": (436, 436), "fstat": (5, 80), "stat": (4, -1), "lstat": (6, -1), "newfstatat": (262, 79),
+    "statx": (332, 291), "lseek": (8, 62), "access": (21, -1), "faccessat": (269, 48), "faccessat2": (439, 439),
+    "readlink": (89, -1), "readlinkat": (267, 78), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
+    "getdents": (78, -1), "getdents64": (217, 61), "mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1),
+    "unlink": (87, -1), "unlinkat": (263, 35), "rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276),
+    "ftruncate": (77, 46), "fallocate": (285, 47), "fsync": (74, 82), "fdatasync": (75, 83),
+    "umask": (95, 166),
+    "dup": (32, 23), "dup2": (33, -1), "dup3": (292, 24), "flock": (73, 32), "pipe": (22, -1),
+    "pipe2": (293, 59), "poll": (7, -1), "ppoll": (271, 73), "select": (23, -1), "pselect6": (270, 72),
+    "epoll_create": (213, -1), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, -1),
+    "epoll_pwait": (281, 22), "eventfd2": (290, 19), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215),
+    "mremap": (25, 216), "madvise": (28, 233), "brk": (12, 214), "mincore": (27, 232), "msync": (26, 227),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "sigaltstack": (131, 132), "gettid": (186, 178), "getpid": (39, 172),
+    "getppid": (110, 173), "getpgrp": (111, -1), "getpgid": (121, 155), "getsid": (124, 156), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
+    "getresgid": (120, 150), "getgroups": (115, 158), "uname": (63, 160), "sysinfo": (99, 179), "getrusage": (98, 165),
+    "times": (100, 153), "getrlimit": (97, 163), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115), "nanosleep": (35, 101), "gettimeofday": (96, 169), "time": (201, -1),
+    "getitimer": (36, 102), "setitimer": (38, 103), "alarm": (37, -1), "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123), "sched_getscheduler": (145, 120), "sched_getparam": (143, 121),
+    "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126), "futex": (202, 98),
+    "futex_waitv": (449, 449), "set_robust_list": (273, 99), "rseq": (334, 293), "set_tid_address": (218, 96),
+    "arch_prctl": (158, -1), "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260),
+    "waitid": (247, 95), "restart_syscall": (219, 128), "membarrier": (324, 283), "sendto": (44, 206),
+    "recvfrom": (45, 207), "shutdown": (48, 210), "getsockopt": (55, 209),
+    "getsockname": (51, 204), "getpeername": (52, 205), "fadvise64": (221, 223), "copy_file_range": (326, 285),
+    "sendfile": (40, 71), "statfs": (137, 43), "fstatfs": (138, 44), "getcpu": (309, 168),
+}  # fmt: skip
+# By path, of any file that is its user's: Landlock does not judge these.
+_CHANGE_FILES = {
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "utimensat": (280, 88),
+    "truncate": (76, 45),
+}
+_EXECUTE_CALLS = {"execve": (59, 221)}
+_FORK = {"fork": (57, -1), "vfork": (58, -1)}
+_CLONE, _CLONE3, _PRCTL, _PRLIMIT, _IOCTL = (56, 220), (435, 435), (157, 167), (302, 261), (16, 29)
+_FCNTL = (72, 25)
+_SOCKETPAIR, _KILL, _TKILL, _TGKILL = (53, 199), (62, 129), (200, 130), (234, 131)
+
+_CLONE_THREAD, _CLONE_NEW_ANYTHING = 0x00010000, 0x7E020000
+_AF_UNIX = 1
+_PRCTL_OPTIONS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+# F_SETOWN, F_SETOWN_EX, F_SETSIG: signals to others; F_SETLEASE, F_NOTIFY; F_SETPIPE_SZ: pages of all pipes of a user
+# count together, so that those of others would be short.
+_NO_FCNTLS = (8, 15, 10, 1024, 1026, 1031)
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX
+_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32 = 0x40000000
+_KILL_PROCESS, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
+_LOAD, _EQUAL, _AT_LEAST, _SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+
+Instruction = Tuple[int, int, int, int]  # code, jump if true, jump if false, constant
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a program may do beyond computing and using its own files."""
+
+    may_execute: bool = False  # other programs, in its place
+    may_fork: bool = False
+    may_change_files: bool = True  # mode, times, length by path: where only its own can be named
+    only_process: int = 0  # the one that it may signal; 0: whichever it sees, in a PID namespace of its own
+
+
+@lru_cache(maxsize=8)
+def compile_filter(calls: Calls) -> bytes:
+    """The BPF program: an array of struct sock_filter.  Raises OSError on a machine that is not known."""
+    name = machine()
+    column = 0 if name == "x86_64" else 1
+    deny, unknown = (_RETURN, 0, 0, _ERRNO | errno.EPERM), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
+    allow = (_RETURN, 0, 0, _ALLOW)
+    program: List[Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, _ARCHITECTURE[name]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER_AT),
+    ]
+    if name == "x86_64":
+        program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL_PROCESS)]
+    plain = {**_PLAIN, **(_CHANGE_FILES if calls.may_change_files else {})}
+    plain = {**plain, **(_EXECUTE_CALLS if calls.may_execute else {}), **(_FORK if calls.may_fork else {})}
+    for numbers in plain.values():
+        if numbers[column] >= 0:
+            program += [(_EQUAL, 0, 1, numbers[column]), allow]
+    # glibc makes threads by clone3 and, where it is not there, by clone, whose flags can be read here.
+    program += [(_EQUAL, 0, 1, _CLONE3[column]), unknown]
+    program += _judged(_CLONE[column], 0, _judge_clone(may_fork=calls.may_fork, allow=allow, deny=deny))
+    program += _judged(_PRCTL[column], 0, _one_of(_PRCTL_OPTIONS, allow, deny))
+    program += _judged(_FCNTL[column], 1, _one_of(_NO_FCNTLS, deny, allow))
+    program += _judged(_IOCTL[column], 1, _one_of(_IOCTLS, allow, (_RETURN, 0, 0, _ERRNO | errno.ENOTTY)))
+    program += _judged(_SOCKETPAIR[column], 0, _one_of((_AF_UNIX,), allow, deny))
+    # Limits of its own may be read, none set: the pointer to new ones is null, in both halves.
+    reads = [_argument(2), (_EQUAL, 0, 3, 0), _argument(2, upper=True), (_EQUAL, 0, 1, 0), allow, deny]
+    program += _judged(_PRLIMIT[column], 0, [(_EQUAL, 0, len(reads) - 1, 0), *reads])
+    for numbers in (_KILL, _TKILL, _TGKILL):
+        if not calls.only_process:
+            program += [(_EQUAL, 0, 1, numbers[column]), allow]
+        elif numbers is not _TKILL:
+            program += _judged(numbers[column], 0, _one_of((calls.only_process,), allow, deny))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in [*program, deny])
+
+
+def _argument(index: int, *, upper: bool = False) -> Instruction:
+    """Load the lower or upper half of an argument; both machines are little-endian."""
+    return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index + 4 * upper)
+
+
+def _judged(number: int, argument: int, body: List[Instruction]) -> List[Instruction]:
+    """If the call is `number`: load an argument, then `body`, which returns.  Otherwise go on, the number loaded."""
+    return [(_EQUAL, 0, len(body) + 1, number), _argument(argument), *body]
+
+
+def _one_of(values: Iterable[int], then: Instruction, otherwise: Instruction) -> List[Instruction]:
+    return [line for value in values for line in ((_EQUAL, 0, 1, value), then)] + [otherwise]
+
+
+def _judge_clone(*, may_fork: bool, allow: Instruction, deny: Instruction) -> List[Instruction]:
+    """Threads, and processes where they may be; nothing in a new namespace."""
+    new = [(_SET, 0, 1, _CLONE_NEW_ANYTHING), deny]
+    return [*new, allow] if may_fork else [*new, (_SET, 0, 1, _CLONE_THREAD), allow, deny]
+
+
+# ------------------------------------------------------------------------------------------------------------- landlock
+#
+# Landlock: which files a process may use, decided by itself and for good (landlock(7)).
+#
+# Input: paths that may be read, paths that may be written.  Everything else is refused, whoever owns it, and so are TCP
+# and, where the kernel knows them, signals to processes outside and their abstract sockets.
+# Python 3.9 and the standard library.
+
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG = 16, 32, 128, 256
+_REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+_ALL_OF_VERSION_1 = (1 << 13) - 1
+_READ = _EXECUTE | _READ_FILE | _READ_DIR
+_OWN = _READ | _WRITE_FILE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG | _TRUNCATE | _REFER
+_OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
+_TCP, _SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3
+
+
+def make_rules(readable: Sequence[str], writable: Sequence[str]) -> int:
+    """Return the descriptor of a ruleset, for `kernel.restrict_self`.  Raises OSError.
+
+    Paths that are not there are passed over.  A rule holds for what is mounted
+    below its path later, and not for what is mounted on it.
+    """
+    version = landlock_version()
+    handled = _ALL_OF_VERSION_1
+    handled |= (
+        (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0) | (_IOCTL_DEV if version >= 5 else 0)
+    )
+    network, scopes = (_TCP if version >= 4 else 0), (_SIGNALS_AND_ABSTRACT_SOCKETS if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = create_ruleset(struct.pack("=QQQ", handled, network, scopes)[:size])
+    try:
+        for path in readable:
+            _allow(ruleset, path, _READ & handled)
+        for path in writable:
+            _allow(ruleset, path, _OWN & handled)
+    except OSError:
+        os.close(ruleset)
+        raise
+    return ruleset
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    try:
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if not stat.S_ISDIR(os.fstat(opened).st_mode):
+            access &= _OF_A_FILE
+        add_path_rule(ruleset, struct.pack("=Qi", access, opened))
+    finally:
+        os.close(opened)
+
+
+# ----------------------------------------------------------------------------------------------------------------- root
+#
+# A root directory of its own: system directories, read-only, and nothing else of the node.
+#
+#     /usr /bin /lib …        as on the node, read-only
+#     the interpreter         read-only, wherever it lies
+#     /dev                    null, zero, full, random, urandom, with times and modes that cannot be changed
+#     /box/own                empty; each program gets a new file system in memory there (`mount_box`)
+#     /tmp                    the same directory
+#
+# No /proc, no /sys, no /etc but what the linker reads, no home directories.  Python 3.9 and the standard library.
+
+
+BOXES = "/box"
+BOX = "/box/own"  # below another directory, since Landlock passes over rules of what is mounted on
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_STAGE = "/sys"  # exists everywhere, and is not needed here
+_OLD = "/.old"
+# Flags that an unprivileged user may not remove from a mount that he binds.
+_KEPT = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC, "noatime": MS_NOATIME}
+_KEPT.update({"nodiratime": MS_NODIRATIME, "relatime": MS_RELATIME})
+
+
+def enter_root(readable: Sequence[str]) -> None:
+    """Make this the process's root; `readable`: more paths that programs see, read-only.
+
+    The process has a mount namespace of its own and CAP_SYS_ADMIN in it.  Raises OSError.
+    """
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    mount("tmpfs", _STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in _outermost([*SYSTEM, *readable]):
+        _show(path)
+    for path in DEVICES:
+        _bind(path, is_device=True)
+    for name in (BOXES, BOX, _OLD):
+        os.mkdir(_STAGE + name, 0o755)
+    if not os.path.lexists(_STAGE + "/tmp"):  # an interpreter may lie there
+        os.symlink(BOX, _STAGE + "/tmp")
+    pivot_root(_STAGE, _STAGE + _OLD)
+    os.chdir("/")
+    unmount(_OLD)
+    os.rmdir(_OLD)
+    mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def mount_box(num_bytes: int, num_files: int, user: int) -> None:
+    """Put an empty file system in memory at BOX, for this mount namespace, and go there."""
+    options = "size=%d,nr_inodes=%d,mode=700,uid=%d" % (num_bytes, num_files, user)
+    mount("tmpfs", BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    os.chdir(BOX)
+
+
+def _outermost(paths: Sequence[str]) -> List[str]:
+    """The paths that exist and are not below another one that exists."""
+    found: List[str] = []
+    for path in sorted({os.path.normpath(path) for path in paths if os.path.lexists(path)}):
+        if not any(path == other or path.startswith(other + "/") for other in found):
+            found.append(path)
+    return found
+
+
+def _show(path: str) -> None:
+    """A link stays one (/lib is usr/lib on most systems); a directory or a file is bound."""
+    if os.path.islink(path):
+        os.makedirs(os.path.dirname(_STAGE + path), mode=0o755, exist_ok=True)
+        os.symlink(os.readlink(path), _STAGE + path)
+        path = os.path.realpath(path)
+        if os.path.lexists(_STAGE + path) or any(path.startswith(part + "/") for part in SYSTEM):
+            return
+    _bind(path)
+
+
+def _bind(path: str, *, is_device: bool = False) -> None:
+    target = _STAGE + path
+    if os.path.isdir(path):
+        os.makedirs(target, mode=0o755, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    mount(path, target, flags=MS_BIND | MS_REC)
+    for point, options in _mounts_below(target).items():
+        kept = sum(flag for name, flag in _KEPT.items() if name in options)
+        no_devices = 0 if is_device else MS_NODEV  # read-only as well: it may be written, its times and its mode not
+        mount("none", point, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | no_devices | kept)
+
+
+def _mounts_below(target: str) -> Dict[str, List[str]]:
+    """Every mount at or below a path, with its options (proc_pid_mountinfo(5))."""
+    found = {}
+    with open("/proc/self/mountinfo", "rb") as lines:
+        for line in lines:
+            words = line.split(b" ")
+            point = os.fsdecode(words[4].decode("unicode_escape").encode("latin-1"))
+            if point == target or point.startswith(target + "/"):
+                found[point] = os.fsdecode(words[5]).split(",")
+    return found

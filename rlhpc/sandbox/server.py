@@ -9,22 +9,314 @@ Python 3.9 and the standard library.
 
 from __future__ import annotations
 
+import array
+import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import itertools
 import json
 import os
+import resource
+import select
+import signal
 import socket
 import sys
+import threading
+import time
+import traceback
+import types
 from dataclasses import dataclass
-from typing import Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, NoReturn, Sequence, Tuple
 
-from rlhpc.sandbox import kernel, root
-from rlhpc.sandbox.filter import Calls, compile_filter
-from rlhpc.sandbox.landlock import make_rules
-from rlhpc.sandbox.program import ENVIRONMENT, calls_of
-from rlhpc.sandbox.run_one import NO_MORE, USERS, Place, run_one
+from rlhpc.sandbox import kernel
+from rlhpc.sandbox import kernel as root
+from rlhpc.sandbox.client import Limits
+from rlhpc.sandbox.kernel import BOX, Calls, compile_filter, make_rules, mount_box
+
+# -------------------------------------------------------------------------------------------------------------- program
+#
+# Become the program: drop all privileges that it must not have, then run it.  Python 3.9 and the standard library.
+
+
+_MOST_THREADS = 64
+_NAME = "program.py"
+_BINARY = BOX + "/program"
+_FIRST_OTHER = 3
+# The server's own, so that no program waits for it.
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": BOX, "TMPDIR": BOX, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run; descriptors are the server's."""
+
+    kind: str  # "python": text, run here; "compiler": the same, may start others; "binary": executed from BOX
+    arguments: Tuple[str, ...]  # beside its name
+    source: int
+    standard: Tuple[int, int, int]
+    results: int  # -1: none
+    user: int  # -1: stay who we are
+
+
+def become(program: Program, told: int, limits: Limits, place: Place) -> NoReturn:
+    """Never returns.  Writes "+" to `told` when every layer is on, else what went wrong."""
+    try:
+        kernel.forbid_new_privileges()
+        if place.files >= 0:  # first, since all other descriptors are closed next
+            kernel.restrict_self(place.files)
+        source = _take_descriptors(program, told)
+        limits.apply()
+        if place.has_namespaces:  # counted in this namespace, or for a user that nobody else is
+            resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_THREADS, _MOST_THREADS))
+        _give_up_privileges(program)
+        calls = calls_of(program.kind, only_process=0 if place.has_namespaces else os.getpid())
+        if place.has_seccomp:
+            kernel.install_filter(compile_filter(calls))
+    except BaseException as error:  # noqa: BLE001  whatever it is, the program has not begun
+        os.write(_FIRST_OTHER, ("%s: %s" % (type(error).__name__, error)).encode()[:1000])
+        os._exit(1)
+    os.write(_FIRST_OTHER, b"+")
+    if program.kind != "binary":
+        os.close(_FIRST_OTHER)
+        _run_python(source, program.arguments)
+    os.set_inheritable(_FIRST_OTHER, False)
+    try:
+        os.execve(_BINARY, [_BINARY, *program.arguments], dict(ENVIRONMENT))
+    except OSError as error:
+        os.write(2, str(error).encode())
+        os._exit(127)
+
+
+def calls_of(kind: str, *, only_process: int) -> Calls:
+    """only_process: 0 where the program has namespaces of its own."""
+    return Calls(
+        may_execute=kind != "python",
+        may_fork=kind == "compiler",
+        may_change_files=only_process == 0,
+        only_process=only_process,
+    )
+
+
+def _take_descriptors(program: Program, told: int) -> bytes:
+    """Put the program's in place and close the rest.  Returns the text of a Python program; a binary goes to BOX."""
+    with os.fdopen(program.source, "rb") as text:
+        source = text.read()
+    if program.kind == "binary":
+        with open(_BINARY, "wb") as binary:
+            binary.write(source)
+        os.chmod(_BINARY, 0o755)
+    # Above all targets first, so that none is overwritten.
+    high = [_above(descriptor) for descriptor in (*program.standard, told, program.results) if descriptor >= 0]
+    for target, descriptor in enumerate(high):
+        os.dup2(descriptor, target, inheritable=True)
+    os.closerange(len(high), 1 << 16)
+    return source
+
+
+def _above(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 32)
+
+
+def _give_up_privileges(program: Program) -> None:
+    if program.user >= 0:
+        os.setgroups([])
+        os.setresgid(program.user, program.user, program.user)
+        os.setresuid(program.user, program.user, program.user)
+    kernel.drop_capabilities()
+    kernel.die_with_parent(signal.SIGKILL)
+    if program.kind != "binary":
+        kernel.refuse_tracers()
+    os.umask(0o077)
+
+
+def _run_python(source: bytes, arguments: Tuple[str, ...]) -> NoReturn:
+    """As `python program.py ARGUMENT…` does, in the interpreter that is here already."""
+    # Kept, since taking them apart would cost time.
+    _hidden = [sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "rlhpc"]
+    module: Any = types.ModuleType("__main__")
+    module.__file__ = _NAME
+    module.__builtins__ = __builtins__
+    sys.modules["__main__"] = module
+    sys.argv = [_NAME, *arguments]
+    gc.enable()
+    code = 0
+    try:
+        exec(compile(source, _NAME, "exec"), module.__dict__)
+    except SystemExit as end:
+        code = _exit_code(end)
+    except BaseException as error:  # noqa: BLE001  what a program raises is its end, told on standard error as python does
+        code = 1
+        trace = error.__traceback__
+        traceback.print_exception(type(error), error, trace.tb_next if trace else None)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001  a closed or a broken output
+        code = code or 120
+    os._exit(code & 0xFF)
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    sys.stderr.write("%s\n" % (end.code,))
+    sys.stderr.flush()
+    return 1
+
+
+# -------------------------------------------------------------------------------------------------------------- run one
+#
+# Run one program: receive it, put it into its namespaces, wait, report how it ended.
+#
+# P, a child of the server and the init of a new PID namespace, watches the clock and the worker; Q becomes the program
+# (program.py).  No signal of the program reaches P, and what it leaves behind ends before the answer is given.  How Q
+# ended is told by the kernel to P, and by P over a socket that Q does not have, so that no program can forge it.
+# Python 3.9 and the standard library.
+
+
+NO_MORE = 42  # exit status of P: the worker has gone
+STOP = b"stop"
+USERS = 32  # of one server, in turn
+_BOX_FILES = 1024
+_LONGEST_MESSAGE = 1 << 16
+_MOST_DESCRIPTORS = 8
+_Ended = Tuple[int, Any]  # status of wait(2), resource usage
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the server found on this node, and what is left to do for each program."""
+
+    has_namespaces: bool
+    has_seccomp: bool
+    first_user: int  # of USERS that no other server has; -1: the program keeps the user of the server
+    box_user: int  # who owns /box, where first_user is -1
+    files: int  # descriptor of Landlock's rules; -1 where there is no Landlock
+
+
+def run_one(channel: socket.socket, place: Place, number: int) -> NoReturn:
+    """P: serve request `number` and end with status 0, or NO_MORE; any other is an unreported failure."""
+    code = 1
+    try:
+        kernel.die_with_parent(signal.SIGKILL)
+        code = _serve_one(channel, place, number)
+    finally:
+        os._exit(code)
+
+
+def _serve_one(channel: socket.socket, place: Place, number: int) -> int:
+    message, descriptors = _receive(channel)
+    if not message:
+        return NO_MORE
+    if message == STOP:  # for a program that had just ended
+        return 0
+    try:
+        answer = _run(channel, place, number, json.loads(message), descriptors)
+    except OSError as error:
+        answer = {"error": str(error)}
+    try:
+        channel.send(json.dumps(answer).encode())
+    except (BrokenPipeError, ConnectionResetError):
+        return NO_MORE
+    return 0
+
+
+def _receive(channel: socket.socket) -> Tuple[bytes, List[int]]:
+    numbers = array.array("i")
+    room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * numbers.itemsize)
+    message, controls, _flags, _address = channel.recvmsg(_LONGEST_MESSAGE, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in controls:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    return message, list(numbers)
+
+
+def _run(
+    channel: socket.socket, place: Place, number: int, request: Dict[str, Any], descriptors: List[int]
+) -> Dict[str, Any]:
+    limits = Limits(**request["limits"])
+    user = place.first_user + number % USERS if place.first_user >= 0 else -1
+    if place.has_namespaces:
+        mount_box(limits.box_bytes, _BOX_FILES, user if user >= 0 else place.box_user)
+    else:
+        kernel.adopt_orphans()
+    kernel.refuse_tracers()
+    program = Program(
+        kind=request["kind"],
+        arguments=tuple(request["arguments"]),
+        source=descriptors[0],
+        standard=(descriptors[1], descriptors[2], descriptors[3]),
+        results=descriptors[4] if len(descriptors) > 4 else -1,
+        user=user,
+    )
+    started = time.monotonic()
+    said, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        become(program, told, limits, place)
+    for descriptor in (told, *descriptors):  # so that the worker sees the end of what the program writes
+        os.close(descriptor)
+    (status, usage), stopped_for = _watch(channel, child, started + limits.wall_s)
+    _end_all(place)
+    first = os.read(said, _LONGEST_MESSAGE)  # "+" when it began; nobody is left who could write
+    has_begun = first == b"+" or (not first and stopped_for)
+    return {
+        "status": os.waitstatus_to_exitcode(status),
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "wall_s": time.monotonic() - started,
+        "peak_bytes": usage.ru_maxrss * 1024,
+        "stopped_for": stopped_for,
+        "error": "" if has_begun else first.decode(errors="replace") or "the program did not begin",
+    }
+
+
+def _watch(channel: socket.socket, child: int, deadline: float) -> Tuple[_Ended, str]:
+    """Wait until it ends, the worker says stop or goes, or time is up.  Returns how it ended, and why it was killed."""
+    woken, wakes = os.pipe()
+    for descriptor in (woken, wakes):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    poll = select.poll()
+    poll.register(woken, select.POLLIN)
+    poll.register(channel, select.POLLIN)
+    ready: Dict[int, int] = {}
+    while (ended := _ended(child)) is None:  # also before the first wait: it may have ended before the handler stood
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or channel.fileno() in ready:
+            os.kill(child, signal.SIGKILL)
+            return os.wait4(child, 0)[1:], "time" if left_s <= 0 else "output"
+        ready = dict(poll.poll(left_s * 1000))
+        if woken in ready:
+            os.read(woken, _LONGEST_MESSAGE)
+    return ended, ""
+
+
+def _ended(child: int) -> _Ended | None:
+    """How the child ended, if it has; reaps orphans that have ended, too."""
+    while True:
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
+        if pid in (0, child):
+            return (status, usage) if pid else None
+
+
+def _end_all(place: Place) -> None:
+    """End what the program has left behind in its PID namespace, whose init this process is."""
+    if not place.has_namespaces:
+        return
+    assert os.getpid() == 1, "anywhere else this would end processes of others"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- server
+
 
 _PRELOADED = (
     "__future__ abc array base64 bisect calendar cmath collections collections.abc contextlib copy ctypes dataclasses "
@@ -35,7 +327,6 @@ FIRST_USER = 2_000_000_000  # as real root, every server has USERS ids from here
 _MOST_PROCESSES = 1 << 22  # of a kernel; with USERS, ids stay below 2^31
 _OWN = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS  # namespaces of one program
 _INNER_ID = 1000  # how a user namespace shows its only user
-_LONGEST_MESSAGE = 1 << 16
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from importlib import import_module
 
-from rlhpc.config import Config
-from rlhpc.contracts import TrainerBackend
-from rlhpc.loading import loading_libraries
-from rlhpc.training.determinism import compute_deterministically
-from rlhpc.training.process_group import RankContext
+from rlhpc.base.native import loading_libraries
+from rlhpc.config.rules import Config
+from rlhpc.protocol.contracts import TrainerBackend
+from rlhpc.training.backends import compute_deterministically
+from rlhpc.training.ranks import RankContext
 
 # Module and class; imported when asked for, because a run with one backend need not have the others installed.
 _BACKENDS = {
-    "reference": ("rlhpc.training.reference.backend", "ReferenceBackend"),
+    "reference": ("rlhpc.training.reference", "ReferenceBackend"),
     "megatron": ("rlhpc.training.megatron.backend", "MegatronBackend"),
     "deepspeed": ("rlhpc.training.deepspeed.backend", "DeepSpeedBackend"),
 }

@@ -8,9 +8,10 @@ beside HF's own attention.  So is a mixture of experts whose tensors have other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,96 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from rlhpc.errors import ConfigError
-from rlhpc.model_weights import object_in, refuse_other_weights
-from rlhpc.parallel_layout import LAYER_TYPES
-from rlhpc.training.hf_attention import PACKED_ATTENTION
-from rlhpc.training.hf_names import on_disk
-from rlhpc.training.logprob import chunked_logprobs
-from rlhpc.training.packed_attention import SegmentPlan
-from rlhpc.training.value_head import VALUE_HEAD, token_values
-from rlhpc.types import TensorSpec
+from rlhpc.models.shape import LAYER_TYPES
+from rlhpc.models.weights import object_in, refuse_other_weights
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
+from rlhpc.training.logprob import VALUE_HEAD, chunked_logprobs, token_values
+from rlhpc.training.packed_attention import SegmentPlan, packed_attention
+
+# --------------------------------------------------------------------------------------------------------- hf attention
+#
+# Packed attention for any HF model that honours the attention interface.
+#
+# Importing this module registers it under the name PACKED_ATTENTION; a SegmentPlan travels to every layer through the
+# model's keyword arguments.  Apart from packed_attention.py, since it loads all that transformers needs for models.
+
+
+PACKED_ATTENTION = "rlhpc_packed"
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The plan replaces the mask: HF must not build a [T, T] mask."""
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
+
+
+# ------------------------------------------------------------------------------------------------------------- hf names
+#
+# The names of tensors on disk and in vLLM, where transformers stores them differently in memory.
+#
+# Input: a parameter of a transformers module.  Output: the tensors of an HF checkpoint: the same, but for mixtures of
+# experts.  Transformers holds all experts of a layer in one tensor; checkpoints name every expert's matrices.
+#
+#     ….mlp.experts.gate_up_proj [E, 2·I, H]  →  ….mlp.experts.e.gate_proj.weight [I, H], ….mlp.experts.e.up_proj.weight
+#     ….mlp.experts.down_proj    [E, H, I]    →  ….mlp.experts.e.down_proj.weight [H, I]
+
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+def on_disk(spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    """The tensors on disk of a parameter of this name and shape."""
+    stem = spec.name.rpartition(".")[0]
+    if spec.name.endswith(_GATE_UP):
+        experts, rows, columns = spec.shape
+        return tuple(
+            TensorSpec(f"{stem}.{expert}.{matrix}_proj.weight", spec.dtype, (rows // 2, columns))
+            for expert in range(experts)
+            for matrix in ("gate", "up")
+        )
+    if spec.name.endswith(_DOWN):
+        experts, *shape = spec.shape
+        return tuple(
+            TensorSpec(f"{stem}.{expert}.down_proj.weight", spec.dtype, tuple(shape)) for expert in range(experts)
+        )
+    return (spec,)
+
+
+def views_on_disk(name: str, tensor: Tensor) -> Iterator[Tensor]:
+    """Views of `tensor`, the parameter `name`, in the order of on_disk; to be read or written to."""
+    if name.endswith(_GATE_UP):
+        for expert in tensor:
+            yield from expert.chunk(2)
+    elif name.endswith(_DOWN):
+        yield from tensor
+    else:
+        yield tensor
+
+
+def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, view) of a parameter; `tensor` is the parameter, or something of its shape."""
+    return zip((each.name for each in on_disk(spec)), views_on_disk(spec.name, tensor), strict=True)
+
+
+def sharded_on_disk(spec: TensorSpec, shards: Sequence[Shard]) -> ShardedTensorSpec:
+    """A parameter that consists of these flat shards, end to end, as an item under its names on disk."""
+    return ShardedTensorSpec(specs=on_disk(spec), shards=tuple(shards), join=partial(_join, spec))
+
+
+def _join(spec: TensorSpec, shards: Sequence[Tensor]) -> Iterator[Tensor]:
+    whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
+    return views_on_disk(spec.name, whole.view(spec.shape))
+
+
+# ------------------------------------------------------------------------------------------------------------- hf model
+
 
 TRIAL_TOLERANCE = 1e-3  # float32 round-off is 1e-6; attending across samples shows as 1e-2 to 3
 TRIAL_LENGTHS = (5, 7)

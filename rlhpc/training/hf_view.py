@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rlhpc.types import TensorSpec
+from rlhpc.protocol.types import TensorSpec
 
 
 def tokens_of(directory: Path, texts: Sequence[str]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def tensors_of(directory: Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from rlhpc.training.hf_names import on_disk
+    from rlhpc.training.hf_model import on_disk
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("meta"):

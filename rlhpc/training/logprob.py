@@ -16,15 +16,172 @@ The cost is one more multiplication by the head in backward: logits are recomput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rlhpc.protocol.contracts import TokenRow
+from rlhpc.protocol.types import Int32, PackedMicrobatch
 from rlhpc.training.triton_kernels import kernels_for
+
+# ---------------------------------------------------------------------------------------------------------- metric sums
+#
+# Metrics of a step as sums over tokens, accumulated over micro-batches and ranks in float64.
+
+
+def sums_over_ranks(
+    figures: Mapping[str, float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Sum each figure over the ranks of `group`, by default of all, in float64.  A collective."""
+    sums = MetricSums()
+    sums.add({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
+    return sums.over_ranks(device, group)
+
+
+class MetricSums:
+    """Scalars of one step by name; every rank has the same names and at least one micro-batch, a dummy if need be."""
+
+    def __init__(self) -> None:
+        self._rows: list[Mapping[str, Tensor]] = []
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Keep those of one micro-batch, detached scalars; nothing waits for the device."""
+        self._rows.append(metrics)
+
+    def over_ranks(self, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Sums over micro-batches and ranks of `group`, by default of all.  A collective, where there is a group."""
+        names = sorted(self._rows[0])
+        table = torch.stack([torch.stack([row[name].detach().double() for name in names]) for row in self._rows])
+        totals = table.sum(0).to(device)
+        if dist.is_initialized():
+            dist.all_reduce(totals, group=group)
+        return dict(zip(names, totals.tolist(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------- row tensors
+#
+# A packed micro-batch as tensors, and its predictable tokens: what every backend computes its loss from.
+#
+# Input: PackedMicrobatch.  Output: tensors on a device.  T: tokens of the row.
+
+
+def on_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Copy an array to `device`, in the order of its current stream; the host does not wait for it.
+
+    Through page-locked memory: a copy from other memory waits until the GPU has done everything before it, and the host
+    could not prepare the next row meanwhile.  torch keeps the memory until the copy has ended.  The array itself is
+    never shared: arrays of a message are read-only, which torch cannot express for tensors.
+    """
+    own = torch.from_numpy(array.copy())
+    return own if device.type == "cpu" else own.pin_memory().to(device, non_blocking=True)
+
+
+def all_but_first(microbatch: PackedMicrobatch) -> NDArray[np.bool_]:
+    """bool [T]: tokens that have others before them in their segment."""
+    wanted = np.ones(len(microbatch.token_ids), dtype=bool)
+    wanted[microbatch.cu_seqlens[:-1]] = False
+    return wanted
+
+
+def plain_row(token_ids: Int32) -> PackedMicrobatch:
+    """One sequence of which no token counts in a loss."""
+    length = len(token_ids)
+    return PackedMicrobatch(
+        token_ids=token_ids,
+        position_ids=np.arange(length, dtype=np.int32),
+        cu_seqlens=np.array([0, length], np.int32),
+        loss_mask=np.zeros(length, np.bool_),
+        behaviour_logprobs=np.zeros(length, np.float32),
+        advantages=np.zeros(length, np.float32),
+        versions=np.full(length, -1, np.int32),
+        loss_weights=np.ones(1, np.float32),
+    )
+
+
+def scattered(
+    logprobs: Tensor, entropy: Tensor | None, places: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [T] with these values, [N] each, at `places` and 0 elsewhere; and the sum of entropies, detached."""
+    row = logprobs.new_zeros(num_tokens)
+    if entropy is None:
+        return row.index_copy(0, places, logprobs), row, row.new_zeros(())
+    return row.index_copy(0, places, logprobs), row.index_copy(0, places, entropy), entropy.detach().sum()
+
+
+def token_row(
+    microbatch: PackedMicrobatch, entropy: Tensor, *, proximal: Tensor | None, reference: Tensor | None = None
+) -> TokenRow:
+    """What a loss gets, on the device of `entropy`, float32 [T]; see TokenRow, and TrainerBackend.step."""
+    device = entropy.device
+    loss_mask = on_device(microbatch.loss_mask, device)
+    behaviour = on_device(microbatch.behaviour_logprobs, device)
+    sequence = np.repeat(np.arange(len(microbatch.loss_weights)), np.diff(microbatch.cu_seqlens))
+    return TokenRow(
+        behaviour=behaviour,
+        # current is 0 off the loss mask, so these must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
+        proximal=behaviour if proximal is None else torch.where(loss_mask, proximal.to(device), 0.0),
+        reference=behaviour if reference is None else torch.where(loss_mask, reference.to(device), 0.0),
+        entropy=entropy,
+        advantages=on_device(microbatch.advantages, device),
+        loss_mask=loss_mask,
+        versions=on_device(microbatch.versions, device),
+        weights=on_device(microbatch.loss_weights[sequence], device),
+        sequence=on_device(sequence, device),
+        num_sequences=len(microbatch.loss_weights),
+    )
+
+
+def of_row(rows: Sequence[Tensor] | None, index: int) -> Tensor | None:
+    """The row at this index; None if there are no rows."""
+    return None if rows is None else rows[index]
+
+
+# ------------------------------------------------------------------------------------------------------------ step vote
+#
+# A vote of all ranks on whether to apply a step: if one rank's loss or norm is not finite, all skip it.
+
+
+def all_ranks_agree(answer: bool, device: torch.device) -> bool:
+    """True if every rank votes True.  A collective of the default process group; without one, the vote itself.
+
+    Ranks must not decide alone: one that steps while another skips trains a different model from then on.
+    """
+    if not dist.is_initialized():
+        return answer
+    vote = torch.tensor(int(answer), dtype=torch.int32, device=device)
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
+    return bool(vote.item())
+
+
+# ----------------------------------------------------------------------------------------------------------- value head
+#
+# The critic's value head: one output in place of the language model's head.
+#
+# Input: hidden states and the head's weight.  Output: a value per token, in the place of its log-probability.  Its
+# weight begins as zeros, so that a critic that has learnt nothing says 0 everywhere; its name is that of HF's heads
+# for classification with one label.
+
+
+VALUE_HEAD = "score.weight"
+
+
+def token_values(hidden: Tensor, head_weight: Tensor, *_: Tensor, **__: object) -> tuple[Tensor, Tensor]:
+    """Values float32 [N] of hidden [N, H] by head_weight [1, H], in float32, and entropies of 0.
+
+    Takes the arguments of chunked_logprobs, and ignores all but the first two.
+    """
+    values = (hidden.float() @ head_weight.float().t())[:, 0]
+    return values, torch.zeros_like(values)
+
+
+# -------------------------------------------------------------------------------------------------------------- logprob
+
 
 NUM_BLOCKS = 8  # a second buffer beside a chunk's logits holds only a block of them
 LOWEST = torch.finfo(torch.float32).min

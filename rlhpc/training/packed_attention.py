@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from rlhpc.errors import ConfigError
-from rlhpc.training.row_tensors import on_device
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.training.logprob import on_device
 
 MIN_FILL = 0.8  # a bucket's shortest segment over its longest: padding costs at most a quarter more tokens
 SHORT_TOKENS = 16  # segments up to this length share a bucket regardless of padding

@@ -16,9 +16,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Self
 
-from rlhpc.contracts import ClientChannel
-from rlhpc.errors import ChannelClosed, ChannelError, ChannelTimeout, ProtocolError
-from rlhpc.messages import StillWaiting
+from rlhpc.protocol.contracts import ClientChannel
+from rlhpc.protocol.errors import ChannelClosed, ChannelError, ChannelTimeout, ProtocolError
+from rlhpc.protocol.messages import StillWaiting
 
 ID_BITS = 62  # of the first number: there is room behind it, in 63
 

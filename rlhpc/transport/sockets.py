@@ -11,25 +11,231 @@ Input: a ChannelSpec and the [transport] settings.  Output: configured sockets. 
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import os
 import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import zmq
+from zmq.utils import z85
 
-from rlhpc.config_sections import TransportConfig
-from rlhpc.errors import ConfigError
-from rlhpc.files import make_private
-from rlhpc.host_address import host_address
-from rlhpc.topology import ChannelSpec
+from rlhpc.base.files import make_private
+from rlhpc.base.host_address import host_address
+from rlhpc.base.patience import Deadline
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.contracts import Clock
+from rlhpc.protocol.errors import ChannelClosed, ChannelTimeout, ConfigError, RunDirectoryError
+from rlhpc.protocol.messages import ChannelSpec
 from rlhpc.transport.codec import MAX_FRAME_BYTES, Frame
-from rlhpc.transport.zap import ZAP_DOMAIN
+
+# ---------------------------------------------------------------------------------------------------------------- inbox
+#
+# A bounded queue of received messages that many tasks may wait on and that can be closed.
+#
+# Input: decoded messages.  Output: the same, in order.  Guarantees: a wait that times out or is cancelled consumes no
+# message; closing wakes all waiters.  asyncio.Queue cannot be closed before Python 3.13.
+
+
+Item = TypeVar("Item")
+
+TAKES_BEFORE_YIELD = 64  # a backlog must not keep other tasks from the loop
+
+
+class Inbox(Generic[Item]):
+    """Owned by one event loop."""
+
+    def __init__(self, capacity: int, owner: str, on_room: Callable[[], None] = lambda: None) -> None:
+        """`owner` names the channel in errors; `on_room` is called when a full inbox is half empty again."""
+        self._items: deque[Item] = deque()
+        self._capacity, self._owner, self._on_room = capacity, owner, on_room
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._is_closed = False
+        self._was_full = False
+        self._takes = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def has_room(self) -> bool:
+        """Whether put is allowed."""
+        return len(self._items) < self._capacity
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether take raises ChannelClosed."""
+        return self._is_closed
+
+    def put(self, item: Item) -> None:
+        """Append; the caller has checked has_room."""
+        self._items.append(item)
+        self._was_full |= not self.has_room()
+        self._wake()
+
+    async def take(self, timeout_s: float | None) -> Item:
+        """Return the oldest item.  Raises ChannelTimeout, ChannelClosed; neither consumes one."""
+        self._takes += 1
+        if self._takes % TAKES_BEFORE_YIELD == 0 or (timeout_s is not None and timeout_s <= 0):
+            await asyncio.sleep(0)
+        if self._items and not self._is_closed:
+            return self._pop()
+        deadline = Deadline(math.inf if timeout_s is None else timeout_s)
+        while True:
+            if self._is_closed:
+                raise ChannelClosed(f"{self._owner} is closed")
+            if self._items:
+                return self._pop()
+            if deadline.is_over:
+                raise ChannelTimeout(f"{self._owner}: no message within {deadline.limit_s:g} s")
+            await sleep_until_woken(self._waiters, deadline.left_s)
+
+    def close(self) -> None:
+        """Forget what is queued and wake every take with ChannelClosed.  Idempotent."""
+        self._is_closed = True
+        self._items.clear()
+        self._wake()
+
+    def _pop(self) -> Item:
+        item = self._items.popleft()
+        if self._was_full and 2 * len(self._items) <= self._capacity:
+            self._was_full = False
+            self._on_room()
+        return item
+
+    def _wake(self) -> None:
+        wake_all(self._waiters)
+
+
+async def sleep_until_woken(waiters: set[asyncio.Future[None]], limit_s: float) -> None:
+    """Sleep until wake_all(waiters), or for limit_s; the caller checks again either way."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+    waiters.add(waiter)
+    alarm = None if limit_s == math.inf else loop.call_later(limit_s, _wake_one, waiter)
+    try:
+        await waiter
+    finally:
+        waiters.discard(waiter)
+        if alarm is not None:
+            alarm.cancel()
+
+
+def wake_all(waiters: set[asyncio.Future[None]]) -> None:
+    """Wake all waiters; each checks whether there is something for it."""
+    for waiter in waiters:
+        _wake_one(waiter)
+
+
+def _wake_one(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+# ------------------------------------------------------------------------------------------------------------------ zap
+#
+# Admit only this run's keys: the ZAP handler of one ZeroMQ context (RFC 27).
+#
+# Input: handshake requests at inproc://zeromq.zap.01.  Output: the name of the role instance whose key it is, which
+# ZeroMQ then attaches to every message of that connection as its User-Id.
+#
+# CURVE without a handler admits everyone who knows the server's public key, and pyzmq's ThreadAuthenticator with domain
+# "*" does not match named domains; hence our own.  A thread, because a handshake must not wait for a busy loop.
+
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = b"rlhpc"
+log = logging.getLogger("rlhpc.transport")
+TELL_AFTER_S = 60.0
+REREAD_AFTER_S = 0.5  # unknown keys must not make us read a shared file system for each attempt
+
+
+class AllowList:
+    """Public keys of the run, read again when an unknown one appears, since names may be added during the run."""
+
+    def __init__(self, read: Callable[[], dict[bytes, str]], clock: Clock) -> None:
+        """`read` returns name by public key (Z85)."""
+        self._read, self._clock = read, clock
+        self._names = read()
+        self._read_at = clock()
+
+    def name_of(self, key: bytes) -> str | None:
+        """Return the owner of this key, or None."""
+        if key not in self._names and self._clock() - self._read_at >= REREAD_AFTER_S:
+            self._read_at = self._clock()
+            try:
+                self._names = self._read()
+            except (
+                RunDirectoryError,
+                OSError,
+            ):  # unsafe, removed, out of reach: known peers may stay, no new ones join
+                return None
+        return self._names.get(key)
+
+
+class Rarely:
+    """Rate limit for warnings: a refused client may try a thousand times a second."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._told_at = clock, -math.inf
+
+    def may_tell(self) -> bool:
+        """True at most once in TELL_AFTER_S."""
+        if self._clock() - self._told_at < TELL_AFTER_S:
+            return False
+        self._told_at = self._clock()
+        return True
+
+
+class ZapHandler:
+    """Answers until its context ends.  Bind before the server socket does."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: AllowList, clock: Clock) -> None:
+        """Bind and start."""
+        self.num_denied = 0
+        self._told = Rarely(clock)
+        self._allowed = allowed
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(ZAP_ADDRESS)
+        threading.Thread(target=self._answer_all, name="zap", daemon=True).start()
+
+    def _answer_all(self) -> None:
+        try:
+            while True:
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        except zmq.ContextTerminated:
+            return
+        finally:
+            self._socket.close()  # in any case: terminating the context waits for it
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """Request: version, request id, domain, address, routing id, mechanism, credentials."""
+        version, request_id, domain, address, _, mechanism, *credentials = request
+        name = None
+        if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and len(credentials) == 1:
+            name = self._allowed.name_of(z85.encode(credentials[0]))
+        if name is None:
+            self.num_denied += 1
+            if self._told.may_tell():
+                log.warning(
+                    "refused connections without a key of this run, so far: %d, the last one from %s",
+                    self.num_denied,
+                    address.decode(errors="replace") or "this machine",
+                )
+            return [b"1.0", request_id, b"400", b"not a key of this run", b"", b""]
+        return [b"1.0", request_id, b"200", b"OK", name.encode(), b""]
+
+
+# -------------------------------------------------------------------------------------------------------------- sockets
+
 
 LINGER_MS = 1_000
 TERMINATE_S = 3.0
@@ -115,7 +321,7 @@ class Binding:
 def bind(socket: Socket, kind: str, interface: str | None) -> Binding:
     """Listen at a fresh address: a free port of the interface, or a unix socket in a directory of mode 0700.
 
-    interface: IPv4 address for tcp; None: the one at which other hosts reach us (rlhpc/host_address.py).
+    interface: IPv4 address for tcp; None: the one at which other hosts reach us (rlhpc/base/host_address.py).
     Raises ConfigError if it cannot be bound, or if RLHPC_INTERFACE names no interface of this host.
     """
     if kind == "tcp":
@@ -182,3 +388,78 @@ def pull(socket: Socket) -> list[Any] | None:
 def contents(frames: Sequence[Any]) -> list[Frame]:
     """Return the content of zmq.Frame objects, without a copy if it has its own memory."""
     return [frame.bytes if len(frame) < SHARED_BUFFER_BYTES else frame.buffer for frame in frames]
+
+
+# ----------------------------------------------------------------------------------------------------------------- pump
+#
+# Drive a non-blocking ZeroMQ socket from an asyncio loop.
+#
+# Passes every message to a callback while there is room for it; wakes senders when they should try again.
+#
+# A ZeroMQ file descriptor is edge-triggered, and *any* call on the socket may consume an edge.  So senders are woken
+# after each receive, and the socket is polled for messages after each send.  zmq.asyncio does the same, but there a
+# cancelled receive can lose the message, and each message costs a future and a pass of the loop.
+
+
+BURST_MESSAGES = 64  # handled before other tasks get a turn
+RETRY_S = 0.02  # a ROUTER does not signal when one particular peer has room again
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as plain numbers, see sockets.py
+
+
+class SocketPump:
+    """Owned by the loop in which it is created."""
+
+    def __init__(self, socket: Socket, deliver: Callable[[list[Any]], None], has_room: Callable[[], bool]) -> None:
+        self._socket, self._deliver, self._has_room = socket, deliver, has_room
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.get(zmq.FD))
+        self._senders: set[asyncio.Future[None]] = set()
+        self._is_open = True
+        self._is_scheduled = False
+        self._loop.add_reader(self._descriptor, self.drain)
+        self._schedule()
+
+    def drain(self) -> None:
+        """Deliver received messages while there is room; call again once there is more."""
+        for _ in range(BURST_MESSAGES):
+            if not self._is_open:
+                return
+            if not self._has_room():
+                self._socket.get(zmq.EVENTS)  # consumes the edge; the loop would spin on it otherwise
+                break
+            frames = pull(self._socket)
+            if frames is None:
+                break
+            self._deliver(frames)
+        else:
+            self._schedule()
+        wake_all(self._senders)
+
+    def try_send(self, frames: Sequence[Frame]) -> bool:
+        """Queue a message or return False with no effect.  Raises zmq.ZMQError like push."""
+        try:
+            return push(self._socket, frames)
+        finally:
+            if not self._is_scheduled and int(self._socket.get(_EVENTS)) & _POLLIN:
+                self._schedule()
+
+    async def room(self, limit_s: float) -> None:
+        """Sleep until trying again may help, at most for limit_s."""
+        await sleep_until_woken(self._senders, min(limit_s, RETRY_S))
+
+    def stop(self) -> None:
+        """Stop using the socket and wake senders, which find the channel closed.  Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._descriptor)
+            wake_all(self._senders)
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._scheduled_drain)
+
+    def _scheduled_drain(self) -> None:
+        self._is_scheduled = False
+        if self._is_open:
+            self.drain()

@@ -11,7 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhpc.types import TensorSpec, WeightManifest
+from rlhpc.protocol.errors import TornWeights
+from rlhpc.protocol.types import TensorSpec, WeightManifest
+
+# -------------------------------------------------------------------------------------------------------------- buckets
+
 
 ALIGNMENT_BYTES = 16
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -87,3 +91,51 @@ def _lay_out(tensors: tuple[TensorSpec, ...]) -> Bucket:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+# ----------------------------------------------------------------------------------------------------- broadcast header
+#
+# The header that receivers check before any tensor is used.
+#
+# Input: a WeightManifest.  Output: a few int64 that are sent before the buckets.
+
+
+FORMAT = 0x726C6870630002  # "rlhpc" and a format number
+SIGN_SHIFT = 1 << 63  # checksums are unsigned, int64 tensors are not
+FIELDS = ("format", "epoch", "policy version", "number of bytes", "number of buckets", "layout digest")
+
+
+def header_of(manifest: WeightManifest) -> list[int]:
+    """One int64 per field of FIELDS."""
+    return [
+        FORMAT,
+        manifest.epoch,
+        manifest.policy_version,
+        manifest_bytes(manifest),
+        len(manifest.bucket_ends),
+        layout_digest(manifest),
+    ]
+
+
+def identity_of(manifest: WeightManifest, sums: list[int]) -> int:
+    """63 bits, never 0, that identify the bytes of a whole version: its layout and the checksums of its buckets."""
+    text = repr((layout_digest(manifest), sums))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
+
+
+def check_header(manifest: WeightManifest, received: list[int]) -> None:
+    """Raises TornWeights naming the first field in which the sender's header differs from the manifest's."""
+    for field, want, got in zip(FIELDS, header_of(manifest), received, strict=True):
+        if want != got:
+            name = f"version {manifest.policy_version}, epoch {manifest.epoch}"
+            raise TornWeights(f"{name}: the sender's {field} is {got}, not {want}")
+
+
+def check_sums(manifest: WeightManifest, published: list[int], computed: list[int]) -> None:
+    """Raises TornWeights naming the first bucket whose checksum differs."""
+    for index, (want, got) in enumerate(zip(published, computed, strict=True)):
+        if want != got:
+            raise TornWeights(
+                f"version {manifest.policy_version}, epoch {manifest.epoch}: bucket {index} of {len(published)} has "
+                f"checksum {got:016x}, not {want:016x}"
+            )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.contracts import WeightPublisher, WeightReceiver
-from rlhpc.errors import ConfigError
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.protocol.contracts import WeightPublisher, WeightReceiver
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.weights.choice import TRANSPORTS
-from rlhpc.weights.device_scope import indexed
-from rlhpc.weights.group_publisher import GroupPublisher
-from rlhpc.weights.group_receiver import GroupReceiver
-from rlhpc.weights.host_image import HostImage
+from rlhpc.weights.deltas import HostImage
 from rlhpc.weights.ipc import IpcPublisher, IpcReceiver
+from rlhpc.weights.memory import indexed
+from rlhpc.weights.publisher import GroupPublisher
+from rlhpc.weights.receiver import GroupReceiver
 
 
 def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host: str = "") -> WeightPublisher:

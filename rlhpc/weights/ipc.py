@@ -18,6 +18,11 @@ A dying process closes its socket, so that the others fail at once.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
+import mmap
+import os
 import socket
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -27,18 +32,139 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.contracts import Allocate, WeightPublisher, WeightReceiver
-from rlhpc.deadline import Deadline
-from rlhpc.errors import GroupFailed, TornWeights
-from rlhpc.types import WeightGroup, WeightManifest
-from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
-from rlhpc.weights.buckets import Bucket, buckets_of
-from rlhpc.weights.checksum import RunningChecksum
-from rlhpc.weights.flat_tensors import exhaust, filled_spans, num_spans
-from rlhpc.weights.lines import Line, Lost, short_path
-from rlhpc.weights.out_of_memory import give_back_unused, room_for
-from rlhpc.weights.rendezvous_file import file_of, remove_left_over
-from rlhpc.weights.shared_block import discard_block, make_block, open_block
+from rlhpc.base.patience import Deadline
+from rlhpc.protocol.contracts import Allocate, WeightPublisher, WeightReceiver
+from rlhpc.protocol.errors import GroupFailed, TornWeights
+from rlhpc.protocol.types import WeightGroup, WeightManifest
+from rlhpc.weights.buckets import Bucket, buckets_of, check_header, check_sums, header_of
+from rlhpc.weights.checksums import RunningChecksum
+from rlhpc.weights.group import file_of, remove_left_over
+from rlhpc.weights.memory import exhaust, filled_spans, give_back_unused, num_spans, room_for
+
+# ---------------------------------------------------------------------------------------------------------------- lines
+#
+# Messages between processes of one machine: lines of JSON over a unix socket.
+#
+# Input: a connected socket; output: messages, in order.  Every failure is the same error: the other end is lost.
+
+
+class Lost(GroupFailed):
+    """The other end of a connection is gone, or did not reply."""
+
+
+class Line:
+    """A socket that carries lines of JSON.  Every failure is a Lost."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        """timeout_s: of every read and write."""
+        connection.settimeout(timeout_s)
+        self._connection = connection
+        self._file = connection.makefile("rwb")
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Raises Lost."""
+        try:
+            self._file.write(json.dumps(message).encode() + b"\n")
+            self._file.flush()
+        except (OSError, ValueError) as error:
+            raise Lost(f"a member of the group is gone: {error}") from error
+
+    def read(self) -> dict[str, Any]:
+        """The next message.  Raises Lost, also at the time-out."""
+        try:
+            text = self._file.readline()
+        except (OSError, ValueError) as error:
+            raise Lost(f"a member of the group did not answer: {error}") from error
+        if not text.endswith(b"\n"):
+            raise Lost("a member of the group is gone")
+        message: dict[str, Any] = json.loads(text)
+        return message
+
+    def close(self) -> None:
+        """For any thread: one that waits here for the other end is woken, and loses it.  Idempotent."""
+        with contextlib.suppress(OSError):  # not connected any more; to close a file is to wait for who reads it
+            self._connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # bytes left to flush to a peer that is gone
+            self._file.close()
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """A name for `path` below the 107 bytes of a socket address, however deep the run directory is (Linux)."""
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
+
+
+# --------------------------------------------------------------------------------------------------------- shared block
+#
+# A block of bytes shared by several processes of a machine.
+#
+# On CUDA: device memory, which others open by its IPC handle.  On CPU: an unnamed file (memfd), which others open
+# through /proc and which vanishes with the last process that has it open, however that ends.  A handle is JSON;
+# nothing is pickled.
+
+
+def make_block(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """Allocate uint8 [num_bytes] and return it with its handle.  The caller keeps the tensor while others use it.
+
+    On CPU all its pages are mapped afterwards: the first touch of fresh memory is ten times slower than a copy.
+    """
+    if device.type == "cuda":
+        # A separate storage: an IPC handle opens a whole allocation, and the caching allocator packs small ones.
+        block = torch.empty(max(num_bytes, 2 << 20), dtype=torch.uint8, device=device)
+        return block[:num_bytes], {"num_bytes": num_bytes, "cuda": _cuda_handle(block)}
+    descriptor = os.memfd_create("rlhpc-weights")
+    try:
+        os.ftruncate(descriptor, max(num_bytes, 1))
+        block = _mapped(descriptor, num_bytes).fill_(0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return block, {"num_bytes": num_bytes, "file": f"/proc/{os.getpid()}/fd/{descriptor}", "descriptor": descriptor}
+
+
+def open_block(handle: dict[str, Any], device: torch.device) -> Tensor:
+    """The same bytes in another process, uint8 [num_bytes].  Raises RuntimeError or OSError if the handle is stale."""
+    num_bytes = int(handle["num_bytes"])
+    if "file" in handle:
+        descriptor = os.open(handle["file"], os.O_RDWR)
+        try:
+            return _mapped(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+    fields = [base64.b64decode(field[1:]) if isinstance(field, str) else field for field in handle["cuda"]]
+    fields[0] = device.index or 0  # the same GPU may have another index in this process
+    storage = torch.UntypedStorage._new_shared_cuda(*fields)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
+
+
+def discard_block(handle: dict[str, Any]) -> None:
+    """In the process that made a block: stop others from opening it.  Its tensors still keep the memory."""
+    if "descriptor" in handle:
+        os.close(handle["descriptor"])
+
+
+def _cuda_handle(block: Tensor) -> list[Any]:
+    """What torch.multiprocessing pickles for a CUDA storage, as JSON: bytes become "b" + base64.
+
+    Fails under PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, whose memory has no classic IPC handle.
+    """
+    storage: Any = block.untyped_storage()
+    fields = storage._share_cuda_()
+    return ["b" + base64.b64encode(field).decode() if isinstance(field, bytes) else field for field in fields]
+
+
+def _mapped(descriptor: int, num_bytes: int) -> Tensor:
+    """Raises OSError or ValueError if there is no such memory."""
+    return torch.frombuffer(mmap.mmap(descriptor, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+
+
+# ------------------------------------------------------------------------------------------------------------------ ipc
+
 
 SPAN_BYTES = 4 << 20  # on CPU; a multiple of a checksum's rows
 NUM_BLOCKS = {"cpu": 4, "cuda": 2}  # more than two: a side that is descheduled briefly does not stall the other

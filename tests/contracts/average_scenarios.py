@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.contracts import TrainerBackend
+from rlhpc.protocol.contracts import TrainerBackend
 from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import Rows, train
 

@@ -16,14 +16,12 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhpc.config import Config
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.contracts import GenerationEngine, WeightPublisher, WeightTiming
-from rlhpc.generation.core_thread import CoreThread
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.generation.vllm_core import CoreThread
 from rlhpc.generation.vllm_engine import VllmEngine
-from rlhpc.types import (
+from rlhpc.protocol.contracts import GenerationEngine, WeightPublisher, WeightTiming
+from rlhpc.protocol.types import (
     FinishReason,
     Float32,
     Int32,
@@ -38,6 +36,7 @@ from rlhpc.types import (
 )
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher, make_receiver
+from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 

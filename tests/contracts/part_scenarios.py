@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhpc.contracts import StepResult, TrainerBackend
+from rlhpc.protocol.contracts import StepResult, TrainerBackend
 from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import Rows, train, weights_of
 from tests.unit.training.packed_rows import clipped_loss, num_loss_tokens

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.contracts import StepResult, TrainerBackend
-from rlhpc.training.checkpoint.held_reference import save_reference
-from rlhpc.types import PackedMicrobatch
+from rlhpc.algorithms.policy_loss import make_policy_loss
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import StepResult, TrainerBackend
+from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.training.checkpoint_export import save_reference
 from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import Rows, train, weights_of
 

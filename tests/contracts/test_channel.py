@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc import messages as m
-from rlhpc.config_sections import TransportConfig
-from rlhpc.contracts import BlockingClientChannel, ClientChannel, ServerChannel
-from rlhpc.errors import ChannelClosed, ChannelFull, ChannelTimeout, PeerUnreachable, ProtocolError
-from rlhpc.topology import ChannelSpec
-from rlhpc.transport.keys import mint_run_keys
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
-from rlhpc.transport.zmq_server import ZmqServer
-from rlhpc.types import Lease, PackedBatch, PackedMicrobatch, PackedMinibatch, Prompt, SamplingParams
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.contracts import BlockingClientChannel, ClientChannel, ServerChannel
+from rlhpc.protocol.errors import ChannelClosed, ChannelFull, ChannelTimeout, PeerUnreachable, ProtocolError
+from rlhpc.protocol.messages import ChannelSpec
+from rlhpc.protocol.types import Lease, PackedBatch, PackedMicrobatch, PackedMinibatch, Prompt, SamplingParams
+from rlhpc.transport.client import ZmqBlockingClient, ZmqClient
+from rlhpc.transport.security import mint_run_keys
+from rlhpc.transport.server import ZmqServer
+from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 
 NUM_NAMES = 12

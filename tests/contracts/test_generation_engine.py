@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rlhpc.buffer.partial_codec import decode_partials, joined
-from rlhpc.config_sections import AdmissionConfig, BufferConfig, WeightsConfig
-from rlhpc.contracts import WeightTiming
-from rlhpc.errors import EngineError, TornWeights
-from rlhpc.roles.generator.lease_progress import ProgressReporter
-from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
-from rlhpc.weights import group_publisher
-from rlhpc.weights.checksum import checksum64
+from rlhpc.buffer.prefixes import decode_partials, joined
+from rlhpc.config.tables import AdmissionConfig, BufferConfig, WeightsConfig
+from rlhpc.protocol.contracts import WeightTiming
+from rlhpc.protocol.errors import EngineError, TornWeights
+from rlhpc.protocol.types import FinishReason, Prefix, Rollout, RolloutRequest
+from rlhpc.roles.generator.sampling import ProgressReporter
+from rlhpc.weights import publisher
+from rlhpc.weights.checksums import checksum64
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import (
     LONG_PROMPT,
@@ -527,7 +527,7 @@ async def test_torn_weights_leave_the_old_ones_live(subject: Subject, monkeypatc
         pytest.skip("there are no old ones any more")
     old = subject.engine.policy_version
     with monkeypatch.context() as damage:
-        damage.setattr("rlhpc.weights.group_publisher.checksum64", lambda block: 12345)
+        damage.setattr("rlhpc.weights.publisher.checksum64", lambda block: 12345)
         with pytest.raises(TornWeights):
             await subject.update(old + 1)
     assert subject.engine.policy_version == old
@@ -588,7 +588,7 @@ async def test_a_publisher_that_dies_at_any_bucket_leaves_nothing_torn_to_sample
             await subject.update(old + 1, cut_off_after=ends[boundary])
     else:  # all buckets are here, their checksums are not
         with monkeypatch.context() as damage:
-            damage.setattr("rlhpc.weights.group_publisher._send_blocks", _send_and_die)
+            damage.setattr("rlhpc.weights.publisher._send_blocks", _send_and_die)
             with pytest.raises(TornWeights):
                 await subject.update(old + 1)
     await assert_healed_by(subject, old, running)
@@ -607,7 +607,7 @@ async def test_a_damaged_bucket_is_never_sampled_from(
     sums = itertools.count()
     with monkeypatch.context() as damage:
         damage.setattr(
-            "rlhpc.weights.group_publisher.checksum64",
+            "rlhpc.weights.publisher.checksum64",
             lambda block: checksum64(block) ^ (1 if next(sums) == bucket else 0),
         )
         with pytest.raises(TornWeights, match=f"bucket {bucket} "):
@@ -782,7 +782,7 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
     assert living_children() == []
 
 
-def _send_and_die(*arguments: Any, send: Callable[..., object] = group_publisher._send_blocks) -> None:
+def _send_and_die(*arguments: Any, send: Callable[..., object] = publisher._send_blocks) -> None:
     """Every bucket is sent, and none of their checksums."""
     send(*arguments)
     raise PublisherDied

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint
-from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.weight_average import AVERAGE
+from rlhpc.training.backends import AVERAGE
+from rlhpc.training.trainer_state import STATE_KINDS, read_checkpoint
 from tests.contracts.average_scenarios import average_steps, drop_an_average
 from tests.contracts.trainer_layouts import (
     LENGTHS,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.training.row_tensors import plain_row
-from rlhpc.types import PackedMicrobatch, TrainingSample
+from rlhpc.protocol.types import PackedMicrobatch, TrainingSample
+from rlhpc.training.logprob import plain_row
 from tests.contracts.trainer_layouts import EVERYDAY, LENGTHS, MODELS, PAIRS, has_experts, marks_of, packed, usual_model
 from tests.contracts.trainer_scenarios import (
     decay_only,

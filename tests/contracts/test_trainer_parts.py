@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint
-from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.types import PackedMicrobatch
+from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.training.trainer_state import STATE_KINDS, read_checkpoint
 from tests.contracts.part_scenarios import interrupt_a_step, lose_steps_in_parts, steps_in_parts, whole_steps
 from tests.contracts.trainer_layouts import EACH_WAY, LENGTHS, MODELS, packed, usual_model
 from tests.unit.training.packed_rows import draw_samples

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.types import PackedMicrobatch, TrainingSample
+from rlhpc.protocol.types import PackedMicrobatch, TrainingSample
 from tests.contracts.reference_scenarios import (
     ask_a_reference,
     go_on_with_a_reference,

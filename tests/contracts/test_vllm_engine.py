@@ -18,12 +18,12 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhpc.config import with_values
-from rlhpc.errors import EngineError
-from rlhpc.generation import engine_answer
-from rlhpc.generation.core_thread import CoreThread
+from rlhpc.config.rules import with_values
+from rlhpc.generation import vllm_engine
+from rlhpc.generation.vllm_core import CoreThread
 from rlhpc.generation.vllm_engine import VllmEngine
-from rlhpc.types import FinishReason, Rollout
+from rlhpc.protocol.errors import EngineError
+from rlhpc.protocol.types import FinishReason, Rollout
 from tests.contracts.engine_subjects import VllmSubject, living_children, remember_strangers, request_of, tiny_config
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
@@ -157,7 +157,7 @@ async def test_an_engine_whose_core_answers_nothing_is_given_up_and_killed(
     before = set(living_children())
     made = await SharpSubject.start(tmp_path, family="qwen2", tied=True, is_apart=True)
     own = [child for child in living_children() if child not in before]
-    monkeypatch.setattr(engine_answer, "ANSWER_S", 1.0)
+    monkeypatch.setattr(vllm_engine, "ANSWER_S", 1.0)
     made.engine._config = with_values(made.engine._config, {"weights.timeout_s": 0.5})
     assert own
     try:

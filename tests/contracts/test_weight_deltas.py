@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.contracts import WeightReceiver
-from rlhpc.errors import GroupFailed, TornWeights
-from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.protocol.contracts import WeightReceiver
+from rlhpc.protocol.errors import GroupFailed, TornWeights
+from rlhpc.protocol.types import TensorSpec, WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.checksum import checksum64
+from rlhpc.weights.checksums import checksum64
 from rlhpc.weights.factory import make_publisher, make_receiver
-from rlhpc.weights.shadow import HostShadow, fresh_blocks, named_tensors
+from rlhpc.weights.memory import HostShadow, fresh_blocks, named_tensors
 
 TIMEOUT_S = 60.0
 FULL_EVERY = 4
@@ -237,7 +237,7 @@ def test_a_damaged_delta_is_found_never_served_and_answered_by_a_whole_version(
     weights = after_a_step(cluster.until_delta(first_weights()), 14)
     wrong = chain([12345], repeat(None))
     with monkeypatch.context() as damage:
-        damage.setattr("rlhpc.weights.group_deltas.checksum64", lambda data: next(wrong) or checksum64(data))
+        damage.setattr("rlhpc.weights.deltas.checksum64", lambda data: next(wrong) or checksum64(data))
         publishing, receiving = cluster.begin(14, weights)
         for each in receiving:
             with pytest.raises(TornWeights, match="a delta has checksum"):

@@ -12,9 +12,8 @@ import pytest_asyncio
 import torch
 
 from rlhpc.generation import reload_plan
-from rlhpc.generation.reload_trace import NoPlan
+from rlhpc.generation.reload_plan import NoPlan, WeightReload
 from rlhpc.generation.vllm_engine import VllmEngine
-from rlhpc.generation.weight_reload import WeightReload
 from tests.contracts.engine_subjects import VllmSubject
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]

@@ -17,11 +17,11 @@ from torch import Tensor
 from weight_receiver_process import fingerprint
 from weight_receivers import Broadcast, ReceiverProcess, counting, draw_weights, specs_of
 
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.errors import GroupFailed
-from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.protocol.errors import GroupFailed
+from rlhpc.protocol.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.checksum import RunningChecksum, checksum64
+from rlhpc.weights.checksums import RunningChecksum, checksum64
 from rlhpc.weights.factory import make_publisher
 from tests.gpu.one_card import environment_of, place, why_not
 from tests.patience import PATIENCE_S
@@ -175,7 +175,7 @@ def test_damaged_weights_are_refused_whole(broadcast: Broadcast, monkeypatch: py
         broadcast.form(epoch=epoch)
         wrong = iter([12345 if index == damaged else None for index in range(last + 1)])
         with monkeypatch.context() as damage:
-            damage.setattr("rlhpc.weights.group_publisher.checksum64", partial(_checksum, wrong))
+            damage.setattr("rlhpc.weights.publisher.checksum64", partial(_checksum, wrong))
             damage.setattr("rlhpc.weights.ipc.RunningChecksum", partial(_Wrong, wrong))
             with pytest.raises(GroupFailed, match="torn"):
                 publish(broadcast, epoch, epoch=epoch)

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rlhpc.contracts import TrainerBackend
-from rlhpc.deadline import Deadline
+from rlhpc.base.patience import Deadline
+from rlhpc.protocol.contracts import TrainerBackend
+from rlhpc.protocol.types import PackedMicrobatch
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
-from rlhpc.types import PackedMicrobatch
+from rlhpc.training.ranks import RankContext
 from tests.rank_context import RANKS, begin_rank
 from tests.unit.training.packed_rows import dummy_row, tiny_config
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.types import PackedMicrobatch, TrainingSample
+from rlhpc.protocol.types import PackedMicrobatch, TrainingSample
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import pack_row
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.contracts import PolicyLoss, StepResult, TokenRow, TrainerBackend
-from rlhpc.deadline import Deadline
-from rlhpc.errors import CheckpointError
-from rlhpc.types import PackedMicrobatch
+from rlhpc.algorithms.policy_loss import make_policy_loss
+from rlhpc.base.patience import Deadline
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import PolicyLoss, StepResult, TokenRow, TrainerBackend
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.protocol.types import PackedMicrobatch
 from tests.contracts.trainer_cluster import Rank
 from tests.patience import PATIENCE_S
 from tests.unit.training.packed_rows import clipped_loss, num_loss_tokens

@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 import torch
 
-from rlhpc.contracts import WeightReceiver
-from rlhpc.errors import GroupFailed, WeightsError
-from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.protocol.contracts import WeightReceiver
+from rlhpc.protocol.errors import GroupFailed, WeightsError
+from rlhpc.protocol.types import WeightGroup, WeightManifest
 from rlhpc.weights.factory import make_receiver
-from rlhpc.weights.out_of_memory import room_for
-from rlhpc.weights.shadow import HostShadow, fresh_blocks, named_tensors
+from rlhpc.weights.memory import HostShadow, fresh_blocks, named_tensors, room_for
 
 SHADOW = HostShadow(is_pinned=False)
 SIGNALS = {"dies at": signal.SIGKILL, "stops at": signal.SIGSTOP}

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
-from rlhpc.contracts import WeightPublisher
-from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
+from rlhpc.protocol.contracts import WeightPublisher
+from rlhpc.protocol.types import TensorSpec, WeightGroup, WeightManifest
 
 SCRIPT = Path(__file__).with_name("weight_receiver_process.py")
 Weights = list[tuple[str, torch.Tensor]]

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from launch.plan.processes import NO_GPU, ROLE_ENVIRONMENT, process_names
 from launch.run_directory.prepare import Attempt, mint_keys, prepare_run_dir
-from rlhpc.config_file import load_config
+from rlhpc.config.file import load_config
 from tests.ring.run_kit import Lab, command_environment, trace_of, wait_while_it_moves
 
 JOB = 4711  # as if Slurm had given it

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 ORDER = "RLHPC_TEST_DAMAGE"  # names a file with a replica: what it loads next is damaged, and the file is deleted
-RELOADING = "rlhpc.generation.weight_reload"
+RELOADING = "rlhpc.generation.reload_plan"
 
 
 class DamagedReload(MetaPathFinder):

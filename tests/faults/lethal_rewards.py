@@ -10,7 +10,7 @@ import os
 
 import psutil
 
-from rlhpc.contracts import RewardOutcome
+from rlhpc.protocol.contracts import RewardOutcome
 from tests.ring.ring_rewards import parity
 
 LETHAL = "lethal"  # the reference of the prompt

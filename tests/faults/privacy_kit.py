@@ -15,8 +15,8 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rlhpc import messages as m
-from rlhpc.topology import CONTROL
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.messages import CONTROL
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.sessions import Greeting, Session
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from rlhpc.contracts import RewardOutcome
+from rlhpc.protocol.contracts import RewardOutcome
 from tests.ring.ring_rewards import nothing, parity
 
 SWITCH = "RLHPC_TEST_SWITCH"  # names a file: from when it is there, nobody is right any more

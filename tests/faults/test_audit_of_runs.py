@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from launch.checks.audit.evidence import Depth
-from launch.checks.audit.history import audit_run
-from launch.commands.audit import as_table
-from rlhpc.run_layout import RunLayout
+from launch.verify.audit import as_table, audit_run
+from launch.verify.evidence import Depth
+from rlhpc.base.run_directory import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import GONE_S, Run, make_lab
 

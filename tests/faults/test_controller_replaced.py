@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.deadline import Deadline
-from rlhpc.exit_status import EXIT_ALONE, EXIT_FAULT
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import latest_complete
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_ALONE, EXIT_FAULT
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.faults.attempts_kit import Attempts
 from tests.patience import PATIENCE_S
 from tests.ring.ring_rewards import GATE, GATE_AFTER

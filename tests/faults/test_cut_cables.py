@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc import messages as m
-from rlhpc.config_sections import TransportConfig
-from rlhpc.errors import ChannelError, ChannelFull
-from rlhpc.roles.generator import outbox as outbox_module
-from rlhpc.roles.generator.outbox import Outbox
-from rlhpc.topology import CONTROL, LEASES, ChannelSpec
-from rlhpc.transport.keys import mint_run_keys
-from rlhpc.transport.zmq_client import ZmqClient
-from rlhpc.transport.zmq_server import ZmqServer
-from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.errors import ChannelError, ChannelFull
+from rlhpc.protocol.messages import CONTROL, LEASES, ChannelSpec
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.roles.generator import sampling as outbox_module
+from rlhpc.roles.generator.sampling import Outbox
+from rlhpc.transport.client import ZmqClient
+from rlhpc.transport.security import mint_run_keys
+from rlhpc.transport.server import ZmqServer
 from tests.cable import Cable
 from tests.patience import PATIENCE_S
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster import namespaces
-from launch.dev_cluster.processes import Process, process
-from launch.dev_cluster.shape import machine_address
-from rlhpc.config_sections import TransportConfig
-from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelTimeout, ConfigError
-from rlhpc.topology import CONTROL
-from rlhpc.transport.keys import mint_run_keys
-from rlhpc.transport.zmq_server import ZmqServer
+from launch.private_slurm import processes
+from launch.private_slurm.processes import Process, process
+from launch.private_slurm.shape import machine_address
+from rlhpc.base.patience import Deadline
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.errors import ChannelTimeout, ConfigError
+from rlhpc.protocol.messages import CONTROL
+from rlhpc.transport.security import mint_run_keys
+from rlhpc.transport.server import ZmqServer
 from tests.patience import PATIENCE_S
 from tests.ring.run_kit import command_environment
 
@@ -33,10 +33,10 @@ MANY = 200  # of twenty seconds
 GENERATOR = f"""
 import asyncio, sys
 from pathlib import Path
-from rlhpc import messages as m
-from rlhpc.config_sections import TransportConfig
-from rlhpc.topology import CONTROL
-from rlhpc.transport.zmq_client import ZmqClient
+from rlhpc.protocol import messages as m
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.messages import CONTROL
+from rlhpc.transport.client import ZmqClient
 
 async def main():
     channel = ZmqClient(CONTROL, sys.argv[1], name="generator-0", incarnation="one", server_name="controller-0",
@@ -58,29 +58,29 @@ class Net:
     subnet: str
 
     def cut(self) -> None:
-        namespaces.forward(self.hub, "n0", is_cut=True)
+        processes.forward(self.hub, "n0", is_cut=True)
 
     def heal(self) -> None:
-        namespaces.forward(self.hub, "n0", is_cut=False)
+        processes.forward(self.hub, "n0", is_cut=False)
 
 
 @pytest.fixture
 def net(tmp_path: Path) -> Iterator[Net]:
     try:
-        namespaces.require()
+        processes.require()
     except ConfigError as error:
         pytest.skip(str(error))
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n", encoding="ascii")
-    commands = (namespaces.hub_command(), namespaces.node_command("n0", hosts))
+    commands = (processes.hub_command(), processes.node_command("n0", hosts))
     started = [subprocess.Popen(command) for command in commands]
     try:
         hub, node = (process(each.pid) for each in started)
         assert hub is not None
         assert node is not None
-        assert Deadline(PATIENCE_S).wait_for(lambda: namespaces.is_ready(hub) and namespaces.is_ready(node), 0.05)
-        subnet = namespaces.claim_subnet(hub, str(tmp_path))
-        namespaces.plug(hub, node, "n0", f"{subnet}.9")
+        assert Deadline(PATIENCE_S).wait_for(lambda: processes.is_ready(hub) and processes.is_ready(node), 0.05)
+        subnet = processes.claim_subnet(hub, str(tmp_path))
+        processes.plug(hub, node, "n0", f"{subnet}.9")
         yield Net(hub, node, subnet)
     finally:
         for each in reversed(started):
@@ -103,7 +103,7 @@ async def test_after_a_cut_without_a_word_heartbeats_come_again_in_order_and_los
         clock=time.monotonic,
         interface=machine_address(net.subnet),
     )
-    words = [*namespaces.inside(net.node), sys.executable, "-c", GENERATOR, server.address, str(tmp_path / "secrets")]
+    words = [*processes.inside(net.node), sys.executable, "-c", GENERATOR, server.address, str(tmp_path / "secrets")]
     generator = subprocess.Popen(words, env=command_environment())  # noqa: ASYNC220 - it starts at once
     try:
         heard = [(await server.receive(PATIENCE_S))[1].policy_version for _ in range(10)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab, rlhpc, run_to_the_end, summary_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.buffer.segments import read_rollouts_directory
 from tests.ring.ring_rewards import GATE, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import ROOT, Lab, Run, rlhpc

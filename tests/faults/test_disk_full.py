@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.reading.report_data import read_report
-from rlhpc.training.checkpoint.directory import latest_complete
+from launch.view.report import read_report
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.full_disk import fill, small_disk
 from tests.ring.run_kit import Lab, Run, make_lab
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.commands.status import render_status
+from launch.view.status import render_status
 from tests.ring.ring_rewards import GATE, GATE_AFTER, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.buffer.event_log import Trained, event_paths, read_events
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import Trained, event_paths, read_events
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
 from tests.ring.run_kit import Lab, Run, make_lab, run_to_the_end
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 from tests.cable import Cable
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
 from tests.ring.run_kit import Run, last_scalar, make_lab, rlhpc

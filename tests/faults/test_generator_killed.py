@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.reading.happenings import read_story
-from launch.reading.timeline_chart import rows_of
-from rlhpc.run_layout import RunLayout
+from launch.view.events import read_story
+from launch.view.report import rows_of
+from rlhpc.base.run_directory import RunLayout
 from tests.ring.ring_rewards import GATE, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
 from tests.ring.run_kit import Lab, Run, last_scalar, make_lab, rlhpc

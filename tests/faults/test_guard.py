@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from launch.checks.run_check import check_run
-from launch.checks.run_rows import Verdict
-from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.roles.controller.guard_file import read_guard_file
+from launch.verify.files import check_run
+from launch.verify.report import FileVerdict
+from rlhpc.buffer.segments import read_rollouts_directory
+from rlhpc.protocol.errors import EXIT_CONFIG
+from rlhpc.roles.controller.guard import read_guard_file
 from tests.ring.run_kit import Run, make_lab
 
 pytestmark = pytest.mark.ring
@@ -42,4 +42,4 @@ def test_a_run_that_the_guard_stopped_goes_on_from_a_checkpoint_before_the_alarm
     trained = [group for group in read_rollouts_directory(layout.rollouts) if group.consumed_step >= 0]
     assert sorted(group.consumed_step for group in trained) == [step for step in range(NUM_STEPS) for _ in range(4)]
     assert all(group.applied for group in trained)
-    assert [row for row in check_run(layout, lambda _: None) if row.verdict is Verdict.DAMAGED] == []
+    assert [row for row in check_run(layout, lambda _: None) if row.verdict is FileVerdict.DAMAGED] == []

@@ -14,8 +14,8 @@ from bench.hostile.__main__ import besiege
 from bench.hostile.mutants import Breeder
 from bench.hostile.specimens import all_codec, make_specimens
 from bench.hostile.victim_link import Friend, Victim
-from rlhpc.deadline import Deadline
-from rlhpc.transport.run_lengths import Allowance
+from rlhpc.base.patience import Deadline
+from rlhpc.transport.codec import Allowance
 from tests.patience import PATIENCE_S
 
 NUM_FRAMES, NUM_CONNECTIONS = 3_000, 200

@@ -11,12 +11,11 @@ import psutil
 import pytest
 
 from launch.demo.task import write_dataset
-from rlhpc.deadline import Deadline
-from rlhpc.errors import CheckpointError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import COMPLETE, describe, latest_complete
-from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_CONFIG, CheckpointError
+from rlhpc.training.checkpoint_directory import COMPLETE, describe, latest_complete
+from rlhpc.training.trainer_state import STATE_FILE, read_checkpoint
 from tests.faults.switched_rewards import SWITCH
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import CEILING_S, Lab, Run, summary_of

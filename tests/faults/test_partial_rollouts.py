@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.buffer.partial_files import partial_paths, read_partials
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.prefixes import partial_paths, read_partials
 from tests.faults.attempts_kit import Attempts
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
 from tests.ring.run_kit import Lab, Run, make_lab

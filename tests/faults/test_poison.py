@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 from tests.faults.attempts_kit import Attempts
 from tests.faults.lethal_rewards import LETHAL, RUN_DIRECTORY
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once

@@ -63,7 +63,7 @@ int fsync(int fd) {
 }
 """
 TRIES = """\
-import sys; from pathlib import Path; from launch.checks.site.login_checks import check_operations
+import sys; from pathlib import Path; from launch.doctor.site import check_operations
 for finding in check_operations(Path(sys.argv[1])): print(finding.verdict, finding.key, finding.text)
 """
 

@@ -18,12 +18,12 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from rlhpc.config_sections import TransportConfig
-from rlhpc.privacy import KEEP_CORE_FILES
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import CONTROL
-from rlhpc.transport.keys import load_secret, mint_run_keys, public_key
-from rlhpc.transport.zmq_server import ZmqServer
+from rlhpc.base.files import KEEP_CORE_FILES
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.messages import CONTROL
+from rlhpc.transport.security import load_secret, mint_run_keys, public_key
+from rlhpc.transport.server import ZmqServer
 from tests.faults import privacy_kit as kit
 from tests.ring.ring_rewards import GATE, GATE_AFTER, open_gate
 from tests.ring.run_kit import Run, make_lab
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.ring
 NUM_STEPS = 8
 KNOWN = (
     "/numba/core/caching.py:",  # machine code that numba has compiled, beside the source or in the user's cache
-    "/rlhpc/packing/planner.py:plan",  # which that code is: it carries its constants as pickles
+    "/rlhpc/algorithms/packing.py:plan",  # which that code is: it carries its constants as pickles
 )
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 

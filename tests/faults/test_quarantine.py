@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.faults.unreliable import CALL, FAULTS, GAME, WORDS, break_down, grade, mend
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import ROOT, Lab, Run, rlhpc

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.buffer.event_log import Taken, event_paths, read_events
-from rlhpc.buffer.journal_reader import read_journals
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import Taken, event_paths, read_events
+from rlhpc.buffer.journal import read_journals
 from tests.ring.ring_rewards import GATE, GATE_AFTER, open_gate
 from tests.ring.rollouts_on_disk import (
     assert_full_batches_trained_once,

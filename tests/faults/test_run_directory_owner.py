@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from rlhpc.exit_status import EXIT_FENCED
-from rlhpc.ownership import take_over
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import latest_complete
+from rlhpc.base.ownership import take_over
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_FENCED
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.faults.attempts_kit import Attempts
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import CEILING_S, GONE_S, Lab, Run, make_lab, rlhpc, summary_of

@@ -15,16 +15,16 @@ import psutil
 import pytest
 import zmq
 
-from rlhpc import messages as m
-from rlhpc.config_sections import TransportConfig
-from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelTimeout
-from rlhpc.topology import CONTROL
+from rlhpc.base.patience import Deadline
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.errors import ChannelTimeout
+from rlhpc.protocol.messages import CONTROL
+from rlhpc.transport.client import ZmqClient
 from rlhpc.transport.codec import Codec
-from rlhpc.transport.keys import load_secret, mint_run_keys, public_key
+from rlhpc.transport.security import load_secret, mint_run_keys, public_key
+from rlhpc.transport.server import ZmqServer
 from rlhpc.transport.sessions import Greeting, Session
-from rlhpc.transport.zmq_client import ZmqClient
-from rlhpc.transport.zmq_server import ZmqServer
 from tests.patience import PATIENCE_S
 
 NUM_RAW_CONNECTIONS = 1_000
@@ -132,7 +132,7 @@ async def test_a_member_that_claims_anothers_name_is_not_heard(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("rlhpc.transport.zap.TELL_AFTER_S", math.inf)
+    monkeypatch.setattr("rlhpc.transport.sockets.TELL_AFTER_S", math.inf)
     secret = load_secret(secrets, "generator-1")
     keys = (zmq.curve_public(secret), secret, public_key(secrets, "controller-0"))
     routing_id = Session.open(claimed, "inc").routing_id if claimed else b"not a session at all"
@@ -193,7 +193,7 @@ async def test_a_flood_of_refused_handshakes_costs_little_memory_and_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Strangers that know the server's public key, each with a key of its own, fifty at a time."""
-    monkeypatch.setattr("rlhpc.transport.zap.TELL_AFTER_S", math.inf)  # it may take minutes on a busy machine
+    monkeypatch.setattr("rlhpc.transport.sockets.TELL_AFTER_S", math.inf)  # it may take minutes on a busy machine
     known, before = public_key(secrets, "controller-0"), psutil.Process().memory_info().rss
 
     def insist() -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import gymnasium
 
-from rlhpc.config_environment import EnvironmentConfig
-from rlhpc.contracts import RewardOutcome
-from rlhpc.environment import Environment, Step
-from rlhpc.rewards.environments.tools import ToolEnvironment
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.environments.tools import ToolEnvironment
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.protocol.environment import Environment, Step
 from tests.ring.ring_rewards import parity
 
 FAULTS = "RLHPC_TEST_FAULTS"  # environment variable

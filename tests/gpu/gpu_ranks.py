@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlhpc.contracts import StepResult
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint
-from rlhpc.training.determinism import compute_deterministically
+from rlhpc.protocol.contracts import StepResult
+from rlhpc.training.backends import compute_deterministically
+from rlhpc.training.trainer_state import read_checkpoint
 from tests.contracts.part_scenarios import train_in_parts
 from tests.contracts.reference_scenarios import ask_a_reference
 from tests.contracts.trainer_cluster import Rank

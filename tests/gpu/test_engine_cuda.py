@@ -11,10 +11,10 @@ import psutil
 import pytest
 import torch
 
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.types import WeightGroup
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.protocol.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.checksum import NUM_LANES, checksum64
+from rlhpc.weights.checksums import NUM_LANES, checksum64
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.engine_subjects import VllmSubject, request_of
 from tests.contracts.weight_receiver_process import fingerprint

@@ -9,9 +9,8 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from bench.experts import ROUTINGS, Sizes, measure
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.training.megatron.grouped_experts import KERNEL_CAPABILITY, GroupedExperts
-from rlhpc.training.megatron.model_config import transformer_config
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.training.megatron.model_config import KERNEL_CAPABILITY, GroupedExperts, transformer_config
 from tests.unit.training.megatron.expert_pairs import draw_tokens, expert_pair, through
 from tests.unit.training.rank_processes import run_ranks
 

@@ -10,8 +10,8 @@ import os
 import pytest
 import torch
 
-from launch.checks.gpus import gpus_here
-from rlhpc.run_layout import RunLayout
+from launch.doctor.gpus import gpus_here
+from rlhpc.base.run_directory import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab, scalars
 

@@ -9,13 +9,12 @@ import psutil
 import pytest
 import torch
 
-from launch.checks.memory.plan import fullest, plan_memory
-from rlhpc.model_shape import ModelShape
-from rlhpc.training.checkpoint.background_save import BackgroundSaver
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint
-from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
-from rlhpc.types import TensorSpec
+from launch.checks.memory_plan import fullest, plan_memory
+from rlhpc.models.shape import ModelShape
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.background_save import BackgroundSaver
+from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
+from rlhpc.training.trainer_state import STATE_KINDS, read_checkpoint
 from tests.contracts.trainer_cluster import RankProcesses
 from tests.gpu.gpu_ranks import make_random_qwen3, peak_of_a_step
 from tests.unit.training.packed_rows import draw_samples, pack_row, tiny_config

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 from tests.faults.test_exact_restart import NUM_STEPS, Course, run_killed_three_times, settings
 from tests.gpu.one_card import place, several_nodes, why_not
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.training.megatron.attention import PackedCoreAttention, chunk_attention
-from rlhpc.training.megatron.row_plan import RowPlan, held_tokens
+from rlhpc.training.megatron.attention import PackedCoreAttention, RowPlan, chunk_attention, held_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,7 +11,7 @@ import torch
 from rlhpc.training.factory import open_backend
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
-from rlhpc.training.process_group import RankContext
+from rlhpc.training.ranks import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
 

@@ -33,8 +33,7 @@ def main() -> int:
                 importlib.import_module(module.name)
     print(f"torch {torch.__version__}; after all imports: {_state()}")
     trouble += ["an import initialises CUDA"] * torch.cuda.is_initialized()
-    from rlhpc.generation.engine_profile import engine_profile
-    from rlhpc.generation.vllm_process import device_here
+    from rlhpc.generation.vllm_start import device_here, engine_profile
 
     device = device_here()
     profile = engine_profile(dry_config(), seed=0, device="cuda")

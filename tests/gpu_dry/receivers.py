@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.config import Config, with_values
-from rlhpc.generation.engine_profile import card_args, engine_profile
+from rlhpc.config.rules import Config, with_values
+from rlhpc.generation.vllm_start import card_args, engine_profile
 from tests.gpu_dry.uses import Receivers
 
 LLM = ("vllm.v1.engine.async_llm.AsyncLLM",)
@@ -31,9 +31,8 @@ def receivers() -> dict[str, Receivers]:
             },
             nothing,
         ),
-        "rlhpc/generation/pause_switch.py": Receivers({"self._llm": LLM}, nothing),
         "rlhpc/generation/weight_updates.py": Receivers({"self._llm": LLM}, nothing),
-        "rlhpc/generation/vllm_process.py": Receivers(
+        "rlhpc/generation/vllm_start.py": Receivers(
             {
                 "llm": LLM,
                 "vllm_config": ("vllm.config.VllmConfig",),
@@ -42,7 +41,7 @@ def receivers() -> dict[str, Receivers]:
             },
             {"profile.engine_args": engine_arguments()},
         ),
-        "rlhpc/generation/finished_request.py": Receivers(
+        "rlhpc/generation/vllm_requests.py": Receivers(
             {"completion": COMPLETION, "flat": ("vllm.logprobs.FlatLogprobs",)}, nothing
         ),
         "rlhpc/generation/worker_extension.py": Receivers({"self.model_runner": RUNNERS}, nothing),

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rlhpc.contracts import RewardOutcome
+from rlhpc.protocol.contracts import RewardOutcome
 
 SLOW_S = 0.01
 GATE = "RLHPC_TEST_GATE"  # names a file: until it is there, nobody is judged; a number in it is the next limit

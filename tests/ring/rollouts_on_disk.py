@@ -9,12 +9,11 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.checks.audit.evidence import Depth
-from launch.checks.audit.history import audit_run
-from launch.checks.audit.report import Verdict
-from launch.commands.audit import as_table
-from rlhpc.buffer.journal_reader import read_journals
-from rlhpc.run_layout import RunLayout
+from launch.verify.audit import as_table, audit_run
+from launch.verify.evidence import Depth
+from launch.verify.report import CheckVerdict
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.journal import read_journals
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def num_sampled_again(directory: Path, before: Path) -> tuple[int, int]:
 def assert_the_audit_is_clean(layout: RunLayout) -> None:
     """The history is right.  Whether files are whole is for those to ask who have damaged none."""
     audit = audit_run(layout, Depth(), lambda text: None)
-    broken = [check for check in audit.checks if check.verdict is Verdict.VIOLATED and check.name != "files"]
+    broken = [check for check in audit.checks if check.verdict is CheckVerdict.VIOLATED and check.name != "files"]
     assert not broken, as_table(layout, audit)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 import psutil
 
 from launch.demo.task import write_dataset
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 from tests.tiny_models import make_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ class Lab:
         return path
 
     def script_engine(self, **script: object) -> None:
-        """Give the model's config.json other settings of the scripted engine (rlhpc/generation/engine_script.py)."""
+        """Give the model's config.json other settings of the scripted engine (tests/engines/scripted_engine.py)."""
         path = self.model / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"scripted_engine": script}))
 

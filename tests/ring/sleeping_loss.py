@@ -12,9 +12,9 @@ import time
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.contracts import PolicyLoss, TokenRow
+from rlhpc.algorithms.policy_loss import make_policy_loss
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import PolicyLoss, TokenRow
 
 SLEEP = "RLHPC_SLEEP_TOKEN_S"  # a variable of the environment
 

@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, assert_the_audit_is_clean
 from tests.ring.run_kit import Run, rlhpc
 from tests.unit.doc_pages import ROOT, blocks, commands_of_block
@@ -58,7 +58,7 @@ def test_the_commands_of_the_page_train_what_a_client_of_openai_was_given_throug
     with Run(Path(shutil.copy(place / run_file, place)), layout, *QUICK) as started:
         # The death of a generator takes its agents along; its rollouts go on with other agents.
         status = started.wait_for_step(2)
-        agents = [process for process in started.survivors() if "rlhpc.roles.generator.agents.host" in _words(process)]
+        agents = [process for process in started.survivors() if "rlhpc.agents.host" in _words(process)]
         assert len(agents) >= 1
         os.kill(next(role["pid"] for role in status["roles"] if role["name"] == "generator-0"), signal.SIGKILL)
         started.wait_for_step(status["step"] + 3)

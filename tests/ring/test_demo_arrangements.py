@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import latest_complete
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import ROOT, Lab, Run, rlhpc, summary_of
 

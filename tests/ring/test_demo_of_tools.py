@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from launch.demo.lookup import CALL, make_lookup_model, write_dataset
-from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_the_audit_is_clean
 from tests.ring.run_kit import ROOT, Run
 

@@ -20,15 +20,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from launch.commands.arguments import takes_evaluation
-from launch.commands.evaluate import follow
-from launch.commands.evaluate.past import past_evaluations
-from rlhpc.config import with_values
+from launch.evaluate import follow
+from launch.view.standing import past_evaluations
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.rules import with_values
 from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.evaluation.samples_file import read_samples
-from rlhpc.evaluation.settings import EvaluationSettings, read_settings
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
-from rlhpc.run_layout import RunLayout
+from rlhpc.metrics.evaluations import EvaluationSettings, read_samples, read_settings
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tests.ring.run_kit import Lab, Run, command_environment, make_lab, rlhpc, run_to_the_end, wait_while_it_moves
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.data.checkpoints import CHATML, SPECIAL_TOKENS, make_tokenizer_files

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.reading.run_figures import read_figures
-from rlhpc.run_layout import RunLayout
+from launch.view.figures import read_figures
+from rlhpc.base.run_directory import RunLayout
 from tests.ring.run_kit import rlhpc, summary_of
 from tests.ring.timed_runs import TRAINED_TOKEN_S, make_timed_lab, slow_trainers, timed_run
 

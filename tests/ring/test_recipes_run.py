@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.commands.recipes import copy_recipe
-from rlhpc.config_file import load_config, read_resolved
+from rlhpc.config.file import load_config, read_resolved
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Run, make_lab, rlhpc, summary_of
 from tests.tiny_models import make_tiny_checkpoint

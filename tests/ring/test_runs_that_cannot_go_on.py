@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.training.checkpoint.directory import latest_complete
+from rlhpc.protocol.errors import EXIT_CONFIG
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
 from tests.ring.run_kit import Lab, Run, run_to_the_end, summary_of, within
 

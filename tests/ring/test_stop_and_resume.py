@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import latest_complete
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, command_environment, rlhpc, run_to_the_end, summary_of, within
 

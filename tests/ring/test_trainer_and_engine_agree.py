@@ -13,18 +13,17 @@ import pytest
 import pytest_asyncio
 from torch import Tensor
 
+from rlhpc.algorithms.packing import FlopCost, pack
 from rlhpc.algorithms.samples import SampleMaker
-from rlhpc.config import Config
-from rlhpc.config_environment import EnvironmentConfig
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.contracts import GenerationEngine
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.messages import TurnReply
-from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import pack
-from rlhpc.roles.common.dialogue import Dialogue, Taken
-from rlhpc.types import (
+from rlhpc.environments.dialogue import Dialogue, Taken
+from rlhpc.protocol.contracts import GenerationEngine
+from rlhpc.protocol.messages import TurnReply
+from rlhpc.protocol.types import (
     PackedMicrobatch,
     Prompt,
     Rollout,

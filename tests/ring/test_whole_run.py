@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import latest_complete
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.ring.ring_rewards import parity_by_characters
 from tests.ring.rollouts_on_disk import RolloutOnDisk, assert_full_batches_trained_once, consumed, rollouts_on_disk
 from tests.ring.run_kit import Lab, rlhpc, run_to_the_end, summary_of

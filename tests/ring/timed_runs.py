@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 from tests.ring.run_kit import Lab, Run, make_lab
 from tests.ring.sleeping_loss import SLEEP
 

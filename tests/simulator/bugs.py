@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from rlhpc.messages import Delivery
-from rlhpc.roles.controller.journaling import Journaling, _Receipts
+from rlhpc.protocol.messages import Delivery
+from rlhpc.protocol.types import ScoredRollout
+from rlhpc.roles.controller.persistence import Journaling, _Receipts
 from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.train_loop import TrainLoop
-from rlhpc.types import ScoredRollout
 
 
 @contextmanager

@@ -10,23 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rlhpc.contracts import ClientChannel, WeightTiming
-from rlhpc.errors import ChannelError
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.messages import (
-    RewardReply,
-    RewardRequest,
-    StopRole,
-)
-from rlhpc.roles.common.heartbeat import beat, hello
-from rlhpc.roles.common.lifecycle import RoleContext, run_until
-from rlhpc.roles.generator.outbox import Outbox
-from rlhpc.roles.generator.role import Generator
-from rlhpc.roles.generator.sampling import Link, Sampling
-from rlhpc.topology import CONTROL, LEASES
-from rlhpc.transport.incarnation import another_of
-from rlhpc.types import ScoredRollout, WeightGroup, WeightManifest
+from rlhpc.protocol.contracts import ClientChannel, WeightTiming
+from rlhpc.protocol.errors import ChannelError
+from rlhpc.protocol.messages import CONTROL, LEASES, RewardReply, RewardRequest, StopRole
+from rlhpc.protocol.types import ScoredRollout, WeightGroup, WeightManifest
+from rlhpc.roles.generator.generator import Generator
+from rlhpc.roles.generator.sampling import Link, Outbox, Sampling
+from rlhpc.roles.lifecycle import RoleContext, beat, hello, run_until
+from rlhpc.transport.sessions import another_of
+from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.simulator.network import SimulatedClient
 from tests.simulator.trainer import LOOK_S, Simulation, connected
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.buffer.segment_files import segment_paths
-from rlhpc.buffer.segment_reader import read_segment
-from rlhpc.config import Config
-from rlhpc.contracts import Clock
-from rlhpc.errors import LedgerError
-from rlhpc.messages import Delivered, Delivery
-from rlhpc.roles.controller.role import Controller
-from rlhpc.types import Lease, PackedBatch, ScoredRollout
+from rlhpc.buffer.segments import read_segment, segment_paths
+from rlhpc.config.rules import Config
+from rlhpc.protocol.contracts import Clock
+from rlhpc.protocol.errors import LedgerError
+from rlhpc.protocol.messages import Delivered, Delivery
+from rlhpc.protocol.types import Lease, PackedBatch, ScoredRollout
+from rlhpc.roles.controller.controller import Controller
 from tests.simulator.trainer import Weights, prompts_of
 
 ANSWER_S = 5.0  # virtual: a commit takes some hundredths

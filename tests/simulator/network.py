@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.topology import ChannelSpec
-from rlhpc.transport.memory import MemoryClient, MemoryServer
+from rlhpc.protocol.messages import ChannelSpec
 from rlhpc.transport.sessions import Session
+from tests.engines.memory_channel import MemoryClient, MemoryServer
 from tests.simulator.loop import OUTSIDE, PROCESS, Process
 
 

@@ -21,16 +21,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.checks.audit.evidence import Depth
-from launch.checks.audit.history import audit_run
-from rlhpc.config_file import write_resolved
-from rlhpc.generation.engine_script import Script
-from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, exit_status_of
-from rlhpc.roles.controller.role import Controller
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES, CONTROL, LEASES
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.types import PackedBatch, ScoredRollout
+from launch.verify.audit import audit_run
+from launch.verify.evidence import Depth
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
+from rlhpc.protocol.types import PackedBatch, ScoredRollout
+from rlhpc.roles.controller.controller import Controller
+from rlhpc.roles.lifecycle import RoleContext, StopRequest, exit_status_of
+from tests.engines.memory_channel import MemoryServer
+from tests.engines.scripted_engine import Script
 from tests.simulator.generators import SimulatedGenerator
 from tests.simulator.settings import EOS, VOCABULARY, begin, settings_of
 from tests.simulator.trainer import Broadcasts, ScriptedTrainer, Weights

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rlhpc.config_data import DataConfig
-from rlhpc.config_sections import ModelConfig
+from rlhpc.config.tables import DataConfig, ModelConfig
 from rlhpc.data import prompts
-from rlhpc.data.records import Record, read_records
+from rlhpc.data.record_source import Record, read_records
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.transport.codec import Codec
 
@@ -67,12 +66,12 @@ def _tokenizer(model: ModelConfig) -> PromptTokenizer:
 def in_silence() -> Iterator[None]:
     """Neither logs nor TensorBoard."""
     with ExitStack() as stack:
-        stack.enter_context(patch("rlhpc.transport.memory.Codec", _codec))
+        stack.enter_context(patch("tests.engines.memory_channel.Codec", _codec))
         stack.enter_context(patch("rlhpc.data.prompts.records_of", _records))
         stack.enter_context(patch("rlhpc.data.prompts._fingerprint", _fingerprint))
         stack.enter_context(patch.object(PromptTokenizer, "of", _tokenizer))
-        stack.enter_context(patch("rlhpc.roles.generator.outbox.SILENCE_S", SILENCE_S))
-        stack.enter_context(patch("rlhpc.roles.controller.metrics.recorder.Recorder", _NoTensorBoard))
+        stack.enter_context(patch("rlhpc.roles.generator.sampling.SILENCE_S", SILENCE_S))
+        stack.enter_context(patch("rlhpc.roles.controller.recorder.Recorder", _NoTensorBoard))
         stack.enter_context(patch("rlhpc.metrics.meters.LoopLag.run", _never))
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)

@@ -9,14 +9,12 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from launch.run_directory.attempt_number import num_attempts
-from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
-from launch.run_directory.prepare import Attempt, note_attempt
-from rlhpc.config import Config
-from rlhpc.config_file import config_hash
-from rlhpc.ownership import take_over
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.run_layout import RunLayout
+from launch.run_directory.prepare import Attempt, ResumePoint, choose, note_attempt, num_attempts, put_aside
+from rlhpc.base.ownership import take_over
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash
+from rlhpc.config.rules import Config
+from rlhpc.roles.lifecycle import RoleContext
 
 EOS = 2
 VOCABULARY = 14

@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rlhpc.algorithms.step_limits import refusal
-from rlhpc.contracts import ClientChannel
-from rlhpc.errors import TornWeights
-from rlhpc.messages import (
+from rlhpc.algorithms.guard import refusal
+from rlhpc.algorithms.packing import joined
+from rlhpc.protocol.contracts import ClientChannel
+from rlhpc.protocol.errors import TornWeights
+from rlhpc.protocol.messages import (
+    BATCHES,
+    CONTROL,
     BatchRows,
     FormGroup,
     GroupOpened,
@@ -31,11 +34,8 @@ from rlhpc.messages import (
     TrainBatch,
     TrainerReady,
 )
-from rlhpc.packing.layout import joined
-from rlhpc.roles.common.heartbeat import beat, hello
-from rlhpc.roles.common.lifecycle import RoleContext, run_until
-from rlhpc.topology import BATCHES, CONTROL
-from rlhpc.types import PackedBatch, PackedMinibatch, ScoredRollout, TensorSpec, WeightGroup, WeightManifest
+from rlhpc.protocol.types import PackedBatch, PackedMinibatch, ScoredRollout, TensorSpec, WeightGroup, WeightManifest
+from rlhpc.roles.lifecycle import RoleContext, beat, hello, run_until
 from tests.simulator.network import SimulatedClient
 
 MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))

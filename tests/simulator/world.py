@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from launch.checks.audit.evidence import Depth
-from launch.checks.audit.history import audit_run
-from launch.run_directory.attempt_number import num_attempts
-from rlhpc.config_file import config_hash, write_resolved
-from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
-from rlhpc.generation.engine_script import Script
-from rlhpc.patience import LONGEST_PAUSE_S
-from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
-from rlhpc.roles.controller import batch_maker
-from rlhpc.roles.controller.role import Controller
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES, CONTROL, LEASES
-from rlhpc.types import PackedBatch, ScoredRollout
+from launch.run_directory.prepare import num_attempts
+from launch.verify.audit import audit_run
+from launch.verify.evidence import Depth
+from rlhpc.base.patience import LONGEST_PAUSE_S
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash, write_resolved
+from rlhpc.protocol.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
+from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
+from rlhpc.protocol.types import PackedBatch, ScoredRollout
+from rlhpc.roles.controller import batches
+from rlhpc.roles.controller.controller import Controller
+from rlhpc.roles.lifecycle import RoleContext, StopRequest, first_leaf
+from tests.engines.scripted_engine import Script
 from tests.simulator.disk import SimulatedDisk
 from tests.simulator.faults import CONTROLLER, GENERATORS, TRAINER, Fault
 from tests.simulator.generators import SimulatedGenerator
@@ -104,7 +104,7 @@ class World:
     def run(self) -> Outcome:
         """Let it happen."""
         problem = ""
-        in_a_thread = patch.object(batch_maker, "SMALL_BATCH_TOKENS", 0 if self.seed % 2 else 1 << 14)
+        in_a_thread = patch.object(batches, "SMALL_BATCH_TOKENS", 0 if self.seed % 2 else 1 << 14)
         with self.disk.installed(), in_silence(), in_a_thread:
             try:
                 self._found()

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.processes import Process
-from rlhpc.deadline import Deadline
-from rlhpc.errors import RoleFailed
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.processes import Process
+from rlhpc.base.patience import Deadline
+from rlhpc.protocol.errors import RoleFailed
 
 PATIENCE_S = 120.0  # what takes a second on a quiet machine has come by then on one where 20 others work
 MakeCluster = Callable[..., DevCluster]  # (shape: ClusterShape | None = None, installation: Installation | None = None)

@@ -15,18 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launch.dev_cluster.cluster import DevCluster
+from launch.private_slurm.cluster import DevCluster
 from tests.ring.ring_rewards import GATE
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
-from tests.ring.run_kit import (
-    ROOT,
-    Lab,
-    command_environment,
-    summary_of,
-    to_toml,
-    trace_of,
-    wait_while_it_moves,
-)
+from tests.ring.run_kit import ROOT, Lab, command_environment, summary_of, to_toml, trace_of, wait_while_it_moves
 
 # Sections of a run that is not over in a moment: every step takes its rewards' time.
 LASTING = {"data": {"task": "tests.ring.ring_rewards:slow_parity"}}

@@ -11,10 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.installation import Installation, SlurmMissing
-from launch.dev_cluster.packages import obtain, private
-from launch.dev_cluster.shape import ClusterShape, default_shape
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import Installation, SlurmMissing, obtain, private
+from launch.private_slurm.shape import ClusterShape, default_shape
 from tests.ring.run_kit import Lab, make_lab
 from tests.slurm.cluster_kit import MakeCluster
 from tests.slurm.stand import Stand, discard, new_cluster

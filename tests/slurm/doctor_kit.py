@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
 from launch.plan.jobs import JobPlan, plan_jobs
 from launch.plan.site_file import Site
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.run_layout import RunLayout
+from launch.private_slurm.cluster import DevCluster
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
 
 ROOT = Path(__file__).parents[2]
 GPUS = {"gpu_memory_gib": 1.0, "gpus_per_node": 2, "gres_type": "fake", "memory_gib_per_gpu": 1}

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import signal
 
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.daemons import CONTROLLER, daemon_of
-from launch.dev_cluster.network import Network
-from launch.dev_cluster.processes import wait_gone, with_descendants
-from rlhpc.errors import ConfigError, RoleFailed
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.daemons import CONTROLLER, Network, daemon_of
+from launch.private_slurm.processes import wait_gone, with_descendants
+from rlhpc.protocol.errors import ConfigError, RoleFailed
 
 
 def crash_node(cluster: DevCluster, node: str) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import signal
 import time
 
-from launch.dev_cluster.cluster import IDLE, DevCluster
-from launch.dev_cluster.processes import with_descendants
-from rlhpc.deadline import Deadline
-from rlhpc.errors import RoleFailed
+from launch.private_slurm.cluster import IDLE, DevCluster
+from launch.private_slurm.processes import with_descendants
+from rlhpc.base.patience import Deadline
+from rlhpc.protocol.errors import RoleFailed
 
 PATIENCE_S = 15.0  # a new cluster takes one or two
 _ANSWER_S = 10.0

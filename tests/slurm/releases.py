@@ -9,9 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch.dev_cluster.installation import SlurmMissing
-from launch.dev_cluster.packages import obtain
-from launch.dev_cluster.releases import RELEASES
+from launch.private_slurm.packages import RELEASES, SlurmMissing, obtain
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from launch.commands.status import render_status
 from launch.slurm.queue import JobRow, look_at_jobs
-from launch.slurm.reasons import reason_in_words
-from launch.slurm.states import Life
-from rlhpc.deadline import Deadline
-from rlhpc.run_layout import RunLayout
+from launch.slurm.states import Life, reason_in_words
+from launch.view.status import render_status
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
 from tests.slurm.cluster_kit import PATIENCE_S, wait_until
 
 

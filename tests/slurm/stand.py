@@ -14,11 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.installation import Installation
-from launch.dev_cluster.layout import LONGEST_ROOT
-from launch.dev_cluster.shape import ClusterShape
-from rlhpc.errors import RoleFailed, RunDirectoryError
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import Installation
+from launch.private_slurm.shape import LONGEST_ROOT, ClusterShape
+from rlhpc.protocol.errors import RoleFailed, RunDirectoryError
 from tests.slurm.healing import PATIENCE_S, restore
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.cli import main
-from launch.dev_cluster.cluster import DevCluster
+from launch.private_slurm.cluster import DevCluster
 from launch.run_directory.prepare import prepare_run_dir_for_jobs
-from launch.run_files.job_records import JobRecord, read_records, write_record
-from rlhpc.config_file import load_config
-from rlhpc.run_layout import RunLayout
+from launch.run_files.records import JobRecord, read_job_records, write_job_record
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config
 from tests.ring.run_kit import ROOT, Lab
 from tests.slurm.cluster_kit import submit
 from tests.slurm.healing import restore
@@ -76,10 +76,10 @@ class Desk:
         prepare_run_dir_for_jobs(load_config(self.run_file(name)), layout, resume=False, fresh=False)
         for number, (job, script, options) in enumerate(jobs):
             job_id = submit(self.cluster, script, f"--job-name={name}", *options)
-            write_record(layout, JobRecord(job_id, job, "jobs", None, "", "", False, 0, 0, None, float(number)))
+            write_job_record(layout, JobRecord(job_id, job, "jobs", None, "", "", False, 0, 0, None, float(number)))
         return layout
 
 
 def ids_of(layout: RunLayout) -> dict[str, int]:
     """Recorded ids by the names of jobs."""
-    return {record.name: record.job_id for record in read_records(layout)}
+    return {record.name: record.job_id for record in read_job_records(layout)}

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from launch.dev_cluster.namespaces import require
-from launch.dev_cluster.shape import Times, default_shape
-from rlhpc.errors import ConfigError
+from launch.private_slurm.processes import require
+from launch.private_slurm.shape import Times, default_shape
+from rlhpc.protocol.errors import ConfigError
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_kit import MakeCluster
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, role_pids

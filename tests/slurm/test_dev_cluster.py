@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.installation import Installation
-from launch.dev_cluster.processes import Process, process, wait_gone
-from launch.dev_cluster.shape import default_shape
-from launch.plan.report import srun_sizes
-from launch.plan.script import component_directives, render_command
-from rlhpc.errors import RoleFailed
+from launch.plan.script import component_directives, render_command, srun_sizes
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import Installation
+from launch.private_slurm.processes import Process, process, wait_gone
+from launch.private_slurm.shape import default_shape
+from rlhpc.protocol.errors import RoleFailed
 from tests.slurm import faults
 from tests.slurm.cluster_kit import (
     MakeCluster,

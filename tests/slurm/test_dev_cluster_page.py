@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch.dev_cluster.installation import Installation
+from launch.private_slurm.packages import Installation
 
 PAGE = Path(__file__).parents[2] / "docs" / "dev_cluster.md"
 

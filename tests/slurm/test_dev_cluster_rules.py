@@ -13,17 +13,34 @@ import psutil
 import pytest
 
 from launch.cli import main
-from launch.dev_cluster import releases
-from launch.dev_cluster.accounting import prepare_database
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
-from launch.dev_cluster.daemons import CONTROLLER, MUNGED, Daemons, reserved_ports
-from launch.dev_cluster.installation import OWN_LIBRARIES, Installation, SlurmMissing
-from launch.dev_cluster.layout import LONGEST_ROOT, ClusterLayout
-from launch.dev_cluster.packages import RELEASE_VARIABLE, installed, obtain, private
-from launch.dev_cluster.processes import Process, process, read_record, write_record
-from launch.dev_cluster.shape import ClusterShape, Description, NodeGroup, Partition, default_shape
-from rlhpc.errors import ConfigError, RoleFailed, RunDirectoryError
+from launch.private_slurm import packages
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.daemons import CONTROLLER, MUNGED, Daemons, reserved_ports
+from launch.private_slurm.packages import (
+    OWN_LIBRARIES,
+    RELEASE_VARIABLE,
+    Installation,
+    SlurmMissing,
+    installed,
+    obtain,
+    private,
+)
+from launch.private_slurm.processes import Process, process, read_record, write_record
+from launch.private_slurm.shape import (
+    LONGEST_ROOT,
+    ClusterLayout,
+    ClusterShape,
+    Description,
+    Ground,
+    NodeGroup,
+    Partition,
+    cgroup_conf,
+    default_shape,
+    gres_conf,
+    prepare_database,
+    slurm_conf,
+)
+from rlhpc.protocol.errors import ConfigError, RoleFailed, RunDirectoryError
 from tests.full_disk import fill, small_disk
 
 GROUND = Ground("dev", "me", Path("/plugins"), (22, 5), 10_000, {"t0": 10_001, "g0": 10_002, "g1": 10_003}, 1000)
@@ -211,7 +228,7 @@ def test_a_machine_that_cannot_unpack_another_release_says_in_one_line_what_it_l
 ) -> None:
     facts = {"ID": system, "PRETTY_NAME": "Some System", "VERSION_CODENAME": "none"}
     monkeypatch.setattr(platform, "freedesktop_os_release", lambda: facts)
-    monkeypatch.setattr(releases, "KEYRING", tmp_path / "none")
+    monkeypatch.setattr(packages, "KEYRING", tmp_path / "none")
     for tool in tools:
         (tmp_path / tool).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -231,7 +248,7 @@ def test_libraries_of_either_layout_are_gathered_and_second_names_left_where_the
         (tmp_path / name).touch()
     (tmp_path / "usr/lib/x86_64-linux-gnu/libz.so.1").symlink_to("libz.so.1.2")
     (tmp_path / "lib64/ld-linux-x86-64.so.2").symlink_to("/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2")
-    releases.gather_libraries(tmp_path)
+    packages.gather_libraries(tmp_path)
     gathered = tmp_path / OWN_LIBRARIES
     assert {path.name for path in gathered.iterdir()} == {"libz.so.1.2", "libz.so.1", "ld-linux-x86-64.so.2"}
     assert not (gathered / "ld-linux-x86-64.so.2").is_symlink()

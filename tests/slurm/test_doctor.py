@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from launch.commands.doctor.command import doctor
-from launch.dev_cluster import namespaces
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.shape import default_shape
-from launch.plan.site_file import Site
-from launch.plan.site_values import slurm_time
-from rlhpc.errors import ConfigError
+from launch.doctor.command import doctor
+from launch.plan.site_file import Site, slurm_time
+from launch.private_slurm import processes
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.shape import default_shape
+from rlhpc.protocol.errors import ConfigError
 from tests.slurm.cluster_kit import PATIENCE_S, MakeCluster, known_jobs, submit, wait_state, wait_until
 from tests.slurm.doctor_kit import ROOT, site_of, turned_to
 
@@ -155,7 +154,7 @@ def test_two_nodes_that_do_not_reach_each_other_are_told_and_the_others_are_not_
     make_cluster: MakeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
-        namespaces.require()
+        processes.require()
     except ConfigError as error:
         pytest.skip(str(error))
     cluster = make_cluster(replace(default_shape(1, 1, 1, gpus=2), has_networks=True))

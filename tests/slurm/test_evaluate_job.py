@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from rlhpc.evaluation.samples_file import read_samples
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.metrics.evaluations import read_samples
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.ring.run_kit import Lab, make_lab, wait_while_it_moves
 from tests.slurm.submit_kit import Desk
 

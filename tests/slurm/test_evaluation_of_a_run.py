@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from launch.commands.evaluate import job
-from launch.commands.evaluate.follow import ASK_S
-from launch.commands.evaluate.following_job import following_job
-from launch.commands.evaluate.past import past_evaluations
-from launch.dev_cluster.cluster import DevCluster
+from launch.evaluate import job
+from launch.evaluate.follow import ASK_S
+from launch.evaluate.job import following_job
+from launch.private_slurm.cluster import DevCluster
+from launch.view.standing import past_evaluations
 from tests.ring.run_kit import Lab, wait_while_it_moves
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster import namespaces
-from launch.dev_cluster.installation import Installation
-from launch.dev_cluster.shape import default_shape
-from rlhpc.errors import ConfigError
+from launch.private_slurm import processes as namespaces
+from launch.private_slurm.packages import Installation
+from launch.private_slurm.shape import default_shape
+from rlhpc.protocol.errors import ConfigError
 from tests.slurm import faults
 from tests.slurm.cluster_kit import PATIENCE_S, directory_of, job_node, logs_shown, submit, wait_state, wait_until
 from tests.slurm.healing import find_amiss

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from launch.dev_cluster.cluster import DevCluster
+from launch.private_slurm.cluster import DevCluster
 from launch.slurm.commands import SlurmError
+from launch.slurm.queue import FINAL
 from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
-from launch.submitit_hetjob.job import FINAL, HeterogeneousSlurmJob
+from launch.submitit_hetjob.job import HeterogeneousSlurmJob
 from tests.slurm.cluster_kit import PATIENCE_S, directory_of, job_state, submit, wait_until
 from tests.slurm.het_callables import Counts, FailsAfter, FailsFirst, WaitsFor, fail, sleep_long, where_am_i
 

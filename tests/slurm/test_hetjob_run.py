@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.dev_cluster.cluster import DevCluster
-from rlhpc.training.checkpoint.directory import latest_complete
+from launch.private_slurm.cluster import DevCluster
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, held_by, role_pids, trained_in_vain
 from tests.slurm.faults import crash_node, start_controller, start_node, stop_controller

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
+from launch.private_slurm.cluster import DevCluster
 from tests.faults.refusing_disk import COMPILER, ERRORS, KINDS, RefusingDisk
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, role_pids

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
+from launch.private_slurm.cluster import DevCluster
 from tests.ring.run_kit import Lab, last_scalar
 from tests.slurm.cluster_kit import submit, wait_state
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, role_pids, trained_in_vain

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
+from launch.private_slurm.cluster import DevCluster
 from tests.ring.rollouts_on_disk import num_sampled_again
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids

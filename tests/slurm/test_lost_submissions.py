@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.run_files.job_records import read_records
+from launch.run_files.records import read_job_records
 from launch.supervisor.other_jobs import submit_again
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tests.ring.run_kit import ROOT, Lab, make_lab
 from tests.slurm.cluster_kit import PATIENCE_S, wait_until
 from tests.slurm.cluster_run import environment_on
@@ -78,7 +78,7 @@ def test_ctrl_c_while_sbatch_works_leaves_no_job(
     assert "and has been cancelled" in err
     assert desk.queued() == []
     layout = desk.lab.layout(name)
-    assert read_records(layout) == []
+    assert read_job_records(layout) == []
     assert not layout.root.with_name(f".{name}.submitting").exists()
 
 
@@ -117,7 +117,7 @@ def test_a_successor_whose_answer_is_lost_is_submitted_once(
     before_sbatch(tmp_path, f'real "$@" > /dev/null; echo "{TIMED_OUT}" >&2; exit 1', monkeypatch)
     number = submit_again(layout, ids_of(layout)["trainer"])
     assert sorted(set(desk.queued()) - set(before)) == [str(number)]
-    assert read_records(layout)[-1].job_id == number
+    assert read_job_records(layout)[-1].job_id == number
 
 
 def test_of_two_submissions_at_once_one_is_refused(

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster import namespaces
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.installation import Installation
-from launch.dev_cluster.processes import process, wait_gone
-from launch.dev_cluster.shape import ClusterShape, default_shape
-from rlhpc.errors import ConfigError
+from launch.private_slurm import processes as namespaces
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import Installation
+from launch.private_slurm.processes import process, wait_gone
+from launch.private_slurm.shape import ClusterShape, default_shape
+from rlhpc.protocol.errors import ConfigError
 from tests.slurm import faults
 from tests.slurm.cluster_kit import (
     MakeCluster,

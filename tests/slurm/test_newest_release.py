@@ -7,12 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.installation import Installation, SlurmMissing
-from launch.dev_cluster.packages import RELEASE_VARIABLE, obtain
-from launch.dev_cluster.releases import RELEASES
-from launch.dev_cluster.shape import default_shape
-from rlhpc.errors import RunDirectoryError
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import RELEASE_VARIABLE, RELEASES, Installation, SlurmMissing, obtain
+from launch.private_slurm.shape import default_shape
+from rlhpc.protocol.errors import RunDirectoryError
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_run import SlurmRun, assert_whole
 from tests.slurm.stand import Stand, new_cluster

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from launch.checks.site.slurm_check import find_unfit, refuse_unfit, try_components
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.installation import SlurmMissing
-from launch.dev_cluster.packages import obtain
-from launch.dev_cluster.shape import default_shape
+from launch.doctor.slurm_plan import find_unfit, refuse_unfit, try_components
 from launch.plan.jobs import JobPlan
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import SlurmMissing, obtain
+from launch.private_slurm.shape import default_shape
 from launch.slurm.cluster_facts import ask_cluster
 from launch.slurm.commands import SlurmError
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 from tests.slurm import faults
 from tests.slurm.cluster_kit import MakeCluster, known_jobs, seconds_of
 from tests.slurm.doctor_kit import plan_of, turned_to

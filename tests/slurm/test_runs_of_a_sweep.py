@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.run_files.job_records import read_records
-from rlhpc.config_file import read_resolved
-from rlhpc.exit_status import EXIT_CONFIG
+from launch.run_files.records import read_job_records
+from rlhpc.config.file import read_resolved
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.slurm.submit_kit import Desk, ids_of
 
 
@@ -63,7 +63,7 @@ def test_what_is_refused_of_one_run_is_listed_and_resume_submits_the_rest(
     assert desk.submit("half", site, "--seeds", "1,2,3", "--resume") == EXIT_CONFIG  # two are queued already
     assert "2 runs of 3 not submitted:" in capsys.readouterr().err
     assert {seed: ids_of(layouts[seed]) for seed in (1, 3)} == before
-    assert len(read_records(layouts[2])) == 1
+    assert len(read_job_records(layouts[2])) == 1
 
 
 def test_what_slurm_refuses_of_one_is_refused_for_all(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.installation import SlurmMissing
-from launch.dev_cluster.packages import obtain
-from launch.dev_cluster.processes import slurm_user
-from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition
 from launch.plan.jobs import Elastic, JobPlan, plan_elastic, plan_jobs
-from launch.plan.report import shared_layout
-from launch.plan.script import render_scripts
-from rlhpc.errors import RoleFailed
+from launch.plan.script import render_scripts, shared_layout
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.packages import SlurmMissing, obtain
+from launch.private_slurm.processes import slurm_user
+from launch.private_slurm.shape import ClusterShape, NodeGroup, Partition
+from rlhpc.protocol.errors import RoleFailed
 from tests.slurm.cluster_kit import MakeCluster
 from tests.unit.launch.regenerate_scripts import PAIRS, Pair
 

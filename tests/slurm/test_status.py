@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from launch.commands.logs import show_logs
-from launch.commands.status import render_status
-from launch.dev_cluster.cluster import DevCluster
-from launch.run_files.job_records import JobRecord, write_record
+from launch.private_slurm.cluster import DevCluster
+from launch.run_files.records import JobRecord, write_job_record
 from launch.slurm.queue import QueueLook, look_at_jobs
-from launch.slurm.reasons import is_stuck, reason_in_words
-from launch.slurm.states import STATES, EndedBy, Life
-from rlhpc.errors import RoleFailed
-from rlhpc.run_layout import RunLayout
+from launch.slurm.states import STATES, EndedBy, Life, is_stuck, reason_in_words
+from launch.view.status import render_status
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RoleFailed
 from tests.slurm import faults
 from tests.slurm.cluster_kit import MakeCluster, job_output, seconds_of, submit, wait_state, wait_until
 from tests.slurm.rows_kit import row_of, rows_of, status_of, wait_name, wait_reason, wait_row
@@ -57,7 +56,7 @@ def make_run(root: Path, *jobs: tuple[int, str]) -> RunLayout:
 
 
 def note(layout: RunLayout, job_id: int, name: str) -> None:
-    write_record(layout, JobRecord(job_id, name, "jobs", None, "plan", "script", False, 0, 1, None, time.time()))
+    write_job_record(layout, JobRecord(job_id, name, "jobs", None, "plan", "script", False, 0, 1, None, time.time()))
 
 
 # -------------------------------------------------------------------------------------------------------------- states

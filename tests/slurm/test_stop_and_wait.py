@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from launch.commands import stop, wait_for_run
-from launch.commands.watch import Watch
-from launch.slurm.control import cancel
+from launch.commands import stop
+from launch.slurm.queue import cancel
+from launch.view import status as wait_for_run
+from launch.view.status import Watch
 from tests.ring.run_kit import Lab, make_lab
 from tests.slurm.cluster_kit import job_state, submit, wait_state
 from tests.slurm.submit_kit import LATER, Desk, ids_of

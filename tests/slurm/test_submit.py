@@ -13,12 +13,12 @@ from launch.cli import main
 from launch.commands.submit import submit_jobs, write_plan
 from launch.plan.jobs import plan_jobs
 from launch.plan.site_file import load_site
-from launch.run_files.job_records import read_records
+from launch.run_files.records import read_job_records
 from launch.slurm.commands import SlurmError
-from rlhpc.config_file import load_config, read_resolved
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
-from rlhpc.transport.keys import allowed_keys
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config, read_resolved
+from rlhpc.protocol.errors import EXIT_CONFIG
+from rlhpc.transport.security import allowed_keys
 from tests.ring.run_kit import Lab, make_lab
 from tests.slurm.cluster_kit import submit, wait_until
 from tests.slurm.submit_kit import LATER, Desk, ids_of
@@ -51,7 +51,7 @@ def test_a_heterogeneous_run_reaches_the_queue_as_one_job(desk: Desk, capsys: py
     assert f"rlhpc status {layout.root}" in out
     assert layout.site.read_bytes() == site.read_bytes()
     assert json.loads(layout.job_plan.read_bytes())["schema"] == 1
-    (record,) = read_records(layout)
+    (record,) = read_job_records(layout)
     assert (record.hosts_controller, record.replicas_per_task, record.script) == (
         True,
         2,
@@ -136,7 +136,7 @@ def test_jobs_before_one_that_sbatch_refuses_are_cancelled(desk: Desk) -> None:
     with pytest.raises(SlurmError, match=r"generation: sbatch: .*partition.*cancelled again: controller \d+, trainer"):
         submit_jobs(plan)
     assert desk.queued() == []
-    assert read_records(layout) == []
+    assert read_job_records(layout) == []
 
 
 def test_a_refused_submission_leaves_no_directory_and_takes_none_away(
@@ -209,7 +209,7 @@ def test_a_run_is_resumed_from_its_directory_also_on_another_site(
     other = desk.site(cluster=JOBS)
     assert main(["resume", str(layout.root), str(other)]) == 0
     assert layout.site.read_bytes() == other.read_bytes()
-    assert [record.name for record in read_records(layout)] == [
+    assert [record.name for record in read_job_records(layout)] == [
         "hetjob", "hetjob", "controller", "trainer", "generation",
     ]  # fmt: skip
     assert json.loads(layout.job_plan.read_bytes())["placement"] == "jobs"
@@ -237,7 +237,7 @@ def test_generators_are_added_and_the_youngest_retired(
     planned = desk.queued()
     assert main(["scale", root, "--generators", "+2", "--partition", "scavenge"]) == 0
     assert main(["scale", root, "--generators", "+1"]) == 0
-    records = [record for record in read_records(layout) if record.is_elastic]
+    records = [record for record in read_job_records(layout) if record.is_elastic]
     assert [(r.name, r.array_size, r.first_replica, r.partition) for r in records] == [
         ("generation-1", 2, 2, "scavenge"),
         ("generation-2", 1, 4, "gen"),
@@ -258,7 +258,7 @@ def test_generators_are_added_and_the_youngest_retired(
     assert main(["scale", root, "--generators", "-1"]) == EXIT_CONFIG
     assert "only added generators can be retired, and there are none" in capsys.readouterr().err
     assert main(["scale", root, "--generators", "+1"]) == 0
-    assert read_records(layout)[-1].first_replica == 5  # no number is given twice
+    assert read_job_records(layout)[-1].first_replica == 5  # no number is given twice
 
     assert main(["stop", root]) == 0
     assert desk.queued() == []
@@ -280,9 +280,9 @@ def test_those_that_wait_are_retired_before_those_that_work(desk: Desk, added: i
     layout = desk.lab.layout(name)
     assert main(["scale", str(layout.root), "--generators", f"+{added}"]) == 0  # they wait
     if cancelled:
-        desk.cluster.run("scancel", f"{read_records(layout)[-1].job_id}_[{cancelled}]")
+        desk.cluster.run("scancel", f"{read_job_records(layout)[-1].job_id}_[{cancelled}]")
     assert main(["scale", str(layout.root), "--generators", "+1", str(desk.site(common={"extra": []}))]) == 0
-    works, waits = read_records(layout)[-1].job_id, read_records(layout)[-2].job_id
+    works, waits = read_job_records(layout)[-1].job_id, read_job_records(layout)[-2].job_id
     wait_until(lambda: shown(desk, works, "JobState") == "RUNNING", "it waits for the run's first attempt")
     newest = max(task for task in range(added) if f"{waits}_{task}" in desk.queued())
     assert main(["scale", str(layout.root), "--generators", "-1"]) == 0

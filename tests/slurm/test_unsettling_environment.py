@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.shape import default_shape
+from launch.private_slurm.cluster import DevCluster
+from launch.private_slurm.shape import default_shape
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_kit import MakeCluster
 from tests.slurm.cluster_run import SlurmRun, assert_whole, environment_on

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev_cluster.cluster import DevCluster
+from launch.private_slurm.cluster import DevCluster
 from tests.slurm.cluster_kit import directory_of, job_state, wait_state
 
 ROOT = Path(__file__).parents[2]

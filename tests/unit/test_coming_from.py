@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config_file import sections, settled
-from rlhpc.errors import ConfigError
-from rlhpc.foreign_keys import SYSTEMS, USUAL, Counterpart
-from rlhpc.foreign_rewards import FOREIGN, Foreign, foreign_reward, wrapper
+from rlhpc.config.file import sections, settled
+from rlhpc.config.foreign import SYSTEMS, USUAL, Counterpart
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.rewards.registry import FOREIGN, Foreign, foreign_reward, wrapper
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 LEAST = 40  # keys of each system

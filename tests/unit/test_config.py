@@ -11,11 +11,11 @@ import pytest
 from pydantic_core import to_json
 
 from launch.commands.schema import meaning_of
-from rlhpc.config import Config
-from rlhpc.config_file import config_hash, load_config, override, read_resolved, sections, write_resolved
-from rlhpc.config_sections import NO_WINDOW
-from rlhpc.errors import ConfigError
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash, load_config, override, read_resolved, sections, write_resolved
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import NO_WINDOW
+from rlhpc.protocol.errors import ConfigError
 
 GAE = ("algorithm.advantage=gae", "admission.active_sampling=false")
 RUN_FILE = """

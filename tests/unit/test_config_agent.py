@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from launch.checks.preflight import preflight_sampling
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import ConfigError
 from tests.unit.data.chat_models import QWEN25, make_chat_model
 from tests.unit.roles.small_ring import small_config
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.config_judge import JudgeConfig
-from rlhpc.config_sandbox import SandboxConfig, runs_programs
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_services import JudgeConfig, SandboxConfig, runs_programs
 from tests.unit.roles.small_ring import small_config
 
 TOOLS = {"environment": "tools", "use_chat_template": True, "task": "exact_match"}

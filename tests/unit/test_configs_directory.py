@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config_file import load_config
+from rlhpc.config.file import load_config
 from rlhpc.rewards.registry import validate_task
 
 RUN_FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))

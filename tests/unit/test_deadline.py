@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rlhpc.deadline import Deadline
+from rlhpc.base.patience import Deadline
 
 
 class Hand:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands.parser import command_parser
-from rlhpc.config_file import sections
+from launch.commands.arguments import command_parser
+from rlhpc.config.file import sections
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks_in, commands_of_block, prose
 
 PROGRAMS = ("rlhpc", "make", "python", "python3", "pip", "sbatch", "srun", "scontrol", "tensorboard", "nvidia-smi")

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from launch.cli import main
 from launch.commands.schema import meaning_of
-from rlhpc.config_file import sections
+from rlhpc.config.file import sections
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks, commands, prose
 
 PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.metrics.names import find_metric
-from rlhpc.metrics.recorder import Recorder
+from rlhpc.metrics.tensorboard import Recorder
 from rlhpc.rewards.registry import resolve
 from tests.unit.doc_pages import ROOT
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.buffer.journal_files import make_file
-from rlhpc.buffer.segment_files import write_sealed
-from rlhpc.files import append_lines, rename, write_atomically
-from rlhpc.ownership import Fence, take_over
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import begin, complete, latest_complete
+from rlhpc.base.files import append_lines, rename, write_atomically
+from rlhpc.base.ownership import Fence, take_over
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.journal import make_file
+from rlhpc.buffer.segments import write_sealed
+from rlhpc.training.checkpoint_directory import begin, complete, latest_complete
 from tests.full_disk import fill, small_disk
 
 

@@ -9,16 +9,10 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from rlhpc.config_sections import TransportConfig
-from rlhpc.errors import ConfigError
-from rlhpc.host_address import (
-    host_address,
-    interface_addresses,
-    interface_of,
-    refuse_foreign_network,
-    tell_gloo,
-)
-from rlhpc.topology import CONTROL
+from rlhpc.base.host_address import host_address, interface_addresses, interface_of, refuse_foreign_network, tell_gloo
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.messages import CONTROL
 from rlhpc.transport.sockets import bind, make_socket
 
 
@@ -137,7 +131,7 @@ def test_what_a_library_is_told_of_another_machines_network_is_refused(environme
 def test_without_a_default_route_the_interface_that_is_there_is_taken() -> None:
     """A cluster's own network often has none, and a host's name is 127.0.1.1."""
     up = "ip link add cable type veth peer name other && ip addr add 10.9.8.7/24 dev cable && ip link set cable up"
-    tells = f"{sys.executable} -c 'from rlhpc.host_address import host_address; print(host_address())'"
+    tells = f"{sys.executable} -c 'from rlhpc.base.host_address import host_address; print(host_address())'"
     words = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", f"ip link set lo up; {up} && {tells}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlhpc.loading import loading_libraries
+from rlhpc.base.native import loading_libraries
 
 
 @pytest.mark.starts  # in a process of its own: what is frozen stays so
@@ -16,7 +16,7 @@ from rlhpc.loading import loading_libraries
 def test_what_is_loaded_is_permanent_afterwards(words: str, is_frozen: bool) -> None:
     code = (
         "import gc\n"
-        "from rlhpc.loading import loading_libraries\n"
+        "from rlhpc.base.native import loading_libraries\n"
         "before = gc.get_freeze_count()\n"
         "with loading_libraries():\n"
         "    with loading_libraries():\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import weights
-from launch.checks.gpus import parse_listing, parse_memory
+from launch.doctor.gpus import parse_listing, parse_memory
 from rlhpc.weights.choice import choose_transport
 from tests.gpu import one_card
 from tests.gpu.one_card import DEVICE_WAY, HOSTS, OVER_SOCKETS, PLACE, WAY, Cards, settle
@@ -99,7 +99,7 @@ def test_a_run_finds_a_card_for_each_process_and_each_role_takes_the_one_there_i
 
 
 def test_the_roles_of_a_run_are_hosts_that_weights_reach_by_nccl() -> None:
-    """Named as rlhpc/weights/device_id.py names them."""
+    """Named as rlhpc/weights/memory.py names them."""
     devices = {}
     for role, replica in (("trainer", 0), ("generator", 0), ("generator", 1)):
         environment = {"CUDA_VISIBLE_DEVICES": "1"}

@@ -18,7 +18,7 @@ import pytest
 
 from bench import one_card, one_card_pack
 from bench.one_card import FAILED, PARTS, PASSED, SKIPPED, TOO_LONG, Part, Parts, Result
-from rlhpc.deadline import Deadline
+from rlhpc.base.patience import Deadline
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]

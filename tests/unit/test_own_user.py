@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.own_user import name_nameless_user, own_home, own_user
+from rlhpc.base.processes import name_nameless_user, own_home, own_user
 from tests.ring.run_kit import Lab, command_environment, make_lab
 
 UID = 54321
@@ -44,7 +44,7 @@ def test_a_user_with_a_name_has_it_and_the_environment_is_left_alone() -> None:
 @pytest.mark.starts
 def test_libraries_find_a_name_and_a_private_home(tmp_path: Path) -> None:
     looks = (
-        "import getpass, os; from pathlib import Path; from rlhpc.own_user import *; name_nameless_user(); "
+        "import getpass, os; from pathlib import Path; from rlhpc.base.processes import *; name_nameless_user(); "
         "print(own_user(), getpass.getuser(), Path.home(), os.path.expanduser('~'), oct(Path.home().stat().st_mode))"
     )
     home = tmp_path / f"rlhpc-home-{UID}"

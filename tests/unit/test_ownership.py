@@ -12,13 +12,13 @@ from subprocess import PIPE
 
 import pytest
 
-from rlhpc import ownership
+from rlhpc.base import ownership
+from rlhpc.base.ownership import Fence, read_owner, take_over
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
-from rlhpc.buffer.segment_files import write_sealed
-from rlhpc.errors import CheckpointError, OwnershipLost, SegmentError
-from rlhpc.ownership import Fence, read_owner, take_over
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import begin, complete, latest_complete
+from rlhpc.buffer.segments import write_sealed
+from rlhpc.protocol.errors import CheckpointError, OwnershipLost, SegmentError
+from rlhpc.training.checkpoint_directory import begin, complete, latest_complete
 from tests.unit.buffer.rollout_samples import make_prompt
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,8 @@ def test_a_writer_that_does_not_stop_cannot_keep_its_place(layout: RunLayout) ->
 @pytest.mark.starts
 def test_of_many_that_take_over_at_once_one_owns_at_the_end(layout: RunLayout) -> None:
     code = (
-        "import sys; from pathlib import Path; from rlhpc.ownership import take_over; from rlhpc.run_layout import "
+        "import sys; from pathlib import Path; from rlhpc.base.ownership import take_over; "
+        "from rlhpc.base.run_directory import "
         "RunLayout; sys.stdin.read(); fence = take_over(RunLayout(Path(sys.argv[1])), 1);"
         "fence.check(); fence.write(fence.layout.status, fence.owner.encode()); print(fence.owner)"
     )

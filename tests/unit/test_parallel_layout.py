@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.errors import ConfigError
-from rlhpc.parallel_layout import ParallelLayout, num_experts
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout, num_experts
+from rlhpc.protocol.errors import ConfigError
 
 DENSE = {
     "num_attention_heads": 28,

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.starts
 SCRIPT = """
 import os, signal, subprocess, sys, threading
-from rlhpc.parent_death import wait_for_child
+from rlhpc.base.processes import wait_for_child
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep({sleep_s})"])
 os.kill(child.pid, signal.SIGSTOP)
 if {goes_on}:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rlhpc import patience
-from rlhpc.errors import ConfigError, OwnershipLost, RunDirectoryError, SegmentError
-from rlhpc.patience import briefly, passes, patiently, patiently_aside, patiently_here, seen
+from rlhpc.base import patience
+from rlhpc.base.patience import briefly, passes, patiently, patiently_aside, patiently_here, seen
+from rlhpc.protocol.errors import ConfigError, OwnershipLost, RunDirectoryError, SegmentError
 
 PASSING = "ESTALE EIO EACCES ENOSPC EDQUOT EROFS ETIMEDOUT EHOSTDOWN ENOTCONN ENOMEM EAGAIN EINTR ENXIO ENODEV EMFILE"
 LASTING = "EINVAL ENAMETOOLONG ENOTDIR ELOOP EEXIST EXDEV EFBIG"

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_directory.attempt_number import num_attempts
-from launch.run_directory.prepare import Attempt, note_attempt
+from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
+from rlhpc.base.files import write_atomically
+from rlhpc.base.ownership import Fence, read_owner, take_over
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
-from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
-from rlhpc.files import write_atomically
-from rlhpc.ownership import Fence, read_owner, take_over
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import Fate, begin, complete, set_aside
-from rlhpc.training.checkpoint.timeline import Timeline
+from rlhpc.buffer.segments import set_aside_lost_segments, write_sealed
+from rlhpc.training.checkpoint_directory import Fate, Timeline, begin, complete, set_aside
 from tests.unit.buffer.rollout_samples import make_prompt
 
 

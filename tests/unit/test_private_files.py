@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from launch.run_directory.prepare import prepare_run_dir
-from rlhpc.errors import RunDirectoryError
-from rlhpc.privacy import KEEP_CORE_FILES, openness
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.files import KEEP_CORE_FILES, openness
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RunDirectoryError
 from tests.unit.launch.site_kit import config_of
 
 
@@ -108,7 +108,7 @@ def test_a_process_with_keys_leaves_no_core_file_unless_it_is_asked_to(
     """The hard limit stays, so that its user can still ask for one."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     code = (
-        "import resource, rlhpc.privacy as p; h = resource.getrlimit(resource.RLIMIT_CORE)[1]; "
+        "import resource, rlhpc.base.files as p; h = resource.getrlimit(resource.RLIMIT_CORE)[1]; "
         "resource.setrlimit(resource.RLIMIT_CORE, (h, h)); p.leave_no_core_file(); "
         "print(*resource.getrlimit(resource.RLIMIT_CORE))"
     )

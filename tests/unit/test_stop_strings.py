@@ -9,8 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.stop_strings import StopSearch, before_stop, stopped_at
+from rlhpc.data.tokenizer import PromptTokenizer, StopSearch, before_stop, stopped_at
 from tests.unit.data.chat_models import make_chat_model
 
 TEXTS = ("a", "b", " a", "</", "answer", ">", "ab", "\n", "é", "€", "😀", "中文", "e\u0301", "  ")

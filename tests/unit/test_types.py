@@ -7,7 +7,7 @@ import typing
 import numpy as np
 import pytest
 
-from rlhpc import types
+from rlhpc.protocol import types
 
 
 @pytest.mark.parametrize("name", ["Int32", "UInt8", "Float32", "Bool"])

@@ -12,18 +12,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlhpc.algorithms.advantages.spread import has_reward_variance
-from rlhpc.algorithms.shaping import RewardShaping
+from rlhpc.algorithms.estimators import has_reward_variance
+from rlhpc.algorithms.samples import RewardShaping
+from rlhpc.buffer.batches import DropReason, ResolvedGroup
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.lost_leases import LostLeases
-from rlhpc.buffer.resolved import DropReason, ResolvedGroup
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.config_sections import AdmissionConfig
-from rlhpc.contracts import PromptSource
-from rlhpc.errors import LedgerError, StarvedError
-from rlhpc.rewards.error_gate import LEASES_LOST, QUARANTINED, ErrorGate
-from rlhpc.rewards.failures import KILLS_ITS_WORKER
-from rlhpc.roles.controller.saved_state import Totals
-from rlhpc.types import Rollout, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.config.tables import AdmissionConfig
+from rlhpc.protocol.contracts import PromptSource
+from rlhpc.protocol.errors import LedgerError, StarvedError
+from rlhpc.protocol.types import Rollout, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.rewards.outcomes import KILLS_ITS_WORKER, LEASES_LOST, QUARANTINED, ErrorGate
+from rlhpc.roles.controller.state import Totals
 
 log = logging.getLogger("rlhpc.rollout_sink")
 

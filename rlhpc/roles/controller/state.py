@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.algorithms.step_guard import StepGuard
-from rlhpc.buffer.event_log import Began
+from rlhpc.algorithms.guard import StepGuard
+from rlhpc.algorithms.packing import tokens_trained
+from rlhpc.algorithms.schedule import Progress, learning_rate, rate_factor_by_age
+from rlhpc.base.files import write_atomically
+from rlhpc.base.patience import patiently
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.history import (
     START,
+    Began,
     History,
     Position,
     Replay,
+    RolloutJournal,
+    Trained,
+    delete_old_journals,
     make_durable,
+    open_journal,
     read_history,
     recorded_steps,
     timeline_of,
@@ -23,26 +34,209 @@ from rlhpc.buffer.history import (
 )
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
-from rlhpc.buffer.partial_files import read_partials
-from rlhpc.buffer.partial_intake import PartialIntake
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
-from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.config import Config
-from rlhpc.config_guard import GuardConfig
-from rlhpc.contracts import Clock, PromptSource
-from rlhpc.data.mixture import open_prompt_source
+from rlhpc.buffer.prefixes import PartialIntake, read_partials
+from rlhpc.buffer.segments import SegmentWriter, set_aside_lost_segments
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import GuardConfig
+from rlhpc.data.curriculum import open_prompt_source
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import CheckpointError, JournalError
-from rlhpc.patience import patiently
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.controller.learning_rates import RunProgress
-from rlhpc.roles.controller.saved_state import SavedState, Totals, read_saved_state, set_aside_later_segments
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import SamplingParams
-from rlhpc.weights.membership import Membership
+from rlhpc.protocol.contracts import Clock, PromptSource
+from rlhpc.protocol.errors import CheckpointError, JournalError
+from rlhpc.protocol.types import PackedBatch, SamplingParams
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.weights.choice import Membership
+
+# ------------------------------------------------------------------------------------------------------- learning rates
+#
+# The learning rates of every batch, and the progress of the run by which schedules decay.
+#
+# Input: batches in the order in which they are trained, and what was recorded of those that are repeated.  Output: the
+# same batches with their rates, which the trainer applies. Guarantees: a step that is trained again begins where it
+# began; tokens and seconds are those of all attempts, less what a resume has undone.  Seconds are those in which the
+# run trains: not in a queue, while it starts or repeats steps, or between the beginning of its last step and a crash.
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """Tokens and seconds that a run has trained; part of its checkpoints."""
+
+    clock: Clock = lambda: 0.0
+    num_tokens: int = 0
+    _seconds: float = 0.0
+    _since_s: float | None = None  # on the clock, while it runs
+
+    @property
+    def seconds(self) -> float:
+        """Now."""
+        return self._seconds if self._since_s is None else self._seconds + self.clock() - self._since_s
+
+    def start(self) -> None:
+        """Training begins, or goes on: from now on the clock counts."""
+        self._seconds, self._since_s = self.seconds, self.clock()
+
+    def go_on_from(self, seconds: float) -> None:
+        """A time that was recorded, unless it is later already."""
+        self._seconds += max(0.0, seconds - self.seconds)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"num_tokens": self.num_tokens, "seconds": self.seconds}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], clock: Clock) -> RunProgress:
+        """Raises KeyError, TypeError, ValueError if it is malformed."""
+        return cls(clock, int(state["num_tokens"]), float(state["seconds"]))
+
+
+class LearningRates:
+    """Gives each batch its rates."""
+
+    def __init__(self, config: Config, run: RunProgress) -> None:
+        self._config, self._run = config, run
+        self.began_s = 0.0  # seconds that the run had trained before the last batch
+
+    def start(self) -> None:
+        """What is trained from now on is trained for the first time."""
+        self._run.start()
+
+    def give(self, batch: PackedBatch, recorded: Trained | None) -> PackedBatch:
+        """The batch with its rates.  recorded: how its step went, if it is repeated and that is known."""
+        at = self._progress(batch.step, recorded)
+        self.began_s = at.seconds
+        trainer, critic = self._config.trainer, self._config.critic
+        scheduled = rate = learning_rate(at, trainer, self._config.run.num_steps)
+        if self._config.algorithm.scale_rate_by_age:
+            rate *= rate_factor_by_age((row.versions for row in batch.rows), batch.policy_version)
+        if not self._config.has_critic:
+            return replace(batch, learning_rate=rate)
+        rate = 0.0 if at.step < critic.head_start_steps else rate
+        share = scheduled / trainer.learning_rate if critic.follows_schedule else 1.0
+        return replace(batch, learning_rate=rate, critic_learning_rate=share * critic.learning_rate)
+
+    def trained(self, batch: PackedBatch) -> None:
+        """A batch was trained, or skipped."""
+        self._run.num_tokens += tokens_trained(batch)
+
+    def _progress(self, step: int, recorded: Trained | None) -> Progress:
+        if recorded is not None:
+            self._run.go_on_from(recorded.began_s)
+            return Progress(step, self._run.num_tokens, recorded.began_s)
+        return Progress(step, self._run.num_tokens, self._run.seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------- saved state
+#
+# The controller's part of a checkpoint: ledger, prompt cursor, counters of the run; and what a resume undoes.
+#
+# What was in flight is granted again after a resume, under the same group ids; what was finished and not used is in the
+# checkpoint; segments sealed later are set aside, since their steps are repeated.
+
 
 log = logging.getLogger("rlhpc.state")
+STATE_FILE = "controller.json"
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters of a whole run, all attempts together: they grow from step to step."""
+
+    steps: int = 0  # trained or skipped
+    skipped_steps: int = 0
+    rollouts_trained: int = 0
+    rollouts_spanning_update: int = 0  # of those trained: tokens of two or more versions
+    staleness_max: int = 0
+    tokens_generated: int = 0  # completion tokens that reached the controller
+    tokens_trained: int = 0  # prompt and completion tokens
+    groups_dropped: int = 0
+    groups_without_spread: int = 0
+    leases_regranted: int = 0
+    tokens_lost: int = 0  # with generators that died, as of their last heartbeats: they are sampled again
+    packing_fill_sum: float = 0.0
+    trainer_idle_s: float = 0.0
+    generator_idle_s: float = 0.0  # summed over generators
+    generator_s: float = 0.0  # summed over generators
+    training_s: float = 0.0  # from the first live version to the last step
+    wall_s: float = 0.0  # of the controllers, start-up included
+    checkpoints_failed: int = 0  # skipped because they could not be written
+    canaries_failed: int = 0  # generators whose weights were found wrong
+    last_reward: float = 0.0  # mean of the rollouts that came in during the last step
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    @property
+    def packing_fill(self) -> float:
+        """Mean over steps."""
+        return self.packing_fill_sum / max(1, self.steps)
+
+    @property
+    def trainer_idle_ratio(self) -> float:
+        """Share of training time in which the trainer had no batch."""
+        return self.trainer_idle_s / self.training_s if self.training_s else 0.0
+
+    @property
+    def generator_idle_ratio(self) -> float:
+        """Share of training time in which a generator had nothing to sample, mean over generators."""
+        return self.generator_idle_s / self.generator_s if self.generator_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The controller's part of a checkpoint."""
+
+    step: int  # the step a resume begins with
+    policy_version: int
+    buffer: dict[str, Any]
+    prompts: dict[str, Any]
+    membership: dict[str, Any]
+    totals: dict[str, Any]
+    guard: dict[str, Any]
+    progress: dict[str, Any]  # of schedules
+
+    @property
+    def position(self) -> Position:
+        """Of the journal: what came later is not in this checkpoint."""
+        return Position(**self.buffer["journal"])
+
+
+def read_saved_state(layout: RunLayout, step: int) -> SavedState:
+    """Read the controller's part.  Raises CheckpointError."""
+    path = layout.checkpoint(step) / STATE_FILE
+    try:
+        return SavedState(**json.loads(path.read_bytes()))
+    except (OSError, json.JSONDecodeError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def delete_needless_journals(layout: RunLayout, steps: Sequence[int]) -> None:
+    """Delete the journal files that none of these checkpoints needs for going on.
+
+    Raises CheckpointError, JournalError, OSError.
+    """
+    positions = [read_saved_state(layout, step).position for step in steps]
+    if positions:
+        delete_old_journals(layout.rollouts, min(positions, key=lambda position: position.num_rollouts))
+
+
+def set_aside_later_segments(layout: RunLayout, state: SavedState | None, attempt: int) -> int:
+    """Set aside what a resume undoes and return the number of the first segment to write."""
+    first = int(state.buffer["next_segment_index"]) if state is not None else 0
+    lost = set_aside_lost_segments(layout.rollouts, first, attempt)
+    if lost:
+        log.info("%d segments later than the checkpoint are set aside in %s", len(lost), lost[0].parent)
+    return first
+
+
+def write_saved_state(directory: Path, state: SavedState) -> None:
+    """Write the controller's part.  Raises OSError."""
+    document = {name: getattr(state, name) for name in SavedState.__slots__}
+    write_atomically(directory / STATE_FILE, json.dumps(document).encode())
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
 SEGMENT_S = 60.0  # a group waits no longer for its segment: a reader beside the run is a minute behind
 
 

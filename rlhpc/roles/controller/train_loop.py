@@ -12,33 +12,170 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from rlhpc.algorithms.samples import SampleMaker
-from rlhpc.algorithms.step_guard import StepGuard
+from rlhpc.algorithms.estimators import has_reward_variance
+from rlhpc.algorithms.guard import StepGuard
+from rlhpc.algorithms.packing import FlopCost
+from rlhpc.algorithms.samples import RewardShaping, SampleMaker
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.history import RecordedStep, Replay
-from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.config import Config
-from rlhpc.errors import RoleFailed
-from rlhpc.messages import StepReport, TrainBatch
-from rlhpc.packing.cost import FlopCost
-from rlhpc.roles.controller.batch_maker import BatchMaker
-from rlhpc.roles.controller.guarding import Guarding
-from rlhpc.roles.controller.journaling import at_once
-from rlhpc.roles.controller.learning_rates import LearningRates, RunProgress
-from rlhpc.roles.controller.lockstep import Lockstep
-from rlhpc.roles.controller.repeated_step import compare
-from rlhpc.roles.controller.step_parts import StepParts, refuse_stale
-from rlhpc.roles.controller.step_record import StepRecord
-from rlhpc.roles.controller.trainer_link import TrainerLink
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import AdmissionConfig
+from rlhpc.protocol.errors import LedgerError, RoleFailed
+from rlhpc.protocol.messages import PartReport, StepReport, TrainBatch
+from rlhpc.protocol.types import RolloutGroup
+from rlhpc.roles.controller.batches import BatchMaker, StepRecord, TrainerLink
+from rlhpc.roles.controller.guard import Guarding
+from rlhpc.roles.controller.persistence import at_once
+from rlhpc.roles.controller.state import LearningRates, RunProgress
 from rlhpc.roles.controller.weight_sync import WeightSync
-from rlhpc.types import RolloutGroup
+
+# ------------------------------------------------------------------------------------------------------------- lockstep
+#
+# Weights change only while nothing is being sampled: the order of events that run.deterministic asks for.
+#
+# Then every rollout is sampled by one version, and which one does not depend on how long anything takes: the groups of
+# step t are those that were admitted, in the order of prompts, under version max(0, t − max_staleness).  With a
+# staleness of 1 or more the trainer still works while generators sample; each waits for the other once a step.
+#
+# Input: the groups of the buffer.  Output: whether the weights of a step may go out.  Pure but for that; no clock.
+
+
+class Lockstep:
+    """Says when all is sampled that belongs to the weights which are live."""
+
+    def __init__(self, buffer: RolloutBuffer, admission: AdmissionConfig, shaping: RewardShaping) -> None:
+        self._buffer, self._admission, self._shaping = buffer, admission, shaping
+
+    def is_settled(self, num_steps: int) -> bool:
+        """Whether the weights after this many steps may go out: all groups are finished that come before them.
+
+        While step t is trained, the groups of the steps up to t + max_staleness have slots.  A group that teaches
+        nothing does not count: another one is sampled in its place, by the same weights.
+        """
+        return self._num_settled() >= (num_steps + self._admission.max_staleness) * self._admission.groups_per_step
+
+    def _num_settled(self) -> int:
+        """Groups of the run that are trained, being trained, or finished and fit for it."""
+        counts = self._buffer.counts()
+        return counts["released"] + counts["taken"] + sum(map(self._is_fit, self._buffer.finished()))
+
+    def _is_fit(self, group: RolloutGroup) -> bool:
+        return not self._admission.active_sampling or has_reward_variance(self._shaping.judged(group))
+
+
+# -------------------------------------------------------------------------------------------------------- repeated step
+#
+# Compare a step that was trained again with what was recorded of it the first time.
+
 
 log = logging.getLogger("rlhpc.train_loop")
+
+# Relative: kernels and reductions may differ between machines and layouts, and what was trained in parts is repeated as
+# a whole, in other rows (in bfloat16 that has moved a norm by 4e-3 of it).
+TOLERANCES = {"loss": 1e-3, "grad_norm": 1e-2}
+ABSOLUTE = 1e-3
+
+
+def compare(
+    recorded: RecordedStep, groups: list[int], trained_version: int, report: StepReport, *, exact: bool
+) -> None:
+    """Say where the two differ.  exact: run.deterministic; otherwise within tolerances."""
+    differences = []
+    if sorted(recorded.groups) != sorted(groups):
+        differences.append(f"groups {sorted(recorded.groups)} then, {sorted(groups)} now")
+    if (then := recorded.trained) is not None:
+        if (trained_version, report.applied) != (then.version, then.applied):
+            was = f"version {then.version}, {'applied' if then.applied else 'skipped'}"
+            differences.append(f"{was} then, version {trained_version}, applied {report.applied} now")
+        for name, relative in TOLERANCES.items():
+            near = {"rel_tol": 0.0, "abs_tol": 0.0} if exact else {"rel_tol": relative, "abs_tol": ABSOLUTE}
+            a, b = then.metrics.get(name), report.metrics.get(name)
+            if a is not None and b is not None and not math.isclose(a, b, **near):
+                differences.append(f"{name} {a:.9g} then, {b:.9g} now")
+    if differences:
+        log.warning("step %d, repeated, went differently: %s", report.step, "; ".join(differences))
+
+
+# ----------------------------------------------------------------------------------------------------------- step parts
+#
+# Steps that begin with a part of their batch: what is finished is trained while the rest is still being sampled.
+#
+#     some groups finished, trainer waits ──▶ BatchRows, TrainBatch(is_part) ──▶ gradients summed ──▶ PartReport ──▶ …
+#     all groups finished ─────────────────▶ the rest, as any batch ─────────────────────────────▶ one optimiser step
+#
+# Input: finished RolloutGroup, from the buffer, which keeps them until the batch is taken with them in it.  Output:
+# none; the ranks hold gradients until the step's last part.  The same step as on the whole batch at once: no weight
+# changes in between.  A part is begun only where the ledger can still complete the batch without making others late
+# (buffer/batch_choice.py).  StreamRL (Zhong et al. 2025, arXiv:2504.15930) calls it stream generation.
+
+
+LOOK_AGAIN_AT = 8  # when this part of the groups has come in addition: a look takes as long as there are groups
+
+
+class StepParts:
+    """Of one train loop."""
+
+    def __init__(self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, batches: BatchMaker) -> None:
+        self._config, self._buffer, self._trainer, self._batches = config, buffer, trainer, batches
+        self._smallest = config.smallest_part
+        self._least = self._smallest.groups  # more, if by the last look these do not fill the rows
+        self._pack_s = 0.0  # of the step's parts so far
+
+    async def train(self, step: int, version: int) -> float:
+        """Train what is finished, if that is a part of the step's batch; returns seconds, 0 where it is not.
+
+        A batch that has become whole meanwhile is left to the caller.
+        """
+        num_groups, began = self._config.admission.groups_per_step, time.monotonic()
+        if self._smallest.groups == num_groups or self._buffer.upcoming(num_groups) is not None:
+            return 0.0
+        groups = self._buffer.part(num_groups, self._least)
+        num_tokens = sum(group.num_tokens for group in groups)
+        if not groups:
+            return 0.0
+        if num_tokens < self._smallest.tokens:
+            # As many as would be enough if those to come were as long; but short ones are finished first.
+            enough = -(-len(groups) * self._smallest.tokens // num_tokens)
+            self._least = min(enough, len(groups) + max(1, len(groups) // LOOK_AGAIN_AT))
+            return 0.0
+        self._least = self._smallest.groups
+        refuse_stale(groups, version, self._buffer.staleness_bound)
+        self._buffer.begin(groups)
+        packing = time.monotonic()
+        made = await self._batches.part(groups, step, num_groups)
+        self._pack_s += time.monotonic() - packing
+        batch = made.packed(step, version, self._config.algorithm, is_part=True)
+        await self._trainer.tell(TrainBatch(made.number, replace(batch, minibatches=())))
+        self._batches.begin(step)
+        await self._trainer.answer(PartReport)
+        return time.monotonic() - began
+
+    def end(self) -> float:
+        """The step has its last part: returns seconds in which those before it were packed."""
+        packed_s, self._pack_s, self._least = self._pack_s, 0.0, self._smallest.groups
+        return packed_s
+
+
+def refuse_stale(groups: Sequence[RolloutGroup], version: int, bound: int) -> None:
+    """The bound holds by construction; if it does not, there is a bug and nothing may be trained: LedgerError."""
+    for group in groups:
+        if version - group.admitted_version > bound:
+            raise LedgerError(
+                f"group {group.group_id}, admitted under version {group.admitted_version}, would be trained at "
+                f"version {version}: staler than the bound of {bound}"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- train loop
+
+
 LAST_SAVE_POLL_S = 0.2
 
 

@@ -22,33 +22,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhpc.config import Config
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.contracts import PolicyLoss, StepGate, StepResult
-from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
-from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint
-from rlhpc.training.deepspeed.environment import accelerator_environment
-from rlhpc.training.deepspeed.policy import ZeroPolicy
-from rlhpc.training.deepspeed.state import ZeroState
-from rlhpc.training.held_parameters import HeldParameters
-from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm, with_value_head
-from rlhpc.training.hf_names import named_on_disk, on_disk
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS
+from rlhpc.protocol.contracts import PolicyLoss, StepGate, StepResult
+from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
+from rlhpc.training.backends import HeldParameters, ReplicatedBackend, WeightAverage
+from rlhpc.training.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint_tensors import BUCKET_ELEMENTS, TensorSource, gather_stream
+from rlhpc.training.deepspeed.engine import ZeroPolicy, ZeroState, accelerator_environment
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm, named_on_disk, on_disk, with_value_head
+from rlhpc.training.logprob import all_ranks_agree, on_device, scattered
 from rlhpc.training.packed_attention import SegmentPlan
-from rlhpc.training.process_group import (
-    DTYPES,
-    RankContext,
-    close_process_group,
-    device_of,
-    open_process_group,
-)
-from rlhpc.training.row_tensors import on_device, scattered
-from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
-from rlhpc.training.stateful_backend import ReplicatedBackend
-from rlhpc.training.step_vote import all_ranks_agree
-from rlhpc.training.tensor_source import TensorSource
-from rlhpc.training.weight_average import WeightAverage
-from rlhpc.types import PackedMicrobatch, TensorSpec
+from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
+from rlhpc.training.trainer_state import TrainerCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,13 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import deepspeed
@@ -30,10 +33,296 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-from torch import nn
+from torch import Tensor, nn
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.errors import ConfigError
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
+from rlhpc.training.hf_model import CausalLM, sharded_on_disk
+from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training.trainer_state import STATE_KINDS
+
+# ---------------------------------------------------------------------------------------------------------- environment
+#
+# The environment variables that DeepSpeed insists on, for as long as it reads them.
+
+
+SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # by deepspeed; it changes how torch looks for GPUs
+
+
+@contextmanager
+def accelerator_environment(device: torch.device) -> Iterator[None]:
+    """Set the variables for DeepSpeed's accelerator and this rank's device; restore them afterwards."""
+    wanted = {"LOCAL_RANK": str(device.index or 0)}
+    if device.type == "cpu":
+        wanted["DS_ACCELERATOR"] = "cpu"  # also where there is a GPU
+    before = {name: os.environ.get(name) for name in (*wanted, SET_BY_IMPORT)}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# --------------------------------------------------------------------------------------------------------------- policy
+#
+# A causal language model as one module whose parameters may be sharded over ranks.
+#
+# Input: a packed row and the tokens wanted of it.  Output: their log-probabilities or values.  ZeRO-3 gathers a
+# parameter when the module that owns it is called, so the head is a module of its own here, tied to the embedding or
+# not.
+
+
+class ZeroPolicy(nn.Module):
+    """Trunk and head of a CausalLM, called as a whole."""
+
+    def __init__(self, model: CausalLM, *, temperature: float, chunk_tokens: int) -> None:
+        """Share the model's parameters; its module is not to be called any more."""
+        super().__init__()
+        assert isinstance(model.trunk, nn.Module)
+        self.trunk = model.trunk
+        self.head = _Head(model.head, model.head_weight, temperature, chunk_tokens)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        segments: SegmentPlan,
+        tokens: Tensor,
+        want_entropy: bool,
+        has_entropy_gradient: bool = False,
+        temperature: float | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the tokens at the places `tokens` [N], and their entropies if wanted, float32 [N].
+
+        temperature: None for that of the run.
+
+        token_ids, position_ids and tokens int64; tokens may be empty, but never holds the first place of a row.
+        """
+        # use_cache: with a cache, HF believes that the row is one sequence.
+        output: Any = self.trunk(
+            input_ids=token_ids[None], position_ids=position_ids[None], segments=segments, use_cache=False
+        )
+        # The state before a token predicts it; only wanted tokens pass through the head.
+        before = output.last_hidden_state[0].index_select(0, tokens - 1)
+        targets = token_ids.index_select(0, tokens)
+        logprobs, entropy = self.head(before, targets, want_entropy, has_entropy_gradient, temperature)
+        return logprobs, entropy
+
+
+class _Head(nn.Module):
+    def __init__(
+        self, function: Callable[..., Any], weight: nn.Parameter, temperature: float, chunk_tokens: int
+    ) -> None:
+        super().__init__()
+        self.weight, self._function = weight, function
+        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        want_entropy: bool,
+        has_entropy_gradient: bool,
+        temperature: float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        result: tuple[Tensor, Tensor | None] = self._function(
+            hidden,
+            self.weight,
+            targets,
+            temperature=self._temperature if temperature is None else temperature,
+            chunk_tokens=self._chunk_tokens,
+            want_entropy=want_entropy,
+            has_entropy_gradient=has_entropy_gradient,
+        )
+        return result
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+#
+# Where ZeRO keeps masters, moments and parameters, and how to read and write them by HF name.
+#
+# Input: DeepSpeed's optimiser of stage 1, 2 or 3.  Output: a table of fragments that every rank computes alike without
+# communication, views of this rank's numbers, and the items that gather_stream and checkpoints are made of.
+#
+# Stages 1 and 2 lay a group of parameters end to end and cut the whole into one partition for each rank, so that a
+# parameter may lie on several; stage 3 cuts each parameter by itself.  Either way a rank has at most one run of a
+# parameter.
+# Moments exist from the start, as zeros.  Each flat tensor has its own step counter.
+
+
+# (kind, HF parameter as in memory, start, stop) → float32 numbers [start, stop) of it, flat, on the host
+ReadRange = Callable[[str, TensorSpec, int, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Numbers [start, stop) of one flattened parameter, as they lie on one rank."""
+
+    rank: int
+    start: int
+    stop: int
+    flat: int  # index among the flat tensors of that rank
+    offset: int  # offset in it
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the run."""
+        return self.stop - self.start
+
+
+class ZeroState:
+    """Masters, moments and step counters of one model on one rank."""
+
+    def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter], *, stage: int) -> None:
+        """Add zero moments to a fresh DeepSpeed optimiser.  parameters: the optimiser's, in the model's order."""
+        self._optimizer, self._stage = optimizer, stage
+        self._parameters: dict[str, Any] = dict(parameters)
+        self._rank = dist.get_rank()
+        table = _fragments_of_stage_3(optimizer) if stage == 3 else _fragments_of_stages_1_and_2(optimizer)
+        self.fragments = {name: table[id(parameter)] for name, parameter in parameters.items()}
+        self.specs = tuple(TensorSpec(name, "float32", _shape(p)) for name, p in parameters.items())
+        self._flats: list[Tensor] = (
+            optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+        )
+        for flat in self._flats:
+            assert flat.dtype == torch.float32
+            optimizer.optimizer.state[flat] = {
+                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
+                "exp_avg": torch.zeros_like(flat, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(flat, requires_grad=False),
+            }
+
+    @property
+    def device(self) -> torch.device:
+        """Device of masters and moments: the host, if they are offloaded."""
+        return self._flats[0].device
+
+    @property
+    def num_steps_applied(self) -> int:
+        """Steps applied so far."""
+        return int(self._optimizer.optimizer.state[self._flats[0]]["step"].item())
+
+    @num_steps_applied.setter
+    def num_steps_applied(self, value: int) -> None:
+        for flat in self._flats:
+            self._optimizer.optimizer.state[flat]["step"].fill_(value)
+
+    def items(self, dtype: str = "float32") -> list[ShardedTensorSpec]:
+        """One item for each parameter, in the model's order."""
+        return [
+            sharded_on_disk(
+                TensorSpec(spec.name, dtype, spec.shape),
+                [Shard(f.rank, f.num_elements) for f in self.fragments[spec.name]],
+            )
+            for spec in self.specs
+        ]
+
+    def own(self, kind: str, index: int) -> tuple[Tensor, ...]:
+        """This rank's live run of parameter `index`, or nothing; `kind`: one of STATE_KINDS."""
+        return tuple(
+            self._flat(kind, fragment.flat).narrow(0, fragment.offset, fragment.num_elements)
+            for fragment in self.fragments[self.specs[index].name]
+            if fragment.rank == self._rank
+        )
+
+    def own_parameter(self, index: int, device: torch.device) -> tuple[Tensor, ...]:
+        """This rank's run of parameter `index` in the dtype of the forward pass, on `device`.  Stage 3 only."""
+        name = self.specs[index].name
+        partition: Tensor = self._parameters[name].ds_tensor
+        return tuple(
+            partition.detach().narrow(0, 0, fragment.num_elements).to(device)
+            for fragment in self.fragments[name]
+            if fragment.rank == self._rank
+        )
+
+    @torch.no_grad()
+    def fill(self, read: ReadRange, *kinds: str) -> None:
+        """Load this rank's numbers of these kinds, or of all, from `read`.  publish() updates the parameters."""
+        for kind in kinds or STATE_KINDS:
+            for index, spec in enumerate(self.specs):
+                mine = (fragment for fragment in self.fragments[spec.name] if fragment.rank == self._rank)
+                for target, fragment in zip(self.own(kind, index), mine, strict=True):
+                    target.copy_(read(kind, spec, fragment.start, fragment.stop))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the masters into the parameters of the forward pass, on all ranks.  A collective."""
+        if self._stage < 3:
+            self._optimizer.update_lp_params()
+            return
+        with self.partitioned():
+            for flat in range(len(self._flats)):
+                self._optimizer._reassign_or_swap_out_partitioned_parameters(flat)
+
+    @contextmanager
+    def partitioned(self) -> Iterator[None]:
+        """A block in which this rank's runs of the parameters may be written to: none of them is gathered meanwhile.
+
+        A collective of stage 3; in stages 1 and 2 a rank has all of them anyway.
+        """
+        if self._stage < 3:
+            yield
+            return
+        self._optimizer._partition_all_parameters()
+        yield
+        persistent = self._optimizer.persistent_parameters  # small ones that are never released between steps
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+    def own_parameters(self) -> list[Tensor]:
+        """What this rank holds of the parameters of the forward pass, padding included; live."""
+        parameters = self._parameters.values()
+        return [p.ds_tensor.detach() if self._stage == 3 else p.detach() for p in parameters]
+
+    def _flat(self, kind: str, flat: int) -> Tensor:
+        if kind == "weights":
+            return self._flats[flat].detach()
+        tensor: Tensor = self._optimizer.optimizer.state[self._flats[flat]][kind]
+        return tensor
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _fragments_of_stages_1_and_2(optimizer: Any) -> dict[int, tuple[Fragment, ...]]:
+    """Fragments by id of the parameter."""
+    table: dict[int, tuple[Fragment, ...]] = {}
+    for flat, group in enumerate(optimizer.round_robin_bit16_groups):
+        size = int(optimizer.partition_size[flat])
+        for parameter, begin in zip(group, optimizer.round_robin_bit16_offsets[flat], strict=True):
+            end = begin + parameter.numel()
+            cuts = [begin, *range((begin // size + 1) * size, end, size), end]
+            table[id(parameter)] = tuple(
+                Fragment(start // size, start - begin, stop - begin, flat, start % size)
+                for start, stop in pairwise(cuts)
+            )
+    return table
+
+
+def _fragments_of_stage_3(optimizer: Any) -> dict[int, tuple[Fragment, ...]]:
+    """Fragments by id of the parameter.  The last ranks' runs may be shorter than their partitions, or left out."""
+    table: dict[int, tuple[Fragment, ...]] = {}
+    for flat, group in enumerate(optimizer.fp16_groups):
+        offset = 0
+        for parameter in group:
+            size, total = parameter.partition_numel(), parameter.ds_numel
+            table[id(parameter)] = tuple(
+                Fragment(rank, start, min(start + size, total), flat, offset)
+                for rank, start in enumerate(range(0, total, size))
+            )
+            offset += size
+    return table
+
+
+# --------------------------------------------------------------------------------------------------------------- engine
+
 
 BUCKET_ELEMENTS = 64 << 20  # of gradients reduced, or parameters gathered, at once
 NEVER = 1 << 60

@@ -11,19 +11,212 @@ no kernel of its own; the gradient of that gather is summed back to its owners.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.errors import ConfigError
-from rlhpc.training.megatron.row_plan import ChunkPlan, RowPlan
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.training.logprob import on_device
 from rlhpc.training.packed_attention import SegmentPlan, grouped_attention, packed_attention, varlen_causal
+
+# ------------------------------------------------------------------------------------------------------------- row plan
+#
+# What each context rank's tokens attend to: the plan of causal attention over a packed row that is cut in chunks.
+#
+# Input: segment borders.  Output: a RowPlan that travels to every layer.  Needs no process group.
+# Legend: P tokens of the padded row, C context ranks; the row is cut into 2·C equal chunks, and rank r holds chunks r
+#   and
+# 2·C − 1 − r, in that order.
+#
+# The row is cut, not each segment: a chunk may begin in the middle of a segment.  Its queries then attend to the keys
+# from the start of that segment on.  Every later segment of the chunk starts inside it, so that only the chunk's first
+# piece has more keys than queries.
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """One contiguous chunk of the row: its queries, and the keys of the whole row that they attend to."""
+
+    key_start: int  # keys [key_start, key_end) of the row
+    key_end: int  # also where the queries end
+    num_continued: int  # queries of a segment that began before the chunk; 0 where the chunk starts at a border
+    begun: SegmentPlan | None  # the segments that start inside the chunk
+    query_borders: Tensor  # int32 [S + 1] on the device, from 0 to the number of queries
+    key_borders: Tensor  # int32 [S + 1] from 0 to key_end − key_start; the same segments, from their own beginning
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, borders: NDArray[np.int32], start: int, end: int, device: torch.device) -> ChunkPlan:
+        """Plan the chunk [start, end) of the row with these segment borders."""
+        first = int(np.searchsorted(borders, start, side="right")) - 1
+        last = int(np.searchsorted(borders, end, side="left"))
+        key_start = int(borders[first])
+        keys = np.minimum(borders[first : last + 1], end) - key_start
+        queries = np.clip(borders[first : last + 1], start, end) - start
+        num_continued = int(queries[1]) if key_start < start else 0
+        own = queries[1:] - num_continued if num_continued else queries
+        return cls(
+            key_start=key_start,
+            key_end=end,
+            num_continued=num_continued,
+            begun=SegmentPlan.of(own.astype(np.int32), device) if len(own) > 1 else None,
+            query_borders=on_device(queries.astype(np.int32), device),
+            key_borders=on_device(keys.astype(np.int32), device),
+            max_queries=int(np.diff(queries).max()),
+            max_keys=int(np.diff(keys).max()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One rank's part of the attention of one row: `whole` where the row is not cut, else two `chunks`."""
+
+    borders: Tensor  # int32 [S + 1] of the whole row, on the device
+    max_tokens: int  # of its longest segment
+    whole: SegmentPlan | None
+    chunks: tuple[ChunkPlan, ...]
+    order: Tensor | None  # int64 [P] see row_order
+
+    @classmethod
+    def of(cls, borders: NDArray[np.int32], num_ranks: int, rank: int, device: torch.device) -> RowPlan:
+        """Plan for context rank `rank`; the row's length is a multiple of 2 · num_ranks if there are several."""
+        longest = int(np.diff(borders).max())
+        if num_ranks == 1:
+            plan = SegmentPlan.of(borders, device)
+            return cls(borders=plan.cu_seqlens, max_tokens=longest, whole=plan, chunks=(), order=None)
+        num_tokens = int(borders[-1])
+        size, remainder = divmod(num_tokens, 2 * num_ranks)
+        assert not remainder, f"a row of {num_tokens} tokens is not cut by {num_ranks} context ranks"
+        return cls(
+            borders=on_device(borders.astype(np.int32), device),
+            max_tokens=longest,
+            whole=None,
+            chunks=tuple(
+                ChunkPlan.of(borders, index * size, (index + 1) * size, device) for index in held(num_ranks, rank)
+            ),
+            order=row_order(num_tokens, num_ranks, device),
+        )
+
+
+def held(num_ranks: int, rank: int) -> tuple[int, int]:
+    """The two chunks of a rank: an early one and a late one, because a late query attends to more keys."""
+    return rank, 2 * num_ranks - 1 - rank
+
+
+def held_tokens(num_tokens: int, num_ranks: int, rank: int) -> NDArray[np.int64]:
+    """Row indices of the tokens that a context rank holds, in the order that it holds them."""
+    if num_ranks == 1:
+        return np.arange(num_tokens)
+    return np.arange(num_tokens).reshape(2 * num_ranks, -1)[list(held(num_ranks, rank))].ravel()
+
+
+def row_order(num_tokens: int, num_ranks: int, device: torch.device) -> Tensor:
+    """int64 [P]: where each token of the row lies when the ranks' parts are laid end to end."""
+    parts = np.concatenate([held_tokens(num_tokens, num_ranks, rank) for rank in range(num_ranks)])
+    return on_device(np.argsort(parts, kind="stable"), device)
+
+
+# ------------------------------------------------------------------------------------------------------------ local row
+#
+# The part of a packed row that one context-parallel rank works on, and the way back to the whole row.
+#
+# Input: packed micro-batches.  Output: LocalRows: padded to what the layout divides, cut, and on the device.
+# Legend: T tokens of the row, P tokens once padded, L = P / context tokens of one rank.
+#
+# With C > 1 context ranks the padded row is cut into 2·C equal chunks, and rank r holds chunks r and 2·C − 1 − r: one
+# early and one late, because under a causal mask a late token costs more than an early one.  Padding is a segment of
+# its own at the end, so that nothing attends to it.
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRow:
+    """Input of the model for one micro-batch, the same on every pipeline stage and tensor rank."""
+
+    token_ids: Tensor  # int64 [L] on the device
+    position_ids: Tensor  # int64 [L] from 0 in every segment
+    targets: Tensor  # int64 [W] the tokens whose log-probabilities are wanted and predicted here
+    predictors: Tensor  # int64 [W] indices into the L tokens: the tokens right before the targets
+    packed: RowPlan  # segment borders, for attention
+
+    @classmethod
+    def of(
+        cls,
+        microbatch: PackedMicrobatch,
+        wanted: NDArray[np.bool_],
+        layout: ParallelLayout,
+        context_rank: int,
+        device: torch.device,
+    ) -> LocalRow:
+        """Cut out the part of `context_rank`.
+
+        wanted: bool [T], never True on the first token of a segment, which nothing predicts.
+        """
+        borders = _padded_borders(microbatch.cu_seqlens, layout.row_multiple)
+        padding = int(borders[-1]) - len(microbatch.token_ids)
+        token_ids = np.pad(microbatch.token_ids.astype(np.int64), (0, padding))
+        position_ids = np.concatenate([microbatch.position_ids.astype(np.int64), np.arange(padding)])
+        tokens = held_tokens(len(token_ids), layout.context, context_rank)
+        is_predictor = np.pad(wanted[1:], (0, padding + 1))[tokens]
+        predictors = np.flatnonzero(is_predictor)
+        return cls(
+            token_ids=on_device(token_ids[tokens], device),
+            position_ids=on_device(position_ids[tokens], device),
+            targets=on_device(token_ids[tokens[predictors] + 1], device),
+            predictors=on_device(predictors, device),
+            packed=RowPlan.of(borders, layout.context, context_rank, device),
+        )
+
+
+def whole_row(
+    local: Tensor, layout: ParallelLayout, context_rank: int, context_group: dist.ProcessGroup, num_tokens: int
+) -> Tensor:
+    """[L] per predicting token, of every context rank → [T] where entry t describes token t; entry 0 is 0.
+
+    A collective.  Backward gives every rank the gradient of its own part, and sums nothing: every rank computes the
+    same loss of the whole row, and the gradients of parameters are summed over ranks later.
+    """
+    row = local
+    if layout.context > 1:
+        row = _Joined.apply(local, layout.context, context_rank, context_group)  # type: ignore[no-untyped-call]
+    return torch.cat([row.new_zeros(1), row[: num_tokens - 1]])
+
+
+def _padded_borders(borders: NDArray[np.int32], multiple: int) -> NDArray[np.int32]:
+    end = int(borders[-1])
+    padded_end = -(-end // multiple) * multiple
+    return borders if padded_end == end else np.append(borders, np.int32(padded_end))
+
+
+class _Joined(torch.autograd.Function):
+    """[L] of every rank → [P] in row order on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, num_ranks: int, rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.num_ranks, ctx.rank = num_ranks, rank
+        gathered = local.new_empty(num_ranks * len(local))
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered.index_select(0, row_order(len(gathered), num_ranks, local.device))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        chunks = gradients[0].chunk(2 * ctx.num_ranks)
+        return torch.cat([chunks[index] for index in held(ctx.num_ranks, ctx.rank)]), None, None, None
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
 
 
 class PackedCoreAttention(nn.Module):

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.parallel_layout import ParallelLayout, num_experts
-from rlhpc.training.value_head import VALUE_HEAD
-from rlhpc.types import TensorSpec
+from rlhpc.models.shape import ParallelLayout, num_experts
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.logprob import VALUE_HEAD
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # (HF name, index) → that part of the tensor
 

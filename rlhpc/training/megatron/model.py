@@ -34,18 +34,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout
 from rlhpc.training.layer_functions import rotation_of
-from rlhpc.training.logprob import VocabularyShard, chunked_logprobs
-from rlhpc.training.megatron.attention import core_attention
-from rlhpc.training.megatron.grouped_experts import GroupedExperts
+from rlhpc.training.logprob import VocabularyShard, chunked_logprobs, token_values
+from rlhpc.training.megatron.attention import LocalRow, core_attention
 from rlhpc.training.megatron.hf_layout import has_value_head
-from rlhpc.training.megatron.layers import GatedSilu, PackedSelfAttention, RMSNorm
-from rlhpc.training.megatron.local_row import LocalRow
-from rlhpc.training.megatron.model_config import rotary_frequencies
-from rlhpc.training.megatron.model_file import ModelConfig
-from rlhpc.training.value_head import token_values
+from rlhpc.training.megatron.model_config import (
+    GatedSilu,
+    GroupedExperts,
+    ModelConfig,
+    PackedSelfAttention,
+    RMSNorm,
+    rotary_frequencies,
+)
 
 
 @dataclass(frozen=True, slots=True)

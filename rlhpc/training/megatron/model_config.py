@@ -7,19 +7,285 @@ refused with ConfigError, never trained wrongly.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.errors import ConfigError
-from rlhpc.megatron_models import refuse_unsupported
-from rlhpc.parallel_layout import ParallelLayout, num_experts
-from rlhpc.training.megatron.grouped_experts import has_grouped_kernel
-from rlhpc.training.megatron.model_file import ModelConfig
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout, num_experts, refuse_unsupported
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.training.layer_functions import gated_silu, rms_norm, rotated_heads, weighted_gated_silu
+
+# ------------------------------------------------------------------------------------------------------ grouped experts
+#
+# All experts of a rank by two grouped matrix products, where Megatron's SequentialMLP makes two for each expert.
+#
+# Input: tokens sorted by expert, as the dispatcher hands them over.  Output: the same tokens, through their experts.
+# Guarantees: parameters, their names and their order are those of SequentialMLP, and so is everything that is made of
+# them (checkpoints, optimiser, HF names); every parameter gets a gradient, zeros where its expert saw no token.
+# Nothing here waits for the device (Megatron's dispatcher does before it, once a layer).  Matrices of all experts are
+# laid side by side for as long as a product takes, and not kept for backward. Legend: T tokens of all experts of this
+# rank, E experts, K inputs and N outputs of a matrix.
+#
+# Megatron's own grouped layers need the package grouped_gemm or TransformerEngine; this one needs torch alone.
+
+
+# torch 2.11 to 2.14 has a kernel for compute capabilities 9.x and 10.x; elsewhere it copies the borders to the host and
+# multiplies expert by expert.  10.x is left out: there gradients of experts without tokens were reported to be wrong
+# (pytorch/pytorch#172439), and gradients of all experts not to be numbers (pytorch/pytorch#193633).
+KERNEL_CAPABILITY = (9, 0)
+KERNEL_DTYPE = torch.bfloat16
+ALIGNED_ELEMENTS = 8  # rows must begin at multiples of 16 bytes
+LAYERS = ("linear_fc1", "linear_fc2")  # of an expert
+
+
+def has_grouped_kernel(capability: tuple[int, int] | None, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """True where torch multiplies groups of rows in one kernel.
+
+    capability: of the GPU, None without one; sizes: inputs and outputs of the experts' matrices.
+    """
+    is_aligned = all(size % ALIGNED_ELEMENTS == 0 for size in sizes)
+    return capability == KERNEL_CAPABILITY and dtype == KERNEL_DTYPE and is_aligned
+
+
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is untyped
+    """SequentialMLP with SwiGLU, computed at once.  Experts must be whole on their rank, and have no biases."""
+
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any, pg_collection: Any = None) -> None:
+        """Signature given by Megatron."""
+        super().__init__(num_local_experts, config, submodules, pg_collection)
+        assert config.gated_linear_unit, "computed here: SwiGLU"
+        assert config.activation_func is functional.silu, "computed here: SwiGLU"
+        assert config.expert_tensor_parallel_size == 1, "an expert that is cut up needs sums over ranks"
+        assert not config.add_bias_linear, "experts' biases are not added here"
+        assert not config.moe_apply_probs_on_input, "probabilities are applied between the two products"
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return [T, H] and no bias.  tokens: [T, H]; tokens_per_expert: [E], on any device; probabilities: [T]."""
+        if self.num_local_experts == 1:
+            alone: tuple[Tensor, Tensor | None] = super().forward(tokens, tokens_per_expert, probabilities)
+            return alone
+        ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        inner, outer = ([getattr(each, name).weight for each in self.local_experts] for name in LAYERS)
+        gate_and_up = grouped_linear(tokens, ends, inner)
+        return grouped_linear(weighted_gated_silu(gate_and_up, probabilities), ends, outer), None
+
+
+def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """[T, N]: every token [K] times the matrix [N, K] of its expert, transposed.
+
+    ends: int32 [E], on the device of the tokens: where each expert's tokens end.  K and N are multiples of 16 bytes.
+    """
+    product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """torch's own derivative would keep the matrices laid side by side, once more, until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        tokens = _plain_rows(tokens)
+        ctx.save_for_backward(tokens, ends, *weights)
+        if not len(tokens):
+            return tokens.new_zeros(0, len(weights[0]))
+        return functional.grouped_mm(tokens, torch.stack(weights).mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, ends, *weights = ctx.saved_tensors
+        of_tokens = of_weights = None
+        if not len(tokens):
+            return torch.zeros_like(tokens), None, *map(torch.zeros_like, weights)
+        gradient = _plain_rows(gradient)
+        if ctx.needs_input_grad[0]:
+            of_tokens = functional.grouped_mm(gradient, torch.stack(weights), offs=ends)
+        if any(ctx.needs_input_grad[2:]):
+            # The left factor by columns, the right one by rows: the only order of the two in which the kernel accepts
+            # groups of any length, and writes zeros for one without tokens.
+            of_weights = functional.grouped_mm(gradient.mT, tokens, offs=ends).unbind()
+        return of_tokens, None, *(of_weights or [None] * len(weights))
+
+
+def _plain_rows(matrix: Tensor) -> Tensor:
+    """The kernel checks strides: it takes neither an expanded gradient nor the odd strides of a single row."""
+    is_plain = matrix.stride() == (matrix.shape[1], 1)
+    return matrix if is_plain else matrix.clone(memory_format=torch.contiguous_format)
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+#
+# Megatron's norm, self-attention and activation function, with what lies between matrix products computed at once.
+#
+# Input and output: Megatron's activations [L, 1, ...].  Guarantees: parameters, their names and their order are those
+# of Megatron's own layers.  What is computed is in layer_functions.py: kernels on a GPU, torch's operations elsewhere.
+
+
+class RMSNorm(nn.Module):
+    """Rounded as transformers rounds it; every tensor rank has the whole weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        """Signature given by Megatron."""
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        # Each rank sees only a part of the row: Megatron sums the gradients of parameters with this mark.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """See layer_functions.rms_norm."""
+        return rms_norm(hidden, self.weight, self.eps)
+
+
+class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core is untyped
+    """For training alone.  Key heads must divide by the number of tensor ranks (ParallelLayout.refuse_unfit)."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: Any,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output and no bias.  rotary_pos_emb: not Megatron's angles, but [2, L, D / 2] from rotation_of."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        heads = rotated_heads(
+            mixed.view(len(mixed), groups, -1, size),
+            rotary_pos_emb,
+            self._norm_weights(),
+            self.config.layernorm_epsilon,
+        )
+        attend = self._checkpointed_attention_forward if self._is_computed_anew else self.core_attention
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(
+            attend(*(part[:, None] for part in heads), attention_mask, packed_seq_params=packed_seq_params)
+        )
+        return output
+
+    def _norm_weights(self) -> tuple[Tensor, Tensor] | None:
+        return (self.q_layernorm.weight, self.k_layernorm.weight) if self.config.qk_layernorm else None
+
+    @property
+    def _is_computed_anew(self) -> bool:
+        """Whether backward computes the attention once more: recompute_activations = "selective"."""
+        return bool(self.checkpoint_core_attention and self.training)
+
+
+class GatedSilu(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
+    """The activation function of an MLP whose first matrix gives gate and up, [..., 2·F] → [..., F]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """Signature given by Megatron."""
+        super().__init__(config)
+        assert config.gated_linear_unit, "computed here: SwiGLU"
+        assert config.activation_func is functional.silu, "computed here: SwiGLU"
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """See layer_functions.gated_silu."""
+        return gated_silu(gate_and_up)
+
+
+# ----------------------------------------------------------------------------------------------------------- model file
+#
+# A model's configuration for Megatron, read from its config.json.
+#
+# `import transformers` reads the sources of all its models: 3,000 files and half a second of CPU for each rank of a
+# trainer, and longer on a shared file system.  A config.json of a known family that leaves nothing to defaults needs
+# none of them.  Any other is read by transformers, which knows its defaults.
+
+
+ModelConfig = Any  # of read_model: transformers' PretrainedConfig, or a ModelFile with the same names
+
+_EVERY_MODEL = {
+    "hidden_size": int,
+    "intermediate_size": int,
+    "max_position_embeddings": int,
+    "num_attention_heads": int,
+    "num_hidden_layers": int,
+    "num_key_value_heads": int,
+    "vocab_size": int,
+    "rms_norm_eps": float,
+    "hidden_act": str,
+    "tie_word_embeddings": bool,
+}
+_EXPERTS = {
+    "num_experts_per_tok": int,
+    "moe_intermediate_size": int,
+    "decoder_sparse_step": int,
+    "norm_topk_prob": bool,
+    "mlp_only_layers": list,
+}
+# What the layers of each family look at, besides keys whose absence means no: biases, pad_token_id, layer_types.
+_KEYS: Mapping[str, Mapping[str, type]] = {
+    "llama": _EVERY_MODEL,
+    "qwen2": {**_EVERY_MODEL, "use_sliding_window": bool},
+    "qwen3": {**_EVERY_MODEL, "use_sliding_window": bool, "head_dim": int},
+    "qwen3_moe": {**_EVERY_MODEL, **_EXPERTS, "use_sliding_window": bool, "head_dim": int, "num_experts": int},
+}
+
+
+class ModelFile(SimpleNamespace):
+    """What config.json says, under the names that transformers gives it."""
+
+    pad_token_id: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As PretrainedConfig.to_dict."""
+        return dict(vars(self))
+
+
+def read_model(path: Path) -> ModelConfig:
+    """The configuration of the model in a directory.  Raises ConfigError naming model.path."""
+    try:
+        document = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        document = None  # transformers says what is wrong with it
+    rotation = _plain_rotation(document) if _says_everything(document) else None
+    if rotation is not None:
+        return ModelFile(**{**document, "rope_parameters": rotation})
+
+    from transformers import AutoConfig  # see the top of the file
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: unknown to transformers: {error}") from error
+
+
+def _says_everything(document: Any) -> bool:
+    if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
+        return False
+    keys = _KEYS.get(document["model_type"])
+    return keys is not None and all(type(document.get(key)) is kind for key, kind in keys.items())
+
+
+def _plain_rotation(document: Mapping[str, Any]) -> dict[str, Any] | None:
+    """rope_parameters of an unscaled rotation, as transformers 5 writes it or as 4 did; None: it is another."""
+    if document.get("rope_scaling") or "partial_rotary_factor" in document:
+        return None
+    parameters = document.get("rope_parameters")
+    if parameters is None and "rope_theta" in document:
+        parameters = {"rope_type": "default", "rope_theta": document["rope_theta"]}
+    if not isinstance(parameters, dict) or parameters.keys() != {"rope_type", "rope_theta"}:
+        return None
+    if parameters["rope_type"] != "default" or type(parameters["rope_theta"]) not in (int, float):
+        return None
+    return {**parameters, "rope_theta": float(parameters["rope_theta"])}
+
+
+# --------------------------------------------------------------------------------------------------------- model config
 
 
 def transformer_config(model: ModelConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:

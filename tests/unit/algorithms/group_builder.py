@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
 
 
 def rollout(index: int = 0, *, length: int = 3, prompt_length: int = 2, **changed: Any) -> Rollout:

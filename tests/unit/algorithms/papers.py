@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlhpc.contracts import TokenRow
+from rlhpc.protocol.contracts import TokenRow
 
 POLICY_VERSION = 7
 

@@ -9,13 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.algorithms.advantages.choice import BY_GROUP, make_estimator, normalization
-from rlhpc.algorithms.advantages.group_relative import grpo, grpo_no_std, rloo
-from rlhpc.algorithms.advantages.normalize import normalize
-from rlhpc.algorithms.advantages.opo import opo
-from rlhpc.algorithms.advantages.pass_at_k import PassAtK
-from rlhpc.algorithms.advantages.spread import has_reward_variance
-from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.algorithms.estimators import (
+    BY_GROUP,
+    PassAtK,
+    grpo,
+    grpo_no_std,
+    has_reward_variance,
+    make_estimator,
+    normalization,
+    normalize,
+    opo,
+    rloo,
+)
+from rlhpc.config.tables_algorithm import AlgorithmConfig
 
 CENTRED = ("grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline")
 

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from group_builder import group, rollout, scored
 
-from rlhpc.algorithms.advantages.group_relative import grpo_no_std
-from rlhpc.algorithms.aggregation import loss_weights
-from rlhpc.algorithms.samples import SampleMaker
-from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import pack, unpack
+from rlhpc.algorithms.estimators import grpo_no_std
+from rlhpc.algorithms.packing import FlopCost, pack, unpack
+from rlhpc.algorithms.samples import SampleMaker, loss_weights
 
 COUNTS, PROMPTS, MAX_TOKENS = [2, 6, 0, 4, 8], [0, 0, 0, 1, 1], 16
 

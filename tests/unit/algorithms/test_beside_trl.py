@@ -14,10 +14,10 @@ from papers import POLICY_VERSION
 from token_rows import ragged_row
 from torch import Tensor
 
-from rlhpc.algorithms.aggregation import loss_weights
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.contracts import TokenRow
+from rlhpc.algorithms.policy_loss import make_policy_loss
+from rlhpc.algorithms.samples import loss_weights
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import TokenRow
 
 pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
 from trl.trainer.grpo_trainer import GRPOTrainer

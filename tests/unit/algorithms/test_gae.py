@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.algorithms.advantages.gae import packed_gae
-from rlhpc.algorithms.losses.value import ValueLoss
-from rlhpc.training.row_tensors import token_row
-from rlhpc.types import PackedMicrobatch
+from rlhpc.algorithms.estimators import packed_gae
+from rlhpc.algorithms.objectives import ValueLoss
+from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.training.logprob import token_row
 from tests.unit.training.packed_rows import draw_samples, dummy_row, pack_row
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhpc.algorithms.schedule import Progress, learning_rate, rate_factor_by_age
-from rlhpc.config_sections import TrainerConfig
+from rlhpc.config.tables import TrainerConfig
 
 
 def rates(num_steps: int, **settings: Any) -> list[float]:

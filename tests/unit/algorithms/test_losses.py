@@ -8,9 +8,8 @@ import torch
 from token_rows import token_row
 from torch import Tensor
 
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.algorithms.proximal import current_share, loglinear_anchor
-from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.algorithms.policy_loss import current_share, loglinear_anchor, make_policy_loss
+from rlhpc.config.tables_algorithm import AlgorithmConfig
 
 NUM_TOKENS = 64
 POLICY_VERSION = 6

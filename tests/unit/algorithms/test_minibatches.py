@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from group_builder import group, rollout, scored
 
-from rlhpc.algorithms.advantages.group_relative import grpo_no_std
-from rlhpc.algorithms.minibatches import optimiser_steps, split
-from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.algorithms.estimators import grpo_no_std
+from rlhpc.algorithms.samples import SampleMaker, optimiser_steps, split
 
 SEED = (7, 3)  # of the run, and the step
 

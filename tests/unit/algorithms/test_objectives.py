@@ -13,9 +13,9 @@ from papers import POLICY_VERSION, Sequence
 from token_rows import ragged_row, token_row
 from torch import Tensor
 
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.contracts import TokenRow
+from rlhpc.algorithms.policy_loss import make_policy_loss
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import TokenRow
 
 Objective = Callable[[Sequence], list[Tensor]]
 OBJECTIVES: dict[str, tuple[dict[str, Any], Objective]] = {

@@ -19,16 +19,16 @@ import torch
 from token_rows import ragged_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launch.checks import own_formulas
-from rlhpc.algorithms.advantages.choice import make_estimator
-from rlhpc.algorithms.losses.own import doubts_of, load_own_loss
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.config_algorithm import LOSSES, AlgorithmConfig
-from rlhpc.config_environment import EnvironmentConfig
-from rlhpc.contracts import AdvantageEstimator, PolicyLoss, RewardFunction
-from rlhpc.environment import Environment, Step
-from rlhpc.errors import ConfigError
+from launch.checks import own_code
+from rlhpc.algorithms.estimators import make_estimator
+from rlhpc.algorithms.objectives import doubts_of_loss, load_own_loss
+from rlhpc.algorithms.policy_loss import make_policy_loss
+from rlhpc.config.tables_algorithm import LOSSES, AlgorithmConfig
+from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.metrics.names import find_metric
+from rlhpc.protocol.contracts import AdvantageEstimator, PolicyLoss, RewardFunction
+from rlhpc.protocol.environment import Environment, Step
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.registry import resolve
 
 GOOD = """
@@ -133,7 +133,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 def test_the_loss_of_the_page_passes_its_trial_and_is_the_reinforce_that_it_says(module: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     code = page.partition("## A loss of your own")[2].split("```python\n", 1)[1].split("```", 1)[0]
-    imports = "import torch\nfrom torch import Tensor\nfrom rlhpc.contracts import TokenRow\n"
+    imports = "import torch\nfrom torch import Tensor\nfrom rlhpc.protocol.contracts import TokenRow\n"
     module.write_text(imports + code)
     current, row = ragged_row(0)
     value, _ = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)(current, row)
@@ -174,8 +174,8 @@ def test_a_loss_of_ones_own_is_used_and_its_metrics_have_a_family(module: Path) 
 
 def test_metrics_that_it_hands_on_from_a_loss_of_ours_have_names_that_are_known(module: Path) -> None:
     module.write_text(
-        "from rlhpc.algorithms.losses.policy_loss import make_policy_loss\n"
-        "from rlhpc.config_algorithm import AlgorithmConfig\n"
+        "from rlhpc.algorithms.policy_loss import make_policy_loss\n"
+        "from rlhpc.config.tables_algorithm import AlgorithmConfig\n"
         "loss = make_policy_loss(AlgorithmConfig(), 2)\n"
     )
     _, metrics = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 2)(*ragged_row(0))
@@ -356,7 +356,7 @@ def test_what_is_legal_and_seldom_meant_is_doubted(module: Path, kind: str, caps
         "    return torch.where(row.loss_mask, row.weights * row.advantages * current, 0.0).sum(), {}\n"
         f"def mine(rewards, lengths):\n    return {expression}\n"
     )
-    assert own_formulas.main(f"algorithm.{key}", f"{module.stem}:mine", 3, {}) == 0
+    assert own_code.main(f"algorithm.{key}", f"{module.stem}:mine", 3, {}) == 0
     doubts = json.loads(capsys.readouterr().out)["doubts"]
     assert bool(doubts) == bool(doubt)
     assert not doubt or re.search(rf"algorithm\.{key}='{module.stem}:mine', tried on .*{doubt}", doubts[0])
@@ -366,13 +366,13 @@ def test_what_is_legal_and_seldom_meant_is_doubted(module: Path, kind: str, caps
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_ours_would_pass_the_trial(module: Path, name: str, proximal: str) -> None:
     module.write_text(
-        "from rlhpc.algorithms.losses.policy_loss import make_policy_loss\n"
-        "from rlhpc.config_algorithm import AlgorithmConfig\n"
+        "from rlhpc.algorithms.policy_loss import make_policy_loss\n"
+        "from rlhpc.config.tables_algorithm import AlgorithmConfig\n"
         f"config = AlgorithmConfig(loss={name!r}, proximal={proximal!r}, importance_cap='off', kl_coefficient=0.1)\n"
         "loss = make_policy_loss(config, 2)\n"
     )
     loss = load_own_loss(f"{module.stem}:loss")
-    assert not doubts_of(loss)
+    assert not doubts_of_loss(loss)
 
 
 def test_an_estimator_of_ones_own_is_used(module: Path) -> None:

@@ -12,10 +12,9 @@ from papers import POLICY_VERSION
 from token_rows import ragged_row, token_row
 from torch import Tensor
 
-from rlhpc.algorithms.losses.policy_loss import AnchoredLoss, make_policy_loss
-from rlhpc.algorithms.losses.regularised import divergence
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.contracts import TokenRow
+from rlhpc.algorithms.policy_loss import AnchoredLoss, divergence, make_policy_loss
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import TokenRow
 
 ESTIMATORS = ("k1", "k2", "k3")
 COEFFICIENTS = [(0.3, 0.0), (0.0, 0.2), (0.7, 0.05)]

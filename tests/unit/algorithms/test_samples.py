@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 from group_builder import group, rollout, scored
 
-from rlhpc.algorithms.advantages.gae import packed_gae
-from rlhpc.algorithms.advantages.group_relative import grpo_no_std
-from rlhpc.algorithms.advantages.reward_itself import reward_itself
-from rlhpc.algorithms.samples import SampleMaker
-from rlhpc.algorithms.shaping import RewardShaping
-from rlhpc.config_algorithm import ShapingConfig
-from rlhpc.errors import RoleFailed
-from rlhpc.types import FinishReason, Rollout, ScoredRollout, Verdict
+from rlhpc.algorithms.estimators import grpo_no_std, packed_gae, reward_itself
+from rlhpc.algorithms.samples import RewardShaping, SampleMaker
+from rlhpc.config.tables_algorithm import ShapingConfig
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.types import FinishReason, Rollout, ScoredRollout, Verdict
 from tests.unit.roles.small_ring import small_config
 from tests.unit.training.packed_rows import pack_row
 

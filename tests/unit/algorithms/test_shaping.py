@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from group_builder import group, rollout, scored
 
-from rlhpc.algorithms.advantages.group_relative import grpo_no_std
-from rlhpc.algorithms.samples import SampleMaker
-from rlhpc.algorithms.shaping import RewardShaping
-from rlhpc.config_algorithm import ShapingConfig
-from rlhpc.errors import RoleFailed
-from rlhpc.types import FinishReason, RolloutGroup, ScoredRollout
+from rlhpc.algorithms.estimators import grpo_no_std
+from rlhpc.algorithms.samples import RewardShaping, SampleMaker
+from rlhpc.config.tables_algorithm import ShapingConfig
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.types import FinishReason, RolloutGroup, ScoredRollout
 
 LONGEST = 100
 

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
-from rlhpc.algorithms.step_guard import (
+from rlhpc.algorithms.guard import (
+    AS_BEFORE,
     MIN_NORMS,
     NUM_NORMS,
     Action,
     Judgement,
     StepGuard,
+    broken,
+    guarded_figures,
+    refusal,
 )
-from rlhpc.algorithms.step_limits import AS_BEFORE, broken, guarded_figures, refusal
-from rlhpc.config_guard import GuardConfig
-from rlhpc.types import StepLimits
+from rlhpc.config.tables_algorithm import GuardConfig
+from rlhpc.protocol.types import StepLimits
 
 FINE = {"mismatch_kl": 1e-4, "ess": 0.99, "entropy": 0.5, "grad_norm": 1.0}
 BAD = FINE | {"ess": 0.1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhpc.contracts import TokenRow
+from rlhpc.protocol.contracts import TokenRow
 
 
 def token_row(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhpc.buffer.partial_codec import PartialRollout, id_checksum
-from rlhpc.types import Prefix
+from rlhpc.buffer.prefixes import PartialRollout, id_checksum
+from rlhpc.protocol.types import Prefix
 
 
 def make_draft(seed: int, length: int, shared: Prefix | None = None) -> Prefix:

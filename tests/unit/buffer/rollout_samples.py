@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams, ScoredRollout, Verdict
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams, ScoredRollout, Verdict
 
 
 @dataclass

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from rollout_samples import ManualClock, make_ledger, make_prompt
 
-from rlhpc.buffer.batch_choice import choose_batch, choose_part
-from rlhpc.buffer.group_record import GroupRecord, MemberRecord
+from rlhpc.buffer.batches import DropReason, GroupRecord, MemberRecord, choose_batch, choose_part
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.config_sections import NO_WINDOW
+from rlhpc.config.tables import NO_WINDOW
 
 
 @pytest.fixture

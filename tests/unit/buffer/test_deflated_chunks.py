@@ -7,8 +7,8 @@ import zlib
 import numpy as np
 import pytest
 
-from rlhpc.buffer.deflated_chunks import deflated_chunks
-from rlhpc.buffer.resolved import ResolvedGroup
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.segment_format import deflated_chunks
 from rlhpc.buffer.segments import to_hdf5
 from tests.unit.buffer.rollout_samples import make_group
 

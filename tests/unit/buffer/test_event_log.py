@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from crash_states import RecordedDisk, put
 
-from rlhpc.buffer.event_log import (
+from rlhpc.base.ownership import take_over
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.history import (
     Admitted,
     Began,
     Dropped,
@@ -20,10 +23,7 @@ from rlhpc.buffer.event_log import (
     event_paths,
     read_events,
 )
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.errors import JournalError, OwnershipLost
-from rlhpc.ownership import take_over
-from rlhpc.run_layout import RunLayout
+from rlhpc.protocol.errors import JournalError, OwnershipLost
 
 EVENTS: list[Event] = [
     Began(0, 0, goes_on=True),

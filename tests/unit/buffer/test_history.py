@@ -24,31 +24,36 @@ from rollout_samples import (
 from test_ledger import make_prefix, settings
 from test_rollout_buffer import make_writer
 
-from rlhpc.buffer.event_log import Admitted, Began, Event, Taken, Trained, event_paths
+from launch.view.rollouts import found_groups
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.history import (
     START,
+    Admitted,
+    Began,
+    Event,
     History,
     Position,
     RecordedStep,
+    RolloutJournal,
+    Taken,
+    Trained,
     delete_old_journals,
+    event_paths,
+    open_journal,
     read_history,
     recorded_steps,
     timeline_of,
     version_after,
 )
-from rlhpc.buffer.journal_files import JournalFiles, journal_paths
+from rlhpc.buffer.journal import JournalFiles, JournalRecord, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
-from rlhpc.buffer.journal_rows import JournalRecord
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.partial_intake import PartialIntake
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
-from rlhpc.buffer.run_rollouts import found_groups
-from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.errors import LedgerError
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import Prompt, Verdict
+from rlhpc.buffer.prefixes import PartialIntake
+from rlhpc.buffer.segments import read_rollouts_directory
+from rlhpc.protocol.errors import LedgerError
+from rlhpc.protocol.types import Prompt, Verdict
 
 
 @pytest.fixture

@@ -16,16 +16,14 @@ import pytest
 from crash_states import RecordedDisk, put
 from rollout_samples import assert_same_scored, make_scored
 
+from rlhpc.base.native import crc32
+from rlhpc.base.ownership import take_over
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.history import make_durable
-from rlhpc.buffer.journal_files import JournalFiles, journal_paths
+from rlhpc.buffer.journal import JournalContent, JournalFiles, JournalRecord, journal_paths, read_journal, read_journals
 from rlhpc.buffer.journal_layout import MAGIC, PROMPT_ROW, ROLLOUT_ROW, SCHEMA, USER_BLOCK_BYTES, Sizes
-from rlhpc.buffer.journal_reader import JournalContent, read_journal, read_journals
-from rlhpc.buffer.journal_rows import JournalRecord
-from rlhpc.crc import crc32
-from rlhpc.errors import JournalError, OwnershipLost
-from rlhpc.ownership import take_over
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import FinishReason, Verdict
+from rlhpc.protocol.errors import JournalError, OwnershipLost
+from rlhpc.protocol.types import FinishReason, Verdict
 
 MANY = pytest.mark.long, pytest.mark.timeout(1800)  # a minute of work, on a loaded machine twenty times that
 SMALL = Sizes(rollouts=40, prompts=20, prompt_tokens=100, tokens=300, text_bytes=4000)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from rollout_samples import ManualClock, make_ledger, make_prompt
 
+from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.errors import CheckpointError, LedgerError
-from rlhpc.types import Prefix, SamplingParams
+from rlhpc.protocol.errors import CheckpointError, LedgerError
+from rlhpc.protocol.types import Prefix, SamplingParams
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rollout_samples import ManualClock, make_ledger, make_prompt
 
+from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.config_sections import AdmissionConfig
-from rlhpc.types import SamplingParams
+from rlhpc.config.tables import AdmissionConfig
+from rlhpc.protocol.types import SamplingParams
 
 HOLDERS = st.sampled_from(["g-0", "g-1", "g-2"])
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_samples import ManualClock, make_ledger, make_prompt
 
+from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import ANY_COMPANY, LostLeaseFile, LostLeases, Suspicion
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.contracts import RecordName
+from rlhpc.protocol.contracts import RecordName
 
 NUM_PROMPTS = 40
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from partial_samples import is_beginning_of, make_draft, part_of, piece_of
 
-from rlhpc.buffer.partial_codec import PartialRollout, decode_partials, encode_partials, joined, up_to_version
-from rlhpc.types import Prefix
+from rlhpc.buffer.prefixes import PartialRollout, decode_partials, encode_partials, joined, up_to_version
+from rlhpc.protocol.types import Prefix
 
 PIECES = [piece_of(make_draft(seed, 400), 3 * seed, 3 * seed + length) for seed, length in enumerate([0, 1, 7, 300])]
 

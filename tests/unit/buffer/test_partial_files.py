@@ -15,13 +15,12 @@ import pytest
 from crash_states import RecordedDisk, put
 from partial_samples import is_beginning_of, make_draft, piece_of
 
-from rlhpc.buffer import partial_files
-from rlhpc.buffer.partial_codec import PartialRollout
-from rlhpc.buffer.partial_files import PartialLog, partial_paths, read_partial_file, read_partials
-from rlhpc.errors import JournalError, OwnershipLost
-from rlhpc.ownership import take_over
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import Prefix
+from rlhpc.base.ownership import take_over
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer import prefixes
+from rlhpc.buffer.prefixes import PartialLog, PartialRollout, partial_paths, read_partial_file, read_partials
+from rlhpc.protocol.errors import JournalError, OwnershipLost
+from rlhpc.protocol.types import Prefix
 
 GOLDEN = Path(__file__).parent / "golden_partials"
 DRAFTS = [make_draft(seed, 300) for seed in range(4)]
@@ -71,7 +70,7 @@ def test_the_next_attempt_goes_on_and_what_was_before_is_deleted(tmp_path: Path)
 
 
 def test_files_do_not_grow_beyond_a_few_times_what_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_files, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(prefixes, "LEAST_BYTES", 1000)
     log, num_begun, largest = PartialLog(tmp_path, 0), 0, 0
     for round_ in range(200):
         start = round_ % 10 * 10
@@ -254,7 +253,7 @@ def test_a_file_that_goes_while_it_is_looked_for_is_no_damage(tmp_path: Path, mo
             PartialLog(tmp_path, 1).begin(pieces(0, 50))
         return looks[-1]
 
-    monkeypatch.setattr("rlhpc.buffer.partial_files.partial_paths", look_and_replace)
+    monkeypatch.setattr("rlhpc.buffer.prefixes.partial_paths", look_and_replace)
     known, problems = read_partials(tmp_path)
     assert problems == []
     assert [each.end for each in known.values()] == [50] * 4

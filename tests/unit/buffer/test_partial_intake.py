@@ -10,11 +10,10 @@ from partial_samples import is_beginning_of, make_draft, part_of, piece_of
 from rollout_samples import ManualClock, make_ledger, make_prompt, make_scored
 from test_rollout_buffer import make_writer
 
-from rlhpc.buffer.partial_codec import PartialRollout
-from rlhpc.buffer.partial_intake import PartialIntake, Receipt
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.types import Prefix, SamplingParams
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.buffer.prefixes import PartialIntake, PartialRollout, Receipt
+from rlhpc.protocol.types import Prefix, SamplingParams
 
 MAX_TOKENS, ADMITTED, NEWEST = 200, 4, 6
 

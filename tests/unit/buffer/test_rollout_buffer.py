@@ -9,14 +9,18 @@ import pytest
 from rollout_samples import ManualClock, assert_same_group, make_group, make_ledger, make_prompt, make_scored
 from test_ledger import settings
 
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.segment_files import segment_paths, set_aside_lost_segments
-from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
-from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.errors import CheckpointError, LedgerError
-from rlhpc.types import FinishReason, Verdict
+from rlhpc.buffer.segments import (
+    SegmentWriter,
+    read_rollouts_directory,
+    read_segment,
+    segment_paths,
+    set_aside_lost_segments,
+)
+from rlhpc.protocol.errors import CheckpointError, LedgerError
+from rlhpc.protocol.types import FinishReason, Verdict
 
 
 def make_writer(directory: Path, first_index: int = 0) -> SegmentWriter:

@@ -13,20 +13,23 @@ import numpy as np
 import pytest
 from rollout_samples import ManualClock, assert_same_group, make_group, make_scored
 
-from rlhpc.buffer import segment_files, segments
-from rlhpc.buffer.resolved import DropReason, ResolvedGroup
-from rlhpc.buffer.segment_columns import SCHEMA
-from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
-from rlhpc.buffer.segment_reader import (
+from rlhpc.base.ownership import take_over
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer import segments
+from rlhpc.buffer import segments as segment_files
+from rlhpc.buffer.batches import DropReason, ResolvedGroup
+from rlhpc.buffer.segment_format import SCHEMA
+from rlhpc.buffer.segments import (
+    SegmentWriter,
     read_columns,
     read_rollouts_directory,
     read_segment,
+    set_aside_lost_segments,
+    to_hdf5,
+    write_sealed,
 )
-from rlhpc.buffer.segments import SegmentWriter, to_hdf5
-from rlhpc.errors import SegmentError
-from rlhpc.ownership import take_over
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import FinishReason, RolloutGroup, Verdict
+from rlhpc.protocol.errors import SegmentError
+from rlhpc.protocol.types import FinishReason, RolloutGroup, Verdict
 
 
 def make_writer(directory: Path, clock: ManualClock | None = None, **changes: object) -> SegmentWriter:
@@ -157,7 +160,7 @@ def test_an_error_after_the_rename_leaves_no_file_either(tmp_path, monkeypatch):
     def no_space(directory: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("rlhpc.buffer.segment_files.sync_directory", no_space)
+    monkeypatch.setattr("rlhpc.buffer.segments.sync_directory", no_space)
     with pytest.raises(SegmentError, match="Input/output error"):
         write_sealed(tmp_path / "a.h5", b"data")
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.data.cache import cached
+from rlhpc.data.record_source import cached
 
 
 def test_work_is_done_once_for_what_it_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from checkpoints import make_tokenizer_files
 
-from rlhpc.config_curriculum import CurriculumConfig
-from rlhpc.config_data import DataConfig
+from rlhpc.config.tables import DataConfig
+from rlhpc.config.tables_algorithm import CurriculumConfig
 from rlhpc.data.curriculum import Curriculum, rollouts_for_a_pass
 from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.prompts import SeededPrompts
-from rlhpc.data.records import Record
+from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import CheckpointError, DataError
+from rlhpc.protocol.errors import CheckpointError, DataError
 
 NUM = 10  # records; the reference of each is its number, its difficulty too
 

@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 from checkpoints import sums, write_jsonl
 
-from rlhpc.data.dataset_files import dataset_files
-from rlhpc.data.records import read_records
-from rlhpc.errors import DataError
+from rlhpc.data.files import dataset_files
+from rlhpc.data.record_source import read_records
+from rlhpc.protocol.errors import DataError
 
 ROWS = sums(5)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from checkpoints import CHATML, make_tokenizer_files, sums, write_jsonl
 
-from rlhpc.config import Config
-from rlhpc.config_judge import JudgeConfig
-from rlhpc.data import dataset_summary
-from rlhpc.data.mixture import validate_datasets
-from rlhpc.errors import DataError
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_services import JudgeConfig
+from rlhpc.data import validation
+from rlhpc.data.curriculum import validate_datasets
+from rlhpc.protocol.errors import DataError
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_how_many_prompts_are_too_long_is_said_with_the_first(make) -> None:
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each time that a dataset was looked at."""
     looks: list[int] = []
-    summarise = dataset_summary.summarise
+    summarise = validation.summarise
 
     def counted(records: Any, form: Any, check_of: Any) -> Any:
         looks.append(len(records))

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import ConfigError
-from rlhpc.tool_schemas import TOOL_SCHEMAS
+from rlhpc.protocol.environment import TOOL_SCHEMAS
+from rlhpc.protocol.errors import ConfigError
 from tests.unit.data.chat_models import QWEN25, TEMPLATES, make_chat_model
 from tests.unit.data.checkpoints import make_tokenizer_files
 

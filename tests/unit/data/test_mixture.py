@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from checkpoints import make_tokenizer_files, write_jsonl
 
-from rlhpc.config import Config
-from rlhpc.contracts import PromptSource
-from rlhpc.data.curriculum import Curriculum
-from rlhpc.data.mixture import open_prompt_source, validate_datasets
-from rlhpc.errors import CheckpointError, DataError
-from rlhpc.types import Prompt
+from rlhpc.config.rules import Config
+from rlhpc.data.curriculum import Curriculum, open_prompt_source, validate_datasets
+from rlhpc.protocol.contracts import PromptSource
+from rlhpc.protocol.errors import CheckpointError, DataError
+from rlhpc.protocol.types import Prompt
 
 WEIGHTS = {"math": 5.0, "code": 2.0, "chat": 0.5}
 SIZES = {"math": 7, "code": 4, "chat": 4}

@@ -10,10 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlhpc.data.conversation import as_conversation, prompt_messages
-from rlhpc.data.record_writer import write_records
-from rlhpc.data.records import Record, read_records
-from rlhpc.errors import DataError
+from rlhpc.data.files import write_records
+from rlhpc.data.prompt_form import as_conversation, prompt_messages
+from rlhpc.data.record_source import Record, read_records
+from rlhpc.protocol.errors import DataError
 
 HUGE, DEEP = b"1" * 5000, b"[" * 100_000 + b"]" * 100_000
 

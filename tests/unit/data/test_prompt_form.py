@@ -11,13 +11,12 @@ import pyarrow.parquet
 import pytest
 from checkpoints import CHATML, make_tokenizer_files
 
-from rlhpc.config_data import DataConfig
-from rlhpc.data.dialogue_template import DialogueTemplate
-from rlhpc.data.prompt_form import PromptForm
-from rlhpc.data.records import Record, read_records, reference_of
+from rlhpc.config.tables import DataConfig
+from rlhpc.data.prompt_form import DialogueTemplate, PromptForm
+from rlhpc.data.record_source import Record, read_records, reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import DataError
-from rlhpc.types import Prompt
+from rlhpc.protocol.errors import DataError
+from rlhpc.protocol.types import Prompt
 
 # A row of verl's GSM8K, as its examples/data_preprocess/gsm8k.py writes it.
 VERL = {

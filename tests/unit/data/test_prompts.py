@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 from checkpoints import CHATML, make_tokenizer_files, sums, write_jsonl
 
-from rlhpc.config import Config
-from rlhpc.config_data import DataConfig
-from rlhpc.data.dialogue_template import DialogueTemplate
-from rlhpc.data.mixture import validate_datasets
-from rlhpc.data.prompt_form import PromptForm
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import DataConfig
+from rlhpc.data.curriculum import validate_datasets
+from rlhpc.data.prompt_form import DialogueTemplate, PromptForm
 from rlhpc.data.prompts import SeededPrompts, open_prompts
-from rlhpc.data.records import Record, read_records, reference_of
+from rlhpc.data.record_source import Record, read_records, reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import CheckpointError, ConfigError, DataError
+from rlhpc.protocol.errors import CheckpointError, ConfigError, DataError
 
 
 @pytest.fixture

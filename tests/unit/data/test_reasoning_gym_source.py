@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 from checkpoints import make_tokenizer_files
 
-from rlhpc.config import Config
-from rlhpc.config_data import DataConfig
-from rlhpc.data.mixture import open_prompt_source
-from rlhpc.data.reasoning_gym_source import FLAWED, problems_of
-from rlhpc.data.record_source import records_of
-from rlhpc.data.records import Record
-from rlhpc.errors import CheckpointError, DataError
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import DataConfig
+from rlhpc.data.curriculum import open_prompt_source
+from rlhpc.data.record_source import FLAWED, Record, problems_of, records_of
+from rlhpc.protocol.errors import CheckpointError, DataError
 from rlhpc.sandbox.values import encode
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 from reasoning_gym.factory import DATASETS
 
-from rlhpc.rewards.reasoning_gym_task import final_answer, judge
+from rlhpc.rewards.reasoning_gym import final_answer, reasoning_gym
 
 pytestmark = pytest.mark.starts  # a child process makes the problems
 
@@ -65,17 +63,17 @@ def test_a_seed_has_the_same_problems_in_every_process_and_another_seed_others(
 
 def test_problems_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = made()
-    monkeypatch.setattr("rlhpc.data.reasoning_gym_source._made_in_a_child", lambda question: pytest.fail("made again"))
+    monkeypatch.setattr("rlhpc.data.record_source._made_in_a_child", lambda question: pytest.fail("made again"))
     assert made() == before
 
 
 def assert_solved(records: list[Record]) -> None:
     for record in records:
         reference, answer = record.reference("entry"), record.fields["answer"]
-        outcome = judge(f"I think it is <answer>1</answer>, no: <answer> {answer} </answer>", reference)
+        outcome = reasoning_gym(f"I think it is <answer>1</answer>, no: <answer> {answer} </answer>", reference)
         assert (outcome.reward, outcome.is_correct) == (1.0, True), record.fields["dataset"]
         assert outcome.answer == str(answer).strip()
-        wrong = judge("no idea", reference)
+        wrong = reasoning_gym("no idea", reference)
         assert wrong.reward < 1.0
         assert not wrong.is_correct
 
@@ -87,11 +85,11 @@ def test_a_problem_is_solved_by_its_own_answer_and_not_by_another() -> None:
 def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_no_error_of_the_verifier() -> None:
     (record,) = made("reasoning_gym:prime_factorization", size=1)
     for answer in ("no idea", "2 x", ""):
-        assert judge(answer, record.reference("entry")).reward < 1.0
+        assert reasoning_gym(answer, record.reference("entry")).reward < 1.0
     entry = json.loads(record.reference("entry"))
     entry["entry"] = encode({"question": "?", "answer": "of nobody", "metadata": {}})
     with pytest.raises(ValueError, match="of nobody"):  # no answer could be read
-        judge("2 x", json.dumps(entry))
+        reasoning_gym("2 x", json.dumps(entry))
 
 
 @pytest.mark.parametrize("name", FLAWED)
@@ -103,7 +101,7 @@ def test_a_kind_whose_scorer_rewards_nonsense_is_refused_but_for_other_tasks(nam
 
 def test_a_kind_for_which_one_answer_solves_all_problems_is_refused() -> None:
     records = made("reasoning_gym:puzzle24", size=3, task="exact_match", reference_field="answer")
-    assert all(judge("6*4*1*1", json.dumps(record.fields["entry"])).is_correct for record in records)
+    assert all(reasoning_gym("6*4*1*1", json.dumps(record.fields["entry"])).is_correct for record in records)
     assert "puzzle24" in FLAWED
 
 
@@ -126,7 +124,7 @@ def test_the_last_tag_is_the_answer_then_a_mark_then_everything() -> None:
 def test_a_reference_of_another_kind_is_an_error_and_no_wrong_answer() -> None:
     for reference in ("7", "[]", '{"dataset": "chain_sum"}'):
         with pytest.raises(ValueError, match=r'data\.reference_field = "entry"'):
-            judge("7", reference)
+            reasoning_gym("7", reference)
 
 
 def test_levels_are_as_hard_as_the_curriculum_says_and_settings_are_kept() -> None:

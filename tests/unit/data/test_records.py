@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 from checkpoints import sums, write_jsonl
 
-from rlhpc.data.records import Record, read_records
-from rlhpc.errors import DataError
+from rlhpc.data.record_source import Record, read_records
+from rlhpc.protocol.errors import DataError
 
 
 def test_jsonl_records_keep_their_order_and_know_their_line(tmp_path):

@@ -7,10 +7,10 @@ import json
 import pytest
 from checkpoints import sums
 
-from rlhpc.data.mixture import validate_datasets
-from rlhpc.data.records import Record
-from rlhpc.data.references import refuse_bad_references
-from rlhpc.errors import DataError
+from rlhpc.data.curriculum import validate_datasets
+from rlhpc.data.record_source import Record
+from rlhpc.data.validation import refuse_bad_references
+from rlhpc.protocol.errors import DataError
 from rlhpc.rewards.registry import reference_check
 from tests.unit.data.test_prompts import make_config
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from chat_models import make_chat_model
 
-from launch.checks.first_prompt import control_tokens
-from rlhpc.config_data import DataConfig
-from rlhpc.data.dataset_summary import summarise
+from launch.checks.preflight import control_tokens
+from rlhpc.config.tables import DataConfig
 from rlhpc.data.prompt_form import PromptForm
-from rlhpc.data.records import Record
+from rlhpc.data.record_source import Record
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import ConfigError, DataError
+from rlhpc.data.validation import summarise
+from rlhpc.protocol.errors import ConfigError, DataError
 
 ALTERNATING = """
 {%- for message in messages %}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.data.thinking import answer_of
+from rlhpc.data.tokenizer import answer_of
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from checkpoints import CHATML, make_tokenizer_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 
 
 def test_text_survives_the_way_to_tokens_and_back(tmp_path):

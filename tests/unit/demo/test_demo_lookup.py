@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from launch.demo import lookup
-from rlhpc.config_environment import EnvironmentConfig
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.rewards.environments.tools import ToolEnvironment
+from rlhpc.environments.tools import ToolEnvironment
 
 
 def tokenizer_in(directory: Path) -> PromptTokenizer:

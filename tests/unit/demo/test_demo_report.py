@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from launch.commands.last_words import figures_table
-from launch.demo.learning_curve import draw_learning_curve, running_mean
+from launch.demo.task import draw_learning_curve, running_mean
+from launch.run_files.run_state import figures_table
 
 SUMMARY = {
     "steps": 160,

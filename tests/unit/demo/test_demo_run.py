@@ -9,7 +9,7 @@ import pytest
 
 from launch.demo import run as demo
 from launch.plan.gpu_map import VisibleGpus, map_gpus
-from rlhpc.config_file import load_config
+from rlhpc.config.file import load_config
 
 
 def test_a_demo_that_was_stopped_in_good_order_says_so_instead_of_a_result(

@@ -21,7 +21,7 @@ from launch.demo.task import (
     worked_answer,
     write_dataset,
 )
-from rlhpc.rewards.integer_arithmetic import judge
+from rlhpc.rewards.math_answer import integer_arithmetic
 
 drawn_problems = st.integers(0, 2**32).map(lambda seed: draw_problem(random.Random(seed)))
 
@@ -67,9 +67,9 @@ def test_no_prompt_or_answer_is_longer_than_announced(problem, seed):
 def test_the_reward_agrees_with_the_task_about_right_and_wrong():
     rng = random.Random(0)
     for problem in problems(0, 200):
-        assert judge(worked_answer(problem), problem.answer).is_correct
+        assert integer_arithmetic(worked_answer(problem), problem.answer).is_correct
         written = careless_answer(problem, 0.3, rng)
-        assert judge(written, problem.answer).is_correct == (written.split(";")[-1] == problem.answer)
+        assert integer_arithmetic(written, problem.answer).is_correct == (written.split(";")[-1] == problem.answer)
 
 
 def test_right_answers_become_as_rare_as_the_slip_rate_says():

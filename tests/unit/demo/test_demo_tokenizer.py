@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from launch.demo.task import problems, worked_answer
-from launch.demo.tokenizer import BOS_ID, CHARACTERS, EOS_ID, PAD_ID, VOCAB_SIZE, encode, make_tokenizer
+from launch.demo.task import (
+    BOS_ID,
+    CHARACTERS,
+    EOS_ID,
+    PAD_ID,
+    VOCAB_SIZE,
+    encode,
+    make_tokenizer,
+    problems,
+    worked_answer,
+)
 
 TOKENIZER = make_tokenizer()
 

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, Gemma3TextConfig
 
 from launch.cli import main
 from launch.demo.stand_in import END_ID, make_byte_tokenizer, make_stand_in
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests.tiny_models import make_tiny_checkpoint
 
 TOKENIZER = make_byte_tokenizer()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from launch.demo.tokenizer import EOS_ID, VOCAB_SIZE
+from launch.demo.task import EOS_ID, VOCAB_SIZE
 from launch.demo.warm_start import MARKER, WarmStartRecipe, make_model
 
 SHORT = WarmStartRecipe(

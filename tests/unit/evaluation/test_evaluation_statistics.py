@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.evaluation.statistics import JudgedSample, estimates, majority, mean, pass_at_k, share
+from rlhpc.metrics.evaluations import JudgedSample, estimates, majority, mean, pass_at_k, share
 
 RIGHT, WRONG = JudgedSample(True, "4", 1.0), JudgedSample(False, "5", 0.0)
 ANSWERS = st.sampled_from([("4", True), ("4.0", True), ("5", False), ("6", False), ("", False)])

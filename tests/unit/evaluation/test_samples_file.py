@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.errors import DataError
-from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
+from rlhpc.metrics.evaluations import EvaluatedSample, SamplesFile, read_samples
+from rlhpc.protocol.errors import DataError
 from tests.full_disk import fill, small_disk
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlhpc.generation.busy_clock import BusyClock
+from rlhpc.metrics.meters import BusyClock
 
 
 class Clock:

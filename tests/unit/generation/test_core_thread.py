@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rlhpc.generation import core_thread
-from rlhpc.generation.core_thread import CoreDied, CoreThread, FinishedSample
-from rlhpc.stop_strings import StopSearch
+from rlhpc.data.tokenizer import StopSearch
+from rlhpc.generation import vllm_core
+from rlhpc.generation.vllm_core import CoreDied, CoreThread, FinishedSample
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -138,7 +138,7 @@ async def test_a_stop_string_ends_a_request_with_the_token_that_completes_it(thr
 
 
 async def test_of_a_step_with_several_tokens_those_behind_a_stop_string_are_dropped() -> None:
-    taking = core_thread._Sample([1], asyncio.get_running_loop().create_future(), StopSearch(numbers, ["7."]))
+    taking = vllm_core._Sample([1], asyncio.get_running_loop().create_future(), StopSearch(numbers, ["7."]))
     logprobs = SimpleNamespace(logprobs=np.asarray([[-1.0], [-2.0], [-3.0]], np.float32))
     output = SimpleNamespace(
         new_token_ids=[6, 7, 8], new_logprobs=logprobs, new_prompt_logprobs_tensors=None, finish_reason="length"

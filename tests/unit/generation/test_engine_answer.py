@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from rlhpc.generation import engine_answer
-from rlhpc.generation.engine_answer import EngineSilent, answered, comes
+from rlhpc.generation import vllm_engine
+from rlhpc.generation.vllm_engine import EngineSilent, answered, comes
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_answer, "ANSWER_S", 0.5)
+    monkeypatch.setattr(vllm_engine, "ANSWER_S", 0.5)
 
 
 async def test_an_answer_comes_through_and_so_does_an_error() -> None:

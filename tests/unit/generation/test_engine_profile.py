@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rlhpc.config import Config, with_values
-from rlhpc.errors import EngineError
-from rlhpc.generation.engine_profile import (
-    CPU_KV_CACHE_BYTES,
-    SEVERAL_WORKERS,
-    WORKER_EXTENSION,
-    card_args,
-    engine_profile,
-)
+from rlhpc.config.rules import Config, with_values
+from rlhpc.generation.vllm_start import CPU_KV_CACHE_BYTES, SEVERAL_WORKERS, WORKER_EXTENSION, card_args, engine_profile
+from rlhpc.protocol.errors import EngineError
 
 
 def config_with(**generation: object) -> Config:
@@ -105,8 +99,8 @@ def test_no_environment_of_a_user_makes_vllm_fork_its_engine() -> None:
     """A forked child of a process that has asked for CUDA cannot use it; on CPU vLLM spawns whatever it is told."""
     code = (
         "import logging; logging.basicConfig(format='%(message)s');"
-        "from rlhpc.generation.engine_profile import COMMON_ENVIRONMENT;"
-        "from rlhpc.generation.vllm_process import set_environment; set_environment(COMMON_ENVIRONMENT);"
+        "from rlhpc.generation.vllm_start import COMMON_ENVIRONMENT;"
+        "from rlhpc.generation.vllm_start import set_environment; set_environment(COMMON_ENVIRONMENT);"
         "from vllm.utils.system_utils import get_mp_context; print(get_mp_context().get_start_method())"
     )
     environment = os.environ | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
@@ -170,8 +164,8 @@ def test_no_kernel_is_compiled_with_nvcc_which_compute_nodes_lack() -> None:
 def test_tensor_parallel_workers_do_not_sum_by_kernels_that_are_compiled_when_first_used() -> None:
     """vLLM asks for this by the variable alone: not whether there is a compiler."""
     code = (
-        "from rlhpc.generation.engine_profile import CUDA_ENVIRONMENT;"
-        "from rlhpc.generation.vllm_process import set_environment; set_environment(CUDA_ENVIRONMENT);"
+        "from rlhpc.generation.vllm_start import CUDA_ENVIRONMENT;"
+        "from rlhpc.generation.vllm_start import set_environment; set_environment(CUDA_ENVIRONMENT);"
         "import vllm.envs as envs; print(envs.VLLM_ALLREDUCE_USE_FLASHINFER, envs.VLLM_USE_FLASHINFER_SAMPLER)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhpc.errors import GroupFailed
-from rlhpc.generation.expert_stacks import ExpertStacks
+from rlhpc.generation.reload_plan import ExpertStacks
+from rlhpc.protocol.errors import GroupFailed
 
 NUM_EXPERTS, WIDTH, HIDDEN = 4, 3, 5
 CPU = torch.device("cpu")

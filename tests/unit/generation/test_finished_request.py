@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhpc.errors import EngineError
-from rlhpc.generation.finished_request import FinishedRequest, rollout_of
-from rlhpc.types import FinishReason, Prefix, Prompt, RolloutRequest, SamplingParams
+from rlhpc.generation.vllm_requests import FinishedRequest, rollout_of
+from rlhpc.protocol.errors import EngineError
+from rlhpc.protocol.types import FinishReason, Prefix, Prompt, RolloutRequest, SamplingParams
 
 
 def request(prefix: Prefix | None = None) -> RolloutRequest:

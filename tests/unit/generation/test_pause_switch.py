@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.generation.busy_clock import BusyClock
-from rlhpc.generation.pause_switch import PauseSwitch
+from rlhpc.generation.weight_updates import PauseSwitch
+from rlhpc.metrics.meters import BusyClock
 
 
 class RecordingLlm:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhpc.generation.reload_trace import Copied, Cut, LoadTrace, NoPlan
+from rlhpc.generation.reload_plan import Copied, Cut, LoadTrace, NoPlan
 
 Load = Callable[[nn.Module, dict[str, Tensor]], object]
 SHAPES = {"q": (4, 3), "k": (2, 3), "turned": (3, 6), "bias": (6,)}

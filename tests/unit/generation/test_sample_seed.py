@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhpc.generation.vllm_request import sample_seed
-from rlhpc.types import Prefix, Prompt, RolloutRequest, SamplingParams
+from rlhpc.generation.vllm_requests import sample_seed
+from rlhpc.protocol.types import Prefix, Prompt, RolloutRequest, SamplingParams
 
 
 def request_of(group_id: int, sample_index: int, num_done: int) -> RolloutRequest:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.generation.sample_window import SampleWindow
+from rlhpc.metrics.meters import SampleWindow
 
 LONGEST, PROMPT, BLOCK, MAX_NUM_SEQS = 512, 16, 4, 200
 KV_TOKENS = 20 * LONGEST

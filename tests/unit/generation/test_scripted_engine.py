@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.config import Config
-from rlhpc.errors import EngineError
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.types import (
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import EngineError
+from rlhpc.protocol.types import (
     FinishReason,
     Prefix,
     Prompt,
@@ -21,6 +19,7 @@ from rlhpc.types import (
     WeightGroup,
     WeightManifest,
 )
+from tests.engines.scripted_engine import Script, ScriptedEngine
 
 
 def request(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.generation.staging_choice import choose_staging, free_host_bytes
+from rlhpc.generation.weight_updates import choose_staging, free_host_bytes
 
 GB = 10**9
 

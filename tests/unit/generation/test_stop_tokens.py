@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlhpc.generation.vllm_request import end_of_sequence_ids
+from rlhpc.generation.vllm_requests import end_of_sequence_ids
 
 
 def test_all_end_of_sequence_tokens_that_the_checkpoint_names_count(tmp_path: Path) -> None:

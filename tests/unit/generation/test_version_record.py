@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from rlhpc.generation.version_record import VersionRecord, versions_of_spans
+from rlhpc.generation.vllm_requests import VersionRecord, versions_of_spans
 
 
 @dataclass

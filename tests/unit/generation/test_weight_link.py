@@ -6,13 +6,12 @@ from collections.abc import Generator, Iterator
 import pytest
 import torch
 
-from rlhpc.contracts import Allocate, WeightReceiver
-from rlhpc.errors import GroupFailed, TornWeights
-from rlhpc.generation.weight_link import BUSY, DONE, FAILED, READY, TORN, WeightLink
-from rlhpc.types import TensorSpec, WeightGroup
+from rlhpc.generation.worker_extension import BUSY, DONE, FAILED, READY, TORN, WeightLink
+from rlhpc.protocol.contracts import Allocate, WeightReceiver
+from rlhpc.protocol.errors import GroupFailed, TornWeights
+from rlhpc.protocol.types import TensorSpec, WeightGroup
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.device_scope import DeviceScope
-from rlhpc.weights.shadow import HostShadow
+from rlhpc.weights.memory import DeviceScope, HostShadow
 from tests.patience import PATIENCE_S
 from tests.unit.weights.fake_cuda import FakeCuda
 

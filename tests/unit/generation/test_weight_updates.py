@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config import Config
-from rlhpc.generation.busy_clock import BusyClock
-from rlhpc.generation.pause_switch import PauseSwitch
-from rlhpc.generation.weight_link import BUSY, DONE, READY, TORN
-from rlhpc.generation.weight_updates import WeightUpdates
+from rlhpc.config.rules import Config
+from rlhpc.generation.weight_updates import PauseSwitch, WeightUpdates
+from rlhpc.generation.worker_extension import BUSY, DONE, READY, TORN
+from rlhpc.metrics.meters import BusyClock
 from rlhpc.weights.buckets import make_manifest
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config

@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.buffer.event_log import event_paths
-from rlhpc.buffer.resolved import DropReason, ResolvedGroup
-from rlhpc.buffer.segment_files import segment_paths
-from rlhpc.buffer.segment_reader import read_raw_columns, read_segment
-from rlhpc.buffer.segments import to_hdf5
-from rlhpc.crc import crc32
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import COMPLETE, KnownCheckpoints, complete
-from rlhpc.types import ScoredRollout
+from rlhpc.base.native import crc32
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason, ResolvedGroup
+from rlhpc.buffer.history import event_paths
+from rlhpc.buffer.segments import read_raw_columns, read_segment, segment_paths, to_hdf5
+from rlhpc.protocol.types import ScoredRollout
+from rlhpc.training.checkpoint_directory import COMPLETE, KnownCheckpoints, complete
 
 
 @dataclass(frozen=True, slots=True)

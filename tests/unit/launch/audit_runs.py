@@ -14,32 +14,36 @@ from typing import Any
 
 import numpy as np
 
-from launch.run_directory.attempt_number import num_attempts
-from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
-from launch.run_directory.journal_aside import set_journal_aside
-from launch.run_directory.prepare import Attempt, note_attempt
-from rlhpc.algorithms.advantages.spread import has_reward_variance
-from rlhpc.buffer.event_log import event_paths
-from rlhpc.buffer.journal_files import journal_paths
-from rlhpc.buffer.journal_reader import read_journal
+from launch.run_directory.prepare import (
+    Attempt,
+    ResumePoint,
+    choose,
+    note_attempt,
+    num_attempts,
+    put_aside,
+    set_journal_aside,
+)
+from rlhpc.algorithms.estimators import has_reward_variance
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.buffer.history import event_paths
+from rlhpc.buffer.journal import journal_paths, read_journal
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.config import Config
-from rlhpc.config_file import write_resolved
-from rlhpc.roles.controller.saved_state import (
+from rlhpc.config.file import write_resolved
+from rlhpc.config.rules import Config
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredRollout, Verdict
+from rlhpc.roles.controller.state import (
     SavedState,
     Totals,
+    _restore,
     delete_needless_journals,
     read_saved_state,
     set_aside_later_segments,
     write_saved_state,
 )
-from rlhpc.roles.controller.state import _restore
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import KnownCheckpoints, begin, complete, prune
-from rlhpc.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredRollout, Verdict
+from rlhpc.training.checkpoint_directory import KnownCheckpoints, begin, complete, prune
 from tests.unit.buffer.rollout_samples import ManualClock, make_prompt
 from tests.unit.launch.site_kit import config_of
 

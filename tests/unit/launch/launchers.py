@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from launch.run_directory.process_identity import ProcessIdentity
-from rlhpc.run_layout import RunLayout
+from launch.run_directory.owner import ProcessIdentity
+from rlhpc.base.run_directory import RunLayout
 
 
 @contextmanager

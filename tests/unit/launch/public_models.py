@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from rlhpc.model_shape import ModelShape
+from rlhpc.models.shape import ModelShape
 
 _QWEN2_5: dict[str, Any] = {
     "model_type": "qwen2",

@@ -9,10 +9,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.plan.report import plan_report
+from launch.plan.script import plan_report
 from launch.plan.site_file import Site, load_site
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "job_scripts"

@@ -12,14 +12,14 @@ from typing import Any
 
 from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_directory.prepare import Attempt, note_attempt, prepare_run_dir_for_jobs
-from launch.run_files.events import EventLog
-from launch.run_files.job_records import JobRecord, write_record
+from launch.run_files.records import JobRecord, write_job_record
+from launch.run_files.run_state import EventLog
+from rlhpc.base.files import write_atomically
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.files import write_atomically
-from rlhpc.roles.controller.metrics.status_board import StatusBoard
-from rlhpc.roles.controller.process_registry import ProcessRegistry
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import SamplingParams
+from rlhpc.protocol.types import SamplingParams
+from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.run_status import StatusBoard
 from tests.unit.launch.site_kit import config_of
 
 
@@ -57,7 +57,7 @@ class Runs:
         """Record a job."""
         known = {"placement": "hetjob", "array_size": None, "plan": "", "script": "", "is_elastic": False}
         known |= {"first_replica": 0, "replicas_per_task": 1, "partition": None, "submitted_unix_s": time.time()}
-        write_record(layout, JobRecord(job_id=job_id, name=name, **(known | more)))
+        write_job_record(layout, JobRecord(job_id=job_id, name=name, **(known | more)))
 
     def status(self, layout: RunLayout, phase: str, step: int, ago_s: float = 0.0, reward: float = 0.5) -> None:
         """What a controller wrote `ago_s` ago."""

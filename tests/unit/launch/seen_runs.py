@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.config_file import write_resolved
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.launch.site_kit import config_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
 from launch.plan.site_file import Site
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
 
 ROOT = Path(__file__).parents[3]
 SHARED = Path("/shared")

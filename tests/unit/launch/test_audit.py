@@ -17,28 +17,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.checks.audit.events import EventEvidence
-from launch.checks.audit.evidence import Depth
-from launch.checks.audit.history import audit_run
-from launch.checks.audit.lengths import compare, describe
-from launch.checks.audit.report import Audit, Check, Verdict
 from launch.cli import main
-from launch.commands.audit import as_table
-from rlhpc.buffer.event_log import Admitted, Began, GroupEventLog, Taken, Trained, event_paths
-from rlhpc.buffer.journal_reader import read_journals
-from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_files import segment_paths
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import KnownCheckpoints
+from launch.verify.audit import as_table, audit_run
+from launch.verify.evidence import Depth
+from launch.verify.report import Audit, Check, CheckVerdict
+from launch.verify.steps import compare, describe
+from launch.verify.timeline import EventEvidence
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.history import Admitted, Began, GroupEventLog, Taken, Trained, event_paths
+from rlhpc.buffer.journal import read_journals
+from rlhpc.buffer.segments import segment_paths
+from rlhpc.protocol.errors import EXIT_CONFIG
+from rlhpc.training.checkpoint_directory import KnownCheckpoints
 from tests.unit.buffer.rollout_samples import make_scored
-from tests.unit.launch.audit_mutations import (
-    MUTATIONS,
-    Falsified,
-    edit_checkpoint,
-    edit_events,
-    edit_segment,
-)
+from tests.unit.launch.audit_mutations import MUTATIONS, Falsified, edit_checkpoint, edit_events, edit_segment
 from tests.unit.launch.audit_runs import AuditedRun, Killed, live_through
 
 QUICK, FULL = Depth(is_quick=True), Depth()
@@ -129,7 +122,9 @@ def test_a_run_whose_journal_was_damaged_between_two_attempts_tells_a_history_th
         run.start()
         run.run()
         audit = audited(run.layout)
-        broken = [check.name for check in audit.checks if check.verdict is Verdict.VIOLATED and check.name != "files"]
+        broken = [
+            check.name for check in audit.checks if check.verdict is CheckVerdict.VIOLATED and check.name != "files"
+        ]
         assert not broken, f"seed {seed}\n{as_table(run.layout, audit)}"
 
 

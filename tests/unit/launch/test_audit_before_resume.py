@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.audit.before_resume import look_before_going_on
 from launch.commands.submit import Submission, submit_checked
 from launch.plan.jobs import plan_jobs
-from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
-from rlhpc.buffer.journal_files import journal_paths
-from rlhpc.buffer.journal_reader import read_rollout_rows
-from rlhpc.errors import RunDirectoryError
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import KnownCheckpoints
-from tests.unit.launch.audit_mutations import (
-    a_checkpoint_opens_a_trained_group,
-    a_line_is_gone,
-)
+from launch.run_directory.prepare import NEWEST, ResumePoint
+from launch.verify.audit import look_before_going_on
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.journal import journal_paths, read_rollout_rows
+from rlhpc.protocol.errors import RunDirectoryError
+from rlhpc.training.checkpoint_directory import KnownCheckpoints
+from tests.unit.launch.audit_mutations import a_checkpoint_opens_a_trained_group, a_line_is_gone
 from tests.unit.launch.audit_runs import AuditedRun, Killed
 from tests.unit.launch.site_kit import site_of
 

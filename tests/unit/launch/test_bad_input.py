@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from launch.cli import main
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.ring.run_kit import Lab, make_lab, quick_settings, to_toml
 
 Change = Callable[[dict[str, dict[str, Any]], Path], None]

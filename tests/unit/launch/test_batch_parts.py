@@ -12,18 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_files.events import EventLog, last_outcome
-from launch.run_files.exit_records import ExitRecord, read_records, write_record
 from launch.run_files.plan_file import PlanFileError, read_plan
-from launch.run_files.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
-from launch.slurm import this_job
+from launch.run_files.records import ExitRecord, read_exit_records, write_exit_record
+from launch.run_files.run_state import (
+    EventLog,
+    Progress,
+    last_outcome,
+    needed_to_stop_s,
+    read_attempt,
+    read_progress,
+    saved_step,
+)
+from launch.slurm import queue
 from launch.slurm.commands import SlurmError, clean_environment, is_away, slurm
-from launch.slurm.states import OVER
-from launch.slurm.this_job import ThisJob, TimeLimit
-from launch.slurm.values import duration_s
-from launch.supervisor.giving_up import RetryBudget
-from launch.supervisor.signals import Signals, SlurmSignals
-from rlhpc.run_layout import RunLayout
+from launch.slurm.queue import ThisJob, TimeLimit
+from launch.slurm.states import OVER, duration_s
+from launch.supervisor.outcomes import RetryBudget
+from launch.supervisor.processes import Signals, SlurmSignals
+from rlhpc.base.run_directory import RunLayout
 from tests.patience import PATIENCE_S
 
 
@@ -71,7 +77,7 @@ def test_the_end_of_a_life_is_taken_from_slurm_where_slurm_says_it() -> None:
 def test_on_a_node_whose_clock_is_behind_a_life_does_not_seem_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's variables are of slurmctld's clock."""
     now, behind_s = time.time(), 300.0
-    monkeypatch.setattr(this_job.time, "time", lambda: now - behind_s)
+    monkeypatch.setattr(queue.time, "time", lambda: now - behind_s)
     job = ThisJob.of({"SLURM_JOB_ID": "12"})
     limit = TimeLimit(job, {"SLURM_JOB_START_TIME": str(int(now)), "SLURM_JOB_END_TIME": str(int(now) + 100)})
     assert 95 <= limit.left_s() <= 100
@@ -139,11 +145,11 @@ def test_records_of_an_attempt_are_found_by_role_and_replica(tmp_path: Path) -> 
     for replica, status in ((0, 0), (11, 139)):
         path = layout.exit_record("trainer", replica, 3)
         path.parent.mkdir()
-        write_record(path, ExitRecord(f"trainer-{replica}", status, "segmentation fault", 1, "n1", "12"))
-    found = read_records(layout, "trainer", 3)
+        write_exit_record(path, ExitRecord(f"trainer-{replica}", status, "segmentation fault", 1, "n1", "12"))
+    found = read_exit_records(layout, "trainer", 3)
     assert {replica: record.status for replica, record in found.items()} == {0: 0, 11: 139}
     assert found[11].cause == "trainer-11 on n1 ended with signal SIGSEGV: segmentation fault"
-    assert read_records(layout, "trainer", 2) == {}
+    assert read_exit_records(layout, "trainer", 2) == {}
 
 
 def test_a_plan_of_another_schema_or_without_the_job_is_refused(tmp_path: Path) -> None:

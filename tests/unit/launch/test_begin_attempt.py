@@ -16,18 +16,17 @@ import pytest
 import launch.run_directory.begin_attempt as begin_attempt_module
 from launch.commands.submit import write_plan
 from launch.plan.jobs import Elastic, plan_elastic
-from launch.plan.report import plan_document
+from launch.plan.script import plan_document
 from launch.run_directory.begin_attempt import FencedError, begin_attempt, main
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.run_state import FIRST_SAVE_S, needed_to_stop_s, read_progress
-from rlhpc import patience
-from rlhpc.config import Config
-from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
-from rlhpc.files import write_atomically
-from rlhpc.ownership import read_owner, take_over
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import begin, complete
+from rlhpc.base import patience
+from rlhpc.base.files import write_atomically
+from rlhpc.base.ownership import read_owner, take_over
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED, RunDirectoryError
+from rlhpc.training.checkpoint_directory import begin, complete
 from tests.full_disk import small_disk
 from tests.ring.run_kit import ROOT, command_environment
 from tests.unit.launch.site_kit import config_of, plan_of, site_of

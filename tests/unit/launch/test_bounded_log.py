@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.supervisor import bounded_log
-from launch.supervisor.bounded_log import BoundedLog
-from rlhpc.deadline import Deadline
+from launch.supervisor import role_task
+from launch.supervisor.role_task import BoundedLog
+from rlhpc.base.patience import Deadline
 from tests.patience import PATIENCE_S
 
 MOST = 4000
@@ -85,7 +85,7 @@ def test_a_log_that_its_user_deletes_or_renames_has_its_bound_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
 ) -> None:
     """Its role goes on writing into it, and a deleted one would fill the disk unseen."""
-    monkeypatch.setattr(bounded_log, "LOOK_S", 0.05)
+    monkeypatch.setattr(role_task, "LOOK_S", 0.05)
     path = tmp_path / "log"
     with path.open("a+b") as file, BoundedLog("reward-0", MOST).over(file.fileno()):
         path.unlink() if is_deleted else path.rename(tmp_path / "old")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bench.figures import tell
-from launch.checks.nodes import broadcast_probe
+from launch.doctor import broadcast_probe
 from tests.gpu.one_card import environment_of, place, why_not
 from tests.patience import PATIENCE_S
 

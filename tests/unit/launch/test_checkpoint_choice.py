@@ -12,21 +12,27 @@ import pytest
 
 from launch import cli
 from launch.run_directory.begin_attempt import begin_attempt, main
-from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
-from launch.run_directory.journal_aside import SHAPES_NOTHING, set_journal_aside
-from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
+from launch.run_directory.prepare import (
+    NEWEST,
+    SHAPES_NOTHING,
+    ResumePoint,
+    UnreadableCheckpoint,
+    choose,
+    prepare_run_dir,
+    prepare_run_dir_for_jobs,
+    put_aside,
+    set_journal_aside,
+)
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
-from launch.slurm.this_job import ThisJob
-from launch.supervisor.begin import AttemptStarter, BeginError
-from launch.supervisor.signals import Signals
+from launch.slurm.queue import ThisJob
+from launch.supervisor.processes import AttemptStarter, BeginError, Signals
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
-from rlhpc.config import Config
-from rlhpc.config_file import override
-from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint import directory
-from rlhpc.training.checkpoint.directory import complete, describe, prune
+from rlhpc.config.file import override
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FAULT, RunDirectoryError
+from rlhpc.training import checkpoint_directory
+from rlhpc.training.checkpoint_directory import complete, describe, prune
 from tests.unit.launch.site_kit import config_of
 
 pytestmark = pytest.mark.starts
@@ -36,7 +42,7 @@ STEPS = (8, 10, 12)
 
 def save(layout: RunLayout, step: int, attempt: int = 0, controller: str = "{}") -> Path:
     """A complete checkpoint, as far as a directory can tell."""
-    temporary = directory.begin(layout.checkpoint(step))
+    temporary = checkpoint_directory.begin(layout.checkpoint(step))
     (temporary / "trainer").mkdir()
     (temporary / "trainer" / "weights").write_bytes(b"abc" * step)
     (temporary / "controller.json").write_text(controller)
@@ -148,7 +154,7 @@ def test_a_file_more_than_was_written_is_no_damage(config: Config, layout: RunLa
 def test_one_that_cannot_be_read_is_not_taken_for_damaged(
     config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhpc.patience.DISK_PATIENCE_S", 1.0)
+    monkeypatch.setattr("rlhpc.base.patience.DISK_PATIENCE_S", 1.0)
     weights = layout.checkpoint(12) / "trainer" / "weights"
     weights.rename(weights.with_name("kept"))
     weights.symlink_to(weights)  # root, too, is refused to read this, as others are by permissions

@@ -19,21 +19,18 @@ from typing import Any, NoReturn
 import jsonschema
 import pytest
 
-from launch.checks.gpus import gpus_here
 from launch.cli import main
 from launch.commands.arguments import continued
-from launch.commands.last_words import command_to_continue
+from launch.doctor.gpus import gpus_here
 from launch.plan.gpu_map import map_gpus
-from launch.plan.local import local_plan_document
-from launch.run_directory.checkpoint_choice import ResumePoint
-from launch.run_directory.owner import launcher_of, register_launcher
-from launch.run_directory.prepare import mint_keys, prepare_run_dir
-from launch.run_directory.process_identity import ProcessIdentity
-from rlhpc.config import Config
-from rlhpc.config_file import load_config, override
-from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from launch.plan.processes import local_plan_document
+from launch.run_directory.owner import ProcessIdentity, launcher_of, register_launcher
+from launch.run_directory.prepare import ResumePoint, mint_keys, prepare_run_dir
+from launch.run_files.run_state import command_to_continue
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config, override
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
 from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
 from tests.unit.launch.launchers import controller_elsewhere, launcher_elsewhere, living_launcher
 from tests.unit.launch.regenerate_scripts import PAIRS
@@ -250,9 +247,10 @@ def _cpu_s(command: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_what_submits_loads_neither_torch_nor_vllm() -> None:
+def test_what_runs_on_a_login_node_loads_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys; from launch.commands import resume, scale, stop, submit, wait_for_run;"
+        "import sys; from launch.commands import check, data, list_runs, logs, reward, run, scale, show, stop, submit;"
+        "from launch.doctor import command; from launch.evaluate import command as e; from launch.view import status;"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=command_environment(), cwd=ROOT)
@@ -355,7 +353,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
 
     looked: list[object] = []
     monkeypatch.setattr(
-        "launch.commands.doctor.command.doctor",
+        "launch.doctor.command.doctor",
         lambda given: looked.append((given.run_file, given.overrides, given.quick)) or 0,
     )
     for words in (["--quick", "r.toml", "a=1"], ["r.toml", "--quick", "a=1"], ["r.toml", "a=1", "--quick"]):
@@ -696,7 +694,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **settings: object) -> NoReturn:
         raise AssertionError(f"a process was started: {arguments}")
 
-    monkeypatch.setattr("launch.supervisor.steps.subprocess.Popen", refuse)
+    monkeypatch.setattr("launch.supervisor.processes.subprocess.Popen", refuse)
 
 
 @pytest.mark.usefixtures("no_process")

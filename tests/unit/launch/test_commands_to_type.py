@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.common.paths import quoted
-from launch.run_directory.submission_lock import Holder, submits_alone
-from rlhpc.errors import RunDirectoryError
+from launch.common.text import quoted
+from launch.run_directory.owner import Holder, submits_alone
+from rlhpc.protocol.errors import RunDirectoryError
 
 LAUNCH = Path(__file__).parents[3] / "launch"
 _COMMAND = re.compile(r"`(?:rlhpc|rm|wandb sync) [^`]*?\{([\w.]*(?:root|lock|written))\}[^`]*`")
@@ -29,7 +29,7 @@ def test_a_path_with_a_space_is_one_word_of_the_command(tmp_path: Path) -> None:
 
 def test_no_command_is_told_with_a_run_directory_as_it_is() -> None:
     told = {
-        path: _COMMAND.findall(path.read_text()) for path in LAUNCH.rglob("*.py") if "dev_cluster" not in path.parts
+        path: _COMMAND.findall(path.read_text()) for path in LAUNCH.rglob("*.py") if "private_slurm" not in path.parts
     }
-    # The values of watch.py are filled in with what is quoted.
-    assert {path.name: found for path, found in told.items() if found} == {"watch.py": ["root", "root"]}
+    # The values of status.py are filled in with what is quoted.
+    assert {path.name: found for path, found in told.items() if found} == {"status.py": ["root", "root"]}

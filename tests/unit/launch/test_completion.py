@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
-from launch.commands.completion import completion_script
-from launch.commands.parser import command_parser
-from rlhpc.exit_status import EXIT_CONFIG
+from launch.cli import completion_script, main
+from launch.commands.arguments import command_parser
+from rlhpc.protocol.errors import EXIT_CONFIG
 
 NO_SHTAB = "no shtab here: pip install 'rlhpc[completion]'"
 ASK = """

@@ -10,9 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from launch.cli import main
-from rlhpc.config_data import DataConfig
-from rlhpc.data.record_source import records_of
-from rlhpc.data.records import read_records
+from rlhpc.config.tables import DataConfig
+from rlhpc.data.record_source import read_records, records_of
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files, write_jsonl
 
 KEYS = ["--model", "model", "data.prompt_field=prompt", "data.reference_field=reward_model.ground_truth"]

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks import gpus
-from launch.checks.gpus import Gpu, memory_of, parse_listing, parse_memory
-from launch.checks.memory.device_verdict import judge_devices
-from launch.checks.memory.engine import plan_engine
-from launch.checks.memory.plan import GIB, plan_memory
+from launch.checks.memory_plan import GIB, plan_engine, plan_memory
+from launch.checks.memory_verdict import judge_devices
 from launch.cli import main
+from launch.doctor import gpus
+from launch.doctor.gpus import Gpu, memory_of, parse_listing, parse_memory
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.model_shape import ModelShape
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
+from rlhpc.models.shape import ModelShape
+from rlhpc.protocol.errors import ConfigError
 from tests.unit.launch.public_models import CONFIGS, make_model_directory
 
 ROOT = Path(__file__).parents[3]

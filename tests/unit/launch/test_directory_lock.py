@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_directory.directory_lock import LockHeld, holders, lock_directory
-from launch.run_directory.owner import own_run
-from rlhpc.errors import RunDirectoryError
-from rlhpc.run_layout import RunLayout
+from launch.run_directory.owner import LockHeld, holders, lock_directory, own_run
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RunDirectoryError
 from tests.unit.launch.launchers import controller_elsewhere
 
 ROOT = Path(__file__).parents[3]
@@ -69,7 +68,7 @@ def test_who_is_refused_leaves_the_launcher_of_a_living_run_recorded(layout: Run
 @pytest.mark.starts
 def test_where_processes_of_others_are_hidden_none_of_them_is_the_recorded_one() -> None:
     """hidepid=1: its directory in /proc is there, and what it holds is for its owner."""
-    looks = "import os; from launch.run_directory.process_identity import ProcessIdentity as P; before = P.of(1); "
+    looks = "import os; from launch.run_directory.owner import ProcessIdentity as P; before = P.of(1); "
     leaves = "os.setgroups([]); os.setgid(65534); os.setuid(65534); "
     as_nobody = shlex.join([sys.executable, "-c", f"{looks}{leaves}print(before.pid, before.is_alive, P.of(1))"])
     script = f"mount -t proc -o hidepid=1 proc /proc && {as_nobody}; exit $?"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.checks.nodes import gpu_software, probe
+from launch.doctor import probe, verdicts
 from tests.unit.launch.site_kit import config_of, plan_of
 
 H100 = """\
@@ -39,7 +39,7 @@ def ready_of(text: str, **changes: Any) -> dict[str, Any]:
 def judged(ready: dict[str, Any], component: str = "generation", dtype: str = "bfloat16") -> dict[str, Any]:
     config, plan = config_of(f"model.dtype={dtype}"), plan_of()
     (part,) = (part for job in plan.jobs for part in job.components if part.name == component)
-    findings = gpu_software.judge_gpu_software("node", ready, part, config)
+    findings = verdicts.judge_gpu_software("node", ready, part, config)
     return {finding.key.removeprefix("node: "): finding for finding in findings}
 
 

@@ -17,19 +17,27 @@ from typing import Any
 
 import pytest
 
-from launch.checks.finding import Finding
-from launch.checks.nodes import broadcast_probe, probe
-from launch.checks.nodes.probe_jobs import Reports, probe_component, probe_script
-from launch.checks.nodes.verdicts import judge as judge_reports
-from launch.checks.site import login_checks
-from launch.checks.site.space import Forecast, Room, check_space, forecast, judge, parse_lfs, parse_quota
-from launch.commands.doctor.command import plan_of as made_up_plan
-from launch.commands.doctor.table import exit_status, render
+from launch.doctor import broadcast_probe, probe, site
+from launch.doctor.command import plan_of as made_up_plan
+from launch.doctor.probe_jobs import Reports, probe_component, probe_script
+from launch.doctor.site import (
+    Finding,
+    Forecast,
+    Room,
+    check_space,
+    exit_status,
+    forecast,
+    judge,
+    parse_lfs,
+    parse_quota,
+    render,
+)
+from launch.doctor.verdicts import judge as judge_reports
 from launch.plan.jobs import JobPlan
 from launch.plan.site_file import PrologueConfig, load_site
 from launch.slurm.cluster_facts import parse_gpus
-from launch.supervisor.surroundings import caches_below
-from rlhpc.deadline import Deadline
+from launch.supervisor.role_task import caches_below
+from rlhpc.base.patience import Deadline
 from tests.patience import PATIENCE_S
 from tests.unit.launch.site_kit import ROOT, component_of, config_of, plan_of, site_of
 from tests.unit.launch.test_slurm_check import FACTS
@@ -91,14 +99,14 @@ def test_a_model_that_is_not_here_leaves_a_warning_and_no_forecast(tmp_path: Pat
 
 
 def test_renames_on_a_good_filesystem_are_atomic_and_leave_nothing(tmp_path: Path) -> None:
-    assert [finding.verdict for finding in login_checks.check_renames(tmp_path)] == ["pass", "pass"]
-    assert [finding.verdict for finding in login_checks.check_operations(tmp_path)] == ["pass", "pass", "pass"]
+    assert [finding.verdict for finding in site.check_renames(tmp_path)] == ["pass", "pass"]
+    assert [finding.verdict for finding in site.check_operations(tmp_path)] == ["pass", "pass", "pass"]
     assert not list(tmp_path.iterdir())
 
 
 def test_clocks_are_compared_to_the_second() -> None:
     there = datetime.fromisoformat(FACTS.clock_text).timestamp()
-    found = [login_checks.check_clock(FACTS, there + late).verdict for late in (0.9, 10, 100)]
+    found = [site.check_clock(FACTS, there + late).verdict for late in (0.9, 10, 100)]
     assert found == ["pass", "warn", "fail"]
 
 
@@ -106,7 +114,7 @@ def test_releases_of_slurm_are_known_as_tried_or_not() -> None:
     plan = plan_of()
     for version, verdict in (((20, 2), "fail"), ((21, 8), "warn"), ((22, 5), "pass"), ((25, 11), "pass"), ((26, 5), "pass"), ((26, 11), "warn")):  # fmt: skip # noqa: E501
         facts = replace(FACTS, version=version)
-        findings = list(login_checks.check_version(plan, facts))
+        findings = list(site.check_version(plan, facts))
         assert findings[0].verdict == verdict
         assert len(findings) == 1 + (version >= (25, 11))
         assert (findings[0].text == "has been tried") is (version in ((22, 5), (26, 5)))  # tests/slurm runs on these
@@ -116,7 +124,7 @@ def test_caches_on_a_network_filesystem_or_below_an_unset_directory_are_warned_o
     mounts = "srv:/ / nfs4 rw 0 0\n/dev/sda /tmp ext4 rw 0 0\n"
 
     def wrong(shell: dict[str, str], **environment: str) -> list[str]:
-        found = login_checks.check_caches(plan_of(prologue={"environment": environment}), shell, mounts)
+        found = site.check_caches(plan_of(prologue={"environment": environment}), shell, mounts)
         return [finding.line for finding in found if finding.verdict != "pass"]
 
     local = {"TRITON_CACHE_DIR": "${SLURM_TMPDIR:-/tmp}/$USER/triton", "CUDA_CACHE_PATH": "/tmp/$USER"}
@@ -128,13 +136,13 @@ def test_caches_on_a_network_filesystem_or_below_an_unset_directory_are_warned_o
 
 
 def test_the_caches_that_are_looked_at_are_those_that_a_task_gets_by_itself() -> None:
-    assert set(login_checks.CACHES) == set(caches_below(Path("/")))
+    assert set(site.CACHES) == set(caches_below(Path("/")))
 
 
 @pytest.mark.parametrize("name", ["example", "apptainer", "conda-lustre", "module-venv"])
 def test_no_site_file_of_ours_sets_what_a_task_gets_by_itself(name: str) -> None:
     given = load_site(ROOT / "slurm" / "sites" / f"{name}.toml").prologue.environment
-    assert not {"TMPDIR", *login_checks.CACHES} & set(given)
+    assert not {"TMPDIR", *site.CACHES} & set(given)
     assert not [value for value in given.values() if "TMPDIR" in value]
 
 
@@ -168,14 +176,14 @@ def test_gpus_of_a_node_are_read_in_every_form_that_sites_have(text: str, gpus: 
 
 def test_what_the_prologue_names_and_is_not_here_fails(tmp_path: Path) -> None:
     prologue = PrologueConfig(venv=tmp_path / "venv", python="no-such-python")
-    found = {finding.key: finding.verdict for finding in login_checks.check_software(prologue)}
+    found = {finding.key: finding.verdict for finding in site.check_software(prologue)}
     assert found == {"prologue.venv": "fail", "prologue.python": "warn"}
 
 
 @pytest.mark.starts
 def test_an_environment_given_as_the_installation_of_conda_is_answered_with_where_to_find_it(tmp_path: Path) -> None:
     prologue = PrologueConfig(conda=tmp_path / "envs" / "rlhpc")
-    (finding,) = [each for each in login_checks.check_software(prologue) if each.key == "prologue.conda"]
+    (finding,) = [each for each in site.check_software(prologue) if each.key == "prologue.conda"]
     assert finding.verdict == "fail"
     assert "`conda info --base`" in finding.remedy
 
@@ -222,7 +230,7 @@ def _answer_until(directory: Path, kind: str, number: int) -> dict[str, Any]:
 
 @pytest.mark.starts
 def test_a_disk_from_which_nothing_can_be_loaded_is_known(tmp_path: Path) -> None:
-    looks = f"import json; from launch.checks.nodes import probe; print(json.dumps(probe.disk({str(tmp_path)!r})))"
+    looks = f"import json; from launch.doctor import probe; print(json.dumps(probe.disk({str(tmp_path)!r})))"
     mounts = f'mount -t tmpfs -o noexec none "{tmp_path}" && exec "$@"'
     command = [
         "unshare",

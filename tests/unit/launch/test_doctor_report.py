@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.finding import Finding
-from launch.checks.nodes.probe_jobs import Reports
 from launch.cli import main
-from launch.commands.doctor.redaction import Private, is_secret_name, redact
-from launch.commands.doctor.report_file import write_report
+from launch.doctor.command import Private, is_secret_name, redact, write_report
+from launch.doctor.probe_jobs import Reports
+from launch.doctor.site import Finding
 
 pytestmark = pytest.mark.starts
 

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.memory.engine import legal_ranks, plan_engine, staging_bytes
-from launch.checks.memory.engine_verdict import refuse_unfit_ranks
-from launch.checks.memory.plan import GIB
-from launch.checks.memory.verdict import judge_memory
+from launch.checks.memory_plan import GIB, legal_ranks, plan_engine, staging_bytes
+from launch.checks.memory_verdict import judge_memory, refuse_unfit_ranks
 from launch.plan.site_file import Site
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.model_shape import ModelShape
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
+from rlhpc.models.shape import ModelShape
+from rlhpc.protocol.errors import ConfigError
 from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, NUM_PARAMETERS, ODD_CONFIGS, RECIPES
 
 ROOT = Path(__file__).parents[3]

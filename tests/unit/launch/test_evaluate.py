@@ -24,36 +24,50 @@ import pytest
 from launch.checks.preflight import preflight_sampling
 from launch.cli import main
 from launch.commands.arguments import takes_evaluation
-from launch.commands.evaluate import follow
-from launch.commands.evaluate.command import evaluate
-from launch.commands.evaluate.compare import comparison_of
-from launch.commands.evaluate.directory import evaluation_directory
-from launch.commands.evaluate.evaluation import plan_evaluation
-from launch.commands.evaluate.follow import Course, Curves, Life
-from launch.commands.evaluate.job import _words
-from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
-from launch.commands.evaluate.preview import preview_evaluations
-from launch.commands.evaluate.processes import caches_on_this_node
-from launch.commands.evaluate.report import Report, report_of
-from launch.commands.evaluate.request import Request, of_run_file, requests_of
-from launch.commands.evaluate.settings import evaluation_config
-from launch.commands.evaluate.target import Target, checkpoint_digest, find_target, with_settings_of
-from launch.commands.status_notes import read_notes
 from launch.demo.task import write_dataset
+from launch.evaluate import follow
+from launch.evaluate.command import comparison_of, evaluate
+from launch.evaluate.evaluation import (
+    Report,
+    caches_on_this_node,
+    evaluation_directory,
+    plan_evaluation,
+    preview_evaluations,
+    report_of,
+)
+from launch.evaluate.follow import Course, Curves, Life
+from launch.evaluate.job import _words
+from launch.evaluate.request import (
+    Request,
+    Target,
+    checkpoint_digest,
+    evaluation_config,
+    find_target,
+    of_run_file,
+    requests_of,
+    with_settings_of,
+)
 from launch.plan.gpu_map import VisibleGpus
-from launch.run_files.job_records import JobRecord, write_record
+from launch.run_files.records import JobRecord, write_job_record
 from launch.slurm.queue import QueueLook
-from rlhpc.config import Config
-from rlhpc.config_file import read_resolved, write_resolved
-from rlhpc.deadline import Deadline
-from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError
-from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
-from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
-from rlhpc.evaluation.statistics import Estimate
-from rlhpc.exit_status import EXIT_CONFIG
+from launch.view.standing import lines_about, past_evaluations, past_values
+from launch.view.status import read_notes
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import read_resolved, write_resolved
+from rlhpc.config.rules import Config
 from rlhpc.metrics.curves import read_curves
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import begin, complete
+from rlhpc.metrics.evaluations import (
+    NAME,
+    Estimate,
+    EvaluatedSample,
+    EvaluationSettings,
+    SamplesFile,
+    read_samples,
+    read_settings,
+)
+from rlhpc.protocol.errors import EXIT_CONFIG, CheckpointError, ConfigError, RunDirectoryError
+from rlhpc.training.checkpoint_directory import begin, complete
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.doc_pages import ROOT, blocks_in, commands_of_block
 from tests.unit.roles.small_ring import small_config
@@ -640,7 +654,7 @@ def test_a_run_of_jobs_is_over_when_slurm_says_twice_that_none_is_left(
     monkeypatch.setattr(follow, "look_at_jobs", lambda jobs: looks.pop(0))
     monkeypatch.setattr(follow, "ASK_S", 0.0)
     layout.jobs.mkdir()
-    write_record(layout, JobRecord(7, "hetjob", "hetjob", None, "", "", False, 0, 0, None, 0.0))
+    write_job_record(layout, JobRecord(7, "hetjob", "hetjob", None, "", "", False, 0, 0, None, 0.0))
     layout.status.write_text(json.dumps({"phase": "stopped", "step": 4, "unix_time_s": time.time(), "roles": []}))
     alive = SimpleNamespace(state=SimpleNamespace(is_alive=True))
     life = Life(layout, patience_s=10.0)

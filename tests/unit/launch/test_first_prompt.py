@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from launch.checks.first_prompt import (
+from launch.checks.preflight import (
     date_in_prompts,
     few_records,
     first_prompt,
@@ -13,10 +13,10 @@ from launch.checks.first_prompt import (
     thinking_in_answers,
     untold_tools,
 )
-from rlhpc.config import Config
-from rlhpc.data.dataset_summary import DatasetSummary
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.config.rules import Config
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.data.validation import DatasetSummary
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
 
 CONFIG = Config.model_validate(

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from launch.checks import gpus
-from launch.checks.gpus import Gpu, parse_listing, visible_gpus
 from launch.cli import main
+from launch.doctor import gpus
+from launch.doctor.gpus import Gpu, parse_listing, visible_gpus
 from launch.plan.gpu_map import VisibleGpus, describe_gpus, map_gpus
-from launch.plan.local import local_plan_document
-from launch.plan.processes import describe_plan
-from rlhpc.config import Config
-from rlhpc.errors import ConfigError
-from rlhpc.run_layout import RunLayout
+from launch.plan.processes import describe_plan, local_plan_document
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import ConfigError
 
 TWO_WHOLE = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)

@@ -14,16 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.run_files.events import EventLog
-from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
-from launch.run_files.run_state import Attempt, read_progress
-from launch.slurm.this_job import NoTimeLimit, ThisJob
+from launch.run_files.run_state import Attempt, Cause, EventLog, read_progress
+from launch.slurm.queue import NoTimeLimit, ThisJob
 from launch.supervisor.__main__ import owns_run
 from launch.supervisor.controller_job import ControllerJobSupervisor
-from launch.supervisor.signals import Signals
-from launch.supervisor.worker_job import WorkerJobSupervisor
-from rlhpc.run_layout import RunLayout
+from launch.supervisor.other_jobs import WorkerJobSupervisor
+from launch.supervisor.processes import Signals
+from rlhpc.base.run_directory import RunLayout
 
 pytestmark = pytest.mark.starts
 

@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 
 from launch.slurm.commands import SlurmError
-from launch.slurm.part_states import GONE, ask_states
-from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
+from launch.slurm.queue import GONE, ask_states
+from launch.submitit_hetjob.executor import (
+    Component,
+    HeterogeneousSlurmExecutor,
+    Part,
+    check_parts,
+    plan_text,
+    script_text,
+)
 from launch.submitit_hetjob.job import HeterogeneousSlurmJob
-from launch.submitit_hetjob.script import Part, check_parts, plan_text, script_text
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 
 
 def nothing() -> None: ...

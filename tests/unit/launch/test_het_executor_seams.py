@@ -12,9 +12,9 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, JobPaths, temporary_save_path
 from submitit.slurm.slurm import SlurmExecutor
 
-from launch.submitit_hetjob import submitit_seams as seams
+from launch.submitit_hetjob import job as seams
 from launch.submitit_hetjob.step import UNFINISHED
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 
 
 def plain() -> int:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from submitit.core.utils import DelayedSubmission, pickle_load
 
-from launch.submitit_hetjob.script import Component, Part, plan_text
+from launch.submitit_hetjob.executor import Component, Part, plan_text
 from launch.submitit_hetjob.step import LEAVES_VARIABLE
 from launch.submitit_hetjob.supervisor import read_plan
-from rlhpc.deadline import Deadline
+from rlhpc.base.patience import Deadline
 from tests.patience import PATIENCE_S
 from tests.slurm.het_callables import Counts, FailsFirst, fail, sleep_long
 

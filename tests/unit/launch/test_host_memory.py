@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from launch.checks.memory.host_verdict import judge_host
-from launch.checks.memory.plan import GIB, RankMemory, plan_memory
-from launch.checks.memory.verdict import describe_memory
+from launch.checks.memory_plan import GIB, RankMemory, plan_memory
+from launch.checks.memory_verdict import describe_memory, judge_host
 from launch.cli import main
 from launch.plan.site_file import Site
-from rlhpc.config import with_values
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.model_shape import ModelShape
+from rlhpc.config.rules import with_values
+from rlhpc.models.shape import ModelShape
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS
 from tests.unit.launch.test_memory_plan import ROOT, check_words, config_of, plan_of, shape_of
 

@@ -16,11 +16,10 @@ from launch.demo.task import write_dataset
 from launch.run_directory.begin_attempt import main
 from launch.run_directory.inputs import look_at_inputs, read_inputs
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
-from rlhpc.config import Config
-from rlhpc.config_file import override, read_resolved
-from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import override, read_resolved
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import content_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.protocol.errors import EXIT_CONFIG
 
 ROOT = Path(__file__).parents[3]
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -15,14 +15,12 @@ import pytest
 from launch.cli import main
 from launch.plan.jobs import Elastic, JobPlan, plan_elastic, plan_jobs
 from launch.plan.processes import ROLE_ENVIRONMENT, shares_of
-from launch.plan.report import describe_jobs, plan_document, plan_report, shared_layout
-from launch.plan.script import render_scripts
+from launch.plan.script import describe_jobs, plan_document, plan_report, render_scripts, shared_layout
 from launch.plan.site_file import load_site
 from launch.run_files.plan_file import Share, read_plan
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests.unit.launch.regenerate_scripts import PAIRS, ROOT, Pair
 from tests.unit.launch.site_kit import component_of, config_of, job_of, plan_of, site_of
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.slurm.queue import look_at_jobs, moment_unix_s
-from launch.slurm.states import Life
-from launch.slurm.values import duration_s
+from launch.slurm.states import Life, duration_s
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts

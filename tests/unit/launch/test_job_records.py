@@ -10,18 +10,18 @@ import pytest
 
 from launch.commands.submit import write_plan
 from launch.plan.jobs import Elastic, plan_elastic
-from launch.plan.report import plan_document
-from launch.run_files.job_records import (
+from launch.plan.script import plan_document
+from launch.run_files.records import (
     JobRecord,
     elastic_plans,
     generator_numbers,
     next_elastic_name,
     next_replica,
-    read_records,
-    write_record,
+    read_job_records,
+    write_job_record,
 )
-from rlhpc.errors import RunDirectoryError
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RunDirectoryError
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
 
 RECORD = JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0)
@@ -40,8 +40,8 @@ def layout(tmp_path: Path) -> RunLayout:
 
 
 def test_a_record_is_read_as_it_was_written(layout: RunLayout) -> None:
-    write_record(layout, RECORD)
-    assert read_records(layout) == [RECORD]
+    write_job_record(layout, RECORD)
+    assert read_job_records(layout) == [RECORD]
     assert json.loads(layout.job_record(12).read_bytes()) == {
         "job_id": 12, "name": "hetjob", "placement": "hetjob", "array_size": None, "plan": "p", "script": "s",
         "is_elastic": False, "first_replica": 0, "replicas_per_task": 2, "partition": "gpu",
@@ -51,21 +51,21 @@ def test_a_record_is_read_as_it_was_written(layout: RunLayout) -> None:
 
 def test_records_stand_in_the_order_of_submission_and_events_are_none(layout: RunLayout) -> None:
     for record in (replace(RECORD, job_id=3, submitted_unix_s=200.0), RECORD):
-        write_record(layout, record)
+        write_job_record(layout, record)
     layout.job_events("12").write_text("{}\n")
     (layout.jobs / "trainer.yield").touch()
     (layout.jobs / "notes.json").write_text("{}")
-    assert [record.job_id for record in read_records(layout)] == [12, 3]
+    assert [record.job_id for record in read_job_records(layout)] == [12, 3]
 
 
 def test_a_field_of_a_later_version_is_no_fault_and_damage_is_named(layout: RunLayout) -> None:
-    write_record(layout, RECORD)
+    write_job_record(layout, RECORD)
     path = layout.job_record(12)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}))
-    assert read_records(layout) == [RECORD]
+    assert read_job_records(layout) == [RECORD]
     path.write_text('{"job_id": 12}')
     with pytest.raises(RunDirectoryError, match=r"12\.json: damaged"):
-        read_records(layout)
+        read_job_records(layout)
 
 
 def test_the_run_goes_on_as_long_as_the_job_of_its_controller() -> None:

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_files.events import EventLog
-from launch.run_files.job_records import JobRecord, write_record
-from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
-from launch.slurm.this_job import NoTimeLimit, ThisJob
-from launch.supervisor.signals import Signals
-from launch.supervisor.worker_job import WorkerJobSupervisor
-from rlhpc.run_layout import RunLayout
+from launch.run_files.records import JobRecord, write_job_record
+from launch.run_files.run_state import Cause, EventLog
+from launch.slurm.queue import NoTimeLimit, ThisJob
+from launch.supervisor.other_jobs import WorkerJobSupervisor
+from launch.supervisor.processes import Signals
+from rlhpc.base.run_directory import RunLayout
 from tests.unit.launch.test_slurm_answers import AWAY, Commands, commands
 
 __all__ = ["commands"]
@@ -57,7 +56,7 @@ def test_a_job_near_its_limit_is_requeued_only_if_a_controller_may_come(
     layout = RunLayout(tmp_path / "run")
     layout.jobs.mkdir(parents=True)
     for job_id, name in ((7, "controller"), (8, role)):
-        write_record(layout, JobRecord(job_id, name, "jobs", None, "p", "s", False, 0, 0, None, HOUR_AGO))
+        write_job_record(layout, JobRecord(job_id, name, "jobs", None, "p", "s", False, 0, 0, None, HOUR_AGO))
     status = {"phase": "training", "attempt": 0, "step": 5, "roles": [], "unix_time_s": time.time() - silent_s}
     layout.status.write_text(json.dumps(status))
     commands.put("squeue", squeue)

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from launch.commands.overview.find import find_runs
-from launch.commands.overview.survey import survey
-from launch.commands.status import render_status
 from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_directory.owner import register_launcher
-from launch.run_files.exit_records import ExitRecord, write_record
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from launch.run_files.records import ExitRecord, write_exit_record
+from launch.view.standing import find_runs, survey
+from launch.view.status import render_status
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.unit.launch.launchers import launcher_elsewhere
 from tests.unit.launch.runs_kit import Runs, age
 
@@ -96,7 +95,7 @@ def test_a_run_that_failed_here_says_what_the_first_role_died_of(
     assert "failed while training, step 5/100" in render_status(layout)
     assert "\nfailed: trainer-0: CudaError: x y" in render_status(layout)
     record = ExitRecord("trainer-0", 137, "step 5", starts=1, host="vm", job="")
-    write_record(layout.exit_record("trainer", 0, 0), record)  # as the launcher does
+    write_exit_record(layout.exit_record("trainer", 0, 0), record)  # as the launcher does
     runs.status(layout, "stopped", 5)  # and the controller closes its books
     assert state(capsys, "failed") == ("failed", "trainer-0 on vm ended with signal SIGKILL: step 5")
     assert "failed, step 5/100" in render_status(layout)  # and not "failed while stopped"
@@ -108,7 +107,7 @@ def test_an_exit_status_above_128_that_is_no_signals_is_told_as_a_status(
     layout = runs.local("contained")
     record = ExitRecord("trainer-0", 255, "FATAL: no such image", starts=1, host="vm", job="")
     layout.exit_record("trainer", 0, 0).parent.mkdir()
-    write_record(layout.exit_record("trainer", 0, 0), record)
+    write_exit_record(layout.exit_record("trainer", 0, 0), record)
     words = "trainer-0 on vm ended with exit status 255: FATAL: no such image"
     assert state(capsys, "contained") == ("failed", words)
     assert replace(record, status=128 + 40).cause.startswith("trainer-0 on vm ended with exit status 168")
@@ -124,13 +123,13 @@ def test_of_a_failed_attempt_the_trainer_is_named_first_and_what_was_started_aga
     for name, status, is_final in (("controller", 3, True), ("generator", 137, False), ("trainer", 137, True)):
         record = ExitRecord(f"{name}-0", status, "words", 1, "n1", "0", is_final)
         layout.exit_record(name, 0, 1).parent.mkdir()
-        write_record(layout.exit_record(name, 0, 1), record)
+        write_exit_record(layout.exit_record(name, 0, 1), record)
     assert state(capsys, "failed") == ("failed", "trainer-0 on n1 ended with signal SIGKILL: words")
     layout.exit_record("trainer", 0, 1).unlink()
     layout.exit_record("controller", 0, 1).unlink()
     assert "generator" not in state(capsys, "failed")[1]
     runs.job(layout, 11, "hetjob", submitted_unix_s=1.0)  # long before: it went on as a run of this machine
-    write_record(layout.exit_record("trainer", 0, 1), record)
+    write_exit_record(layout.exit_record("trainer", 0, 1), record)
     assert state(capsys, "failed")[0] == "failed"
 
 
@@ -488,7 +487,7 @@ def test_a_run_that_was_stopped_and_saved_has_not_failed_when_a_process_was_slow
     layout.stop_request.touch()
     record = ExitRecord("trainer-0", 143, "ended", starts=1, host="vm", job="")
     layout.exit_record("trainer", 0, 0).parent.mkdir()
-    write_record(layout.exit_record("trainer", 0, 0), record)
+    write_exit_record(layout.exit_record("trainer", 0, 0), record)
     assert state(capsys, "slow") == ("stopped", "")
     assert "slow: stopped, step 97/100" in render_status(layout)
 
@@ -501,6 +500,6 @@ def test_a_run_that_was_stopped_before_its_controller_started_has_not_failed(
     request_of(layout).touch()
     record = ExitRecord("trainer-0", 143, "no output", starts=1, host="vm", job="")
     layout.exit_record("trainer", 0, 0).parent.mkdir()
-    write_record(layout.exit_record("trainer", 0, 0), record)
+    write_exit_record(layout.exit_record("trainer", 0, 0), record)
     assert state(capsys, "early") == ("stopped", "")
     assert "stopped before its controller started" in render_status(layout)

@@ -14,17 +14,16 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.reading.happenings import read_story
-from launch.run_files.exit_records import last_error_line, read_failures
 from launch.run_files.plan_file import LOCAL, SCHEMA
+from launch.run_files.records import last_error_line, read_failures
 from launch.run_files.run_state import Attempt
 from launch.supervisor import controller_job, role_task
 from launch.supervisor.local_run import LocalSignals, supervise_locally
-from launch.supervisor.signals import ENDS, WARNINGS
-from rlhpc.deadline import Deadline
-from rlhpc.errors import OwnershipLost
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED, EXIT_INTERRUPTED
-from rlhpc.run_layout import RunLayout
+from launch.supervisor.processes import ENDS, WARNINGS
+from launch.view.events import read_story
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FENCED, EXIT_INTERRUPTED, OwnershipLost
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts

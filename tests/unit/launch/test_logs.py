@@ -15,8 +15,8 @@ import pytest
 from launch.commands import logs
 from launch.commands.logs import LAST_LINES, _Tail, log_files, roles_there, show_logs
 from launch.run_directory.owner import register_launcher
-from rlhpc.errors import RunDirectoryError
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RunDirectoryError
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]

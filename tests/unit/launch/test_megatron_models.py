@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from launch.checks.preflight import preflight
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
+from rlhpc.config.file import load_config
+from rlhpc.protocol.errors import ConfigError
 from tests.ring.run_kit import ROOT
 from tests.unit.launch.public_models import CONFIGS, make_model_directory
 
@@ -59,8 +59,7 @@ def checked(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     """Raises what both `rlhpc check` and the trainer say; fails if one of them has no objection."""
     import torch
 
-    from rlhpc.training.megatron.model_config import transformer_config
-    from rlhpc.training.megatron.model_file import read_model
+    from rlhpc.training.megatron.model_config import read_model, transformer_config
 
     model = make_model_directory(tmp_path / "model", CONFIGS[name] | changes)
     (tmp_path / "train.jsonl").write_text('{"question": "add", "answer": "2"}\n')

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.checks.memory.activations import ROUTING_IMBALANCE, RowMemory
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.model_shape import ModelShape
-from rlhpc.parallel_layout import ParallelLayout
+from launch.checks.memory_plan import ROUTING_IMBALANCE, RowMemory
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ModelShape, ParallelLayout
 from rlhpc.training.hf_model import cast_parameters, load_causal_lm
-from rlhpc.training.megatron.row_plan import held
+from rlhpc.training.megatron.attention import held
 from rlhpc.training.packed_attention import SegmentPlan
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, pack_row
@@ -106,7 +105,7 @@ def measure(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def _measure_layout(rank: int, family: str, keys: dict[str, Any], dtype: torch.dtype) -> tuple[int, int]:
-    from rlhpc.training.megatron.parallel import close_groups, open_groups
+    from rlhpc.training.megatron.backend import close_groups, open_groups
 
     trainer = TrainerConfig(token_budget=NUM_TOKENS, backend="megatron", **keys)
     layout = ParallelLayout.of(trainer)
@@ -153,7 +152,7 @@ def _build(family: str, layers: int, trainer: TrainerConfig, dtype: torch.dtype)
 def _kept_bytes(chunk: Any, layout: ParallelLayout) -> int:
     from megatron.core import parallel_state
 
-    from rlhpc.training.megatron.local_row import LocalRow
+    from rlhpc.training.megatron.attention import LocalRow
     from rlhpc.training.megatron.model import HeadRequest
 
     row = LocalRow.of(

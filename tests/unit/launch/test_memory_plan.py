@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 
-from launch.checks.memory.activations import rows_in_flight
-from launch.checks.memory.engine import plan_engine
-from launch.checks.memory.plan import GIB, fullest, plan_memory
-from launch.checks.memory.trainer_verdict import advise
-from launch.checks.memory.verdict import describe_memory, judge_memory, memory_report
+from launch.checks.memory_plan import GIB, fullest, plan_engine, plan_memory, rows_in_flight
+from launch.checks.memory_verdict import advise, describe_memory, judge_memory, memory_report
 from launch.cli import main
 from launch.commands.recipes import Recipe
 from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
-from rlhpc.config import Config, with_values
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.model_shape import ModelShape, layers_of_stage
-from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config, with_values
+from rlhpc.models.shape import ModelShape, ParallelLayout, layers_of_stage
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests.unit.launch.public_models import (
     CONFIGS,
     LARGE_RUNS,

@@ -16,14 +16,11 @@ import pytest
 
 import rlhpc
 from launch.cli import main
-from launch.commands.metrics.exported import ExportedRun
-from launch.commands.metrics.wandb_records import records_of
-from launch.reading.metric_table import metric_table
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
-from rlhpc.metrics.recorder import Recorder
-from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
-from rlhpc.run_layout import RunLayout
+from launch.commands.trackers import ExportedRun, records_of
+from launch.view.figures import metric_table
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.metrics.tensorboard import Recorder, TensorBoardWriter
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError
 from tests.full_disk import small_disk
 from tests.unit.launch.seen_runs import TextRun
 

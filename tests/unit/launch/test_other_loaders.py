@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from launch.checks.other_loaders import other_tokens, refuse_made_up_tensors
+from launch.checks.model_files import other_tokens, refuse_made_up_tensors
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 from tests.tiny_models import make_tiny_checkpoint
 
 pytestmark = pytest.mark.starts

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from launch.run_files.exit_records import ExitRecord, write_record
-from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
-from launch.run_files.run_state import Attempt
-from launch.slurm.this_job import ThisJob
-from launch.supervisor.ending import write_result
-from launch.supervisor.outcome_classifier import OutcomeClassifier, asked_to_end
-from rlhpc.run_layout import RunLayout
+from launch.run_files.records import ExitRecord, write_exit_record
+from launch.run_files.run_state import Attempt, Cause, Outcome
+from launch.slurm.queue import ThisJob
+from launch.supervisor.controller_job import write_result
+from launch.supervisor.outcomes import OutcomeClassifier, asked_to_end
+from rlhpc.base.run_directory import RunLayout
 
 ATTEMPT = Attempt(2, 40, 12, 0)
 
@@ -46,7 +45,7 @@ def ended(layout: RunLayout, name: str, status: int, words: str = "") -> None:
     role, _, replica = name.rpartition("-")
     path = layout.exit_record(role, int(replica), ATTEMPT.index)
     path.parent.mkdir(exist_ok=True)
-    write_record(path, ExitRecord(name, status, words, 1, "n1", "12"))
+    write_exit_record(path, ExitRecord(name, status, words, 1, "n1", "12"))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from launch.cli import main
-from launch.reading.rollouts import RunRollouts
-from launch.reading.rollouts_page import write_page
+from launch.view.rollouts import RunRollouts
+from launch.view.rollouts_page import write_page
 from tests.unit.launch.browser import asks_the_network, dom_of, needs_browser, picture_of, texts_in
 from tests.unit.launch.seen_runs import TextRun
 

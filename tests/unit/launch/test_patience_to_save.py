@@ -12,16 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.run_files.events import EventLog
-from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
-from launch.run_files.run_state import Attempt, read_progress
-from launch.slurm.this_job import NoTimeLimit, ThisJob, TimeLimit
-from launch.supervisor import worker_job
+from launch.run_files.run_state import Attempt, Cause, EventLog, read_progress
+from launch.slurm.queue import NoTimeLimit, ThisJob, TimeLimit
+from launch.supervisor import other_jobs
 from launch.supervisor.controller_job import FINISH_GRACE_S, POLL_S, ControllerJobSupervisor
-from launch.supervisor.signals import Signals
-from launch.supervisor.worker_job import WorkerJobSupervisor
-from rlhpc.run_layout import RunLayout
+from launch.supervisor.other_jobs import WorkerJobSupervisor
+from launch.supervisor.processes import Signals
+from rlhpc.base.run_directory import RunLayout
 
 NEEDED_S = 30 + 1.5 * 300 + 2 * 1300
 
@@ -130,7 +128,7 @@ def test_a_trainers_job_waits_for_a_long_save_when_the_run_is_stopped(
         waits.append(limit_s)
         return SimpleNamespace(is_over=True)
 
-    monkeypatch.setattr(worker_job, "Deadline", deadline)
+    monkeypatch.setattr(other_jobs, "Deadline", deadline)
     log = EventLog(layout.job_events("8"), 0)
     plan, job = plan_of(layout, "trainer"), ThisJob.without_slurm()
     supervisor = WorkerJobSupervisor(plan, job, NoTimeLimit(), log, Signals())  # type: ignore[arg-type]

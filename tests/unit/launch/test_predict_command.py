@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from launch.cli import main
+from launch.commands.predict import Figure, Rates, Split, other_splits, pace_of, rates_of
 from launch.plan.site_file import Site
-from launch.prediction.bottleneck import Split, other_splits, pace_of
-from launch.prediction.rates import Figure, Rates, rates_of
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.metrics.recorder import Recorder
+from rlhpc.metrics.tensorboard import Recorder
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests.unit.launch.seen_runs import TextRun
 from tests.unit.launch.site_kit import config_of, site_of
 

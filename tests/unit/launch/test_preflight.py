@@ -13,10 +13,10 @@ import pytest
 from launch.checks.preflight import preflight
 from launch.plan.gpu_map import GpuMap
 from launch.plan.processes import describe_plan
-from rlhpc.config import with_values
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import with_values
+from rlhpc.protocol.errors import ConfigError
 from tests.ring.run_kit import ROOT, command_environment
 from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS, make_model_directory
 from tests.unit.launch.test_memory_plan import EXAMPLE_SITE, check_words, config_of

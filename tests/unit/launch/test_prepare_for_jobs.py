@@ -11,22 +11,20 @@ import pytest
 
 from launch.checks.preflight import Findings
 from launch.cli import main
-from launch.commands.resume import resume_run
 from launch.commands.scale import Addition, scale_run
-from launch.commands.submit import dependency, refuse_small_memory, roles_run_here, write_plan
-from launch.plan.report import plan_document, plan_report, shared_layout
+from launch.commands.submit import dependency, refuse_small_memory, resume_run, roles_run_here, write_plan
+from launch.plan.script import plan_document, plan_report, shared_layout
 from launch.plan.site_file import PrologueConfig
 from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_directory.owner import own_run
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
-from launch.run_files.job_records import JobRecord, write_record
-from rlhpc.config import Config
-from rlhpc.config_file import load_config, override, read_resolved
-from rlhpc.errors import ConfigError, RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.model_shape import ModelShape
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import begin, complete
+from launch.run_files.records import JobRecord, write_job_record
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config, override, read_resolved
+from rlhpc.config.rules import Config
+from rlhpc.models.shape import ModelShape
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError, RunDirectoryError
+from rlhpc.training.checkpoint_directory import begin, complete
 from tests.unit.launch.launchers import launcher_elsewhere, living_launcher
 from tests.unit.launch.regenerate_scripts import PAIRS
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
@@ -278,7 +276,7 @@ def test_without_an_answer_of_slurm_jobs_count_as_living_for_jobs_and_silence_su
 ) -> None:
     prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=12, restart=0)
-    write_record(layout, RECORD)
+    write_job_record(layout, RECORD)
     with pytest.raises(RunDirectoryError, match=r"may be queued or running: .*no such command"):
         prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
     layout.status.write_text("{}")

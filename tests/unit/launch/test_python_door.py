@@ -25,14 +25,14 @@ import pytest
 from submitit.core.utils import FailedJobError
 
 import rlhpc
-from launch.door import RunJob, StartedRun, local
-from launch.door.arguments import import_path, in_python, words_of
-from launch.door.run import _columns
-from launch.run_files.events import EventLog
-from rlhpc.config_file import load_config
-from rlhpc.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
-from rlhpc.metrics.recorder import Recorder
-from rlhpc.training.checkpoint.directory import begin, complete
+from launch import api
+from launch.api import RunJob, StartedRun
+from launch.api_run import _columns, import_path, in_python, words_of
+from launch.run_files.run_state import EventLog
+from rlhpc.config.file import load_config
+from rlhpc.metrics.tensorboard import Recorder
+from rlhpc.protocol.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
+from rlhpc.training.checkpoint_directory import begin, complete
 from tests.ring.run_kit import make_lab
 from tests.unit.doc_pages import ROOT
 from tests.unit.launch.runs_kit import Runs
@@ -211,7 +211,7 @@ def _stands_in(monkeypatch: pytest.MonkeyPatch, program: str) -> list[list[str]]
         given.append([module, *words])
         return [sys.executable, "-c", program]
 
-    monkeypatch.setattr(local, "child_command", command)
+    monkeypatch.setattr(api, "child_command", command)
     return given
 
 

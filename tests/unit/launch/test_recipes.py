@@ -9,11 +9,10 @@ import pytest
 
 from launch.cli import main
 from launch.commands.recipes import DIRECTORY, Recipe, copy_recipe, known_recipes, num_gpus
-from launch.plan.report import plan_report
+from launch.plan.script import plan_report
 from launch.plan.site_file import load_site
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.config.file import load_config
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests.full_disk import fill, small_disk
 
 ROOT = Path(__file__).parents[3]

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_files.events import EventLog
-from launch.run_files.job_records import JobRecord, read_records, write_record
-from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, Limits
-from launch.slurm import commands, this_job
-from launch.slurm.this_job import ThisJob
+from launch.run_files.records import JobRecord, read_job_records, write_job_record
+from launch.run_files.run_state import Cause, EventLog, Outcome
+from launch.slurm import commands, queue
+from launch.slurm.queue import ThisJob
 from launch.supervisor.__main__ import _follow_up
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 
 pytestmark = pytest.mark.starts
 
@@ -35,7 +34,7 @@ def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLayout:
     (tmp_path / "bin").mkdir()
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/sh\ntrue\n")
-    write_record(layout, JobRecord(7, "hetjob", "hetjob", None, "p", str(script), False, 0, 1, None, 100.0))
+    write_job_record(layout, JobRecord(7, "hetjob", "hetjob", None, "p", str(script), False, 0, 1, None, 100.0))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     return layout
 
@@ -58,7 +57,7 @@ def last_event(layout: RunLayout) -> str:
 def test_sbatch_is_asked_again_at_the_end(layout: RunLayout) -> None:
     """The run stood still: its event said that the successor continues it."""
     assert at_its_time_limit(layout, "echo 8", None) == 0
-    assert [record.job_id for record in read_records(layout)] == [7, 8]
+    assert [record.job_id for record in read_job_records(layout)] == [7, 8]
     assert last_event(layout) == "this job ends; its successor continues the run"
 
 
@@ -69,14 +68,14 @@ def test_without_a_successor_the_job_does_not_say_that_there_is_one(layout: RunL
 
 def test_a_successor_that_is_queued_is_not_submitted_a_second_time(layout: RunLayout) -> None:
     assert at_its_time_limit(layout, "echo 9", 8) == 0
-    assert [record.job_id for record in read_records(layout)] == [7]
+    assert [record.job_id for record in read_job_records(layout)] == [7]
 
 
 def test_a_job_whose_requeue_was_heard_and_not_answered_submits_no_successor_beside_itself(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "PAUSE_S", 0.05)
-    monkeypatch.setattr(this_job, "REQUEUED_S", 0.0)
+    monkeypatch.setattr(queue, "REQUEUED_S", 0.0)
     seen = layout.root.parent / "seen"
     scontrol = layout.root.parent / "bin" / "scontrol"
     scontrol.write_text(
@@ -85,4 +84,4 @@ def test_a_job_whose_requeue_was_heard_and_not_answered_submits_no_successor_bes
     )
     scontrol.chmod(0o755)
     assert at_its_time_limit(layout, "echo 8", None, "requeue") == 0
-    assert [record.job_id for record in read_records(layout)] == [7]
+    assert [record.job_id for record in read_job_records(layout)] == [7]

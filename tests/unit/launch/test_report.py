@@ -18,25 +18,20 @@ import numpy as np
 import pytest
 
 from launch.cli import main
-from launch.commands.evaluate.past import past_evaluations
-from launch.plan.report import plan_document
-from launch.reading.advice import advice_for
-from launch.reading.charts import histogram, line_chart, nice_ticks, stacked_chart
-from launch.reading.happenings import Happening, Story, read_story
-from launch.reading.hours import gpus_of, hours_of
-from launch.reading.report_data import as_text, read_report
-from launch.reading.report_page import write_report
-from launch.reading.run_figures import read_figures, read_sampled
-from launch.reading.spells import MOST_STRETCHES, Spell
-from launch.reading.timeline_chart import MOST_COLUMNS, rows_of, thinned, timeline_chart
+from launch.plan.script import plan_document
 from launch.run_directory.owner import SILENCE_S, register_launcher
-from launch.run_files.events import EventLog
-from rlhpc.buffer.line_file import LineFile
-from rlhpc.exit_status import EXIT_CONFIG
+from launch.run_files.run_state import EventLog
+from launch.view.charts import histogram, line_chart, nice_ticks, stacked_chart
+from launch.view.events import MOST_STRETCHES, Happening, Spell, Story, advice_for, gpus_of, hours_of, read_story
+from launch.view.figures import read_figures, read_sampled
+from launch.view.report import MOST_COLUMNS, as_text, read_report, rows_of, thinned, timeline_chart, write_report
+from launch.view.standing import past_evaluations
+from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.metrics.curves import Curve
-from rlhpc.metrics.recorder import Recorder
-from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
-from rlhpc.roles.controller.metrics.timeline import TimelineEntry
+from rlhpc.metrics.tensorboard import Recorder
+from rlhpc.protocol.errors import EXIT_CONFIG
+from rlhpc.roles.controller.guard import GuardEntry, GuardFile
+from rlhpc.roles.controller.run_status import TimelineEntry
 from tests.unit.launch.browser import asks_the_network, dom_of, needs_browser, picture_of, texts_in
 from tests.unit.launch.launchers import launcher_elsewhere
 from tests.unit.launch.seen_runs import TextRun

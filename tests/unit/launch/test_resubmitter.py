@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 
-from launch.run_files.events import EventLog
-from launch.run_files.job_records import JobRecord, read_records, write_record
-from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, Limits
-from launch.run_files.run_state import Progress
+from launch.run_files.records import JobRecord, read_job_records, write_job_record
+from launch.run_files.run_state import Cause, EventLog, Outcome, Progress
 from launch.slurm.commands import SlurmError
-from launch.slurm.this_job import ThisJob
-from launch.supervisor import other_jobs, resubmitter
-from launch.supervisor.giving_up import RetryBudget
-from launch.supervisor.resubmitter import Resubmitter
-from rlhpc.run_layout import RunLayout
+from launch.slurm.queue import ThisJob
+from launch.supervisor import other_jobs
+from launch.supervisor import other_jobs as resubmitter
+from launch.supervisor.other_jobs import Resubmitter
+from launch.supervisor.outcomes import RetryBudget
+from rlhpc.base.run_directory import RunLayout
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
@@ -50,7 +49,7 @@ class Site:
         names = ((CONTROLLER, "controller", None), (TRAINER, "trainer", None), (GENERATION, "generation", 4))
         for job_id, name, size in names:
             record = JobRecord(job_id, name, "jobs", size, "p", str(script), False, 0, 1, None, LONG_AGO)
-            write_record(self.layout, record)
+            write_job_record(self.layout, record)
         self._program("squeue", f"cat {self.bin}/queue; exit $(cat {self.bin}/status)")
         self._program("sbatch", f'echo "$@" >> {self.bin}/submitted; echo $((6000 + $(wc -l < {self.bin}/submitted)))')
         self._program("scontrol", "echo 'MinJobAge               = 300 sec'")
@@ -113,7 +112,7 @@ def test_one_lost_task_of_an_array_is_submitted_again_alone(site: Site) -> None:
     assert site.look("trainer-0", "generator-0", "generator-2", "generator-3") is None
     assert site.submitted == ["--array=1"]
     assert site.events[-1] == ("submit", "job 5310226_1 (generation) has ended (preempted): resubmitted as job 6001")
-    record = read_records(site.layout)[-1]
+    record = read_job_records(site.layout)[-1]
     assert (record.job_id, record.follows, record.tasks, record.array_size) == (6001, GENERATION, [1], 4)
 
 
@@ -224,13 +223,15 @@ def test_while_the_file_server_does_not_answer_nothing_is_resubmitted_and_nothin
 
 
 def test_a_job_that_is_younger_than_slurms_memory_is_not_forgotten(site: Site) -> None:
-    for record in read_records(site.layout):
-        write_record(site.layout, JobRecord(**{**vars(record), "submitted_unix_s": time.time() - 300.0 + PATIENCE_S}))
+    for record in read_job_records(site.layout):
+        write_job_record(
+            site.layout, JobRecord(**{**vars(record), "submitted_unix_s": time.time() - 300.0 + PATIENCE_S})
+        )
     site.queue(ALIVE[:1])
     site.look("generator-0", "generator-1", "generator-2", "generator-3")
     assert site.submitted == []
-    for record in read_records(site.layout):
-        write_record(site.layout, JobRecord(**{**vars(record), "submitted_unix_s": time.time() - 331.0}))
+    for record in read_job_records(site.layout):
+        write_job_record(site.layout, JobRecord(**{**vars(record), "submitted_unix_s": time.time() - 331.0}))
     site.look("generator-0", "generator-1", "generator-2", "generator-3")
     assert site.submitted == [""], "the trainer; the generators speak, whatever squeue shows"
 
@@ -254,9 +255,9 @@ def test_nobody_is_asked_while_everybody_is_there(site: Site) -> None:
 def test_a_job_that_is_submitted_while_slurm_answers_is_not_submitted_twice(site: Site) -> None:
     """By a node whose clock is behind, so that its age says nothing; Slurm's answer is older than the record."""
     at = {"job_id": 5310227, "submitted_unix_s": time.time() - 600.0, "tasks": [1]}
-    gone = {**vars(read_records(site.layout)[-1]), **at}
+    gone = {**vars(read_job_records(site.layout)[-1]), **at}
     late = site.layout.job_record(5310227)
-    write_record(site.layout, JobRecord(**gone))
+    write_job_record(site.layout, JobRecord(**gone))
     hidden = late.rename(late.with_suffix(".later"))
     site._program("squeue", f"cat {site.bin}/queue; mv {hidden} {late} 2>&-; true")
     site.queue(PREEMPTED)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.protocol.errors import EXIT_CONFIG
 
 pytestmark = pytest.mark.starts
 

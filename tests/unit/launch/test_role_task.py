@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from launch.run_files.events import append_event
-from launch.run_files.exit_records import read_records
 from launch.run_files.plan_file import LOCAL, SCHEMA
+from launch.run_files.records import read_exit_records
+from launch.run_files.run_state import append_event
 from launch.supervisor import role_task
-from rlhpc.deadline import Deadline
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.patience import PATIENCE_S
 
 
@@ -88,7 +88,7 @@ def test_a_task_exits_as_its_role_does_and_writes_down_how(
     role.write_text(f"#!/bin/sh\necho all done\n{ends_by}\n")
     role.chmod(0o700)
     assert run_task(role, layout, tmp_path).returncode == status
-    record = read_records(layout, "trainer", 3)[0]
+    record = read_exit_records(layout, "trainer", 3)[0]
     assert record.status == status
     assert record.cause.endswith(f"ended with {words}")
 
@@ -119,7 +119,7 @@ def test_a_role_that_prints_in_a_loop_fills_no_disk_and_its_last_error_is_known(
     assert len(log) <= 100_000
     assert log.startswith("reward 0\n")
     assert "bytes are left out here" in log
-    assert read_records(layout, "trainer", 3)[0].last_words == "ConfigError: my reward is wrong"
+    assert read_exit_records(layout, "trainer", 3)[0].last_words == "ConfigError: my reward is wrong"
 
 
 @pytest.mark.starts
@@ -131,7 +131,7 @@ def test_a_task_without_room_for_temporary_files_writes_down_why_it_ends(tmp_pat
         Path(short, f"rlhpc-{os.getuid()}-12").write_text("in its way, as a full disk would be")
         done = subprocess.run(command, env={**os.environ, **job, "TMPDIR": short}, check=False)
     assert done.returncode == 1
-    record = read_records(layout, "trainer", 3)[0]
+    record = read_exit_records(layout, "trainer", 3)[0]
     assert (record.status, record.starts) == (1, 0)
     assert record.last_words.startswith("no temporary directory: [Errno 17]")
 
@@ -160,7 +160,7 @@ def test_a_role_that_is_asked_to_leave_before_it_listens_leaves_and_has_not_fail
     finally:
         task.kill()
         task.wait()
-    record = read_records(layout, "trainer", 3)[0]
+    record = read_exit_records(layout, "trainer", 3)[0]
     assert (record.status, record.last_words) == (0, "asked to leave")
 
 
@@ -177,7 +177,7 @@ def test_how_a_role_ended_is_known_also_where_a_parent_ignores_the_ends_of_child
         preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
     )
     assert done.returncode == 5
-    assert read_records(layout, "trainer", 3)[0].status == 5
+    assert read_exit_records(layout, "trainer", 3)[0].status == 5
 
 
 @pytest.mark.starts
@@ -191,13 +191,13 @@ def test_who_asks_a_generator_to_leave_between_two_starts_is_heard(tmp_path: Pat
     command = task_command(plan, role="generator")
     task = subprocess.Popen(command, env=in_job(tmp_path))
     try:
-        assert Deadline(PATIENCE_S).wait_for(lambda: 0 in read_records(layout, "generator", 3), 0.05)
+        assert Deadline(PATIENCE_S).wait_for(lambda: 0 in read_exit_records(layout, "generator", 3), 0.05)
         task.send_signal(signal.SIGUSR2)
         assert task.wait(PATIENCE_S) == 0
     finally:
         task.kill()
         task.wait()
-    record = read_records(layout, "generator", 3)[0]
+    record = read_exit_records(layout, "generator", 3)[0]
     assert (record.status, record.starts, record.is_final, record.last_words) == (0, 1, True, "asked to leave")
 
 
@@ -217,7 +217,7 @@ def test_a_generator_that_still_loads_leaves_by_sruns_notice_and_has_not_failed(
     finally:
         task.kill()
         task.wait()
-    record = read_records(layout, "generator", 3)[0]
+    record = read_exit_records(layout, "generator", 3)[0]
     assert (record.status, record.starts, record.last_words) == (0, 1, "asked to leave")
 
 
@@ -244,7 +244,7 @@ def test_a_node_that_cannot_open_a_log_says_nothing_of_the_settings(tmp_path: Pa
     log.symlink_to(log)  # in its way, as a full disk would be
     command = task_command(plan)
     assert subprocess.run(command, env=in_job(tmp_path), check=False).returncode == 1
-    record = read_records(layout, "trainer", 3)[0]
+    record = read_exit_records(layout, "trainer", 3)[0]
     assert record.status == 1
     assert str(log) in record.last_words
 

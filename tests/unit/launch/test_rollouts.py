@@ -17,17 +17,15 @@ import numpy as np
 import pytest
 
 from launch.cli import main
-from launch.common.pager import print_paged
-from launch.reading.rollouts import EVERYTHING, RunRollouts, SeenRollout, Selection, sample_of
-from launch.reading.transcript import as_document, transcripts
+from launch.common.text import print_paged
+from launch.view.rollouts import EVERYTHING, RunRollouts, SeenRollout, Selection, as_document, sample_of, transcripts
 from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.history import START, read_history
-from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.config import with_values
-from rlhpc.config_file import write_resolved
-from rlhpc.errors import RunDirectoryError
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from rlhpc.buffer.segments import read_rollouts_directory
+from rlhpc.config.file import write_resolved
+from rlhpc.config.rules import with_values
+from rlhpc.protocol.errors import EXIT_CONFIG, RunDirectoryError
 from tests.unit.doc_pages import ROOT
 from tests.unit.launch.audit_runs import AuditedRun, Killed
 from tests.unit.launch.seen_runs import TextRun

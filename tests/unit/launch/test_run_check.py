@@ -16,24 +16,22 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.run_check import check_run, chosen_step
-from launch.checks.run_rows import Row, Verdict
 from launch.cli import main
-from launch.commands.check_run import ProgressNote
-from launch.common.text_table import columns_of
+from launch.common.text import columns_of
 from launch.demo.task import write_dataset
 from launch.run_directory.prepare import prepare_run_dir
-from rlhpc.buffer.event_log import Admitted, Began, Dropped, Event, GroupEventLog, Taken, Trained
-from rlhpc.buffer.journal_files import JournalFiles
+from launch.verify.audit import ProgressNote
+from launch.verify.files import check_run, chosen_step
+from launch.verify.report import FileVerdict, Row
+from rlhpc.base.native import crc32
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason, ResolvedGroup
+from rlhpc.buffer.history import Admitted, Began, Dropped, Event, GroupEventLog, Taken, Trained
+from rlhpc.buffer.journal import JournalFiles, JournalRecord, read_journal
 from rlhpc.buffer.journal_layout import Sizes
-from rlhpc.buffer.journal_reader import read_journal
-from rlhpc.buffer.journal_rows import JournalRecord
-from rlhpc.buffer.partial_files import PartialLog
-from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.crc import crc32
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.unit.buffer.partial_samples import make_draft, piece_of
 from tests.unit.buffer.rollout_samples import ManualClock, make_group, make_scored
 from tests.unit.launch.site_kit import config_of
@@ -149,7 +147,7 @@ def write_segments(layout: RunLayout, group_ids: range, first_index: int = 0) ->
 
 
 def damaged(layout: RunLayout) -> list[Row]:
-    return [row for row in check_run(layout, lambda text: None) if row.verdict is Verdict.DAMAGED]
+    return [row for row in check_run(layout, lambda text: None) if row.verdict is FileVerdict.DAMAGED]
 
 
 def state_of(layout: RunLayout) -> dict[Path, tuple[bytes, int]]:
@@ -270,7 +268,7 @@ def test_what_is_being_written_or_was_set_aside_is_no_damage(layout: RunLayout) 
     (layout.rollouts / "lost_attempt_1").mkdir()
     (layout.root / ".status.json.123.tmp").touch()
     rows = check_run(layout, lambda text: None)
-    assert not [row for row in rows if row.verdict is Verdict.DAMAGED]
+    assert not [row for row in rows if row.verdict is FileVerdict.DAMAGED]
     assert sum(row.part == "leftovers" for row in rows) == 5
 
 
@@ -281,14 +279,14 @@ def test_a_segment_that_goes_while_it_is_read_is_no_damage(layout: RunLayout) ->
         if text.startswith("segment_000002"):
             layout.segment(2).unlink()
 
-    assert all(row.verdict is not Verdict.DAMAGED for row in check_run(layout, go))
+    assert all(row.verdict is not FileVerdict.DAMAGED for row in check_run(layout, go))
 
 
 # ------------------------------------------------------------------------------------------------ journal and events
 
 
 def notes(layout: RunLayout) -> list[tuple[str, str]]:
-    rows = [row for row in check_run(layout, lambda text: None) if row.verdict is Verdict.NOTE]
+    rows = [row for row in check_run(layout, lambda text: None) if row.verdict is FileVerdict.NOTE]
     return [(row.name, row.text) for row in rows]
 
 
@@ -343,7 +341,7 @@ def test_a_run_that_begins_over_admits_its_groups_anew(layout: RunLayout) -> Non
 def test_the_half_written_end_of_partial_rollouts_is_no_damage(layout: RunLayout) -> None:
     os.truncate(partials(layout), partials(layout).stat().st_size - 5)
     rows = [row for row in check_run(layout, lambda text: None) if row.part == "partials"]
-    assert [row.verdict for row in rows] == [Verdict.NOTE, Verdict.SOUND]
+    assert [row.verdict for row in rows] == [FileVerdict.NOTE, FileVerdict.SOUND]
     assert "2 rollouts of 40 tokens" in rows[1].text
 
 
@@ -353,7 +351,7 @@ def test_a_journal_that_is_deleted_while_it_is_read_is_no_damage(layout: RunLayo
             journal(layout, 0).unlink()
             journal(layout, 1).unlink()
 
-    assert all(row.verdict is not Verdict.DAMAGED for row in check_run(layout, go))
+    assert all(row.verdict is not FileVerdict.DAMAGED for row in check_run(layout, go))
 
 
 def test_a_run_that_goes_on_is_sound_at_every_moment(layout: RunLayout) -> None:

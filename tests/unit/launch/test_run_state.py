@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.run_files.run_state import save_requests, saved_step
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_files.job_records import JobRecord, read_records, write_record
+from launch.run_files.records import JobRecord, read_job_records, write_job_record
 from launch.slurm import sbatch
 from launch.slurm.commands import SlurmError
 from launch.slurm.sbatch import MayBeQueued, submit_script
 from launch.supervisor.other_jobs import submit_again
-from rlhpc.deadline import Deadline
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
 from tests.patience import PATIENCE_S
 from tests.ring.run_kit import ROOT
 
@@ -138,10 +138,10 @@ def test_a_job_that_cannot_be_recorded_is_cancelled(fake: FakeSlurm) -> None:
 
 def test_a_job_that_is_submitted_again_is_recorded_though_the_answer_was_lost(fake: FakeSlurm) -> None:
     layout = RunLayout(fake.here)
-    write_record(layout, JobRecord(12, "trainer", "jobs", None, "p", str(fake.script), False, 0, 0, "gpu", 100.0))
+    write_job_record(layout, JobRecord(12, "trainer", "jobs", None, "p", str(fake.script), False, 0, 0, "gpu", 100.0))
     fake.program("sbatch", TAKES + f"echo '{TIMED_OUT}' >&2; exit 1")
     assert submit_again(layout, 12, "--dependency=afterany:12") == 77
-    assert [(record.job_id, record.follows) for record in read_records(layout)] == [(12, None), (77, 12)]
+    assert [(record.job_id, record.follows) for record in read_job_records(layout)] == [(12, None), (77, 12)]
     assert len(fake.calls("sbatch")) == 1
 
 

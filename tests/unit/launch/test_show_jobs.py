@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.site.login_checks import refuse_missing_software, software_not_here
 from launch.cli import main
+from launch.doctor.site import refuse_missing_software, software_not_here
 from launch.plan.site_file import Site
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 from tests.ring.run_kit import Lab, make_lab, quick_settings, to_toml
 from tests.unit.launch.site_kit import ROOT, site_of
 

@@ -17,9 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from launch.commands.schema import meaning_of
-from launch.plan.site_file import SECTIONS, CommonConfig, Site, load_site
-from launch.plan.site_values import slurm_time, walltime_s
-from rlhpc.errors import ConfigError
+from launch.plan.site_file import SECTIONS, CommonConfig, Site, load_site, slurm_time, walltime_s
+from rlhpc.protocol.errors import ConfigError
 from tests.unit.launch.regenerate_scripts import SITE_FILES
 
 ROOT = Path(__file__).parents[3]

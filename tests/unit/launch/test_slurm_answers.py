@@ -15,22 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.nodes.probe_jobs import last_error
-from launch.checks.site import slurm_check
-from launch.checks.site.slurm_check import check_plan, find_unfit, try_components
 from launch.commands import stop
-from launch.run_files.outcome import Cause, Outcome
+from launch.doctor import slurm_plan
+from launch.doctor.probe_jobs import last_error
+from launch.doctor.slurm_plan import check_plan, find_unfit, try_components
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
-from launch.slurm import cluster_facts, this_job
+from launch.run_files.run_state import Cause, Outcome
+from launch.slurm import cluster_facts, queue
 from launch.slurm import commands as slurm_commands
 from launch.slurm.cluster_facts import ask_cluster
 from launch.slurm.commands import SlurmError
-from launch.slurm.control import cancel, component_states
-from launch.slurm.this_job import ThisJob, TimeLimit
+from launch.slurm.queue import ThisJob, TimeLimit, cancel, component_states
 from launch.supervisor import other_jobs
-from launch.supervisor.begin import AttemptStarter, BeginError
-from launch.supervisor.signals import Signals
-from rlhpc.run_layout import RunLayout
+from launch.supervisor.processes import AttemptStarter, BeginError, Signals
+from rlhpc.base.run_directory import RunLayout
 from tests.unit.launch.site_kit import plan_of
 from tests.unit.launch.test_slurm_check import CONFIG, FACTS, NODES, PARTITIONS
 
@@ -73,7 +71,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 def test_an_end_that_slurm_did_not_say_at_first_is_asked_for_until_it_is_known(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(this_job, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(queue, "ASK_AGAIN_S", 0.0)
     commands.put("squeue", f"[ $n -le 2 ] && {{ {AWAY}; }}; echo 2:00")
     limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
     assert (limit.is_known, limit.in_words()) == (False, "until a time limit that is not known yet")
@@ -106,7 +104,7 @@ def test_the_end_in_the_environment_is_compared_with_slurms_own_answer(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is of slurmctld's clock, and that of a node may be behind."""
-    monkeypatch.setattr(this_job, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(queue, "ASK_AGAIN_S", 0.0)
     commands.put("squeue", "echo 2:00")
     limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {"SLURM_JOB_END_TIME": str(int(time.time()) + 600)})
     assert 110 < limit.left_s() <= 120
@@ -117,7 +115,7 @@ def test_a_clock_that_is_set_while_a_job_runs_changes_nothing(
 ) -> None:
     commands.put("squeue", "echo 2:00")
     limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
-    monkeypatch.setattr(this_job.time, "time", lambda: 0.0)
+    monkeypatch.setattr(queue.time, "time", lambda: 0.0)
     assert 110 < limit.left_s() <= 120
 
 
@@ -178,7 +176,7 @@ def test_a_time_out_of_a_trial_submission_is_no_refusal(commands: Commands, monk
     commands.put("sbatch", f"[ $n = 1 ] && {{ {TIMED_OUT}; }}; echo 'sbatch: Job 9 to start' >&2")
     assert [finding.verdict for finding in try_components(plan_of(), FACTS)] == ["pass"] * 3
     assert len(commands.calls("sbatch")) == 4
-    monkeypatch.setattr(slurm_check, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(slurm_plan, "PATIENCE_S", 0.0)
     commands.put("sbatch", TIMED_OUT)
     with pytest.raises(SlurmError, match="slurmctld does not answer, so controller could not be checked"):
         try_components(plan_of(), FACTS)
@@ -219,12 +217,12 @@ def test_a_probe_that_failed_is_told_in_its_own_words_and_not_in_sruns() -> None
 def test_a_stop_whose_scancel_fails_says_that_the_request_stands(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launch.run_files.job_records import JobRecord, write_record
+    from launch.run_files.records import JobRecord, write_job_record
 
     layout = RunLayout(tmp_path / "run")
     layout.jobs.mkdir(parents=True)
     layout.config.write_text('{"config": {}, "hash": ""}')
-    write_record(layout, JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 0, None, 1.0))
+    write_job_record(layout, JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 0, None, 1.0))
     row = "12+0|RUNNING|0|None|cpu|1:13|58:47|1:00:00|2026-03-01T14:05:00|c0|hetjob|"
     commands.put("squeue", f"echo '{row}'")
     commands.put("scancel", 'echo "scancel: error: Kill job error on job id 12: Access/permission denied" >&2; exit 1')
@@ -306,7 +304,7 @@ def test_a_supervisor_is_not_held_up_by_a_slurm_that_does_not_answer(
     commands.put("squeue", "exec sleep 600")
     layout, job = RunLayout(tmp_path / "run"), ThisJob.of({"SLURM_JOB_ID": "12"})
     layout.jobs.mkdir(parents=True)
-    for module in (this_job, other_jobs):
+    for module in (queue, other_jobs):
         monkeypatch.setattr(module, "SOON_S", 0.2)
     plan = JobPart(layout, layout.job_plan, "jobs", "c", True, (), Limits(1, 1, 1), "successor", ())
     began = time.monotonic()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.checks.site.shared_directory import check_directory, filesystem_type
-from launch.checks.site.slurm_check import check_plan
+from launch.doctor.site import check_directory, filesystem_type
+from launch.doctor.slurm_plan import check_plan
 from launch.slurm.cluster_facts import (
     LIMITS_OF_ASSOCIATIONS,
     LIMITS_OF_QOS,
@@ -23,7 +23,7 @@ from launch.slurm.cluster_facts import (
     parse_partitions,
     parse_qos,
 )
-from launch.slurm.values import duration_s
+from launch.slurm.states import duration_s
 from tests.unit.launch.site_kit import plan_of
 
 # As scontrol --oneliner prints them, shortened.

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.reasons import REASONS, is_stuck, reason_in_words
-from launch.slurm.states import STATES, EndedBy, JobState, Life, state_of
+from launch.slurm.states import REASONS, STATES, EndedBy, JobState, Life, is_stuck, reason_in_words, state_of
 
 BASE = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PENDING", "PREEMPTED",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launch.plan.local import STALL_S
-from launch.supervisor.giving_up import AwakeTime, StallWatch
+from launch.plan.processes import STALL_S
+from launch.supervisor.outcomes import AwakeTime, StallWatch
 
 
 def test_the_first_step_has_its_whole_limit_from_the_beginning_of_training_on() -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands.status import render_status
-from launch.commands.status_notes import read_notes
+from launch.view.status import read_notes, render_status
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
-from rlhpc.config_file import write_resolved
-from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
-from rlhpc.run_layout import RunLayout
+from rlhpc.config.file import write_resolved
+from rlhpc.roles.controller.guard import GuardEntry, GuardFile
 from tests.unit.buffer.rollout_samples import ManualClock, make_ledger
 from tests.unit.launch.launchers import living_launcher
 from tests.unit.launch.site_kit import config_of

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from launch.commands.status import render_status
 from launch.run_directory.owner import register_launcher
-from launch.run_files.job_records import JobRecord, write_record
-from rlhpc.run_layout import RunLayout
+from launch.run_files.records import JobRecord, write_job_record
+from launch.view.status import render_status
+from rlhpc.base.run_directory import RunLayout
 
 pytestmark = pytest.mark.starts
 
@@ -57,7 +57,7 @@ class Run:
 
     def job(self, job_id: int, name: str, **more: Any) -> None:
         record = JobRecord(job_id, name, "jobs", None, "plan", "script", False, 0, 1, None, submitted_unix_s=job_id)
-        write_record(self.layout, replace(record, **more))
+        write_job_record(self.layout, replace(record, **more))
 
     def event(self, name: str, text: str, ago_s: float) -> None:
         document = {"unix_time_s": time.time() - ago_s, "restart": 0, "attempt": 0, "event": "x", "text": text}
@@ -275,8 +275,8 @@ def test_a_run_that_was_resumed_on_this_machine_is_shown_as_such(separate: Run) 
 
 def test_status_takes_less_than_a_second_of_work_and_no_torch(separate: Run) -> None:
     program = (
-        "import sys; from pathlib import Path; from launch.commands.status import render_status; "
-        "from rlhpc.run_layout import RunLayout; "
+        "import sys; from pathlib import Path; from launch.view.status import render_status; "
+        "from rlhpc.base.run_directory import RunLayout; "
         f"print(render_status(RunLayout(Path({str(separate.layout.root)!r})))); "
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )

@@ -6,18 +6,18 @@ import json
 import time
 from pathlib import Path
 
-from launch.commands.status import render_status, verifier_lines
+from launch.view.status import render_status, verifier_lines
+from rlhpc.base.files import write_atomically
+from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.config_file import write_resolved
-from rlhpc.files import write_atomically
-from rlhpc.messages import Heartbeat, Hello
+from rlhpc.config.file import write_resolved
 from rlhpc.metrics.names import find_metric
-from rlhpc.rewards.failures import DIED, FAILURES, FIGURES, PREFIX, TIMED_OUT, TaskCounts, by_task
-from rlhpc.roles.controller.metrics.status_board import StatusBoard
-from rlhpc.roles.controller.metrics.step_figures import verifier_figures
-from rlhpc.roles.controller.process_registry import ProcessRegistry
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import SamplingParams
+from rlhpc.protocol.messages import Heartbeat, Hello
+from rlhpc.protocol.types import SamplingParams
+from rlhpc.rewards.outcomes import DIED, FAILURES, FIGURES, PREFIX, TIMED_OUT, TaskCounts, by_task
+from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.recorder import verifier_figures
+from rlhpc.roles.controller.run_status import StatusBoard
 from tests.unit.launch.site_kit import config_of
 
 

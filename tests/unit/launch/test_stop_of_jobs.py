@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from launch.commands import stop
-from launch.run_files.job_records import JobRecord, write_record
+from launch.run_files.records import JobRecord, write_job_record
 from launch.slurm.commands import SlurmError
-from rlhpc.run_layout import RunLayout
+from rlhpc.base.run_directory import RunLayout
 from tests.unit.launch.test_slurm_answers import AWAY, Commands, commands
 
 __all__ = ["commands"]
@@ -29,7 +29,9 @@ def test_a_stop_leaves_alone_what_another_shell_resumes_once_all_has_ended(
     layout.jobs.mkdir(parents=True)
     layout.config.write_text('{"config": {}, "hash": ""}')
     for job_id in (12, 13):  # 13 is submitted by the resume, which has deleted the request before
-        write_record(layout, JobRecord(job_id, "hetjob", "hetjob", None, "p", "s", False, 0, 0, None, float(job_id)))
+        write_job_record(
+            layout, JobRecord(job_id, "hetjob", "hetjob", None, "p", "s", False, 0, 0, None, float(job_id))
+        )
     request = layout.abort_request if now else layout.stop_request
     commands.put(
         "squeue",
@@ -47,7 +49,7 @@ def of_two_jobs(layout: RunLayout) -> None:
     layout.jobs.mkdir(parents=True)
     layout.config.write_text('{"config": {}, "hash": ""}')
     for job_id, name in ((12, "controller"), (13, "trainer")):
-        write_record(layout, JobRecord(job_id, name, "jobs", None, "p", "s", False, 0, 0, None, float(job_id)))
+        write_job_record(layout, JobRecord(job_id, name, "jobs", None, "p", "s", False, 0, 0, None, float(job_id)))
 
 
 def test_where_the_controllers_job_has_ended_before_the_rest_is_cancelled_at_once(

@@ -14,12 +14,12 @@ import pytest
 
 from launch.cli import main
 from launch.commands.logs import show_logs
-from launch.commands.status import render_status
-from launch.commands.tensorboard import EventView
-from launch.common.text_table import escaped
-from launch.reading.report_data import as_text, read_report
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from launch.commands.show import EventView
+from launch.common.text import escaped
+from launch.view.report import as_text, read_report
+from launch.view.status import render_status
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.unit.doc_pages import ROOT
 from tests.unit.launch.runs_kit import Runs
 from tests.unit.launch.test_report import BEGAN_S, ToldRun
@@ -188,7 +188,7 @@ def test_standard_output_on_a_full_disk_is_said_in_one_line(layout: RunLayout) -
 
 
 def test_last_words_that_nobody_can_read_leave_the_exit_status_as_it_is() -> None:
-    program = "from launch.common.standard_output import print_or_lose; print_or_lose('the end'); raise SystemExit(3)"
+    program = "from launch.common.text import print_or_lose; print_or_lose('the end'); raise SystemExit(3)"
     with Path("/dev/full").open("w") as full:
         command, place = [sys.executable, "-c", program], {"PYTHONPATH": str(ROOT)}
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, env=os.environ | place)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from launch.run_directory.submission_lock import ABANDONED_S, Holder, submits_alone
-from rlhpc.errors import RunDirectoryError
+from launch.run_directory.owner import ABANDONED_S, Holder, submits_alone
+from rlhpc.protocol.errors import RunDirectoryError
 from tests.full_disk import fill, small_disk
 
 
@@ -105,8 +105,8 @@ def test_of_many_at_once_one_holds_it(lock: Path) -> None:
     """Also where a stale one is to be taken over by all of them."""
     left_behind(lock, holder(start_ticks=0))
     code = (
-        "import sys, time; from pathlib import Path; from launch.run_directory.submission_lock import submits_alone\n"
-        "from rlhpc.errors import RunDirectoryError\n"
+        "import sys, time; from pathlib import Path; from launch.run_directory.owner import submits_alone\n"
+        "from rlhpc.protocol.errors import RunDirectoryError\n"
         "sys.stdin.readline()\n"
         "try:\n    with submits_alone(Path(sys.argv[1]), lambda _: None):\n"
         "        print('alone'); sys.stdout.flush(); sys.stdin.readline()\n"

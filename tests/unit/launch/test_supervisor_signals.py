@@ -19,7 +19,7 @@ def test_a_supervisor_whose_parent_ignores_the_ends_of_children_sees_their_statu
     program = (
         "import subprocess\n"
         "from launch.supervisor.local_run import LocalSignals\n"
-        "from launch.supervisor.signals import SlurmSignals\n"
+        "from launch.supervisor.processes import SlurmSignals\n"
         f"{listen}\n"
         "print(subprocess.run(['sh', '-c', 'exit 5']).returncode)\n"
     )

@@ -8,9 +8,8 @@ import pytest
 
 from launch.cli import main
 from launch.commands.sweep import MOST_RUNS, sweep_of
-from rlhpc.config import Config
-from rlhpc.errors import ConfigError
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
 from tests.ring.run_kit import Lab, make_lab
 
 

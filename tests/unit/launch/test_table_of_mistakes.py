@@ -22,17 +22,10 @@ import h5py  # noqa: F401  its first import starts uname, which is not what thes
 import pytest
 
 from launch.cli import main
-from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.ring.run_kit import Lab, make_lab
 from tests.unit.doc_pages import ROOT
-from tests.unit.launch.bad_inputs import (
-    code_cases,
-    data_cases,
-    model_cases,
-    place_cases,
-    run_file_cases,
-    warned_cases,
-)
+from tests.unit.launch.bad_inputs import code_cases, data_cases, model_cases, place_cases, run_file_cases, warned_cases
 from tests.unit.launch.bad_inputs.desk import Case, Desk
 
 PAGE = ROOT / "docs" / "bad_inputs.md"

@@ -19,11 +19,10 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.util import tensor_util
 
 from launch.cli import main
-from launch.commands.tensorboard import EventView
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.metrics.recorder import Recorder
-from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
-from rlhpc.run_layout import RunLayout
+from launch.commands.show import EventView
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.metrics.tensorboard import Recorder, TensorBoardWriter
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.unit.doc_pages import ROOT
 from tests.unit.launch.seen_runs import TextRun
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from launch.commands.submit import write_plan
-from launch.run_files.job_records import JobRecord, write_record
-from rlhpc.run_layout import RunLayout
+from launch.run_files.records import JobRecord, write_job_record
+from rlhpc.base.run_directory import RunLayout
 from tests.patience import PATIENCE_S
 from tests.ring.run_kit import ROOT
 from tests.unit.launch.site_kit import plan_of
@@ -49,7 +49,7 @@ def _events(layout: RunLayout) -> list[str]:
 def test_an_unrecorded_job_ends_by_itself_and_says_so(tmp_path: Path) -> None:
     layout = _submitted(tmp_path)
     layout.stop_request.touch()  # the controller's job, asked to stop, ends all jobs: not this one
-    write_record(layout, JobRecord(6, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0))
+    write_job_record(layout, JobRecord(6, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0))
     assert _start(layout, 0.5).wait(PATIENCE_S) == 1
     assert _events(layout)[-1].startswith(f"unrecorded: job 7 has no record in {layout.jobs}")
     assert len(_events(layout)) == 2
@@ -62,7 +62,7 @@ def test_a_job_may_begin_before_its_record_is_there(tmp_path: Path) -> None:
     process = _start(layout, 30.0)
     time.sleep(1.5)
     assert process.poll() is None
-    write_record(layout, JobRecord(7, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0))
+    write_job_record(layout, JobRecord(7, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0))
     assert process.wait(PATIENCE_S) == 0
     assert any(text.startswith("stop: ") for text in _events(layout))
 

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from launch.checks.bias import ANY_VALUE, USUAL_RANGES, unusual
 from launch.cli import main
-from rlhpc.config_file import load_config, sections
+from rlhpc.config.file import load_config, sections
 from tests.ring.run_kit import Lab, make_lab
 from tests.unit.doc_pages import ROOT
 from tests.unit.launch.bad_inputs.desk import SITE, Desk

@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 
 from launch.cli import main
-from launch.commands.metrics.wandb_follow import rows_to_send
+from launch.commands.trackers import rows_to_send
 from launch.run_directory.owner import register_launcher
-from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
-from rlhpc.metrics.curve_table import tabulated
-from rlhpc.metrics.curves import Curve
-from rlhpc.metrics.recorder import Recorder
-from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.metrics.curves import Curve, tabulated
+from rlhpc.metrics.tensorboard import Recorder, TensorBoardWriter
+from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tests.patience import PATIENCE_S
 from tests.unit.launch.seen_runs import TextRun
 from tests.unit.launch.wandb_server import WandbServer, serving

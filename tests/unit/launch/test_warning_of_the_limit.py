@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, field_serializer
 
-from launch.commands.evaluate.follow import follow_run
-from launch.commands.evaluate.following_job import TimeIsUp, TimeWarning
-from rlhpc.run_layout import RunLayout
+from launch.evaluate.follow import follow_run
+from launch.evaluate.job import TimeIsUp, TimeWarning
+from rlhpc.base.run_directory import RunLayout
 
 JOB = 4711
 
@@ -93,8 +93,8 @@ def test_a_job_goes_on_later_where_it_is_reminded_and_nowhere_else(
         remind()
         return 1
 
-    monkeypatch.setattr("launch.commands.evaluate.follow._follow", evaluate)
-    monkeypatch.setattr("launch.commands.evaluate.follow.run_of", lambda options: layout)
-    monkeypatch.setattr("launch.commands.evaluate.follow.go_on_later", lambda layout, tell: said.append("later") or 0)
+    monkeypatch.setattr("launch.evaluate.follow._follow", evaluate)
+    monkeypatch.setattr("launch.evaluate.follow.run_of", lambda options: layout)
+    monkeypatch.setattr("launch.evaluate.follow.go_on_later", lambda layout, tell: said.append("later") or 0)
     assert follow_run(argparse.Namespace(), lambda report: None, said.append) == 0
     assert said == ["the best model so far", "later"]

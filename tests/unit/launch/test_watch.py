@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from launch.commands.disk_troubles import OLD_S
-from launch.commands.last_words import last_words
-from launch.commands.watch import LOOK_AT_DISK_S, Watch
-from rlhpc.config_file import write_resolved
-from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.run_layout import RunLayout
+from launch.run_files.run_state import last_words
+from launch.view.status import LOOK_AT_DISK_S, OLD_S, Watch
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.errors import EXIT_CONFIG
 from tests.full_disk import fill, small_disk
 from tests.unit.launch.site_kit import config_of
 

@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 from launch.run_files import run_state
-from launch.run_files.events import EventLog
-from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
-from launch.run_files.run_state import Attempt
-from launch.slurm.this_job import NoTimeLimit, ThisJob
-from launch.supervisor import worker_job
-from launch.supervisor.signals import Signals
-from launch.supervisor.worker_job import POLL_S, STATUS_S, WorkerJobSupervisor
-from rlhpc.run_layout import RunLayout
+from launch.run_files.run_state import Attempt, Cause, EventLog
+from launch.slurm.queue import NoTimeLimit, ThisJob
+from launch.supervisor import other_jobs
+from launch.supervisor.other_jobs import POLL_S, STATUS_S, WorkerJobSupervisor
+from launch.supervisor.processes import Signals
+from rlhpc.base.run_directory import RunLayout
 
 MEET_S = 60.0
 
@@ -70,7 +68,7 @@ def test_the_status_is_read_once_a_look_or_every_five_seconds_and_requests_by_on
 
     monkeypatch.setattr(run_state, "read_document", counted)
     monkeypatch.setattr(os, "listdir", listed)
-    monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(other_jobs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     supervisor = running(layout, role)
     for _ in range(round(2 * STATUS_S / POLL_S)):
         assert supervisor._look() is None
@@ -89,7 +87,7 @@ def test_where_a_controller_is_soon_given_up_the_status_is_read_more_often(
         return read(path)
 
     monkeypatch.setattr(run_state, "read_document", counted)
-    monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(other_jobs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     supervisor = running(layout, "generator", meet_s=10 * 2 * POLL_S)
     for _ in range(20):
         assert supervisor._look() is None
@@ -115,7 +113,7 @@ def test_a_controller_is_alive_while_its_status_changes_whatever_the_clock_of_it
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch, behind_s: float
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(other_jobs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     supervisor = running(layout, "trainer")
     for _ in range(3 * round(MEET_S)):
         write_status(layout, behind_s)
@@ -135,7 +133,7 @@ def test_jobs_of_a_run_that_were_suspended_together_wait_for_the_controllers_to_
 ) -> None:
     """The first one that Slurm continued found an old status, and ended for good."""
     clock = [1000.0]
-    monkeypatch.setattr(worker_job, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(other_jobs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     supervisor = running(layout, role, meet_s=1800.0)
     for _ in range(10):
         assert supervisor._look() is None

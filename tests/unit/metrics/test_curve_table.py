@@ -6,9 +6,8 @@ import csv
 import io
 from pathlib import Path
 
-from rlhpc.metrics.curve_table import tabulated
-from rlhpc.metrics.curves import read_curves
-from rlhpc.metrics.recorder import Recorder
+from rlhpc.metrics.curves import read_curves, tabulated
+from rlhpc.metrics.tensorboard import Recorder
 
 
 def _recorded(directory: Path, steps: range, seam: int | None = None, begins_s: float = 1e9) -> None:

@@ -10,8 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhpc.metrics.curves import merged, read_curves
-from rlhpc.metrics.recorder import Recorder
-from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.metrics.tensorboard import Recorder, TensorBoardWriter
 
 
 def _write(directory: Path, steps: range, offset: float, seam: int | None = None, begins_s: float = 1e9) -> None:

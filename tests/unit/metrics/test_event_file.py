@@ -12,10 +12,9 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from rlhpc.errors import RunDirectoryError
 from rlhpc.metrics.curves import read_curves
-from rlhpc.metrics.event_file import EventFile
-from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.metrics.tensorboard import EventFile, TensorBoardWriter
+from rlhpc.protocol.errors import RunDirectoryError
 
 
 def event(step: int) -> Event:

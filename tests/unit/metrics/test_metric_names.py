@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.metrics.layout import CHARTS, dashboard
 from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric, table_markdown
+from rlhpc.metrics.tensorboard import CHARTS, dashboard
 
 PAGES = Path(__file__).parents[3] / "docs"
 DOCS = PAGES / "metrics.md"

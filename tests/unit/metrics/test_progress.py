@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from rlhpc.metrics.progress import Progress, ProgressLine, fitting, format_count, format_duration, parts_of
+from rlhpc.metrics.meters import Progress, ProgressLine, fitting, format_count, format_duration, parts_of
 
 
 class Clock:

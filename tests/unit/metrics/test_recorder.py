@@ -7,8 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import tensor_util
 
-from rlhpc.metrics.layout import CHARTS
-from rlhpc.metrics.recorder import Recorder, Sample, sample_markdown
+from rlhpc.metrics.tensorboard import CHARTS, Recorder, Sample, sample_markdown
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_a_run_that_begins_once_more_shows_nothing_of_what_was_before(tmp_path):
 def test_writing_metrics_imports_neither_tensorflow_nor_torch():
     code = (
         "import sys, tempfile; from pathlib import Path\n"
-        "from rlhpc.metrics.recorder import Recorder\n"
+        "from rlhpc.metrics.tensorboard import Recorder\n"
         "recorder = Recorder(Path(tempfile.mkdtemp()))\n"
         "recorder.step(0, {'reward/mean': 1.0}); recorder.histogram('reward/histogram', 0, [1.0])\n"
         "recorder.close(); assert not {'tensorflow', 'torch', 'zmq'} & set(sys.modules)\n"

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.errors import ConfigError
-from rlhpc.packing.cost import FlopCost
+from rlhpc.algorithms.packing import FlopCost
+from rlhpc.protocol.errors import ConfigError
 
 DENSE = {
     "hidden_size": 32,

@@ -5,11 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.errors import PackingError
-from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import joined, lay_out, lockstep_slowdown, pack, packing_fill, tokens_trained, unpack
-from rlhpc.packing.planner import plan
-from rlhpc.types import PackedBatch, PackedMinibatch, TrainingSample
+from rlhpc.algorithms.packing import (
+    FlopCost,
+    joined,
+    lay_out,
+    lockstep_slowdown,
+    pack,
+    packing_fill,
+    plan,
+    tokens_trained,
+    unpack,
+)
+from rlhpc.protocol.errors import PackingError
+from rlhpc.protocol.types import PackedBatch, PackedMinibatch, TrainingSample
 
 COST = FlopCost(linear=100.0, quadratic=1.0)
 

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.errors import PackingError
-from rlhpc.packing import planner
-from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import lockstep_slowdown
-from rlhpc.packing.planner import Plan, plan
+from rlhpc.algorithms import packing
+from rlhpc.algorithms.packing import FlopCost, Plan, lockstep_slowdown, plan
+from rlhpc.protocol.errors import PackingError
 
 COST = FlopCost(linear=24576.0, quadratic=1.0)
 
@@ -63,7 +61,7 @@ def test_rows_of_a_micro_step_are_neighbours_in_cost(batch: tuple[np.ndarray, in
 @pytest.mark.starts
 def test_the_same_lengths_give_the_same_plan_in_another_process() -> None:
     program = (
-        "import numpy as np; from rlhpc.packing.cost import FlopCost; from rlhpc.packing.planner import plan;"
+        "import numpy as np; from rlhpc.algorithms.packing import FlopCost; from rlhpc.algorithms.packing import plan;"
         "p = plan(np.random.default_rng(3).integers(1, 900, 200), token_budget=1000, num_ranks=4, cost=FlopCost(9, 1));"
         "print(p.indices.tolist(), p.borders.tolist())"
     )
@@ -122,8 +120,8 @@ def test_peeling_is_never_worse_than_balancing_alone(seed: int, monkeypatch: pyt
     order = np.argsort(-lengths, kind="stable")
     row, num_rows = np.empty(512, np.int64), planned.num_ranks * planned.num_microbatches
     tokens, costs = lengths[order], COST(lengths[order])
-    assert planner._balance(tokens, costs, np.arange(512), 32768, num_rows, 0, row) == num_rows
-    balanced = planner._duration(row, costs, 8, num_rows) * 8 / costs.sum()
+    assert packing._balance(tokens, costs, np.arange(512), 32768, num_rows, 0, row) == num_rows
+    balanced = packing._duration(row, costs, 8, num_rows) * 8 / costs.sum()
     assert lockstep_slowdown(planned, lengths, COST) < balanced
     assert lockstep_slowdown(planned, lengths, COST) < 1.035
 
@@ -151,7 +149,7 @@ def test_an_installation_that_cannot_be_written_to_still_plans(tmp_path: Path) -
     program = (
         "from numba.core import caching\n"
         "caching.CacheImpl._locator_classes = []\n"  # no directory can be written
-        "from rlhpc.compiled import compiled\n"
+        "from rlhpc.base.native import compiled\n"
         "@compiled\n"
         "def double(x: int) -> int:\n"
         "    return 2 * x\n"
@@ -173,7 +171,7 @@ def test_a_changed_source_is_compiled_again_though_size_and_time_are_the_same(tm
 
 def _told_by(script: Path, factor: int) -> str:
     script.write_text(
-        "from rlhpc.compiled import compiled\n"
+        "from rlhpc.base.native import compiled\n"
         "@compiled\n"
         "def times(x: int) -> int:\n"
         f"    return {factor} * x\n"

@@ -18,7 +18,7 @@ from typing import Any
 
 import mpmath
 
-from rlhpc.rewards.math_answer import judge
+from rlhpc.rewards.math_answer import math_answer
 
 TABLE = Path(__file__).parent / "math_spellings.tsv"
 FUNCTIONS = {
@@ -140,7 +140,7 @@ def opinion(reference: Spelling, answer: Spelling) -> bool:
 
 def _verdict(reference: Spelling, answer: Spelling) -> bool | str:
     try:
-        return judge(rf"\boxed{{{answer.text}}}", reference.text).is_correct
+        return math_answer(rf"\boxed{{{answer.text}}}", reference.text).is_correct
     except ValueError as error:
         return str(error)
 

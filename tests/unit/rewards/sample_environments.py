@@ -6,7 +6,7 @@ import signal
 import time
 from typing import ClassVar
 
-from rlhpc.environment import Environment, Step
+from rlhpc.protocol.environment import Environment, Step
 from tests.ring.ring_rewards import GATE
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlhpc.contracts import RewardOutcome
+from rlhpc.protocol.contracts import RewardOutcome
 
 
 def length(completion: str, reference: str) -> RewardOutcome:

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from rlhpc.errors import ConfigError, RoleFailed
+from rlhpc.protocol.errors import ConfigError, RoleFailed
+from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.registry import asks_for_record, resolve
-from rlhpc.types import Verdict
 from tests.patience import PATIENCE_S
 
 TASK = "sample_rewards:"

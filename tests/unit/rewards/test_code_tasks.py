@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from rlhpc.config_sandbox import SandboxConfig
-from rlhpc.errors import SandboxError
-from rlhpc.rewards import code_functions, code_stdin
+from rlhpc.config.tables_services import SandboxConfig
+from rlhpc.protocol.errors import SandboxError
+from rlhpc.protocol.types import Verdict
+from rlhpc.rewards import code_tests
 from rlhpc.rewards.code_place import (
     VARIABLE,
     Program,
@@ -21,7 +22,6 @@ from rlhpc.rewards.code_place import (
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.sandbox import values
 from rlhpc.sandbox.cpp import COMPILERS
-from rlhpc.types import Verdict
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.starts, pytest.mark.timeout(300)]
@@ -87,8 +87,8 @@ def test_the_right_program_is_accepted_and_the_wrong_one_is_not(right, wrong, re
         {"entry_point": "f", "tests": [{"args": [x], "output": y} for x, y in zip(as_values, wanted, strict=True)]}
     )
     for expression, reward in ((right, 1.0), (wrong, 0.0)):
-        assert code_stdin.judge(fenced(f"x = {reads}\nprint({expression})"), printed).reward == reward
-        assert code_functions.judge(fenced(f"def f(x):\n    return {expression}"), returned).reward == reward
+        assert code_tests.code_stdin(fenced(f"x = {reads}\nprint({expression})"), printed).reward == reward
+        assert code_tests.code_functions(fenced(f"def f(x):\n    return {expression}"), returned).reward == reward
 
 
 ONE = json.dumps([{"input": "3\n", "output": "6\n\n"}])
@@ -109,13 +109,13 @@ ONE = json.dumps([{"input": "3\n", "output": "6\n\n"}])
     ],
 )
 def test_what_is_wrong_says_why(completion, detail):
-    outcome = code_stdin.judge(completion, ONE)
+    outcome = code_tests.code_stdin(completion, ONE)
     assert (outcome.reward, outcome.is_correct) == (0.0, False)
     assert detail in outcome.detail
 
 
 def test_blanks_at_the_end_of_lines_do_not_count():
-    assert code_stdin.judge(fenced("print('6  ')\nprint()"), ONE).is_correct
+    assert code_tests.code_stdin(fenced("print('6  ')\nprint()"), ONE).is_correct
 
 
 def test_the_last_block_counts():
@@ -137,7 +137,7 @@ TRICKS = [
 @pytest.mark.parametrize("program", TRICKS[:2] + TRICKS[3:])
 def test_no_trick_makes_a_wrong_value_right(program):
     reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": 1}, {"args": [2], "output": 4}]})
-    assert code_functions.judge(fenced(program), reference).reward == 0.0
+    assert code_tests.code_functions(fenced(program), reference).reward == 0.0
 
 
 ENDS_BADLY = [
@@ -151,7 +151,7 @@ ENDS_BADLY = [
 @pytest.mark.parametrize(("program", "why"), ENDS_BADLY)
 def test_right_values_of_a_program_that_exceeds_a_limit_or_fails_afterwards_are_wrong(program, why):
     reference = {"entry_point": "f", "tests": [{"args": [1], "output": 1}], "time_limit_s": 0.5}
-    outcome = code_functions.judge(fenced(program + "def f(x): return 1"), json.dumps(reference))
+    outcome = code_tests.code_functions(fenced(program + "def f(x): return 1"), json.dumps(reference))
     assert (outcome.reward, outcome.detail) == (0.0, f"after 1 tests: {why}")
 
 
@@ -166,7 +166,9 @@ os._exit(0)"""
 def test_a_set_whose_members_all_have_one_hash_does_not_keep_the_worker_busy(form):
     reference = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": [{"$set": [1, 2, 3]}]}]})
     began = time.thread_time()
-    assert code_functions.judge(fenced(f"FORM = {form!r}\n{SAME_HASH}"), reference).detail.endswith("another value")
+    assert code_tests.code_functions(fenced(f"FORM = {form!r}\n{SAME_HASH}"), reference).detail.endswith(
+        "another value"
+    )
     assert time.thread_time() - began < 3.0
 
 
@@ -183,7 +185,7 @@ BEYOND_FLOATS = [
 @pytest.mark.parametrize("output", [0.5, [0.5]])
 def test_a_whole_number_beyond_all_floats_is_another_value_and_no_verifier_error(program, output):
     reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": output}]})
-    assert code_functions.judge(fenced(program), reference).reward == 0.0
+    assert code_tests.code_functions(fenced(program), reference).reward == 0.0
 
 
 def test_an_output_may_be_as_long_as_the_one_that_is_wanted():
@@ -191,10 +193,10 @@ def test_an_output_may_be_as_long_as_the_one_that_is_wanted():
     printed = json.dumps({"inputs": [""], "outputs": ["a" * size + "\n"]})
     returned = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": "a" * size}]})
     for letter, is_right in (("a", True), ("b", False)):
-        assert code_stdin.judge(fenced(f"print({letter!r} * {size})"), printed).is_correct is is_right
+        assert code_tests.code_stdin(fenced(f"print({letter!r} * {size})"), printed).is_correct is is_right
         program = fenced(f"def f(): return {letter!r} * {size}")
-        assert code_functions.judge(program, returned).is_correct is is_right
-    assert "too much output" in code_stdin.judge(fenced("while True: print('a' * 9999)"), printed).detail
+        assert code_tests.code_functions(program, returned).is_correct is is_right
+    assert "too much output" in code_tests.code_stdin(fenced("while True: print('a' * 9999)"), printed).detail
 
 
 def test_values_beyond_json_are_compared_by_their_type():
@@ -203,9 +205,9 @@ def test_values_beyond_json_are_compared_by_their_type():
         "$dict": [[{"$tuple": [1, 2]}, {"$set": [5]}], ["n", {"$float": "nan"}], ["b", {"$bytes": "00"}], ["i", 10**30]]
     }
     reference = {"entry_point": "f", "tests": [{"args": [5], "output": wanted}]}
-    assert code_functions.judge(program, json.dumps(reference)).is_correct
+    assert code_tests.code_functions(program, json.dumps(reference)).is_correct
     wanted["$dict"][0][1] = [5]
-    assert not code_functions.judge(program, json.dumps(reference)).is_correct
+    assert not code_tests.code_functions(program, json.dumps(reference)).is_correct
 
 
 GUARDED = """
@@ -223,19 +225,19 @@ if __name__ == "__main__":
 
 def test_what_a_program_does_when_it_is_run_is_not_done_where_its_function_is_called():
     reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": 1}]})
-    assert code_functions.judge(fenced(GUARDED), reference).is_correct
+    assert code_tests.code_functions(fenced(GUARDED), reference).is_correct
     postponed = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
-    assert code_functions.judge(fenced(postponed + "def f(x): return P(x).x"), reference).is_correct
+    assert code_tests.code_functions(fenced(postponed + "def f(x): return P(x).x"), reference).is_correct
     program = fenced("if __name__ == '__main__':\n    print(2 * int(input()))")
-    assert code_stdin.judge(program, ONE).is_correct
+    assert code_tests.code_stdin(program, ONE).is_correct
 
 
 def test_line_ends_of_windows_are_line_ends():
     program = fenced("x = input()\nassert not x.endswith('\\r')\nprint(x)\nprint(input())").replace("\n", "\r\n")
     reference = json.dumps({"inputs": ["3\r\n4\r\n"], "outputs": ["3\r\n4\r\n"]})
-    assert code_stdin.judge(program, reference).detail == "1 tests"
+    assert code_tests.code_stdin(program, reference).detail == "1 tests"
     returned = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": 1}]})
-    assert code_functions.judge(fenced("def f(x):\n    return x").replace("\n", "\r\n"), returned).is_correct
+    assert code_tests.code_functions(fenced("def f(x):\n    return x").replace("\n", "\r\n"), returned).is_correct
 
 
 EQUAL = [
@@ -267,20 +269,20 @@ UNEQUAL = [
 @pytest.mark.parametrize(("prelude", "value", "output"), EQUAL)
 def test_a_value_that_equals_a_plain_one_is_that(prelude, value, output):
     reference = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": output}]})
-    assert code_functions.judge(fenced(f"{prelude}\ndef f(): return {value}"), reference).detail == "1 tests"
+    assert code_tests.code_functions(fenced(f"{prelude}\ndef f(): return {value}"), reference).detail == "1 tests"
 
 
 @pytest.mark.parametrize(("prelude", "value", "output"), UNEQUAL)
 def test_a_value_that_does_not_equal_a_plain_one_is_another(prelude, value, output):
     reference = json.dumps({"entry_point": "f", "tests": [{"args": [], "output": output}]})
-    assert code_functions.judge(fenced(f"{prelude}\ndef f(): return {value}"), reference).reward == 0.0
+    assert code_tests.code_functions(fenced(f"{prelude}\ndef f(): return {value}"), reference).reward == 0.0
 
 
 def test_values_of_numpy_are_those_of_python():
     numpy = pytest.importorskip("numpy")
     for value, output in OF_NUMPY:
         made = eval(value, {"np": numpy, "x": [1, 2]})
-        assert code_functions._Comparison(None).is_same(values.decode(values.encode(made)), output), value
+        assert code_tests._Comparison(None).is_same(values.decode(values.encode(made)), output), value
 
 
 PRINTED = [
@@ -294,7 +296,7 @@ PRINTED = [
 
 @pytest.mark.parametrize(("printed", "wanted", "is_right"), PRINTED)
 def test_a_printed_number_is_close_to_a_decimal_fraction_that_is_wanted(printed, wanted, is_right):
-    assert code_stdin._is_same(printed.encode(), wanted.encode(), 1e-6) is is_right
+    assert code_tests._is_same(printed.encode(), wanted.encode(), 1e-6) is is_right
 
 
 def test_a_reference_has_a_tolerance_of_its_own():
@@ -304,19 +306,19 @@ def test_a_reference_has_a_tolerance_of_its_own():
             {"entry_point": "f", "tests": [{"args": [], "output": [0.333333]}], "tolerance": tolerance}
         )
         text = fenced("def f(): return [0.3334]\nprint(0.3334)")
-        return code_stdin.judge(text, printed).is_correct, code_functions.judge(text, returned).is_correct
+        return code_tests.code_stdin(text, printed).is_correct, code_tests.code_functions(text, returned).is_correct
 
     assert judged(1e-3) == (True, True)
     assert judged(1e-5) == judged(None) == judged(0) == (False, False)
     exact = json.dumps({"inputs": [""], "outputs": ["2.50"], "tolerance": 0})
-    assert not code_stdin.judge(fenced("print(2.5)"), exact).is_correct
+    assert not code_tests.code_stdin(fenced("print(2.5)"), exact).is_correct
 
 
 def test_numbers_that_never_end_are_compared_in_little_time():
     began = time.thread_time()
     long = b"1" * 500_000 + b"a " + b"1." * 200_000 + b" " + b"+1e" * 100_000
-    assert not code_stdin._is_same(long, b"0.5", 1e-6)
-    assert code_stdin._is_same(long + b" 2.0", long + b" 2.00", 1e-6)
+    assert not code_tests._is_same(long, b"0.5", 1e-6)
+    assert code_tests._is_same(long + b" 2.0", long + b" 2.00", 1e-6)
     assert time.thread_time() - began < 2.0
 
 
@@ -324,11 +326,11 @@ def test_nulls_with_which_a_table_pads_tests_are_no_arguments():
     program = fenced("def f(x, a, b=None): return x + a if b is None else b")
     padded = {"args": [1], "kwargs": {"a": 1, "b": None, "c": None}, "output": 2}
     reference = {"entry_point": "f", "tests": [padded, {"args": [1, 1], "kwargs": None, "output": 2}]}
-    assert code_functions.judge(program, json.dumps(reference)).is_correct
+    assert code_tests.code_functions(program, json.dumps(reference)).is_correct
     padded["kwargs"]["c"] = 3
-    assert "unexpected keyword" in code_functions.judge(program, json.dumps(reference)).detail
+    assert "unexpected keyword" in code_tests.code_functions(program, json.dumps(reference)).detail
     with_none = {"entry_point": "f", "tests": [{"args": [1]}, {"args": [2], "output": 3}]}  # a null left out
-    assert code_functions.judge(fenced("def f(x): return None if x == 1 else 3"), json.dumps(with_none)).is_correct
+    assert code_tests.code_functions(fenced("def f(x): return None if x == 1 else 3"), json.dumps(with_none)).is_correct
 
 
 @pytest.mark.parametrize(
@@ -336,15 +338,15 @@ def test_nulls_with_which_a_table_pads_tests_are_no_arguments():
 )
 def test_a_reference_that_cannot_be_read_is_no_verdict(reference):
     with pytest.raises(ValueError, match="reference"):
-        code_stdin.judge(fenced("print(1)"), reference)
+        code_tests.code_stdin(fenced("print(1)"), reference)
     with pytest.raises(ValueError, match="reference"):
-        code_functions.judge(fenced("print(1)"), reference)
+        code_tests.code_functions(fenced("print(1)"), reference)
 
 
 @pytest.mark.parametrize("pair", [r'["\ud800"], "outputs": ["1"]', r'["1"], "outputs": ["\udfff"]'])
 def test_half_a_surrogate_pair_in_a_test_is_told_before_a_run(pair):
     with pytest.raises(ValueError, match=r"test 1 has .*half of a surrogate pair"):
-        code_stdin.check_reference(f'{{"inputs": {pair}}}')
+        code_tests.check_code_stdin(f'{{"inputs": {pair}}}')
 
 
 async def test_in_a_worker_a_sandbox_that_fails_is_a_verifier_error():
@@ -389,7 +391,7 @@ DOUBLES = "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << 
 def test_a_program_in_cpp_is_judged_as_one_in_python_and_one_that_does_not_compile_says_why(both):
     def judged(program, mark="cpp", **more):
         reference = json.dumps({"inputs": ["3\n", "5\n"], "outputs": ["6", "10"], **more})
-        return code_stdin.judge(f"```{mark}\n{program}\n```", reference)
+        return code_tests.code_stdin(f"```{mark}\n{program}\n```", reference)
 
     assert judged(DOUBLES % "2 * n").is_correct
     assert judged(DOUBLES % "2 * n", mark="C++", language="cpp", time_limit_s=20.0).is_correct
@@ -425,7 +427,7 @@ def test_no_compiler_is_refused_before_a_run_with_the_remedy(monkeypatch, tmp_pa
 def test_limits_of_a_record_are_within_those_of_the_run(more, why):
     of_stdin = {"inputs": [""], "outputs": [""], **more}
     of_functions = {"entry_point": "f", "tests": [{"args": [], "output": 1}], **more}
-    checks = ((code_stdin.check_reference, of_stdin), (code_functions.check_reference, of_functions))
+    checks = ((code_tests.check_code_stdin, of_stdin), (code_tests.check_code_functions, of_functions))
     for check, reference in checks:
         with pytest.raises(ValueError, match=why):
             check(json.dumps(reference), SandboxConfig())
@@ -435,8 +437,8 @@ def test_a_record_has_limits_of_its_own():
     program = fenced("x = bytearray(200 << 20)\nprint(6)")
     for limit, is_correct in ((1 << 29, True), (1 << 27, False)):
         reference = {"inputs": ["3"], "outputs": ["6"], "memory_limit_bytes": limit}
-        assert code_stdin.judge(program, json.dumps(reference)).is_correct is is_correct
-    endless = code_stdin.judge(
+        assert code_tests.code_stdin(program, json.dumps(reference)).is_correct is is_correct
+    endless = code_tests.code_stdin(
         fenced("while True: pass"), json.dumps({"inputs": [""], "outputs": [""], "time_limit_s": 0.2})
     )
     assert endless.detail == "test 1 of 1: too much time"

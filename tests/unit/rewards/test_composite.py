@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from rlhpc.config import Config
-from rlhpc.config_judge import JudgeConfig
-from rlhpc.config_tasks import CompositeConfig
-from rlhpc.contracts import RewardOutcome
-from rlhpc.data.records import Record
-from rlhpc.rewards import composite
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import CompositeConfig
+from rlhpc.config.tables_services import JudgeConfig
+from rlhpc.data.record_source import Record
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.protocol.types import Verdict
+from rlhpc.rewards import registry
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.task_settings import VARIABLE, TaskSettings
-from rlhpc.types import Verdict
 from tests.patience import PATIENCE_S
 
 GRADED = CompositeConfig(
@@ -32,7 +32,7 @@ RECORD = {
 
 
 def judge(settings: CompositeConfig, completion: str, record: object) -> RewardOutcome:
-    return composite.Composite(settings)(completion, record if isinstance(record, str) else json.dumps(record))
+    return registry.Composite(settings)(completion, record if isinstance(record, str) else json.dumps(record))
 
 
 def test_the_reward_is_the_weighted_sum_and_one_part_says_what_is_correct():
@@ -57,7 +57,7 @@ def test_without_fields_every_part_has_the_same_reference():
 def test_a_number_in_a_field_is_the_reference_that_it_is_without_a_composite(number):
     record = RECORD | {"solution": number}
     whole = json.dumps(record)
-    assert composite.references(GRADED, whole)["answer"] == Record(record, "a:1").reference("solution")
+    assert registry.references(GRADED, whole)["answer"] == Record(record, "a:1").reference("solution")
 
 
 def test_places_of_rewards_are_weighted_like_the_rewards():
@@ -92,7 +92,7 @@ async def test_a_worker_knows_the_composites_of_its_run():
 
 
 def test_references_of_all_parts_are_checked_each_in_its_field():
-    check = composite.reference_check("graded", {"graded": GRADED}, JudgeConfig())
+    check = registry.composite_reference_check("graded", {"graded": GRADED}, JudgeConfig())
     assert check is not None
     check(json.dumps(RECORD))
     for change, why in (
@@ -103,7 +103,7 @@ def test_references_of_all_parts_are_checked_each_in_its_field():
     ):
         with pytest.raises(ValueError, match=why):
             check(json.dumps(RECORD | change))
-    assert composite.reference_check("math_answer", {"graded": GRADED}, JudgeConfig()) is not None
+    assert registry.composite_reference_check("math_answer", {"graded": GRADED}, JudgeConfig()) is not None
 
 
 def make_config(**changes: object) -> Config:

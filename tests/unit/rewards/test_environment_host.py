@@ -12,26 +12,24 @@ import msgspec
 import pytest
 import sample_environments
 
-from rlhpc.config_environment import EnvironmentConfig
-from rlhpc.contracts import RewardOutcome
-from rlhpc.errors import ConfigError
-from rlhpc.rewards.environments import host as host_module
-from rlhpc.rewards.environments.host import EnvironmentHost
-from rlhpc.rewards.environments.registry import VARIABLE, resolve_environment, validate_environment
-from rlhpc.rewards.failures import by_task
-from rlhpc.rewards.frames import Dialogue
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.rewards import environments as host_module
+from rlhpc.rewards.environments import VARIABLE, EnvironmentHost, resolve_environment, validate_environment
+from rlhpc.rewards.frames import DialogueRequest
+from rlhpc.rewards.outcomes import JudgedOutcome, as_outcome, by_task
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.registry import resolve
-from rlhpc.rewards.returned import JudgedOutcome, as_outcome
 from tests.patience import PATIENCE_S
 from tests.unit.rewards.test_reward_pool import wait_until_gone
 
 
-def dialogue(*turns: str, key: str = "a", environment: str = "Counting", **changes: Any) -> Dialogue:
+def dialogue(*turns: str, key: str = "a", environment: str = "Counting", **changes: Any) -> DialogueRequest:
     settled: dict[str, Any] = {"task": "environment", "answer": turns[-1] if turns else "", "reference": ""}
     record = json.dumps({"name": "you"})
     settled |= {"is_last": False} | changes
-    return Dialogue(key, f"sample_environments:{environment}", record, list(turns), **settled)
+    return DialogueRequest(key, f"sample_environments:{environment}", record, list(turns), **settled)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rlhpc.environment import Environment
+from rlhpc.protocol.environment import Environment
 from tests.unit.doc_pages import ROOT, blocks
 
 

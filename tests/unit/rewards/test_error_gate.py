@@ -1,8 +1,8 @@
 import pytest
 
-from rlhpc.errors import RoleFailed, StarvedError
-from rlhpc.rewards.error_gate import QUARANTINED, ErrorGate
-from rlhpc.types import Verdict
+from rlhpc.protocol.errors import RoleFailed, StarvedError
+from rlhpc.protocol.types import Verdict
+from rlhpc.rewards.outcomes import QUARANTINED, ErrorGate
 
 
 def count(gate: ErrorGate, verdict: Verdict, times: int, detail: str = "") -> None:

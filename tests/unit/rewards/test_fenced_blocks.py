@@ -9,8 +9,7 @@ import time
 import pytest
 
 from rlhpc.rewards import json_schema
-from rlhpc.rewards.code_place import last_program
-from rlhpc.rewards.fenced_blocks import last_block
+from rlhpc.rewards.code_place import last_block, last_program
 
 # Says the same, in time that grows with the square of the fences that are never closed.
 BLOCK = re.compile(r"^[ ]{0,3}```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ ]{0,3}```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -33,5 +32,5 @@ def test_blocks_are_those_of_the_regular_expression() -> None:
 def test_fences_that_are_never_closed_take_little_time(text: str) -> None:
     began = time.thread_time()
     assert last_program(text) is None
-    assert json_schema.judge(text, "{}").reward == 0.0
+    assert json_schema.json_schema(text, "{}").reward == 0.0
     assert time.thread_time() - began < 0.5

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rlhpc.rewards.harmless_answer import EVALUATING, is_harmless
+from rlhpc.rewards.reasoning_gym_reference import EVALUATING, is_harmless
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_a_program_in_quotes_which_sympy_runs_is_refused_before(answer, tmp_path
 @pytest.mark.parametrize("name", sorted(EVALUATING))
 def test_no_scorer_runs_the_program_that_an_answer_is(name, program, tmp_path):
     gym = pytest.importorskip("reasoning_gym")
-    from rlhpc.rewards.reasoning_gym_task import judge  # it imports the library
+    from rlhpc.rewards.reasoning_gym import reasoning_gym  # it imports the library
     from rlhpc.sandbox.values import encode
 
     entry = {"question": "", "answer": "12", "metadata": {"variable": "x", "integrand": "x", "numbers": [1]}}
     entry["metadata"] |= {"target": 12, "valid_answers": ["12"], "valid_solutions": []}
     reference = json.dumps({"dataset": name, "settings": {}, "entry": encode(entry)})
     assert name in gym.factory.DATASETS
-    outcome = judge(f"<answer>{program.format(str(tmp_path / 'mine'))}</answer>", reference)
+    outcome = reasoning_gym(f"<answer>{program.format(str(tmp_path / 'mine'))}</answer>", reference)
     assert outcome.reward == 0.0
     assert not (tmp_path / "mine").exists()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from second_opinion import OPINIONS, is_followed
 
-from rlhpc.config_tasks import InstructionsConfig
-from rlhpc.rewards import instruction_following
+from rlhpc.config.tables import InstructionsConfig
+from rlhpc.rewards import instructions
 from rlhpc.rewards.instructions import INSTRUCTIONS, num_sentences
 from rlhpc.rewards.task_settings import TaskSettings
 
@@ -134,7 +134,7 @@ def test_sentences_end_where_people_end_them(text, count):
 
 def judge(completion: str, *wanted: tuple[str, dict[str, Any]]):
     reference = [{"id": name, "kwargs": arguments} for name, arguments in wanted]
-    return instruction_following.judge(completion, json.dumps(reference))
+    return instructions.instruction_following(completion, json.dumps(reference))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_an_empty_completion_follows_nothing(text):
 ])  # fmt: skip
 def test_the_run_file_says_what_is_rewarded(monkeypatch, accuracy, reward, expected):
     settings = TaskSettings(instructions=InstructionsConfig(accuracy=accuracy, reward=reward))
-    monkeypatch.setattr(instruction_following, "task_settings", lambda: settings)
+    monkeypatch.setattr(instructions, "task_settings", lambda: settings)
     outcome = judge("Sure:\ntea is hot", COMMA, LOWER)
     assert outcome.reward == expected
     assert outcome.is_correct is (accuracy == "loose")
@@ -212,8 +212,8 @@ def test_records_of_ifeval_are_references_as_they_are():
         # A table has a column for each argument, and numbers with holes are floats.
         "kwargs": [{"num_words": None, "relation": None}, {"num_words": 3.0, "relation": "at least"}],
     }
-    assert instruction_following.judge("one two three", json.dumps(record)).is_correct
-    assert not instruction_following.judge("one two", json.dumps(record)).is_correct
+    assert instructions.instruction_following("one two three", json.dumps(record)).is_correct
+    assert not instructions.instruction_following("one two", json.dumps(record)).is_correct
 
 
 @pytest.mark.parametrize(
@@ -247,5 +247,5 @@ def test_records_of_ifeval_are_references_as_they_are():
 )  # fmt: skip
 def test_a_reference_that_is_none_is_refused_by_name(reference, why):
     with pytest.raises(ValueError, match="legal") as refusal:
-        instruction_following.check_reference(reference)
+        instructions.check_instruction_following(reference)
     assert why in str(refusal.value)

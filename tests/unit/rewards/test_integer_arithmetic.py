@@ -1,6 +1,6 @@
 import pytest
 
-from rlhpc.rewards.integer_arithmetic import judge
+from rlhpc.rewards.math_answer import integer_arithmetic
 
 RIGHT = ["46", " 46\n", "2+4=6;10+30=40;46", "12+34=46", "work #### 46", "45;46", "####46", "1;2=46"]
 WRONG = [
@@ -30,27 +30,27 @@ WRONG = [
 
 @pytest.mark.parametrize("completion", RIGHT)
 def test_the_integer_after_the_last_mark_is_the_answer(completion):
-    outcome = judge(completion, "46")
+    outcome = integer_arithmetic(completion, "46")
     assert (outcome.reward, outcome.is_correct) == (1.0, True)
 
 
 @pytest.mark.parametrize("completion", WRONG)
 def test_anything_but_one_integer_in_its_only_spelling_is_wrong(completion):
-    outcome = judge(completion, "46")
+    outcome = integer_arithmetic(completion, "46")
     assert (outcome.reward, outcome.is_correct) == (0.0, False)
     assert outcome.detail
 
 
 def test_negative_numbers_zero_and_numbers_of_any_length_are_judged():
-    assert judge("1-4=-3", "-3").is_correct
-    assert judge("0", "0").is_correct
-    assert not judge("-0", "0").is_correct
-    assert not judge("3", "-3").is_correct
+    assert integer_arithmetic("1-4=-3", "-3").is_correct
+    assert integer_arithmetic("0", "0").is_correct
+    assert not integer_arithmetic("-0", "0").is_correct
+    assert not integer_arithmetic("3", "-3").is_correct
     # More digits than int() converts.
-    assert judge("9" * 5000, "9" * 5000).is_correct
+    assert integer_arithmetic("9" * 5000, "9" * 5000).is_correct
 
 
 @pytest.mark.parametrize("reference", ["", "forty-six", "4.6", "046", "46;46"])
 def test_a_reference_that_is_no_integer_is_an_error_and_not_a_wrong_answer(reference):
     with pytest.raises(ValueError, match="not an integer"):
-        judge("46", reference)
+        integer_arithmetic("46", reference)

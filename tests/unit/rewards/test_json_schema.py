@@ -19,7 +19,7 @@ PERSON = {
 
 
 def judge(completion: str, schema: Any = PERSON):
-    return json_schema.judge(completion, json.dumps(schema))
+    return json_schema.json_schema(completion, json.dumps(schema))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_references_lead_within_the_schema_and_nothing_is_fetched(monkeypatch):
     assert judge("3", nested).is_correct
     for elsewhere in ("http://a.example/schema.json", "#/$defs/leaf", "other.json#/a"):
         with pytest.raises(ValueError, match="does not resolve; legal: a place in the schema itself"):
-            json_schema.check_reference(json.dumps({"properties": {"a": {"$ref": elsewhere}}}))
+            json_schema.check_json_schema(json.dumps({"properties": {"a": {"$ref": elsewhere}}}))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_references_lead_within_the_schema_and_nothing_is_fetched(monkeypatch):
 )
 def test_a_reference_that_is_no_schema_is_refused(reference, why):
     with pytest.raises(ValueError, match="legal") as refusal:
-        json_schema.check_reference(reference)
+        json_schema.check_json_schema(reference)
     assert why in str(refusal.value)
 
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rlhpc.config_environment import EnvironmentConfig
-from rlhpc.errors import ConfigError, RoleFailed
-from rlhpc.messages import TurnReply, TurnRequest
-from rlhpc.rewards.environments.registry import VARIABLE, resolve_environment
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.environments.dialogue import Taken, answered
+from rlhpc.protocol.errors import ConfigError, RoleFailed
+from rlhpc.protocol.messages import TurnReply, TurnRequest
+from rlhpc.rewards.environments import VARIABLE, resolve_environment
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.common.dialogue import Taken
-from rlhpc.roles.common.turn_calls import answered
 from tests.patience import PATIENCE_S
 from tests.unit.roles.test_dialogue import check_tokens, dialogue_of, engine_of, speeches  # noqa: F401
 

@@ -12,16 +12,23 @@ from typing import Any
 import pytest
 from judge_server import JudgeServer, judging
 
-from rlhpc.config import Config
-from rlhpc.config_judge import JudgeConfig
-from rlhpc.config_tasks import CompositeConfig
-from rlhpc.rewards.composite import reference_check
-from rlhpc.rewards.judge_cache import JudgeCache, digest_of
-from rlhpc.rewards.judge_endpoint import Endpoint, JudgeFailed, read_key
-from rlhpc.rewards.llm_judge import LlmJudge, check_reference, grade_in
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import CompositeConfig
+from rlhpc.config.tables_services import JudgeConfig
+from rlhpc.protocol.types import Verdict
+from rlhpc.rewards.llm_judge import (
+    Endpoint,
+    JudgeCache,
+    JudgeFailed,
+    LlmJudge,
+    check_llm_judge,
+    digest_of,
+    grade_in,
+    read_key,
+)
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.rewards.registry import composite_reference_check
 from rlhpc.rewards.task_settings import VARIABLE, TaskSettings
-from rlhpc.types import Verdict
 from tests.patience import PATIENCE_S
 
 
@@ -338,14 +345,14 @@ def test_a_template_is_filled_with_the_record_and_what_it_lacks_is_found_before(
     settings = settings_of("http://x", template=template)
     for reference in ("a text", '{"question": "a"}', '{"question": "a", "rubric": null}'):
         with pytest.raises(ValueError, match=r"judge\.template names \{(question|rubric)\}; legal: completion"):
-            check_reference(reference, settings)
-    check_reference("any text", settings_of("http://x"))
+            check_llm_judge(reference, settings)
+    check_llm_judge("any text", settings_of("http://x"))
     for bad in ("{completion.x}", "{0}", "{completion", "{question}"):
         with pytest.raises(ValueError, match=r"judge\.template"):
-            check_reference("a", settings_of("http://x", template=bad))
+            check_llm_judge("a", settings_of("http://x", template=bad))
     part = {"both": CompositeConfig(tasks={"judge": "llm_judge"}, correct="judge")}
     for task in ("llm_judge", "both"):
-        check = reference_check(task, part, settings)
+        check = composite_reference_check(task, part, settings)
         assert check is not None
         with pytest.raises(ValueError, match=r"judge\.template"):
             check("a text")

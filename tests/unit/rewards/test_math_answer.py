@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.rewards.marked_answer import braced, last_mark, last_tagged
-from rlhpc.rewards.math_answer import judge, last_marked_answer, verify
-from rlhpc.types import Verdict
+from rlhpc.protocol.types import Verdict
+from rlhpc.rewards.math_answer import math_answer, verify
+from rlhpc.rewards.text_answer import braced, last_mark, last_marked_answer, last_tagged
 
 GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
 
@@ -106,13 +106,13 @@ UNEQUAL = [
 
 @pytest.mark.parametrize(("answer", "reference"), EQUAL)
 def test_an_equal_answer_in_another_spelling_is_correct(answer, reference):
-    outcome = judge(f"Therefore, \\boxed{{{answer}}}.", reference)
+    outcome = math_answer(f"Therefore, \\boxed{{{answer}}}.", reference)
     assert (outcome.reward, outcome.is_correct) == (1.0, True)
 
 
 @pytest.mark.parametrize(("answer", "reference"), UNEQUAL)
 def test_an_unequal_or_hedged_or_unreadable_answer_is_wrong(answer, reference):
-    outcome = judge(f"Therefore, \\boxed{{{answer}}}.", reference)
+    outcome = math_answer(f"Therefore, \\boxed{{{answer}}}.", reference)
     assert (outcome.reward, outcome.is_correct) == (0.0, False)
     assert outcome.detail
 
@@ -143,21 +143,21 @@ def test_the_last_marked_answer_counts(text, answer):
 
 @pytest.mark.parametrize("completion", ["The answer is 18.", "18", "answer: $18$", "### 18", r"boxed{18}"])
 def test_an_answer_without_a_mark_is_wrong_even_where_it_is_right(completion):
-    outcome = judge(completion, "18")
+    outcome = math_answer(completion, "18")
     assert not outcome.is_correct
     assert "####" in outcome.detail
 
 
 def test_listing_many_answers_gains_nothing():
     every = " ".join(f"\\boxed{{{number}}}" for number in range(100))
-    assert not judge(every, "18").is_correct
-    assert judge(every, "99").is_correct
+    assert not math_answer(every, "18").is_correct
+    assert math_answer(every, "99").is_correct
 
 
 @pytest.mark.parametrize("reference", ["", "####", r"\frac{", "18 19", "$$", "nan", "null"])
 def test_an_unreadable_reference_is_an_error_and_not_a_wrong_answer(reference):
     with pytest.raises(ValueError, match="cannot be read"):
-        judge(r"\boxed{18}", reference)
+        math_answer(r"\boxed{18}", reference)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -168,10 +168,10 @@ def test_every_gsm8k_solution_is_its_own_correct_answer_and_no_neighbours(split)
     references = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
     for reference in references:
         answer = reference.rpartition("####")[2].strip()
-        assert judge(f"so \\boxed{{{answer}}}", reference).is_correct, reference
-        assert judge(f"so \\boxed{{\\${answer}.00}}", reference).is_correct is ("." not in answer), reference
-        assert not judge(f"so \\boxed{{{answer}1}}", reference).is_correct, reference
-        assert not judge(answer, reference).is_correct, reference
+        assert math_answer(f"so \\boxed{{{answer}}}", reference).is_correct, reference
+        assert math_answer(f"so \\boxed{{\\${answer}.00}}", reference).is_correct is ("." not in answer), reference
+        assert not math_answer(f"so \\boxed{{{answer}1}}", reference).is_correct, reference
+        assert not math_answer(answer, reference).is_correct, reference
 
 
 def test_the_last_mark_is_the_last_of_all_that_are_closed():
@@ -187,14 +187,14 @@ def test_the_last_mark_is_the_last_of_all_that_are_closed():
 
 def test_boxes_that_are_never_closed_take_little_time():
     began = time.thread_time()
-    assert judge(r"\boxed{" * 50_000, "18").reward == 0.0
+    assert math_answer(r"\boxed{" * 50_000, "18").reward == 0.0
     assert time.thread_time() - began < 1.0
 
 
 def test_an_answer_cannot_break_out_of_the_braces_it_is_put_in():
-    assert not judge(r"#### 5} {18", "18").is_correct
-    assert not judge(r"#### 5} \boxed{18", "18").is_correct
-    assert not judge(r"\boxed{5 final answer is $18$. I hope}", "18").is_correct
+    assert not math_answer(r"#### 5} {18", "18").is_correct
+    assert not math_answer(r"#### 5} \boxed{18", "18").is_correct
+    assert not math_answer(r"\boxed{5 final answer is $18$. I hope}", "18").is_correct
 
 
 def test_verify_gives_the_verdict_alone() -> None:

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlhpc.config_tasks import MathConfig
-from rlhpc.rewards import integer_arithmetic, math_answer, multiple_choice, text_match
-from rlhpc.rewards.math_answer import check_reference, judge
+from rlhpc.config.tables import MathConfig
+from rlhpc.rewards import math_answer, text_answer
+from rlhpc.rewards import math_answer as integer_arithmetic
+from rlhpc.rewards.math_answer import check_math_answer
+from rlhpc.rewards.math_answer import math_answer as judge
 from rlhpc.rewards.task_settings import TaskSettings
 from tests.unit.rewards.math_oracle import GROUPS, disagreements
 
@@ -27,7 +29,7 @@ def test_an_answer_has_the_verdict_that_a_mathematician_gives(verdict, reference
 
 @pytest.mark.parametrize("reference", sorted({reference for _, reference, _ in PAIRS}))
 def test_a_reference_passes_the_check_and_answers_itself(reference):
-    check_reference(reference)
+    check_math_answer(reference)
     assert judge(f"#### {reference}", reference).is_correct
 
 
@@ -61,7 +63,7 @@ def test_marks_and_lists_of_references(completion, reference):
 )  # fmt: skip
 def test_a_reference_that_cannot_be_judged_is_refused(reference):
     with pytest.raises(ValueError, match="legal: a number"):
-        check_reference(reference)
+        check_math_answer(reference)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -94,8 +96,9 @@ LONGEST_VERDICT_S = 5.0  # of the processor, of which a run grants ten
 def test_every_verifier_says_something_of_any_text_in_bounded_time(text, reference):
     began = time.thread_time()
     for answer in (f"#### {text}", rf"\boxed{{{text}}}"):
-        for verifier in (math_answer.judge, text_match.exact_match, text_match.token_f1, integer_arithmetic.judge,
-                         multiple_choice.judge):  # fmt: skip
+        for verifier in (math_answer.math_answer, text_answer.exact_match, text_answer.token_f1,
+                         integer_arithmetic.integer_arithmetic,
+                         text_answer.multiple_choice):  # fmt: skip
             with contextlib.suppress(ValueError):  # of a reference that cannot be read
                 assert 0.0 <= verifier(answer, reference).reward <= 1.0
     assert time.thread_time() - began < LONGEST_VERDICT_S

@@ -10,11 +10,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from rlhpc.config import Config
-from rlhpc.errors import RoleFailed
-from rlhpc.evaluation.settings import EvaluationSettings
-from rlhpc.rewards import open_pool as place
-from rlhpc.rewards.open_pool import open_pool, start_timeout_s
+from rlhpc.config.rules import Config
+from rlhpc.metrics.evaluations import EvaluationSettings
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.rewards import pool as place
+from rlhpc.rewards.pool import open_pool, start_timeout_s
 from rlhpc.roles import evaluator
 
 

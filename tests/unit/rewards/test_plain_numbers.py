@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number
+from rlhpc.rewards.math_values import PlainNumber, parse_plain_number
 
 READ = {
     "18": 18,

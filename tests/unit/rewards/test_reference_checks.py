@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlhpc.contracts import RewardFunction
+from rlhpc.protocol.contracts import RewardFunction
 from rlhpc.rewards.registry import BUILT_IN, CHECKS, reference_check, resolve
 from rlhpc.sandbox.values import encode
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.registry import asks_for_record, resolve, task_names, validate_task
 from tests.patience import PATIENCE_S
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.returned import NoReward, as_outcome, fault_of
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.rewards.outcomes import NoReward, as_outcome, fault_of
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import sample_rewards
 
-from rlhpc.errors import RoleFailed
-from rlhpc.rewards.failures import by_task
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.messages import REWARDS
+from rlhpc.protocol.types import Verdict
+from rlhpc.rewards.outcomes import by_task
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.task_settings import ARGUMENTS
 from rlhpc.roles.reward_service import RewardService
-from rlhpc.topology import REWARDS
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.types import Verdict
+from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
@@ -181,7 +181,9 @@ async def test_a_hung_verifier_is_killed_with_everything_it_started(pool, tmp_pa
 
 
 async def test_an_expression_that_is_never_evaluated_is_killed_too():
-    limited = "rlhpc.rewards.math_answer:judge"  # the same by its long name: another need not be judged in its time
+    limited = (
+        "rlhpc.rewards.math_answer:math_answer"  # the same by its long name: another need not be judged in its time
+    )
     async with RewardPool(1, PATIENCE_S, preload_tasks=["math_answer"], task_timeout_s={limited: 5.0}) as pool:
         judgement = await pool.judge(limited, r"\boxed{9^{9^{9^9}} - 9^{9^{9^9}} + 1}", "18")
         assert judgement.verdict in (Verdict.VERIFIER_ERROR, Verdict.WRONG)

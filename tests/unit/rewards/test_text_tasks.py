@@ -7,10 +7,10 @@ import string
 
 import pytest
 
-from rlhpc.config_tasks import TextConfig
-from rlhpc.rewards import multiple_choice, regex, returned, text_match
+from rlhpc.config.tables import TextConfig
+from rlhpc.rewards import outcomes, text_answer
 from rlhpc.rewards.task_settings import TaskSettings
-from rlhpc.rewards.text_match import exact_match, normalised, token_f1
+from rlhpc.rewards.text_answer import exact_match, normalised, token_f1
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_numbers_keep_what_they_say_and_letters_count_however_they_are_composed(
 
 def test_punctuation_of_numbers_may_be_left_out_as_by_squads_own_program(monkeypatch):
     settings = TaskSettings(text=TextConfig(punctuation="all"))
-    monkeypatch.setattr(text_match, "task_settings", lambda: settings)
+    monkeypatch.setattr(text_answer, "task_settings", lambda: settings)
     assert exact_match("3.5", "35").is_correct
     assert exact_match("-1,000", "1000").is_correct
 
@@ -128,12 +128,12 @@ def test_normalising_twice_is_normalising_once():
     ],
 )
 def test_a_pattern_matches_the_whole_answer(completion, pattern, is_right):
-    assert regex.judge(completion, pattern).is_correct is is_right
+    assert text_answer.regex(completion, pattern).is_correct is is_right
 
 
 def test_a_reference_that_is_no_pattern_is_an_error_of_the_data():
     with pytest.raises(ValueError, match="is not a regular expression"):
-        regex.judge("a", "(")
+        text_answer.regex("a", "(")
 
 
 @pytest.mark.parametrize(
@@ -162,18 +162,18 @@ def test_a_reference_that_is_no_pattern_is_an_error_of_the_data():
     ],
 )
 def test_one_marked_letter_is_a_choice_and_several_are_none(completion, chosen):
-    outcome = multiple_choice.judge(completion, chosen or "A")
+    outcome = text_answer.multiple_choice(completion, chosen or "A")
     assert (outcome.answer, outcome.is_correct) == (chosen, bool(chosen))
-    assert not multiple_choice.judge(completion, "E").is_correct
+    assert not text_answer.multiple_choice(completion, "E").is_correct
 
 
 @pytest.mark.parametrize("reference", ["", "AB", "A or B", "1"])
 def test_a_reference_is_one_letter(reference):
     with pytest.raises(ValueError, match="is not one letter"):
-        multiple_choice.judge("A", reference)
+        text_answer.multiple_choice("A", reference)
 
 
 def test_true_and_false_are_rewards():
-    assert [returned.as_outcome(value).reward for value in (True, False)] == [1.0, 0.0]
-    assert returned.as_outcome(True).is_correct
-    assert returned.as_outcome({"reward": True, "is_correct": False}).is_correct is False
+    assert [outcomes.as_outcome(value).reward for value in (True, False)] == [1.0, 0.0]
+    assert outcomes.as_outcome(True).is_correct
+    assert outcomes.as_outcome({"reward": True, "is_correct": False}).is_correct is False

@@ -7,15 +7,20 @@ import json
 
 import pytest
 
-from rlhpc.config_environment import EnvironmentConfig
-from rlhpc.config_sandbox import SandboxConfig
-from rlhpc.errors import ConfigError
+from rlhpc.config.tables_services import EnvironmentConfig, SandboxConfig
+from rlhpc.environments.tools import (
+    Call,
+    CallError,
+    Collection,
+    ToolEnvironment,
+    calculate,
+    hermes_calls,
+    llama3_calls,
+    open_collection,
+    run_python,
+)
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.code_place import environment_of, place
-from rlhpc.rewards.environments.calculator import calculate
-from rlhpc.rewards.environments.python_tool import run_python
-from rlhpc.rewards.environments.search import Collection, open_collection
-from rlhpc.rewards.environments.tool_calls import Call, CallError, hermes_calls, llama3_calls
-from rlhpc.rewards.environments.tools import ToolEnvironment
 from tests.patience import PATIENCE_S
 
 CALL = '{"name": "search", "arguments": {"query": "a b"}}'

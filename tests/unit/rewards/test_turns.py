@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rlhpc.errors import RoleFailed
-from rlhpc.rewards.turns import Turns
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.rewards.pool import Turns
 
 
 async def settle() -> None:

@@ -7,20 +7,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
-from rlhpc.config import Config
-from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.messages import Delivery
+from rlhpc.config.rules import Config
+from rlhpc.data.tokenizer import PromptTokenizer, no_text
+from rlhpc.protocol.messages import LEASES, REWARDS, Delivery
+from rlhpc.protocol.types import Lease, Prefix, Prompt, SamplingParams, ScoredRollout
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.generator.sampling import Link, Sampling
 from rlhpc.roles.reward_service import RewardService
-from rlhpc.stop_strings import no_text
-from rlhpc.topology import LEASES, REWARDS
-from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.rpc import RpcClient
-from rlhpc.types import Lease, Prefix, Prompt, SamplingParams, ScoredRollout
 from rlhpc.weights.buckets import make_manifest
+from tests.engines.memory_channel import MemoryServer
+from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import SPECIAL_TOKENS
 

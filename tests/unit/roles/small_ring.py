@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.algorithms.step_guard import StepGuard
-from rlhpc.algorithms.step_limits import refusal
+from rlhpc.algorithms.guard import StepGuard, refusal
+from rlhpc.algorithms.packing import FlopCost
+from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeases
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.config import Config
-from rlhpc.errors import CheckpointError
-from rlhpc.messages import (
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.protocol.messages import (
+    BATCHES,
+    CONTROL,
     BatchRows,
     CanaryTaken,
     FormGroup,
@@ -39,16 +41,7 @@ from rlhpc.messages import (
     TrainBatch,
     WeightsLive,
 )
-from rlhpc.packing.cost import FlopCost
-from rlhpc.roles.controller.canary import Canary
-from rlhpc.roles.controller.guard_file import GuardFile
-from rlhpc.roles.controller.guarding import Guarding
-from rlhpc.roles.controller.train_loop import StepRecord, TrainLoop
-from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
-from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits, transport_choice
-from rlhpc.topology import BATCHES, CONTROL
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.types import (
+from rlhpc.protocol.types import (
     FinishReason,
     Float32,
     HeldChecksum,
@@ -62,7 +55,12 @@ from rlhpc.types import (
     Verdict,
     WeightManifest,
 )
-from rlhpc.weights.membership import Membership
+from rlhpc.roles.controller.batches import RANK_0, StepRecord, TrainerLink
+from rlhpc.roles.controller.guard import GuardFile, Guarding
+from rlhpc.roles.controller.train_loop import TrainLoop
+from rlhpc.roles.controller.weight_sync import Canary, WeightSync, WeightSyncLimits, transport_choice
+from rlhpc.weights.choice import Membership
+from tests.engines.memory_channel import MemoryServer
 
 MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
 CANARY = np.arange(9, dtype=np.int32)

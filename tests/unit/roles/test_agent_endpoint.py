@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.agents.agents import Access, Endpoint
+from rlhpc.agents.openai_format import Refused, Sampled, read_request
+from rlhpc.agents.session import AgentSession, Rules
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.messages import TurnReply
-from rlhpc.roles.common.dialogue import Taken
-from rlhpc.roles.generator.agents.endpoint import Access, Endpoint
-from rlhpc.roles.generator.agents.requests import Refused, Sampled, read_request
-from rlhpc.roles.generator.agents.session import AgentSession, Rules
+from rlhpc.environments.dialogue import Taken
+from rlhpc.protocol.messages import TurnReply
 from tests.patience import PATIENCE_S
 from tests.unit.data.chat_models import make_chat_model
 

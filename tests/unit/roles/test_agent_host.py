@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.roles.generator.agents.host import Host
-from rlhpc.roles.generator.agents.processes import AgentProcesses, Ended
+from rlhpc.agents.host import AgentProcesses, Ended, Host
 from tests.patience import PATIENCE_S
 
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from rlhpc.contracts import RewardOutcome
-from rlhpc.rewards.returned import NoReward
-from rlhpc.roles.generator.agents.host import MOST_KEPT
-from rlhpc.roles.generator.agents.reports import last_line
+from rlhpc.agents.host import MOST_KEPT
+from rlhpc.agents.session import last_line
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.rewards.outcomes import NoReward
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])

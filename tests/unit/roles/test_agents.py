@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhpc.config import Config
-from rlhpc.config_data import AGENT
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import AGENT
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.messages import LeaseReturn
+from rlhpc.protocol.messages import LeaseReturn
+from rlhpc.protocol.types import Prefix, Prompt, Rollout, ScoredRollout, Verdict
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.types import Prefix, Prompt, Rollout, ScoredRollout, Verdict
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import CHATML, SPECIAL_TOKENS, make_tokenizer_files
 from tests.unit.roles.lone_generator import STOP, LoneGenerator

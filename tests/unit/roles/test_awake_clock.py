@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rlhpc.messages import Heartbeat, Hello
-from rlhpc.roles.controller.awake_clock import AwakeClock
-from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.protocol.messages import Heartbeat, Hello
+from rlhpc.roles.controller.dispatcher import AwakeClock, ProcessRegistry
 from tests.unit.buffer.rollout_samples import ManualClock
 
 DEAD_AFTER_S = 10.0

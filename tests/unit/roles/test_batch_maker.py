@@ -10,16 +10,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from rlhpc.algorithms.packing import FlopCost
 from rlhpc.algorithms.samples import SampleMaker
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.errors import LedgerError
-from rlhpc.messages import BatchRows, StepReport
-from rlhpc.packing.cost import FlopCost
-from rlhpc.roles.controller import batch_maker
-from rlhpc.roles.controller.batch_maker import BatchMaker
-from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
-from rlhpc.topology import BATCHES
-from rlhpc.transport.memory import MemoryClient, MemoryServer
+from rlhpc.buffer.batches import DropReason
+from rlhpc.protocol.errors import LedgerError
+from rlhpc.protocol.messages import BATCHES, BatchRows, StepReport
+from rlhpc.roles.controller import batches as batch_maker
+from rlhpc.roles.controller.batches import RANK_0, BatchMaker, TrainerLink
+from tests.engines.memory_channel import MemoryClient, MemoryServer
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config, small_ring
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from launch.demo.task import write_dataset
-from rlhpc.config import Config
+from rlhpc.config.rules import Config
 from rlhpc.data.curriculum import open_curriculum
-from rlhpc.errors import RoleFailed
-from rlhpc.messages import CanaryTaken, WeightsLive
-from rlhpc.roles.controller.canary import MAX_FAILURES, MAX_TOKENS, Canary, canary_row, differing, open_canary
-from rlhpc.types import HeldChecksum
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.messages import CanaryTaken, WeightsLive
+from rlhpc.protocol.types import HeldChecksum
+from rlhpc.roles.controller.weight_sync import MAX_FAILURES, MAX_TOKENS, Canary, canary_row, differing, open_canary
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.roles.small_ring import FakeGenerator, SmallRing, logprobs_of, small_config, small_ring

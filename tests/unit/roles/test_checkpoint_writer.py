@@ -14,29 +14,24 @@ from typing import Any
 
 import pytest
 
-from rlhpc.buffer.event_log import GroupEventLog
-from rlhpc.buffer.history import Position, read_history
-from rlhpc.buffer.journal_files import JournalFiles, journal_paths
+from rlhpc.base.ownership import Fence, take_over
+from rlhpc.base.patience import DISK_PATIENCE_S
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.buffer.history import GroupEventLog, Position, RolloutJournal, read_history
+from rlhpc.buffer.journal import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.rollout_journal import RolloutJournal
-from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
-from rlhpc.errors import CheckpointError, OwnershipLost
-from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
-from rlhpc.ownership import Fence, take_over
-from rlhpc.patience import DISK_PATIENCE_S
+from rlhpc.buffer.segments import read_rollouts_directory, read_segment
+from rlhpc.protocol.errors import CheckpointError, OwnershipLost
+from rlhpc.protocol.messages import BATCHES, SaveCheckpoint, SaveReport, SnapshotTaken
+from rlhpc.roles.controller.batches import RANK_0, TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.disk_patience import LONGEST_CHECKPOINT_PAUSE_S
-from rlhpc.roles.controller.disk_writer import DiskWriter
-from rlhpc.roles.controller.saved_state import Totals, read_saved_state, set_aside_later_segments
-from rlhpc.roles.controller.state import ControllerState
-from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES
-from rlhpc.training.checkpoint.directory import latest_complete
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.weights.membership import Membership
+from rlhpc.roles.controller.persistence import LONGEST_CHECKPOINT_PAUSE_S, DiskWriter
+from rlhpc.roles.controller.state import ControllerState, Totals, read_saved_state, set_aside_later_segments
+from rlhpc.training.checkpoint_directory import latest_complete
+from rlhpc.weights.choice import Membership
+from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config

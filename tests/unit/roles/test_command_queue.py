@@ -6,12 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rlhpc.contracts import ClientChannel, ServerChannel
-from rlhpc.messages import Heartbeat, JoinGroup, ReceiveWeights, StopRole, WeightsLive
-from rlhpc.roles.generator.command_queue import CommandQueue
-from rlhpc.topology import CONTROL
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.protocol.contracts import ClientChannel, ServerChannel
+from rlhpc.protocol.messages import CONTROL, Heartbeat, JoinGroup, ReceiveWeights, StopRole, WeightsLive
+from rlhpc.protocol.types import WeightGroup, WeightManifest
+from rlhpc.roles.generator.generator import CommandQueue
+from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 
 

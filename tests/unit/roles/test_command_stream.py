@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 from torch import distributed
 
-from rlhpc.config_sections import TransportConfig
-from rlhpc.errors import RoleFailed
-from rlhpc.messages import BatchRows, PublishWeights, StopRole, TrainBatch, TrainerReady
-from rlhpc.roles.controller.trainer_link import TrainerLink
-from rlhpc.roles.trainer import command_stream
-from rlhpc.roles.trainer.command_stream import CommandStream
-from rlhpc.topology import BATCHES
-from rlhpc.transport.zmq_client import ZmqBlockingClient
-from rlhpc.transport.zmq_server import ZmqServer
-from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.messages import BATCHES, BatchRows, PublishWeights, StopRole, TrainBatch, TrainerReady
+from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch
+from rlhpc.roles.controller.batches import TrainerLink
+from rlhpc.roles.trainer import commands as command_stream
+from rlhpc.roles.trainer.commands import CommandStream
+from rlhpc.transport.client import ZmqBlockingClient
+from rlhpc.transport.server import ZmqServer
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import MANIFEST
 from tests.unit.training.packed_rows import draw_samples, pack_row

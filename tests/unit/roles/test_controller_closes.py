@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from bench.controller import context_of, settings
-from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.config_file import write_resolved
-from rlhpc.roles.controller.role import Controller
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES, CONTROL, LEASES
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.types import RolloutGroup
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.segments import read_rollouts_directory
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
+from rlhpc.protocol.types import RolloutGroup
+from rlhpc.roles.controller.controller import Controller
+from tests.engines.memory_channel import MemoryServer
 from tests.unit.roles.small_ring import scored
 
 

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config_file import write_resolved
-from rlhpc.errors import ChannelFull, ChannelTimeout, EngineError, RoleFailed
-from rlhpc.messages import StopRole
-from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
-from rlhpc.roles.common.heartbeat import hello
-from rlhpc.roles.common.lifecycle import RoleContext, parse_role
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import CONTROL
-from rlhpc.transport.incarnation import order_of
-from rlhpc.transport.keys import mint_run_keys
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.errors import ChannelFull, ChannelTimeout, EngineError, RoleFailed
+from rlhpc.protocol.messages import CONTROL, StopRole
+from rlhpc.roles.lifecycle import ControllerSession, RoleContext, hello, parse_role, serve_controllers
 from rlhpc.transport.open import open_server
+from rlhpc.transport.security import mint_run_keys
+from rlhpc.transport.sessions import order_of
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config
 
@@ -28,7 +25,7 @@ OTHER_LEARNING_RATE = 0.5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhpc.roles.common.controller_session.LOOK_S", 0.02)
+    monkeypatch.setattr("rlhpc.roles.lifecycle.LOOK_S", 0.02)
 
 
 @pytest.fixture

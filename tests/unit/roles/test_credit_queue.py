@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from rlhpc.roles.controller.credit_queue import SPARE, CreditQueue
+from rlhpc.roles.controller.dispatcher import SPARE, CreditQueue
 
 NAMES = [f"generator-{number}" for number in range(5)]
 

@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.config import Config
-from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig
-from rlhpc.errors import CheckpointError
-from rlhpc.messages import SaveCheckpoint, StepReport
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.trainer.critic import CRITIC_DIRECTORY, Critic
-from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
-from rlhpc.roles.trainer.saving import Together
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import complete
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import AlgorithmConfig, CriticConfig
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.protocol.messages import SaveCheckpoint, StepReport
+from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.trainer.models import CRITIC_DIRECTORY, Critic
+from rlhpc.roles.trainer.trainer import TRAINER_DIRECTORY, Together, Trainer
+from rlhpc.training.checkpoint_directory import complete
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
-from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch
+from rlhpc.training.ranks import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.algorithms.test_gae import gae_of
 from tests.unit.roles.test_trainer_steps import Ear

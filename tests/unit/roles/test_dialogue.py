@@ -14,18 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.config_environment import EnvironmentConfig
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.environment import Environment, Message, Step
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.finished_request import prefix_of
-from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.messages import TurnReply
-from rlhpc.roles.common.dialogue import Dialogue, Finished, Taken
-from rlhpc.tool_schemas import TOOL_SCHEMAS
-from rlhpc.types import FinishReason, Prefix, Prompt, Rollout, RolloutRequest, SamplingParams
+from rlhpc.environments.dialogue import Dialogue, Finished, Taken
+from rlhpc.generation.vllm_requests import prefix_of
+from rlhpc.protocol.environment import TOOL_SCHEMAS, Environment, Message, Step
+from rlhpc.protocol.messages import TurnReply
+from rlhpc.protocol.types import FinishReason, Prefix, Prompt, Rollout, RolloutRequest, SamplingParams
 from rlhpc.weights.buckets import make_manifest
+from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.unit.data.chat_models import TEMPLATES, make_chat_model
 
 WORDS = ["42", "nothing\nwas found", "è€🙂", "<|im_end|>", "a few words", " ", "</tool_response>", "{}"]

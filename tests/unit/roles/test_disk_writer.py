@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from rlhpc.roles.controller.disk_writer import DiskLane, DiskWriter
+from rlhpc.roles.controller.persistence import DiskLane, DiskWriter
 from tests.patience import PATIENCE_S
 
 
@@ -94,7 +94,7 @@ async def test_closing_waits_for_all_that_was_given_and_names_what_hangs() -> No
 def test_a_job_that_never_ends_keeps_no_process_from_ending() -> None:
     program = """
 import asyncio, threading
-from rlhpc.roles.controller.disk_writer import DiskWriter
+from rlhpc.roles.controller.persistence import DiskWriter
 
 async def main():
     disk = DiskWriter()

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config import Config
+from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
-from rlhpc.evaluation.settings import EvaluationSettings
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
+from rlhpc.metrics.evaluations import EvaluatedSample, EvaluationSettings, SamplesFile, read_samples
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.evaluator import Evaluator
 from rlhpc.weights.buckets import make_manifest
+from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import make_tokenizer_files, sums, write_jsonl
 from tests.unit.roles.lone_generator import STOP, VOCABULARY

@@ -14,27 +14,22 @@ import numpy as np
 import pytest
 from small_ring import make_buffer, prompt, scored, small_config
 
-from rlhpc.buffer.event_log import Admitted, GroupEventLog, event_paths, read_events
-from rlhpc.buffer.journal_files import JournalFiles
-from rlhpc.buffer.journal_reader import read_journals
-from rlhpc.buffer.journal_rows import JournalRecord
+from rlhpc.base.ownership import Fence, take_over
+from rlhpc.base.patience import LONGEST_PAUSE_S, Patience, patiently_aside, patiently_awaited
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.history import Admitted, GroupEventLog, event_paths, read_events
+from rlhpc.buffer.journal import JournalFiles, JournalRecord, read_journals
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
-from rlhpc.buffer.partial_codec import PartialRollout
-from rlhpc.buffer.partial_files import PartialLog, read_partials
-from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.errors import JournalError, SegmentError
-from rlhpc.metrics.recorder import Recorder
-from rlhpc.ownership import Fence, take_over
-from rlhpc.patience import LONGEST_PAUSE_S, Patience, patiently_aside, patiently_awaited
-from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile, read_guard_file
-from rlhpc.roles.controller.metrics.status_board import StatusBoard
-from rlhpc.roles.controller.metrics.summary import summarise
-from rlhpc.roles.controller.process_registry import ProcessRegistry
-from rlhpc.roles.controller.saved_state import Totals
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import Prefix, RolloutGroup
+from rlhpc.buffer.prefixes import PartialLog, PartialRollout, read_partials
+from rlhpc.buffer.segments import SegmentWriter, read_rollouts_directory
+from rlhpc.metrics.tensorboard import Recorder
+from rlhpc.protocol.errors import JournalError, SegmentError
+from rlhpc.protocol.types import Prefix, RolloutGroup
+from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.guard import GuardEntry, GuardFile, read_guard_file
+from rlhpc.roles.controller.run_status import StatusBoard, summarise
+from rlhpc.roles.controller.state import Totals
 from tests.full_disk import fill, small_disk
 
 pytestmark = pytest.mark.starts  # mount

@@ -12,20 +12,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from rlhpc.config_file import config_hash
-from rlhpc.errors import RoleFailed
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.messages import CanaryTaken, LeaseReturn, Quarantine, TakeCanary
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.generator.role import Generator
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.messages import CONTROL, LEASES, REWARDS, CanaryTaken, LeaseReturn, Quarantine, TakeCanary
+from rlhpc.protocol.types import Lease, Prompt, SamplingParams
+from rlhpc.roles.generator.generator import Generator
 from rlhpc.roles.generator.sampling import Link, Sampling
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import CONTROL, LEASES, REWARDS
-from rlhpc.transport.memory import MemoryServer
+from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.transport.rpc import RpcClient
-from rlhpc.types import Lease, Prompt, SamplingParams
 from rlhpc.weights.buckets import make_manifest
+from tests.engines.memory_channel import MemoryServer
+from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import make_tokenizer_files
 from tests.unit.roles.small_ring import small_config

@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.messages import Delivery, RewardReply, RewardRequest
+from rlhpc.protocol.messages import LEASES, REWARDS, Delivery, RewardReply, RewardRequest
+from rlhpc.protocol.types import FinishReason, Lease, Prompt, SamplingParams, ScoredRollout, Verdict
 from rlhpc.roles.generator.sampling import Link, Sampling
-from rlhpc.topology import LEASES, REWARDS
-from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.rpc import RpcClient
-from rlhpc.types import FinishReason, Lease, Prompt, SamplingParams, ScoredRollout, Verdict
 from rlhpc.weights.buckets import make_manifest
+from tests.engines.memory_channel import MemoryServer
+from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import SPECIAL_TOKENS, make_tokenizer_files
 from tests.unit.roles.small_ring import small_config

@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from rlhpc.algorithms.step_guard import Action
-from rlhpc.algorithms.step_limits import AS_BEFORE
-from rlhpc.buffer.event_log import Trained
-from rlhpc.buffer.history import RecordedStep, Replay
-from rlhpc.config import Config
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.config_guard import GuardConfig
-from rlhpc.errors import GuardStop, TrainingError
-from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile, read_guard_file
-from rlhpc.roles.controller.guarding import MAX_REFUSED_STEPS
-from rlhpc.roles.controller.metrics.step_figures import training_figures
+from rlhpc.algorithms.guard import AS_BEFORE, Action
+from rlhpc.buffer.history import RecordedStep, Replay, Trained
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import AlgorithmConfig, GuardConfig
+from rlhpc.protocol.errors import GuardStop, TrainingError
+from rlhpc.roles.controller.guard import MAX_REFUSED_STEPS, GuardEntry, GuardFile, read_guard_file
+from rlhpc.roles.controller.recorder import training_figures
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import SmallRing, small_config, small_ring
 

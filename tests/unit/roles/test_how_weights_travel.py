@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError
-from rlhpc.types import TensorSpec, WeightManifest
+from rlhpc.config.file import load_config
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import TensorSpec, WeightManifest
 from rlhpc.weights.choice import choose_transport
-from rlhpc.weights.device_id import device_id
+from rlhpc.weights.memory import device_id
 from tests.unit.roles.small_ring import MANIFEST, SmallRing, small_config, small_ring
 from tests.unit.transport.counted_number import CountedNumber
 

@@ -11,18 +11,15 @@ from typing import Any
 
 import pytest
 
-from rlhpc import patience
-from rlhpc.buffer.history import START, read_history
-from rlhpc.buffer.rollout_journal import open_journal
-from rlhpc.errors import JournalError
-from rlhpc.messages import Delivered, Delivery
-from rlhpc.roles.controller.disk_writer import DiskLane
-from rlhpc.roles.controller.journaling import Journaling
-from rlhpc.roles.generator import outbox as outbox_module
-from rlhpc.roles.generator.outbox import Outbox
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import LEASES
-from rlhpc.transport.memory import MemoryServer
+from rlhpc.base import patience
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import START, open_journal, read_history
+from rlhpc.protocol.errors import JournalError
+from rlhpc.protocol.messages import LEASES, Delivered, Delivery
+from rlhpc.roles.controller.persistence import DiskLane, Journaling
+from rlhpc.roles.generator import sampling as outbox_module
+from rlhpc.roles.generator.sampling import Outbox
+from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import scored
 

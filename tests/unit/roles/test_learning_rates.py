@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from rlhpc.buffer.event_log import Trained
-from rlhpc.buffer.history import RecordedStep, Replay
-from rlhpc.config import Config
-from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig
-from rlhpc.errors import CheckpointError
-from rlhpc.packing.layout import tokens_trained
-from rlhpc.roles.controller.learning_rates import LearningRates, RunProgress
-from rlhpc.roles.controller.saved_state import SavedState
-from rlhpc.roles.controller.state import progress_of
-from rlhpc.types import PackedBatch, PackedMinibatch
+from rlhpc.algorithms.packing import tokens_trained
+from rlhpc.buffer.history import RecordedStep, Replay, Trained
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import AlgorithmConfig, CriticConfig
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.protocol.types import PackedBatch, PackedMinibatch
+from rlhpc.roles.controller.state import LearningRates, RunProgress, SavedState, progress_of
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import SmallRing, small_config, small_ring

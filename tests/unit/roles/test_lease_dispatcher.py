@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.contracts import PromptSource, RecordName
-from rlhpc.messages import CancelGroup
-from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
-from rlhpc.topology import LEASES
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.types import Lease, Prompt, Verdict
+from rlhpc.buffer.batches import DropReason
+from rlhpc.protocol.contracts import PromptSource, RecordName
+from rlhpc.protocol.messages import LEASES, CancelGroup
+from rlhpc.protocol.types import Lease, Prompt, Verdict
+from rlhpc.rewards.outcomes import ErrorGate
+from rlhpc.roles.controller.dispatcher import LeaseDispatcher
+from tests.engines.memory_channel import MemoryServer
 from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, small_config
 
 CONFIG = small_config(groups_per_step=4, group_size=4, max_staleness=1, window_groups=1)  # 8 slots of 4 samples

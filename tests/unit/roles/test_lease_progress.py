@@ -8,14 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rlhpc.buffer.partial_codec import PartialRollout, decode_partials, id_checksum, joined
-from rlhpc.config_sections import AdmissionConfig, BufferConfig
-from rlhpc.contracts import GenerationEngine
-from rlhpc.generation.engine_script import Script
-from rlhpc.generation.scripted_engine import ScriptedEngine
-from rlhpc.messages import LeaseProgress
-from rlhpc.roles.generator.lease_progress import ProgressReporter
-from rlhpc.types import Prefix, Prompt, Rollout, RolloutRequest, SamplingParams
+from rlhpc.buffer.prefixes import PartialRollout, decode_partials, id_checksum, joined
+from rlhpc.config.tables import AdmissionConfig, BufferConfig
+from rlhpc.protocol.contracts import GenerationEngine
+from rlhpc.protocol.messages import LeaseProgress
+from rlhpc.protocol.types import Prefix, Prompt, Rollout, RolloutRequest, SamplingParams
+from rlhpc.roles.generator.sampling import ProgressReporter
+from tests.engines.scripted_engine import Script, ScriptedEngine
 from tests.unit.buffer.rollout_samples import ManualClock
 
 NUM_TOKENS = 600

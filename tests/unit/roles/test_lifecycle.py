@@ -17,9 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config_file import write_resolved
-from rlhpc.deadline import Deadline
-from rlhpc.errors import (
+from rlhpc.base.files import leave_deleted_directory
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.errors import (
+    EXIT_ALONE,
+    EXIT_BUG,
+    EXIT_CONFIG,
+    EXIT_FAULT,
     ChannelTimeout,
     ConfigError,
     GuardStop,
@@ -27,11 +33,9 @@ from rlhpc.errors import (
     RoleFailed,
     StarvedError,
 )
-from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT
-from rlhpc.files import leave_deleted_directory
 from rlhpc.roles import reward_service
 from rlhpc.roles.__main__ import main
-from rlhpc.roles.common.lifecycle import (
+from rlhpc.roles.lifecycle import (
     INTERRUPT_PATIENCE_S,
     RoleContext,
     StopRequest,
@@ -42,7 +46,6 @@ from rlhpc.roles.common.lifecycle import (
     stop_event,
     unless_stopped,
 )
-from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config
 
@@ -68,7 +71,7 @@ def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def end(context: RoleContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> End:
     """Lets a role end so; returns its exit status and the lines of its log."""
-    monkeypatch.setattr("rlhpc.roles.common.lifecycle.end_with_parent", lambda number: None)
+    monkeypatch.setattr("rlhpc.roles.lifecycle.end_with_parent", lambda number: None)
     monkeypatch.setattr("faulthandler.register", lambda number: None)  # pytest has taken stderr's descriptor
 
     def ended(error: BaseException | None) -> tuple[int, list[str]]:
@@ -229,7 +232,7 @@ def test_a_generator_that_still_loads_leaves_at_once(context: RoleContext, tmp_p
 
 KEEPS_TMPDIR = """
 import os, shutil, sys, tempfile, time
-from rlhpc.roles.common.guard import Guard
+from rlhpc.roles.lifecycle import Guard
 Guard(None).start()
 tempfile.TemporaryFile().close()
 shutil.rmtree(sys.argv[1])
@@ -259,7 +262,7 @@ def test_the_first_error_of_our_own_is_the_reason_however_deep_it_lies() -> None
 
 CALLBACK = """
 import asyncio, logging, sys
-from rlhpc.roles.common.lifecycle import end_with_threads, run_loop
+from rlhpc.roles.lifecycle import end_with_threads, run_loop
 from threading import Thread
 
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)

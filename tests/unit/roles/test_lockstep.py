@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.algorithms.shaping import RewardShaping
-from rlhpc.buffer.event_log import Trained
-from rlhpc.buffer.history import RecordedStep, Replay
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.config import Config
-from rlhpc.errors import RoleFailed
-from rlhpc.roles.controller.lockstep import Lockstep
+from rlhpc.algorithms.samples import RewardShaping
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.history import RecordedStep, Replay, Trained
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.roles.controller.train_loop import Lockstep
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import SmallRing, prompt, scored, small_config, small_ring
 from tests.unit.roles.test_train_loop import settle_down, until

@@ -12,17 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.buffer.partial_codec import PartialRollout, encode_partials
-from rlhpc.buffer.partial_files import PartialLog, partial_paths, read_partials
-from rlhpc.buffer.partial_intake import PartialIntake
-from rlhpc.buffer.resolved import DropReason
-from rlhpc.messages import CancelGroup, LeaseProgress, LeaseReturn, ShowWhole
-from rlhpc.roles.controller import partial_keeping
-from rlhpc.roles.controller.disk_writer import DiskLane
-from rlhpc.roles.controller.partial_keeping import PartialKeeping
-from rlhpc.topology import LEASES
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.types import Prefix, SamplingParams
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.prefixes import (
+    PartialIntake,
+    PartialLog,
+    PartialRollout,
+    encode_partials,
+    partial_paths,
+    read_partials,
+)
+from rlhpc.protocol.messages import LEASES, CancelGroup, LeaseProgress, LeaseReturn, ShowWhole
+from rlhpc.protocol.types import Prefix, SamplingParams
+from rlhpc.roles.controller import persistence
+from rlhpc.roles.controller.persistence import DiskLane, PartialKeeping
+from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.partial_samples import make_draft, part_of, piece_of
 from tests.unit.buffer.rollout_samples import ManualClock, make_ledger, make_prompt
@@ -80,8 +83,8 @@ class Controller:
 
 @pytest.fixture
 async def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Controller]:
-    monkeypatch.setattr(partial_keeping, "BATCH_S", 0.01)
-    monkeypatch.setattr(partial_keeping, "REFUSED_PAUSE_S", 0.02)
+    monkeypatch.setattr(persistence, "BATCH_S", 0.01)
+    monkeypatch.setattr(persistence, "REFUSED_PAUSE_S", 0.02)
     controller = Controller(tmp_path)
     running = asyncio.create_task(controller.keeping.run())
     yield controller
@@ -173,8 +176,8 @@ async def test_a_disk_that_refuses_costs_one_warning_and_later_all_is_there_agai
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr("rlhpc.buffer.partial_files.write_at", refuse)
-        full.setattr("rlhpc.buffer.partial_files.make_file", refuse)
+        full.setattr("rlhpc.buffer.prefixes.write_at", refuse)
+        full.setattr("rlhpc.buffer.prefixes.make_file", refuse)
         for start in range(50, 80, 10):
             await it.takes(piece_of(DRAFT, start, start + 10))
         async with asyncio.timeout(PATIENCE_S):

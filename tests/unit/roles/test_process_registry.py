@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.code_digest import code_digest
-from rlhpc.messages import Heartbeat, Hello
-from rlhpc.roles.controller.metrics.recorder import GeneratorMeter
-from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.base.user_code import code_digest
+from rlhpc.protocol.messages import Heartbeat, Hello
+from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.recorder import GeneratorMeter
 from tests.unit.buffer.rollout_samples import ManualClock
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.messages import TurnReply
-from rlhpc.roles.common.dialogue import Taken
+from rlhpc.environments.dialogue import Taken
+from rlhpc.protocol.messages import TurnReply
 from tests.unit.data.chat_models import QWEN25, make_chat_model
 from tests.unit.roles.test_dialogue import dialogue_of, engine_of
 

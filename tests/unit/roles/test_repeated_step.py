@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.buffer.event_log import Trained
-from rlhpc.buffer.history import RecordedStep
-from rlhpc.messages import StepReport
-from rlhpc.roles.controller.repeated_step import compare
+from rlhpc.buffer.history import RecordedStep, Trained
+from rlhpc.protocol.messages import StepReport
+from rlhpc.roles.controller.train_loop import compare
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.buffer.event_log import Admitted, Began
-from rlhpc.buffer.partial_files import PartialLog
-from rlhpc.buffer.rollout_journal import open_journal
-from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import Admitted, Began, open_journal
+from rlhpc.buffer.prefixes import PartialLog
 from rlhpc.roles.controller.state import _restore
-from rlhpc.run_layout import RunLayout
+from rlhpc.roles.lifecycle import RoleContext
 from tests.unit.buffer.partial_samples import make_draft, piece_of
 from tests.unit.launch.audit_runs import CountedPrompts
 from tests.unit.roles.small_ring import make_buffer, small_config

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config_file import config_hash
-from rlhpc.errors import ChannelTimeout, RoleFailed
-from rlhpc.messages import Hello, Reregister, RewardRequest
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash
+from rlhpc.protocol.errors import ChannelTimeout, RoleFailed
+from rlhpc.protocol.messages import CONTROL, REWARDS, Hello, Reregister, RewardRequest
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.common.controller_session import ControllerSession
-from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.lifecycle import ControllerSession, RoleContext
 from rlhpc.roles.reward_service import RewardService, _hear
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import CONTROL, REWARDS
-from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.rpc import RpcClient
+from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config
 

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.algorithms.shaping import RewardShaping
+from rlhpc.algorithms.samples import RewardShaping
+from rlhpc.buffer.batches import DropReason, ResolvedGroup
 from rlhpc.buffer.lost_leases import LostLeases
-from rlhpc.buffer.resolved import DropReason, ResolvedGroup
-from rlhpc.config_algorithm import ShapingConfig
-from rlhpc.errors import LedgerError, RoleFailed, StarvedError
-from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.rewards.failures import KILLS_ITS_WORKER
+from rlhpc.config.tables_algorithm import ShapingConfig
+from rlhpc.protocol.errors import LedgerError, RoleFailed, StarvedError
+from rlhpc.protocol.types import FinishReason, RolloutGroup, Verdict
+from rlhpc.rewards.outcomes import KILLS_ITS_WORKER, ErrorGate
 from rlhpc.roles.controller.rollout_sink import RolloutSink
-from rlhpc.roles.controller.saved_state import Totals
-from rlhpc.types import FinishReason, RolloutGroup, Verdict
+from rlhpc.roles.controller.state import Totals
 from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, scored, small_config
 
 

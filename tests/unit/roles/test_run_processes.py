@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config_file import config_hash
-from rlhpc.messages import Heartbeat, Hello, Reregister
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.controller.disk_writer import DiskLane
-from rlhpc.roles.controller.process_registry import ProcessRegistry
-from rlhpc.roles.controller.run_processes import RunProcesses
-from rlhpc.roles.controller.saved_state import Totals
-from rlhpc.roles.controller.state import ControllerState
-from rlhpc.run_layout import RunLayout
-from rlhpc.weights.membership import Membership
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash
+from rlhpc.protocol.messages import Heartbeat, Hello, Reregister
+from rlhpc.roles.controller.controller import RunProcesses
+from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.persistence import DiskLane
+from rlhpc.roles.controller.state import ControllerState, Totals
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.weights.choice import Membership
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import prompt, small_config, small_ring
 

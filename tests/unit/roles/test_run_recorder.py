@@ -11,25 +11,23 @@ from typing import Any
 
 import pytest
 
-from launch.demo.task import write_dataset
-from launch.demo.tokenizer import make_tokenizer
-from rlhpc.config import with_values
-from rlhpc.config_file import config_hash, write_resolved
-from rlhpc.contracts import Clock
+from launch.demo.task import make_tokenizer, write_dataset
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import config_hash, write_resolved
+from rlhpc.config.rules import with_values
 from rlhpc.data.curriculum import open_curriculum
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.messages import Hello, WeightsLive
-from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.controller.disk_writer import DiskLane
-from rlhpc.roles.controller.metrics.recorder import NUM_RECENT_STEPS, RunRecorder
-from rlhpc.roles.controller.metrics.status_board import StatusBoard
-from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.protocol.contracts import Clock
+from rlhpc.protocol.messages import Hello, WeightsLive
+from rlhpc.rewards.outcomes import ErrorGate
+from rlhpc.roles.controller.batches import StepRecord
+from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.persistence import DiskLane
+from rlhpc.roles.controller.recorder import NUM_RECENT_STEPS, RunRecorder
 from rlhpc.roles.controller.rollout_sink import RolloutSink
-from rlhpc.roles.controller.saved_state import Totals
-from rlhpc.roles.controller.state import ControllerState
-from rlhpc.roles.controller.step_record import StepRecord
-from rlhpc.run_layout import RunLayout
+from rlhpc.roles.controller.run_status import StatusBoard
+from rlhpc.roles.controller.state import ControllerState, Totals
+from rlhpc.roles.lifecycle import RoleContext
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import SmallRing, small_config, small_ring

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.buffer.resolved import DropReason, ResolvedGroup
-from rlhpc.buffer.segment_files import segment_paths
-from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.roles.controller.metrics.summary import reward_by_version, summarise, tenth_means
-from rlhpc.roles.controller.saved_state import Totals
-from rlhpc.run_layout import RunLayout
-from rlhpc.types import RolloutGroup, Verdict
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.batches import DropReason, ResolvedGroup
+from rlhpc.buffer.segments import SegmentWriter, segment_paths
+from rlhpc.protocol.types import RolloutGroup, Verdict
+from rlhpc.roles.controller.run_status import reward_by_version, summarise, tenth_means
+from rlhpc.roles.controller.state import Totals
 from tests.unit.roles.small_ring import prompt, scored
 
 

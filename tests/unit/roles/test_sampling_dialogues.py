@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.buffer.partial_codec import PartialRollout, decode_partials, joined
-from rlhpc.config import Config
+from rlhpc.buffer.prefixes import PartialRollout, decode_partials, joined
+from rlhpc.config.rules import Config
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.messages import LeaseReturn
-from rlhpc.rewards.environments.settings import variables_of
+from rlhpc.protocol.messages import LeaseReturn
+from rlhpc.protocol.types import FinishReason, Prefix, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.rewards.environments import variables_of
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.types import FinishReason, Prefix, Prompt, Rollout, ScoredRollout, Verdict
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
 from tests.unit.roles.lone_generator import LoneGenerator

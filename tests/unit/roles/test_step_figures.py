@@ -8,23 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.algorithms.advantages.group_relative import grpo
-from rlhpc.algorithms.losses.policy_loss import make_policy_loss
+from rlhpc.algorithms.estimators import grpo
+from rlhpc.algorithms.packing import FlopCost, pack
+from rlhpc.algorithms.policy_loss import make_policy_loss
 from rlhpc.algorithms.samples import SampleMaker
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.messages import StepReport
+from rlhpc.config.tables_algorithm import AlgorithmConfig
 from rlhpc.metrics.names import HISTOGRAMS, find_metric
-from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import pack
-from rlhpc.roles.controller.metrics.step_figures import (
-    dataset_figures,
-    histograms,
-    sampling_figures,
-    training_figures,
-)
+from rlhpc.protocol.messages import StepReport
+from rlhpc.protocol.types import PackedBatch, RolloutGroup
+from rlhpc.roles.controller.batches import StepRecord
+from rlhpc.roles.controller.recorder import dataset_figures, histograms, sampling_figures, training_figures
 from rlhpc.roles.controller.rollout_sink import IntakeStats
-from rlhpc.roles.controller.step_record import StepRecord
-from rlhpc.types import PackedBatch, RolloutGroup
 from tests.unit.algorithms.token_rows import token_row
 from tests.unit.roles.small_ring import prompt, scored
 

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.config import Config
-from rlhpc.config_admission import SmallestPart
-from rlhpc.errors import LedgerError, ProtocolError
-from rlhpc.messages import PartReport
-from rlhpc.roles.controller.batch_maker import BatchMaker, MadeBatch
+from rlhpc.config.rules import Config, SmallestPart
+from rlhpc.protocol.errors import LedgerError, ProtocolError
+from rlhpc.protocol.messages import PartReport
+from rlhpc.protocol.types import PackedBatch, PackedMinibatch, RolloutGroup
+from rlhpc.roles.controller.batches import BatchMaker, MadeBatch
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
-from rlhpc.types import PackedBatch, PackedMinibatch, RolloutGroup
+from rlhpc.training.ranks import RankContext
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.roles.small_ring import FakeGenerator, SmallRing, prompt, scored, small_config, small_ring

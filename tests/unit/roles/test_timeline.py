@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.buffer.line_file import LineFile
-from rlhpc.roles.controller.metrics.timeline import SHORTEST_S, SILENT, WORKS, Timeline, TimelineEntry
+from rlhpc.buffer.lost_leases import LineFile
+from rlhpc.roles.controller.run_status import SHORTEST_S, SILENT, WORKS, Timeline, TimelineEntry
 from tests.full_disk import fill, small_disk
 
 START_S = 1_000_000.0

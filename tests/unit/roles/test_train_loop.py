@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.buffer.event_log import Trained
-from rlhpc.buffer.history import RecordedStep, Replay
-from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.config import Config
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
-from rlhpc.roles.controller.step_record import StepRecord
+from rlhpc.buffer.batches import ResolvedGroup
+from rlhpc.buffer.history import RecordedStep, Replay, Trained
+from rlhpc.buffer.segments import read_rollouts_directory
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
+from rlhpc.roles.controller.batches import StepRecord
 from rlhpc.roles.controller.weight_sync import WeightSyncLimits
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import SmallRing, prompt, scored, small_config, small_ring

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from rlhpc.deadline import Deadline
-from rlhpc.errors import RoleFailed
-from rlhpc.messages import Heartbeat, Hello, SaveReport, StopRole
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import CONTROL
-from rlhpc.transport.keys import mint_run_keys
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RoleFailed
+from rlhpc.protocol.messages import CONTROL, Heartbeat, Hello, SaveReport, StopRole
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.trainer.commands import TrainerHeartbeat
 from rlhpc.transport.open import open_server
+from rlhpc.transport.security import mint_run_keys
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config
 

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from rlhpc.errors import ChannelTimeout
-from rlhpc.messages import TrainerReady
-from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
+from rlhpc.protocol.errors import ChannelTimeout
+from rlhpc.protocol.messages import BATCHES, TrainerReady
+from rlhpc.roles.controller.batches import RANK_0, TrainerLink
 from rlhpc.roles.controller.weight_sync import FIRST_MEMBER_S, WeightSyncLimits
-from rlhpc.topology import BATCHES
-from rlhpc.transport.memory import MemoryServer
+from tests.engines.memory_channel import MemoryServer
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import MANIFEST
 

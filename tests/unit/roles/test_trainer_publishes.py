@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.messages import PublishReport, PublishWeights
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.trainer.role import Trainer
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.messages import PublishReport, PublishWeights
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.trainer.trainer import Trainer
+from rlhpc.training.trainer_state import read_checkpoint
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.contracts.trainer_scenarios import train, weights_of
 from tests.tiny_models import make_tiny_checkpoint

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.messages import SaveCheckpoint, SaveReport, SnapshotTaken
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.trainer.trainer import TRAINER_DIRECTORY, Trainer
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
+from rlhpc.training.ranks import RankContext
+from rlhpc.training.trainer_state import STATE_FILE, read_checkpoint
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config_file import write_resolved
-from rlhpc.deadline import Deadline
-from rlhpc.messages import Heartbeat, StopRole, TrainerReady
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES, CONTROL
-from rlhpc.transport.keys import mint_run_keys
+from rlhpc.base.patience import Deadline
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.messages import BATCHES, CONTROL, Heartbeat, StopRole, TrainerReady
 from rlhpc.transport.open import open_server
+from rlhpc.transport.security import mint_run_keys
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config

@@ -11,22 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.contracts import StepResult
-from rlhpc.errors import CheckpointError, ConfigError
-from rlhpc.messages import PublishReport, PublishWeights, SaveCheckpoint, StepReport
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.trainer.batch_figures import BatchFigures
-from rlhpc.roles.trainer.models import open_policy
-from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import complete
-from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY, save_reference
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import StepResult
+from rlhpc.protocol.errors import CheckpointError, ConfigError
+from rlhpc.protocol.messages import PublishReport, PublishWeights, SaveCheckpoint, StepReport
+from rlhpc.protocol.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.trainer.models import BatchFigures, open_policy
+from rlhpc.roles.trainer.trainer import TRAINER_DIRECTORY, Trainer
+from rlhpc.training.backends import AVERAGE
+from rlhpc.training.checkpoint_directory import complete
+from rlhpc.training.checkpoint_export import REFERENCE_DIRECTORY, save_reference
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
-from rlhpc.training.weight_average import AVERAGE
-from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
+from rlhpc.training.ranks import RankContext
+from rlhpc.training.trainer_state import read_checkpoint
 from tests.contracts.trainer_textbook import load_hf
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config

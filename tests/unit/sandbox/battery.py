@@ -18,13 +18,11 @@ from string import Template
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from rlhpc.errors import SandboxError
+from rlhpc.protocol.errors import SandboxError
 from rlhpc.sandbox import kernel
-from rlhpc.sandbox.client import Sandbox, SandboxSettings
+from rlhpc.sandbox.client import MIB, Finished, Limits, Sandbox, SandboxSettings
 from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler
-from rlhpc.sandbox.limits import MIB, Finished, Limits
-from rlhpc.sandbox.run_one import USERS
-from rlhpc.sandbox.server import first_user
+from rlhpc.sandbox.server import USERS, first_user
 
 sys.path.insert(0, str(Path(__file__).parent))
 import hostile

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.errors import SandboxError
-from rlhpc.sandbox.client import Layers, Sandbox, SandboxSettings
-from rlhpc.sandbox.limits import Limits
+from rlhpc.protocol.errors import SandboxError
+from rlhpc.sandbox.client import Layers, Limits, Sandbox, SandboxSettings
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts

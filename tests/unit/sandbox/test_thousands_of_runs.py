@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config_sandbox import SandboxConfig
+from rlhpc.config.tables_services import SandboxConfig
+from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.code_place import environment_of
 from rlhpc.rewards.pool import Judgement, RewardPool
-from rlhpc.sandbox.run_one import USERS
-from rlhpc.sandbox.server import first_user
-from rlhpc.types import Verdict
+from rlhpc.sandbox.server import USERS, first_user
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.long, pytest.mark.starts, pytest.mark.timeout(600)]  # for each part

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.config import Config
-from rlhpc.contracts import TokenRow
-from rlhpc.types import PackedMicrobatch, TrainingSample
+from rlhpc.config.rules import Config
+from rlhpc.protocol.contracts import TokenRow
+from rlhpc.protocol.types import PackedMicrobatch, TrainingSample
 
 
 def draw_samples(lengths: Sequence[int], *, vocabulary: int = 100, seed: int = 0) -> list[TrainingSample]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import distributed
 
-from rlhpc.deadline import Deadline
+from rlhpc.base.patience import Deadline
 from tests.rank_context import RANKS, begin_rank
 
 TIMEOUT_S = 150  # the first ranks of a process of tests wait until their server has imported everything

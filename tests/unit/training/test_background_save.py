@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
-from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
-from rlhpc.types import TensorSpec
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint_tensors import Shard, ShardedTensorSpec
+from rlhpc.training.trainer_state import STATE_FILE, STATE_KINDS, read_checkpoint
 from tests.patience import PATIENCE_S
 from tests.unit.training.rank_processes import run_ranks
 

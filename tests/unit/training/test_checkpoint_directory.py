@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.errors import CheckpointError
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint import directory
-from rlhpc.training.checkpoint.directory import begin, complete, describe, latest_complete, prune, verify
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.training import checkpoint_directory
+from rlhpc.training.checkpoint_directory import begin, complete, describe, latest_complete, prune, verify
 
 
 def write_parts(directory: Path, text: str) -> None:
@@ -237,7 +237,7 @@ def test_killed_after_any_file_operation_the_run_goes_on_from_the_previous_or_th
 
 @pytest.mark.starts
 def test_the_module_loads_without_torch():
-    code = "import sys, rlhpc.training.checkpoint.directory; sys.exit('torch' in sys.modules)"
+    code = "import sys, rlhpc.training.checkpoint_directory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -245,7 +245,7 @@ def test_a_checkpoint_whose_name_may_not_be_on_disk_does_not_count_and_is_made_a
     """Reported as failed and found as complete, it stood in its own way: a run that was done could not end."""
     temporary, final = begin(layout.checkpoint(3)), layout.checkpoint(3)
     write_parts(temporary, "x")
-    sync = directory.sync_directory
+    sync = checkpoint_directory.sync_directory
 
     def refuse(path):
         if path == layout.checkpoints and final.exists():
@@ -253,9 +253,9 @@ def test_a_checkpoint_whose_name_may_not_be_on_disk_does_not_count_and_is_made_a
         sync(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "sync_directory", refuse)
+        patch.setattr(checkpoint_directory, "sync_directory", refuse)
         with pytest.raises(CheckpointError, match="cannot be completed"):
             complete(temporary, final, {"step": 3})
     assert not final.exists()
-    directory.discard(temporary)
+    checkpoint_directory.discard(temporary)
     assert save(layout, 3) == final

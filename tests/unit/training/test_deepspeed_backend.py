@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhpc.contracts import TokenRow
+from rlhpc.protocol.contracts import TokenRow
 from rlhpc.training.deepspeed.backend import DeepSpeedBackend, ZeroSettings
 from rlhpc.training.hf_model import load_causal_lm
-from rlhpc.training.process_group import RankContext, close_process_group, open_process_group
+from rlhpc.training.ranks import RankContext, close_process_group, open_process_group
 from tests.contracts.trainer_cluster import ClusterPool, Rank
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.live_bytes import LiveBytes

@@ -10,19 +10,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
-from launch.commands.evaluate.target import find_target
 from launch.commands.export import export_run
-from rlhpc.config_file import write_resolved
-from rlhpc.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint.directory import begin, complete, verify
-from rlhpc.training.checkpoint.export import export_hf
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint, write_checkpoint
+from launch.evaluate.request import find_target
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import write_resolved
+from rlhpc.protocol.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.checkpoint_directory import begin, complete, verify
+from rlhpc.training.checkpoint_export import export_hf
 from rlhpc.training.factory import open_backend
-from rlhpc.training.hf_model import load_causal_lm
-from rlhpc.training.hf_names import on_disk
-from rlhpc.training.process_group import RankContext
-from rlhpc.types import TensorSpec
+from rlhpc.training.hf_model import load_causal_lm, on_disk
+from rlhpc.training.ranks import RankContext
+from rlhpc.training.trainer_state import read_checkpoint, write_checkpoint
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
 

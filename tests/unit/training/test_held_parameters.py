@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.training.held_parameters import HeldParameters
+from rlhpc.training.backends import HeldParameters
 from tests.unit.training.live_bytes import LiveBytes
 
 

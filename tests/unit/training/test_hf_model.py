@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import SegmentPlan

@@ -5,9 +5,9 @@ import safetensors.torch
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhpc.model_shape import ModelShape
-from rlhpc.training.hf_names import on_disk, views_on_disk
-from rlhpc.types import TensorSpec
+from rlhpc.models.shape import ModelShape
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.hf_model import on_disk, views_on_disk
 from tests.tiny_models import FAMILIES, make_tiny_checkpoint
 from tests.unit.launch.public_models import ODD_CONFIGS
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint import directory, file_record, trainer_state
-from rlhpc.training.checkpoint.directory import begin, complete, verify
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint, write_checkpoint
-from rlhpc.types import TensorSpec
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training import checkpoint_directory, trainer_state
+from rlhpc.training.checkpoint_directory import begin, complete, verify
+from rlhpc.training.trainer_state import read_checkpoint, write_checkpoint
 from tests.patience import PATIENCE_S
 
 SPECS = (TensorSpec("t", "float32", (3,)),)
@@ -22,7 +22,7 @@ FILES = ("exp_avg-00001.safetensors", "exp_avg_sq-00001.safetensors", "weights-0
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_record, "MANY_BYTES", 0)
+    monkeypatch.setattr(checkpoint_directory, "MANY_BYTES", 0)
 
 
 def write(place: Path) -> None:
@@ -58,7 +58,7 @@ def test_files_of_a_new_checkpoint_are_read_several_at_once(tmp_path: Path, monk
     temporary = begin(final)
     write(temporary)
     names: list[str] = []
-    monkeypatch.setattr(directory, "record_of", two_at_once(directory.record_of, names))
+    monkeypatch.setattr(checkpoint_directory, "record_of", two_at_once(checkpoint_directory.record_of, names))
     complete(temporary, final, {})
     assert sorted(names) == sorted([*FILES, "trainer.json"])
     assert verify(final)["files"].keys() == set(names)

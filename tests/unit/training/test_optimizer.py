@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhpc.training.optimizer import NORM_RUN, FlatAdamW
+from rlhpc.training.trainer_state import NORM_RUN, FlatAdamW
 
 
 def draw() -> dict[str, nn.Parameter]:

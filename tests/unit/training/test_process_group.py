@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhpc.errors import ConfigError
-from rlhpc.training.process_group import RankContext, close_process_group, device_of, open_process_group
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.training.ranks import RankContext, close_process_group, device_of, open_process_group
 
 
 def test_a_rank_computes_on_the_cpu_where_it_shall_or_must() -> None:

@@ -15,11 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelTimeout, RoleFailed
-from rlhpc.host_address import host_address
-from rlhpc.training.process_group import RankContext, close_process_group, open_process_group
-from rlhpc.training.rendezvous import Place, connect_ranks
+from rlhpc.base.host_address import host_address
+from rlhpc.base.patience import Deadline
+from rlhpc.protocol.errors import ChannelTimeout, RoleFailed
+from rlhpc.training.ranks import Place, RankContext, close_process_group, connect_ranks, open_process_group
 from tests.listening import listening_addresses
 from tests.patience import PATIENCE_S
 from tests.rank_context import RANKS

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Phi3Config
 
-from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
+from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.factory import open_backend
 from rlhpc.training.hf_model import load_causal_lm
-from rlhpc.training.process_group import RankContext
-from rlhpc.training.reference.backend import ReferenceBackend, ReferenceSettings
-from rlhpc.training.row_tensors import plain_row
+from rlhpc.training.logprob import plain_row
+from rlhpc.training.ranks import RankContext
+from rlhpc.training.reference import ReferenceBackend, ReferenceSettings
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
     clipped_loss,

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.contracts import TokenRow
-from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.training.megatron.local_row import LocalRow
-from rlhpc.training.megatron.row_plan import RowPlan, row_order
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.protocol.contracts import TokenRow
+from rlhpc.training.logprob import all_but_first, on_device, token_row
+from rlhpc.training.megatron.attention import LocalRow, RowPlan, row_order
 from rlhpc.training.packed_attention import SegmentPlan
-from rlhpc.training.row_tensors import all_but_first, on_device, token_row
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
 GPU = torch.device("meta")

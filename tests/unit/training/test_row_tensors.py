@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rlhpc.training.row_tensors import token_row
+from rlhpc.training.logprob import token_row
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
 LENGTHS = [5, 9, 4]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhpc.training.sharded_tensors import BUCKET_SHARDS, Shard, ShardedTensorSpec, gather_stream
-from rlhpc.types import TensorSpec
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.checkpoint_tensors import BUCKET_SHARDS, Shard, ShardedTensorSpec, gather_stream
 from tests.unit.training.live_bytes import LiveBytes
 from tests.unit.training.rank_processes import run_ranks
 

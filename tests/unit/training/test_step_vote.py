@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint.trainer_state import on_all_ranks
-from rlhpc.training.step_vote import all_ranks_agree
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.training.logprob import all_ranks_agree
+from rlhpc.training.trainer_state import on_all_ranks
 from tests.unit.training.rank_processes import run_ranks
 
 CPU = torch.device("cpu")

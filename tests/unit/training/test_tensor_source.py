@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rlhpc.errors import CheckpointError, ConfigError
-from rlhpc.training.tensor_source import INDEX_FILE, MAX_OPEN_FILES, TensorSource
+from rlhpc.protocol.errors import CheckpointError, ConfigError
+from rlhpc.training.checkpoint_tensors import INDEX_FILE, MAX_OPEN_FILES, TensorSource
 from tests.tiny_models import make_tiny_checkpoint
 
 MATRIX = torch.arange(24.0).view(4, 6)

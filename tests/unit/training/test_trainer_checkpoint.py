@@ -8,12 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhpc.errors import CheckpointError, DamagedCheckpoint
-from rlhpc.training.checkpoint import trainer_state
-from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
-from rlhpc.training.checkpoint.trainer_state import STATE_FILE, open_checkpoint, read_checkpoint, write_checkpoint
-from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.types import TensorSpec
+from rlhpc.protocol.errors import CheckpointError, DamagedCheckpoint
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training import trainer_state
+from rlhpc.training.checkpoint_tensors import plan_shards, write_safetensors
+from rlhpc.training.trainer_state import STATE_FILE, STATE_KINDS, open_checkpoint, read_checkpoint, write_checkpoint
 
 SPECS = tuple(TensorSpec(f"t{i}", "bfloat16", shape) for i, shape in enumerate([(5, 3), (7,), (), (0, 2), (64, 4)]))
 

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlhpc.algorithms.losses.value import ValueLoss
-from rlhpc.errors import CheckpointError
+from rlhpc.algorithms.objectives import ValueLoss
+from rlhpc.protocol.errors import CheckpointError
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
-from rlhpc.training.value_head import VALUE_HEAD
+from rlhpc.training.logprob import VALUE_HEAD
+from rlhpc.training.ranks import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhpc.training.checkpoint_tensors import gather_stream
 from rlhpc.training.deepspeed.backend import DeepSpeedBackend
-from rlhpc.training.sharded_tensors import gather_stream
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.tiny_models import make_tiny_checkpoint
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from rlhpc import messages as m
-from rlhpc.config_sections import TransportConfig
-from rlhpc.errors import ChannelTimeout, PeerUnreachable
-from rlhpc.topology import CONTROL
-from rlhpc.transport.keys import mint_run_keys
-from rlhpc.transport.zmq_client import ZmqClient
-from rlhpc.transport.zmq_server import ZmqServer
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.errors import ChannelTimeout, PeerUnreachable
+from rlhpc.protocol.messages import CONTROL
+from rlhpc.transport.client import ZmqClient
+from rlhpc.transport.security import mint_run_keys
+from rlhpc.transport.server import ZmqServer
 from tests.cable import Cable
 from tests.patience import PATIENCE_S
 

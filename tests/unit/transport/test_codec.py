@@ -9,13 +9,10 @@ from dataclasses import dataclass, field, make_dataclass, replace
 import numpy as np
 import pytest
 
-from rlhpc import messages as m
-from rlhpc.errors import ProtocolError
-from rlhpc.topology import BATCHES, CONTROL, TOPOLOGY
-from rlhpc.transport.codec import MAX_FRAME_BYTES, SMALL_MESSAGE_BYTES, Codec
-from rlhpc.transport.memory import MemoryServer
-from rlhpc.transport.run_lengths import FREE_BYTES
-from rlhpc.types import (
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.errors import ProtocolError
+from rlhpc.protocol.messages import BATCHES, CONTROL, TOPOLOGY
+from rlhpc.protocol.types import (
     Bool,
     FinishReason,
     Float32,
@@ -33,6 +30,8 @@ from rlhpc.types import (
     Verdict,
     WeightManifest,
 )
+from rlhpc.transport.codec import FREE_BYTES, MAX_FRAME_BYTES, SMALL_MESSAGE_BYTES, Codec
+from tests.engines.memory_channel import MemoryServer
 from tests.unit.transport.counted_number import CountedNumber
 
 TYPES = tuple({t for spec in TOPOLOGY.values() for t in spec.to_server + spec.to_client})

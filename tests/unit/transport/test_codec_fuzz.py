@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.hostile.mutants import seal
-from rlhpc import messages as m
-from rlhpc.errors import ProtocolError
-from rlhpc.topology import LEASES, TOPOLOGY
+from rlhpc.protocol import messages as m
+from rlhpc.protocol.errors import ProtocolError
+from rlhpc.protocol.messages import LEASES, TOPOLOGY
+from rlhpc.protocol.types import FinishReason, Lease, Prefix, Prompt, Rollout, SamplingParams, ScoredRollout, Verdict
 from rlhpc.transport.codec import Codec
-from rlhpc.types import FinishReason, Lease, Prefix, Prompt, Rollout, SamplingParams, ScoredRollout, Verdict
 
 NUM_MUTATIONS = 24_000
 CODEC = Codec({t for spec in TOPOLOGY.values() for t in spec.to_server + spec.to_client})

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rlhpc.errors import ChannelClosed, ChannelTimeout
-from rlhpc.transport.inbox import TAKES_BEFORE_YIELD, Inbox
+from rlhpc.protocol.errors import ChannelClosed, ChannelTimeout
+from rlhpc.transport.sockets import TAKES_BEFORE_YIELD, Inbox
 
 
 async def test_items_come_out_in_order():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.transport.incarnation import another_of, is_earlier, order_of
+from rlhpc.transport.sessions import another_of, is_earlier, order_of
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rlhpc.errors import RunDirectoryError
-from rlhpc.transport.keys import allowed_keys, load_secret, mint_run_keys, public_key
-from rlhpc.transport.zap import REREAD_AFTER_S, AllowList
+from rlhpc.protocol.errors import RunDirectoryError
+from rlhpc.transport.security import allowed_keys, load_secret, mint_run_keys, public_key
+from rlhpc.transport.sockets import REREAD_AFTER_S, AllowList
 
 NAMES = ["controller-0", "generator-0", "generator-1"]
 

@@ -18,15 +18,13 @@ from typing import Any
 import pytest
 import zmq
 
-from rlhpc.config_sections import TransportConfig
-from rlhpc.errors import ChannelTimeout, ConfigError, PeerUnreachable, RunDirectoryError
-from rlhpc.messages import Heartbeat, Hello, StopRole
-from rlhpc.open_files import MAX_OPEN_FILES
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import CONTROL
-from rlhpc.transport.keys import mint_run_keys
-from rlhpc.transport.open import connect, connect_blocking, open_server
-from rlhpc.transport.rendezvous import Endpoint, find, publish
+from rlhpc.base.processes import MAX_OPEN_FILES
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.errors import ChannelTimeout, ConfigError, PeerUnreachable, RunDirectoryError
+from rlhpc.protocol.messages import CONTROL, Heartbeat, Hello, StopRole
+from rlhpc.transport.open import Endpoint, connect, connect_blocking, find, open_server, publish
+from rlhpc.transport.security import mint_run_keys
 from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, SOCKET_NAME, terminate
 from tests.patience import PATIENCE_S
 
@@ -249,10 +247,10 @@ def test_closing_does_not_wait_for_ever_for_a_socket_that_stays_open():
 CHILD = """
 import sys, time
 from pathlib import Path
-from rlhpc.config_sections import TransportConfig
-from rlhpc.messages import Heartbeat
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import CONTROL
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.messages import Heartbeat
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.messages import CONTROL
 from rlhpc.transport.open import connect_blocking
 client = connect_blocking(CONTROL, layout=RunLayout(Path(sys.argv[1])), config=TransportConfig(), role="generator",
                           replica=0, incarnation=sys.argv[2], timeout_s=60)

@@ -8,17 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelTimeout, ProtocolError
-from rlhpc.transport.rendezvous import (
-    Endpoint,
-    await_endpoint,
-    await_endpoint_blocking,
-    find,
-    publish,
-    successor,
-    withdraw,
-)
+from rlhpc.base.patience import Deadline
+from rlhpc.protocol.errors import ChannelTimeout, ProtocolError
+from rlhpc.transport.open import Endpoint, await_endpoint, await_endpoint_blocking, find, publish, successor, withdraw
 from tests.patience import PATIENCE_S
 
 FIRST = Endpoint("leases", "controller", 0, "tcp://10.0.0.1:4000", "first", 12, "node-1")

@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from rlhpc.errors import ChannelClosed, ChannelTimeout, ProtocolError
-from rlhpc.messages import RewardReply, RewardRequest, StillWaiting, StopRole
-from rlhpc.topology import REWARDS
-from rlhpc.transport.memory import MemoryClient, MemoryServer
+from rlhpc.protocol.errors import ChannelClosed, ChannelTimeout, ProtocolError
+from rlhpc.protocol.messages import REWARDS, RewardReply, RewardRequest, StillWaiting, StopRole
 from rlhpc.transport.rpc import RpcClient
+from tests.engines.memory_channel import MemoryClient, MemoryServer
 from tests.patience import PATIENCE_S
 
 NEVER_S = 10 * PATIENCE_S  # a call that is given up only at its limit fails its test

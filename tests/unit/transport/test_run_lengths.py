@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.transport.run_lengths import FREE_BYTES, MAX_GROWTH, MAX_RUNS, Allowance, expand_runs, find_runs
+from rlhpc.transport.codec import FREE_BYTES, MAX_GROWTH, MAX_RUNS, Allowance, expand_runs, find_runs
 
 
 @given(

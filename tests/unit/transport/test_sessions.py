@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.errors import PeerUnreachable, ProtocolError
+from rlhpc.protocol.errors import PeerUnreachable, ProtocolError
 from rlhpc.transport.sessions import PeerBook, SequenceCheck, Session, peer_name
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config_sections import TransportConfig
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES
-from rlhpc.transport.keys import mint_run_keys
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.tables import TransportConfig
+from rlhpc.protocol.messages import BATCHES
 from rlhpc.transport.open import open_server
+from rlhpc.transport.security import mint_run_keys
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.starts
 WAITER = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from rlhpc.config_sections import TransportConfig
-from rlhpc.run_layout import RunLayout
-from rlhpc.topology import BATCHES
+from rlhpc.config.tables import TransportConfig
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.messages import BATCHES
 from rlhpc.transport.open import connect_blocking
 
 def leave(number, frame):  # an exception would be lost wherever Python runs a destructor

@@ -19,11 +19,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlhpc.types import WeightGroup, WeightManifest
-from rlhpc.weights.group_publisher import GroupPublisher
-from rlhpc.weights.group_receiver import GroupReceiver
-from rlhpc.weights.process_group import SideGroup
-from rlhpc.weights.shadow import fresh_blocks
+from rlhpc.protocol.types import WeightGroup, WeightManifest
+from rlhpc.weights.group import SideGroup
+from rlhpc.weights.memory import fresh_blocks
+from rlhpc.weights.publisher import GroupPublisher
+from rlhpc.weights.receiver import GroupReceiver
 
 TIMEOUT_S = 600.0  # of the group: nothing that a test waits for takes so long
 CPU = torch.device("cpu")

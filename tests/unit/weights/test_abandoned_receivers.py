@@ -8,15 +8,13 @@ from pathlib import Path
 
 import torch
 
-from rlhpc.generation.weight_link import BUSY, DONE, WeightLink
-from rlhpc.types import TensorSpec, WeightGroup
-from rlhpc.weights.broadcast_header import header_of
-from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.device_scope import DeviceScope
-from rlhpc.weights.group_publisher import GroupPublisher
-from rlhpc.weights.group_receiver import GroupReceiver
-from rlhpc.weights.process_group import SideGroup, open_store
-from rlhpc.weights.shadow import HostShadow
+from rlhpc.generation.worker_extension import BUSY, DONE, WeightLink
+from rlhpc.protocol.types import TensorSpec, WeightGroup
+from rlhpc.weights.buckets import header_of, make_manifest
+from rlhpc.weights.group import SideGroup, open_store
+from rlhpc.weights.memory import DeviceScope, HostShadow
+from rlhpc.weights.publisher import GroupPublisher
+from rlhpc.weights.receiver import GroupReceiver
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")

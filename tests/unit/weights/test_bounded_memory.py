@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.types import TensorSpec, WeightGroup
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.protocol.types import TensorSpec, WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher, make_receiver
-from rlhpc.weights.shadow import fresh_blocks, named_tensors
+from rlhpc.weights.memory import fresh_blocks, named_tensors
 
 NUM_BUCKETS = 30
 SPECS = [TensorSpec(f"w{index}", "float32", (16,)) for index in range(NUM_BUCKETS)]

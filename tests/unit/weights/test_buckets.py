@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.types import TensorSpec, WeightManifest
+from rlhpc.protocol.types import TensorSpec, WeightManifest
 from rlhpc.weights.buckets import (
     ALIGNMENT_BYTES,
     buckets_of,

@@ -8,14 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.weights.checksum import (
-    NUM_LANES,
-    ROW_BYTES,
-    RunningChecksum,
-    checksum64,
-    lanes_by_halves,
-    lanes_in_order,
-)
+from rlhpc.weights.checksums import NUM_LANES, ROW_BYTES, RunningChecksum, checksum64, lanes_by_halves, lanes_in_order
 
 LONG = 3 * 8 * NUM_LANES + 24  # three rows of lanes and a bit
 
@@ -87,7 +80,7 @@ def test_only_flat_bytes_are_taken() -> None:
     "num_words", [0, 1, NUM_LANES - 1, NUM_LANES, 2 * NUM_LANES + 7, 7 * NUM_LANES, 13 * NUM_LANES + 1]
 )
 def test_few_launches_give_the_same_lanes(num_words: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhpc.weights.checksum.MOST_ROWS", 4)
+    monkeypatch.setattr("rlhpc.weights.checksums.MOST_ROWS", 4)
     words = torch.randint(-(2**62), 2**62, (num_words,), generator=torch.Generator().manual_seed(num_words))
     lanes = torch.randint(-(2**62), 2**62, (NUM_LANES,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(lanes_by_halves(words, lanes.clone()), lanes_in_order(words, lanes.clone()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.errors import ConfigError
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.weights.choice import choose_transport
 
 A, B, C, D = (f"GPU-{letter}" for letter in "abcd")

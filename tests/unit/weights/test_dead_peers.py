@@ -20,18 +20,17 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.deadline import Deadline
-from rlhpc.errors import GroupFailed
-from rlhpc.generation.weight_link import BUSY, DONE, FAILED, READY, WeightLink
-from rlhpc.types import WeightGroup
+from rlhpc.base.patience import Deadline
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.generation.worker_extension import BUSY, DONE, FAILED, READY, WeightLink
+from rlhpc.protocol.errors import GroupFailed
+from rlhpc.protocol.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.device_scope import DeviceScope
 from rlhpc.weights.factory import make_publisher, make_receiver
-from rlhpc.weights.group_publisher import GroupPublisher
-from rlhpc.weights.group_receiver import GroupReceiver
-from rlhpc.weights.lifeline import Lifeline
-from rlhpc.weights.shadow import HostShadow
+from rlhpc.weights.group import Lifeline
+from rlhpc.weights.memory import DeviceScope, HostShadow
+from rlhpc.weights.publisher import GroupPublisher
+from rlhpc.weights.receiver import GroupReceiver
 from tests.contracts.weight_receivers import draw_weights, specs_of
 from tests.patience import PATIENCE_S
 from tests.unit.weights.doomed_peer import CPU, TIMEOUT_S

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.errors import TornWeights
-from rlhpc.weights.delta_codec import HEAD_BYTES, DeltaEncoder, apply_delta, num_changes
+from rlhpc.protocol.errors import TornWeights
+from rlhpc.weights.deltas import HEAD_BYTES, DeltaEncoder, apply_delta, num_changes
 
 SHARE = 0.5
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0x3F80, 0x3F81, 0x0001, 0xFFFF]  # 0, ±∞, NaNs, 1 …

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhpc.errors import GroupFailed
-from rlhpc.types import WeightGroup
-from rlhpc.weights.group_publisher import GroupPublisher
-from rlhpc.weights.group_receiver import GroupReceiver
+from rlhpc.protocol.errors import GroupFailed
+from rlhpc.protocol.types import WeightGroup
+from rlhpc.weights.group import file_of
 from rlhpc.weights.ipc import IpcPublisher
-from rlhpc.weights.rendezvous_file import file_of
+from rlhpc.weights.publisher import GroupPublisher
+from rlhpc.weights.receiver import GroupReceiver
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.errors import ConfigError, GroupFailed
-from rlhpc.types import WeightGroup
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.protocol.errors import ConfigError, GroupFailed
+from rlhpc.protocol.types import WeightGroup
 from rlhpc.weights.factory import make_publisher, make_receiver
 from tests.patience import PATIENCE_S
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.types import HeldChecksum
-from rlhpc.weights.held_checksum import checksum_of, joined
+from rlhpc.protocol.types import HeldChecksum
+from rlhpc.weights.checksums import checksum_of, joined
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
 

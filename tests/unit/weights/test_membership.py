@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rlhpc.errors import CheckpointError
-from rlhpc.weights.membership import Membership
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.weights.choice import Membership
 
 
 def of_two() -> Membership:

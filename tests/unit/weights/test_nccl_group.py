@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch import distributed
 
-from rlhpc.errors import GroupFailed
-from rlhpc.types import WeightGroup
-from rlhpc.weights.group_publisher import GroupPublisher
-from rlhpc.weights.lifeline import Lifeline
-from rlhpc.weights.nccl_group import WITHOUT_WATCHDOG
-from rlhpc.weights.process_group import SideGroup
+from rlhpc.protocol.errors import GroupFailed
+from rlhpc.protocol.types import WeightGroup
+from rlhpc.weights.group import WITHOUT_WATCHDOG, Lifeline, SideGroup
+from rlhpc.weights.publisher import GroupPublisher
 from tests.patience import PATIENCE_S
 
 GPU = torch.device("cuda", 3)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.contracts import Allocate
-from rlhpc.errors import GroupFailed, TornWeights
-from rlhpc.types import TensorSpec, WeightManifest
+from rlhpc.protocol.contracts import Allocate
+from rlhpc.protocol.errors import GroupFailed, TornWeights
+from rlhpc.protocol.types import TensorSpec, WeightManifest
 from rlhpc.weights.buckets import buckets_of, make_manifest
-from rlhpc.weights.shadow import HostShadow
+from rlhpc.weights.memory import HostShadow
 from tests.unit.weights.test_shadow import MANIFEST, SPECS, Sender
 
 ON_A_GPU = torch.device("meta")  # has no bytes: those that arrive are the sender's

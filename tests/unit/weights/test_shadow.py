@@ -8,11 +8,11 @@ from contextlib import closing
 import pytest
 import torch
 
-from rlhpc.contracts import Allocate, WeightReceiver
-from rlhpc.errors import GroupFailed, TornWeights
-from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
+from rlhpc.protocol.contracts import Allocate, WeightReceiver
+from rlhpc.protocol.errors import GroupFailed, TornWeights
+from rlhpc.protocol.types import TensorSpec, WeightGroup, WeightManifest
 from rlhpc.weights.buckets import buckets_of, make_manifest
-from rlhpc.weights.shadow import HostShadow, blocks_in_turn, fresh_blocks, named_tensors
+from rlhpc.weights.memory import HostShadow, blocks_in_turn, fresh_blocks, named_tensors
 
 CPU = torch.device("cpu")
 SPECS = [TensorSpec(f"w{index}", "float32", (size,)) for index, size in enumerate((4, 4, 4, 4, 64, 4, 4))]

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.types import TensorSpec
+from rlhpc.protocol.types import TensorSpec
 from rlhpc.weights.buckets import buckets_of, make_manifest
-from rlhpc.weights.flat_tensors import fill_block, filled_spans, num_spans
-from rlhpc.weights.host_image import HostImage
+from rlhpc.weights.deltas import HostImage
+from rlhpc.weights.memory import fill_block, filled_spans, num_spans
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

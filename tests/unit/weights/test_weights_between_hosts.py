@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config_sections import WeightsConfig
-from rlhpc.errors import GroupFailed
-from rlhpc.host_address import host_address, interface_addresses
-from rlhpc.types import WeightGroup
+from rlhpc.base.host_address import host_address, interface_addresses
+from rlhpc.config.tables import WeightsConfig
+from rlhpc.protocol.errors import GroupFailed
+from rlhpc.protocol.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.weight_receiver_process import fingerprint

@@ -14,7 +14,7 @@ CHAT = model_file(
 
 def game(*methods: str) -> Spoil:
     """An environment of the user's own, in which these stand in the place of what is right."""
-    head = "import itertools, time\nfrom rlhpc.environment import Environment, Step\n"
+    head = "import itertools, time\nfrom rlhpc.protocol.environment import Environment, Step\n"
     head += "NUMBERS = map(str, itertools.count(1))\nclass Game(Environment):\n"
     right = ("async def reset(self, record): return []", "async def step(self, completion): return Step(is_done=True)")
     body = "".join(f"    {method}\n" for method in (*right, *methods))
@@ -88,7 +88,7 @@ ENVIRONMENTS = (
     case("documents that are not there", both(CHAT, key("data.environment", "tools", data__use_chat_template=True, environment__tools=["search"], environment__corpus="docs.jsonl")), "environment.corpus=", "docs.jsonl"),
     case("turns without an environment", key("environment.max_turns", 3), "environment.max_turns=3", "a data.environment"),
     case("a class that is no environment", both(CHAT, module("class Game:\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "Environment", is_tried=True),
-    case("an environment that lacks a method", both(CHAT, module("from rlhpc.environment import Environment\nclass Game(Environment):\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "lacks", is_tried=True),
+    case("an environment that lacks a method", both(CHAT, module("from rlhpc.protocol.environment import Environment\nclass Game(Environment):\n    pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "lacks", is_tried=True),
     case("an environment with an error on import", both(CHAT, module("import no_such_package\nclass Game: pass\n", data={"environment": "mine:Game", "use_chat_template": True})), "data.environment='mine:Game'", "no_such_package", is_tried=True),
     case("an environment that needs an argument", game("def __init__(self, n): pass"), "data.environment='mine:Game': Game(n): missing a required argument: 'n' (", "mine.py:", "legal: a constructor whose parameters have a default or a value in environment.arguments", is_tried=True),
     case("an argument that an environment has not", both(game("def __init__(self, *, number=1): pass"), key("environment.arguments", {"numbr": 3})), "environment.arguments.numbr=3: Game has no such parameter", "mine.py:", "legal: number", is_tried=True),

@@ -21,8 +21,8 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.megatron.hf_layout import tensor_specs
-from rlhpc.types import TensorSpec
 from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, make_model_directory
 from tests.unit.training.megatron.test_large_layouts import META, maps_of
 

@@ -12,12 +12,10 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.training.megatron.grouped_experts import GroupedExperts
-from rlhpc.training.megatron.layers import GatedSilu
-from rlhpc.training.megatron.model_config import transformer_config
-from rlhpc.training.megatron.parallel import open_groups
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.training.megatron.backend import open_groups
+from rlhpc.training.megatron.model_config import GatedSilu, GroupedExperts, transformer_config
 
 SPREAD = 0.1  # of weights
 

@@ -11,15 +11,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.training.megatron.backend import Schedule, Work, close_groups, open_groups
 from rlhpc.training.megatron.model import HeadRequest, build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
 from rlhpc.training.megatron.optimizer import MegatronAdamW, OptimizerSettings, wrap_chunks
-from rlhpc.training.megatron.parallel import close_groups, open_groups
-from rlhpc.training.megatron.schedule import Schedule, Work
-from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.types import PackedMicrobatch
+from rlhpc.training.trainer_state import STATE_KINDS
 from tests.unit.training.megatron.weights_of_rank import give_weights
 
 CPU = torch.device("cpu")

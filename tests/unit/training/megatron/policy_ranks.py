@@ -9,23 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.training.megatron.grouped_experts import GroupedExperts
-from rlhpc.training.megatron.local_row import LocalRow, whole_row
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.training.megatron.attention import LocalRow, whole_row
+from rlhpc.training.megatron.backend import close_groups, open_groups
 from rlhpc.training.megatron.model import HeadRequest, build_chunks
-from rlhpc.training.megatron.model_config import transformer_config
-from rlhpc.training.megatron.parallel import close_groups, open_groups
-from rlhpc.types import PackedMicrobatch
+from rlhpc.training.megatron.model_config import GroupedExperts, transformer_config
 from tests.unit.training.megatron.weights_of_rank import give_weights, share_of
 
 CPU = torch.device("cpu")

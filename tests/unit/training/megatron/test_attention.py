@@ -4,12 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.errors import ConfigError
-from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.training.megatron.attention import PackedCoreAttention, chunk_attention, core_attention
-from rlhpc.training.megatron.local_row import LocalRow
-from rlhpc.training.megatron.row_plan import RowPlan, held_tokens, row_order
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.training.megatron.attention import (
+    LocalRow,
+    PackedCoreAttention,
+    RowPlan,
+    chunk_attention,
+    core_attention,
+    held_tokens,
+    row_order,
+)
 from tests.unit.training.megatron.policy_ranks import mixed_row
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhpc.config import Config
-from rlhpc.errors import ConfigError
+from rlhpc.config.rules import Config
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
+from rlhpc.training.ranks import RankContext
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config
@@ -88,7 +88,7 @@ def refuse_offload(rank: Rank, *, model: Path) -> str:
 
 
 def exchange(rank: int, world_size: int) -> Any:
-    from rlhpc.training.megatron.exchange import Exchange
+    from rlhpc.training.ranks import Exchange
 
     messages = Exchange()
     heard = messages.from_rank(1, {"rank": rank, "tenth": 0.1, "odd": [math.inf, math.nan]})

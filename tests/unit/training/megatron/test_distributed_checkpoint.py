@@ -10,13 +10,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhpc.config_sections import CheckpointConfig
-from rlhpc.contracts import TrainerBackend
-from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint.export import export_hf
-from rlhpc.training.checkpoint.trainer_state import read_checkpoint
+from rlhpc.config.tables import CheckpointConfig
+from rlhpc.protocol.contracts import TrainerBackend
+from rlhpc.protocol.errors import CheckpointError
+from rlhpc.training.checkpoint_export import export_hf
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import RankContext
+from rlhpc.training.ranks import RankContext
+from rlhpc.training.trainer_state import read_checkpoint
 from tests.contracts.trainer_cluster import ClusterPool, Rank
 from tests.contracts.trainer_layouts import LENGTHS, MODELS, layout_keys, make_model, packed
 from tests.contracts.trainer_scenarios import refuse_to_load, train, weights_of

@@ -13,12 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.training.megatron.grouped_experts import (
-    GroupedExperts,
-    grouped_linear,
-    has_grouped_kernel,
-)
-from rlhpc.training.megatron.parallel import close_groups
+from rlhpc.training.megatron.backend import close_groups
+from rlhpc.training.megatron.model_config import GroupedExperts, grouped_linear, has_grouped_kernel
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.contracts.trainer_scenarios import STEP, take_steps, train, weights_of
 from tests.tiny_models import make_tiny_checkpoint

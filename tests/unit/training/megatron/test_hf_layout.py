@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.protocol.types import TensorSpec
 from rlhpc.training.megatron.hf_layout import exported, parameter_maps, tensor_specs, to_hf, to_local
-from rlhpc.types import TensorSpec
 from tests.tiny_models import FAMILIES, NUM_EXPERTS, make_tiny_checkpoint
 
 ODD_VOCABULARY = 117

@@ -13,9 +13,11 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.errors import ConfigError
-from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.training.checkpoint_tensors import TensorSource, gather_stream
+from rlhpc.training.megatron.backend import close_groups, open_groups
 from rlhpc.training.megatron.hf_layout import exported, parameter_maps, to_local
 from rlhpc.training.megatron.hf_weights import (
     OwnedRange,
@@ -28,9 +30,6 @@ from rlhpc.training.megatron.hf_weights import (
 )
 from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
-from rlhpc.training.megatron.parallel import close_groups, open_groups
-from rlhpc.training.sharded_tensors import gather_stream
-from rlhpc.training.tensor_source import TensorSource
 from tests.unit.training.megatron.test_hf_layout import layout_of, random_checkpoint, reader, same_bits
 from tests.unit.training.megatron.weights_of_rank import share_of
 from tests.unit.training.rank_processes import run_ranks

@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launch.checks.memory.plan import bucket_sizes
-from rlhpc.config import Config
-from rlhpc.config_file import load_config
-from rlhpc.model_shape import ModelShape
-from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.training.hf_names import on_disk
+from launch.checks.memory_plan import bucket_sizes
+from rlhpc.config.file import load_config
+from rlhpc.config.rules import Config
+from rlhpc.models.shape import ModelShape, ParallelLayout
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.hf_model import on_disk
 from rlhpc.training.megatron.hf_layout import ParameterMap, exported, fill_local, parameter_maps, tensor_specs
 from rlhpc.training.megatron.hf_weights import sharded_weights
-from rlhpc.types import TensorSpec
 from rlhpc.weights.buckets import buckets_of, make_manifest, manifest_bytes
 from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, RECIPES
 from tests.unit.training.rank_processes import run_ranks
@@ -150,10 +149,10 @@ def build(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from rlhpc.training.megatron.backend import close_groups, open_groups
     from rlhpc.training.megatron.hf_weights import parameters_of_rank
     from rlhpc.training.megatron.model import build_chunks
     from rlhpc.training.megatron.model_config import transformer_config
-    from rlhpc.training.megatron.parallel import close_groups, open_groups
 
     built: dict[str, int] = {}
     for name in names:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhpc.types import PackedMicrobatch
+from rlhpc.protocol.types import PackedMicrobatch
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.megatron.policy_ranks import Case, Seen, mixed_row, rank_results, unpacked_logprobs
 from tests.unit.training.rank_processes import run_ranks

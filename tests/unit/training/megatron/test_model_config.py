@@ -5,8 +5,8 @@ import torch
 from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.errors import ConfigError
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.megatron.model_config import rotary_frequencies, transformer_config
 
 SIZES = {

@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rlhpc.config_sections import TrainerConfig
-from rlhpc.errors import ConfigError
-from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import ParallelLayout
+from rlhpc.protocol.errors import ConfigError
 from rlhpc.training.megatron.hf_layout import critic_of, parameter_maps
-from rlhpc.training.megatron.model_config import rotary_frequencies, transformer_config
-from rlhpc.training.megatron.model_file import ModelFile, read_model
+from rlhpc.training.megatron.model_config import ModelFile, read_model, rotary_frequencies, transformer_config
 from tests.tiny_models import FAMILIES, make_tiny_checkpoint
 
 TRAINER = TrainerConfig(token_budget=64)
@@ -129,7 +128,7 @@ def test_a_trainer_of_megatron_loads_no_transformers_for_a_published_model(tmp_p
     path = written(tmp_path, PUBLISHED["qwen2"])
     script = (
         "import sys, pathlib, rlhpc.training.megatron.backend\n"
-        "from rlhpc.training.megatron.model_file import read_model\n"
+        "from rlhpc.training.megatron.model_config import read_model\n"
         f"print(read_model(pathlib.Path({str(path)!r})).num_hidden_layers, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)

@@ -1,1 +1,0 @@
-"""GPU memory that a run needs, by formulas, and whether it fits."""

@@ -1,0 +1,506 @@
+"""Memory of the trainer's ranks, calculated: what a layout needs before any GPU is requested.
+
+Input: a Config and a ModelShape.  Output: RankMemory for every pipeline stage.  Pure, without torch, microseconds.
+These are formulas, and two constants at the top that are guesses.  On an H100 seven layouts of 0.35 billion parameters
+took from 1 % more to 9 % less than planned, the allowance apart (docs/log.md).
+
+Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × context-parallel ranks.
+    Megatron    parameters b·Ψ, gradients 4·Ψ (summed in float32), optimiser 12·Ψ (master, two moments; float32),
+                divided by N with the distributed optimiser.  In float32 the parameters are the master: 8·Ψ.  Experts
+                are divided by their own replicas, ranks of a stage / expert_parallel.
+    DeepSpeed   the same three terms; stage 1 divides the optimiser by N, stage 2 gradients too, stage 3 parameters too
+                (Rajbhandari et al. 2020, arXiv:1910.02054, §5; there gradients are 2·Ψ, here they are float32).
+    reference   4·Ψ master, 4·Ψ gradients, 8·Ψ moments, and b·Ψ of a copy below float32; every rank holds all.
+    With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
+    With a critic all of this but the reference twice; it is taken to be of the policy's size.
+Activations and the head: activations.py.
+Host memory while a model is loaded: DeepSpeed has all Ψ on every rank in float32 and then in model.dtype too, before
+anything is cut; the reference has them in float32.  Megatron reads slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import TrainerConfig
+from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS, ModelShape, ParallelLayout, RankParameters, layers_of_stage
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.weights.buckets import plan_buckets
+
+# ---------------------------------------------------------------------------------------------------------- activations
+#
+# Bytes that one packed row leaves on a rank between forward and backward, and while its tokens pass the head.
+#
+# Input: ModelShape, ParallelLayout and the relevant keys of [trainer].  Output: bytes.  Every number is an estimate: it
+# counts the tensors that autograd keeps (tests hold it to what autograd keeps on CPU), not what an allocator makes of
+# them, nor what kernels take for themselves.
+#
+# The method is that of Korthikanti et al. 2022 (arXiv:2205.05198), §4, for one row of T tokens (batch 1), with these
+# differences: (1) SwiGLU instead of GeLU; (2) grouped-query attention; (3) flash attention: no term in T²; (4) no
+# dropout, so no masks; (5) RMSNorm; (6) context parallelism.
+# Legend: T tokens of a rank, t tensor ranks, b bytes of the dtype, H, A, K, D, F, V, E as in model_shape.py.
+#
+# Kept of a dense layer, bytes a token (u = t under sequence parallelism, otherwise 1):
+#     norms, two            2·n·H / u                       Megatron: the input, n = b; in transformers' layers 4 + b
+#     inputs of matrices    2·b·H / u                       of the projections to q, k, v and of the MLP
+#     attention             2·b·(A + K)·D / t + 4·A / t     q, k, v, result; row sums
+#     … of a shared row     b·(3·A + 2·K·c)·D / t + 4·A / t q, k and v of all c context ranks, result twice
+#     norms of heads        n·(A + K)·D / t                 where the family has them: q and k before their norms
+#     … with Megatron       b·(A + 2·K)·D / t               q, k and v as the fused projection gives them
+#     SwiGLU                m·b·F / t                       gate, up, silu(gate), product, m = 4; Megatron: 3, no silu
+# Of a mixture the SwiGLU term is b·(m·F_expert + H) for each token that is routed here, m = 6, with Megatron 4, plus
+#   12·E
+# for the router.
+# Recompute "selective" keeps 2·b·(A + K)·D / t of attention in either case: little is gained unless rows are shared.
+# "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being computed anew.
+# Matrices of experts lie side by side while a product of Megatron's (bfloat16) takes them: 2·b·H·F_expert·E of a rank.
+
+
+ROUTING_IMBALANCE = 1.5  # tokens of the fullest rank of experts over the mean; a guess, routing is not bounded
+
+
+@dataclass(frozen=True, slots=True)
+class RowMemory:
+    """Bytes of activations of one row, as one rank sees it."""
+
+    shape: ModelShape
+    layout: ParallelLayout
+    trainer: TrainerConfig
+    element_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a full row on one context rank, padding included."""
+        multiple = self.layout.row_multiple
+        return -(-self.trainer.token_budget // multiple) * multiple // self.layout.context
+
+    @property
+    def _norm_share(self) -> int:
+        return self.layout.tensor if self.layout.is_sequence_parallel else 1
+
+    @property
+    def _norm_bytes(self) -> int:
+        """For each number of a norm's input: Megatron's layers keep it alone, transformers' a float32 copy, too."""
+        return self.element_bytes if self._is_megatron else 4 + self.element_bytes
+
+    @property
+    def _is_megatron(self) -> bool:
+        return self.trainer.backend == "megatron"
+
+    @property
+    def _layer_input(self) -> int:
+        return self.num_tokens * self.element_bytes * self.shape.hidden // self._norm_share
+
+    def of_layer(self, layer: int) -> int:
+        """What one layer keeps of a row until its backward."""
+        return self._layer_input if self.trainer.recompute_activations == "full" else self._layer(layer)
+
+    def kept(self, stage: int, head: int = 0) -> int:
+        """Activations at the fullest moment of a pipeline stage: rows in flight, and the layer in work.
+
+        head: bytes that the head has given back when a layer is computed anew; what the layer takes beyond them counts.
+        """
+        layers = layers_of_stage(self.layout, self.shape.num_layers, stage)
+        row = sum(self.of_layer(layer) for layer in layers)
+        again = max(map(self._layer, layers)) if self.trainer.recompute_activations == "full" else 0
+        return int(row * rows_in_flight(self.layout, stage)) + max(0, again - head) + max(map(self._gradients, layers))
+
+    def _layer(self, layer: int) -> int:
+        """What one layer keeps of a row if nothing of it is computed anew but attention."""
+        shape, b, t = self.shape, self.element_bytes, self.layout.tensor
+        heads, key_heads = shape.num_heads * shape.head_size, shape.num_key_heads * shape.head_size
+        norms = (2 * self._norm_bytes + 2 * b) * shape.hidden // self._norm_share
+        is_selective = self.trainer.recompute_activations == "selective"
+        is_own = is_selective or self.layout.context == 1
+        attention = b * (2 * (heads + key_heads) if is_own else 3 * heads + 2 * self.layout.context * key_heads) // t
+        attention += 0 if is_selective else 4 * shape.num_heads // t
+        if shape.has_qk_norm:
+            of_keys = 2 * key_heads if self._is_megatron else key_heads
+            attention += self._norm_bytes * (heads + of_keys) // t
+        return self.num_tokens * (norms + attention) + self._mlp(layer)
+
+    def _mlp(self, layer: int) -> int:
+        shape, b = self.shape, self.element_bytes
+        if layer not in shape.expert_layers:
+            copies = 3 if self._is_megatron else 4
+            return self.num_tokens * copies * b * shape.mlp_width // self.layout.tensor
+        kept = b * ((4 if self._is_megatron else 6) * shape.expert_width + shape.hidden)
+        return int(self._num_routed * kept) + self.num_tokens // self._norm_share * 12 * shape.num_experts
+
+    @property
+    def _num_routed(self) -> float:
+        """Copies of tokens on the fullest rank of experts; every rank sends as many as it has."""
+        imbalance = ROUTING_IMBALANCE if self.layout.expert > 1 else 1.0
+        return self.num_tokens / self._norm_share * self.shape.experts_per_token * imbalance
+
+    def _gradients(self, layer: int) -> int:
+        """What lives at once inside one layer's backward: two whole rows of H; gradients of gate, up and product."""
+        shape, b = self.shape, self.element_bytes
+        residual = 2 * self.num_tokens * b * shape.hidden  # whole under sequence parallelism too: gathered for the MLP
+        if layer in shape.expert_layers:
+            routed = int(self._num_routed * b * (3 * shape.expert_width + shape.hidden))
+            return residual + routed + self._side_by_side
+        return residual + self.num_tokens * 3 * b * shape.mlp_width // self.layout.tensor
+
+    @property
+    def _side_by_side(self) -> int:
+        """The larger matrices of a rank's experts, or their gradients, while one grouped product takes all of them."""
+        shape, b = self.shape, self.element_bytes
+        can_be_grouped = self._is_megatron and b == 2
+        return b * 2 * shape.hidden * shape.expert_width * shape.num_experts // self.layout.expert * can_be_grouped
+
+    def head(self) -> int:
+        """Logits, log-probabilities and the head's gradient on the last stage (rlhpc/training/logprob.py).
+
+        Forward 1⅛·C·V/t float32 numbers of a chunk of C tokens; backward C·V/t and the head's gradient V·H/t, or in
+        bfloat16 ¼·C·V/t and 1⅝·V·H/t; around them the last norm and three copies of the hidden states.
+        """
+        shape, b = self.shape, self.element_bytes
+        vocabulary = self.layout.padded_vocabulary(shape.vocabulary) // self.layout.tensor
+        logits = 4 * min(LOGPROB_CHUNK_TOKENS, self.num_tokens) * vocabulary
+        weight = 4 * vocabulary * shape.hidden
+        backward = logits + weight if b == 4 else logits // 4 + weight * 13 // 8
+        hidden = self.num_tokens * shape.hidden
+        around = hidden * self._norm_bytes // self._norm_share + 3 * hidden * b
+        return max(logits * 9 // 8, backward) + around
+
+
+def rows_in_flight(layout: ParallelLayout, stage: int) -> float:
+    """Rows whose activations a stage holds at once, in rows of all its layers (Korthikanti et al. 2022, §4.2.3).
+
+    1F1B: pipeline − stage.  Interleaved: 2·(pipeline − stage − 1) + (chunks − 1)·pipeline + 1 blocks of 1/chunks of
+    the stage's layers each.  A step of fewer rows holds less.
+    """
+    if layout.chunks == 1:
+        return float(layout.pipeline - stage)
+    blocks = 2 * (layout.pipeline - stage - 1) + (layout.chunks - 1) * layout.pipeline + 1
+    return blocks / layout.chunks
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+GIB = 1 << 30
+FIXED_ALLOWANCE = 2 * GIB  # guess: CUDA context, cuBLAS workspaces and NCCL's buffers; grows with the groups
+FRAGMENTATION = 0.05  # guess: of everything else
+_ZERO_BUCKET = 64 << 20  # numbers; BUCKET_ELEMENTS of training/deepspeed/engine.py, which needs DeepSpeed to be read
+_ZERO_LIVE = 1_000_000_000  # numbers; DeepSpeed's default of stage3_max_live_parameters
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank of a pipeline stage.  Resident are the first five; the moments after them never meet."""
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    buckets: int  # DeepSpeed's buffers for collectives, and parameters gathered for use
+    reference: int  # the reference's copy of the parameters
+    average: int  # of the float32 weights
+    activations: int  # of the rows in flight
+    head: int  # logits, log-probabilities, the head's gradient
+    export: int  # buffers of the rank that sends new weights
+    optimizer_scratch: int  # DeepSpeed's second copy of gradients
+    is_on_gpu: bool
+    host_loading: int  # the whole model, before it is cut; gone before a checkpoint is written
+    host_optimizer: int  # what offload moves to host memory
+    host_snapshot: int  # weights, moments and average, while a checkpoint is written
+    host_reference: int  # the reference's copy, where it lies there
+    host_average: int  # the same of the average
+    host_image: int  # the weights as they were sent, where only changes travel
+
+    @property
+    def resident(self) -> int:
+        """There all the time."""
+        return self.parameters + self.gradients + self.optimizer + self.buckets + self.reference + self.average
+
+    @property
+    def allowance(self) -> int:
+        """For what no tensor accounts for; a guess."""
+        return FIXED_ALLOWANCE + int(FRAGMENTATION * (self.resident + self.moment)) if self.is_on_gpu else 0
+
+    @property
+    def peak(self) -> int:
+        """The fullest moment: a row in work, the optimiser's step, or the export of weights."""
+        return self.resident + self.moment + self.allowance
+
+    @property
+    def moment(self) -> int:
+        """What comes on top at the fullest moment."""
+        return max(self.activations + self.head, self.export, self.optimizer_scratch)
+
+    @property
+    def host(self) -> int:
+        """Host memory at its fullest moment, beyond what every process takes: loading, or training."""
+        return max(self.host_loading, self.host_training)
+
+    @property
+    def host_training(self) -> int:
+        """While it trains and saves."""
+        copies = self.host_reference + self.host_average + self.host_image
+        return self.host_optimizer + self.host_snapshot + copies
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelState:
+    """Bytes that a backend keeps for a model, activations apart."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    num_owned: int  # parameters whose optimiser state this rank steps and saves
+    buckets: int = 0
+    host_loading: int = 0
+    host_optimizer: int = 0
+    scratch: int = 0
+
+
+def plan_memory(config: Config, shape: ModelShape) -> tuple[RankMemory, ...]:
+    """One RankMemory per pipeline stage, first to last.  The layout must have passed ParallelLayout.refuse_unfit."""
+    layout = ParallelLayout.of(config.trainer)
+    return tuple(_rank_memory(config, shape, layout, stage) for stage in range(layout.pipeline))
+
+
+def fullest(plan: tuple[RankMemory, ...]) -> RankMemory:
+    """The rank that needs most; the earliest stage of equals."""
+    return max(plan, key=lambda rank: rank.peak)
+
+
+def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stage: int) -> RankMemory:
+    held = shape.on_rank(layout, stage)
+    state = _STATES[config.trainer.backend](config, layout, held)
+    b = ELEMENT_BYTES[config.model.dtype]
+    num_models = 2 if config.has_critic else 1
+    reference = _reference_bytes(config, layout, held)
+    is_far = config.trainer.reference_memory == "host" or config.trainer.parameter_offload
+    average = 0 if config.trainer.ema_decay == "off" else 4 * state.num_owned
+    is_average_far = config.trainer.ema_memory == "host"
+    row = RowMemory(shape, layout, config.trainer, b)
+    head = row.head() if stage == layout.pipeline - 1 else 0
+    return RankMemory(
+        stage=stage,
+        parameters=num_models * state.parameters,
+        gradients=num_models * state.gradients,
+        optimizer=num_models * state.optimizer,
+        buckets=num_models * state.buckets,
+        reference=0 if is_far else reference,
+        average=0 if is_average_far else average,
+        activations=row.kept(stage, head),
+        head=head,
+        export=_export_bytes(config, shape) if stage == 0 else 0,
+        optimizer_scratch=state.scratch,
+        is_on_gpu=config.trainer.device != "cpu",
+        host_loading=state.host_loading + (num_models - 1) * state.host_optimizer,  # a critic is loaded after it
+        host_optimizer=num_models * state.host_optimizer,
+        host_snapshot=num_models * 12 * state.num_owned + average,
+        host_reference=reference if is_far else 0,
+        host_average=average if is_average_far else 0,
+        host_image=_image_bytes(config, shape) if stage == 0 else 0,
+    )
+
+
+def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
+    """Bytes of every bucket that new weights travel in."""
+    return _bucket_sizes(shape, config.model.dtype, config.weights.bucket_bytes)
+
+
+@cache  # a mixture has 20,000 tensors, and advice tries dozens of settings that leave the buckets as they are
+def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int, ...]:
+    sizes = [prod(each) for each in shape.tensors.values()]
+    ends = plan_buckets([TensorSpec("", dtype, (size,)) for size in sizes], bucket_bytes)
+    return tuple(ELEMENT_BYTES[dtype] * sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
+
+
+def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameters) -> int:
+    """A copy of the forward pass's parameters, cut as they are; while they change places one tensor is there twice."""
+    if not config.algorithm.kl_coefficient:
+        return 0
+    is_cut = config.trainer.backend == "deepspeed" and config.trainer.zero_stage == 3
+    return ELEMENT_BYTES[config.model.dtype] * (-(-held.total // layout.data) if is_cut else held.total)
+
+
+def _image_bytes(config: Config, shape: ModelShape) -> int:
+    """What the rank that sends compares new weights with (rlhpc/weights/deltas.py); "auto" is NCCL on GPUs."""
+    weights, b = config.weights, ELEMENT_BYTES[config.model.dtype]
+    return b * shape.num_parameters if weights.sends_changes and weights.staging != "paused" and b == 2 else 0
+
+
+def _export_bytes(config: Config, shape: ModelShape) -> int:
+    """Two buckets that take turns and the largest tensor, on the rank that sends; where it comes in parts, they too."""
+    trainer, buckets = config.trainer, bucket_sizes(config, shape)
+    is_joined = trainer.tensor_parallel > 1 or (trainer.backend == "deepspeed" and trainer.zero_stage == 3)
+    largest = ELEMENT_BYTES[config.model.dtype] * shape.largest_tensor * (2 if is_joined else 1)
+    return max(buckets[0::2], default=0) + max(buckets[1::2], default=0) + largest
+
+
+def _megatron(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:
+    """Offload moves the step to the host; the float32 master stays on the GPU too, as in megatron-core 0.16.1.
+
+    Masters and gradients are pinned there one by one, in blocks of torch's that are powers of two.  How Megatron fuses
+    and cuts tensors is not known here, so that each is counted twice, the bound; for Qwen2.5-7B it is 1.9 times.
+    """
+    trainer, b = config.trainer, ELEMENT_BYTES[config.model.dtype]
+    owned = held.total
+    if trainer.distributed_optimizer:
+        replicas = layout.data * layout.context
+        expert_replicas = max(1, layout.tensor * replicas // layout.expert)
+        owned = -(-held.shared // replicas) + -(-held.experts // expert_replicas)
+    master = 0 if b == 4 else 4
+    moments = 0 if trainer.optimizer_offload else 8
+    return _ModelState(
+        parameters=b * held.total,
+        gradients=4 * held.total,
+        optimizer=(master + moments) * owned,
+        num_owned=owned,
+        host_optimizer=24 * owned if trainer.optimizer_offload else 0,  # twice master and gradient; moments
+    )
+
+
+def _deepspeed(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:
+    trainer, b, psi = config.trainer, ELEMENT_BYTES[config.model.dtype], held.total
+    stage, share = trainer.zero_stage, -(-held.total // layout.data)
+    parameters = b * (share if stage == 3 else psi)
+    parameters_on_host = parameters if trainer.parameter_offload else 0
+    gradients = 4 * (share if stage >= 2 else psi)
+    gradients_on_host = gradients if stage >= 2 and trainer.optimizer_offload else 0  # they follow their optimiser
+    state_on_host = 12 * share if trainer.optimizer_offload else 0
+    on_host = state_on_host + gradients_on_host + parameters_on_host
+    beside_masters = 0 if b == 4 else max(b * psi, on_host)  # what is cast goes before what stays there comes
+    bucket = min(psi, _ZERO_BUCKET)
+    gathered = b * (min(psi, _ZERO_LIVE) if stage == 3 else bucket)
+    return _ModelState(
+        parameters=parameters - parameters_on_host,
+        gradients=gradients - gradients_on_host,
+        optimizer=12 * share - state_on_host,
+        num_owned=share,
+        buckets=gathered + (b + 4) * bucket,  # gradients are reduced in float32
+        host_loading=4 * psi + beside_masters,
+        host_optimizer=on_host,
+        scratch=4 * share if stage < 3 and not trainer.optimizer_offload else 0,  # gradients once more, flat
+    )
+
+
+def _reference(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:
+    """Only rank 0 saves."""
+    b = ELEMENT_BYTES[config.model.dtype]
+    return _ModelState(
+        parameters=0 if b == 4 else b * held.total,
+        gradients=4 * held.total,
+        optimizer=12 * held.total,
+        num_owned=held.total,
+        host_loading=0 if config.trainer.device == "cpu" else 4 * held.total,
+    )
+
+
+_STATES = {"megatron": _megatron, "deepspeed": _deepspeed, "reference": _reference}
+
+
+# --------------------------------------------------------------------------------------------------------------- engine
+#
+# Memory of a generator's GPUs: the engine, and what a new version of the weights needs while it arrives.
+#
+# Input: a Config and a ModelShape.  Output: EngineMemory.  Pure, without torch.  Legend: Ψ parameters of the model, t
+# engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, larger where a single tensor is larger.
+#
+#   weights    b·Ψ / t
+#   KV cache   given by generation.kv_cache_bytes; otherwise at least one sequence of the maximum length,
+#              2·b·L·K·D·tokens / t
+#   staging    shadow: two buckets (the version itself is in host memory).  paused: three buckets, one being filled, one
+#              being loaded, one whose tensor a loader still references; and the largest module that is assembled from
+#              several tensors, both as received and as this rank's shard.  auto may become either.
+
+
+ENGINE_ALLOWANCE = 2 * GIB  # guess: CUDA context, graphs, activations of a step
+STAGING_ALLOWANCE = GIB // 2  # guess: NCCL's buffers of the weights' group, fragments
+_BLOCK_TOKENS = 128  # of the KV cache; as large as any that vLLM chooses
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes on one GPU of a replica."""
+
+    weights: int
+    kv_cache: int  # given, or the smallest useful size
+    staging: int  # while a version arrives
+    allowance: int
+
+    @property
+    def engine(self) -> int:
+        """What vLLM counts as its own."""
+        return self.weights + self.kv_cache + self.allowance
+
+    @property
+    def beside(self) -> int:
+        """What it does not know of."""
+        return self.staging + STAGING_ALLOWANCE
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.engine + self.beside
+
+
+def plan_engine(config: Config, shape: ModelShape) -> EngineMemory:
+    """What one GPU of a replica needs at least."""
+    generation, b = config.generation, ELEMENT_BYTES[config.model.dtype]
+    tokens = generation.max_tokens
+    return EngineMemory(
+        weights=b * shape.num_parameters // generation.tensor_parallel,
+        kv_cache=generation.kv_cache_bytes or _cache_bytes(config, shape, tokens),
+        staging=staging_bytes(config, shape),
+        allowance=ENGINE_ALLOWANCE,
+    )
+
+
+def least_cache_bytes(config: Config, shape: ModelShape) -> int:
+    """The smallest generation.kv_cache_bytes with which vLLM starts: whole blocks for one sequence, and a spare one."""
+    tokens = config.generation.max_tokens
+    return _cache_bytes(config, shape, (-(-tokens // _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS)
+
+
+def _cache_bytes(config: Config, shape: ModelShape, num_tokens: int) -> int:
+    ranks = min(config.generation.tensor_parallel, shape.num_key_heads)
+    return (
+        2 * ELEMENT_BYTES[config.model.dtype] * shape.num_layers * shape.num_key_heads * shape.head_size * num_tokens
+    ) // ranks
+
+
+def staging_bytes(config: Config, shape: ModelShape) -> int:
+    """On each GPU of an engine, at the fullest moment of an update."""
+    buckets = bucket_sizes(config, shape)
+    module = ELEMENT_BYTES[config.model.dtype] * shape.largest_module
+    shadow = max(buckets[0::2], default=0) + max(buckets[1::2], default=0)
+    paused = _fullest_run(buckets, 3) + module + module // config.generation.tensor_parallel
+    return {"shadow": shadow, "paused": paused, "auto": max(shadow, paused)}[config.weights.staging]
+
+
+def _fullest_run(buckets: Sequence[int], length: int) -> int:
+    return max((sum(buckets[start : start + length]) for start in range(len(buckets))), default=0)
+
+
+def indivisible(shape: ModelShape, ranks: int) -> str:
+    """The size of config.json that vLLM cannot share out over so many ranks; "": there is none.
+
+    Heads and the width of MLPs are divided; of more ranks than key heads each has a copy of one, alike many.
+    """
+    keys = shape.num_key_heads
+    if shape.num_heads % ranks:
+        return f"num_attention_heads={shape.num_heads}"
+    if keys % ranks and ranks % keys:
+        return f"num_key_value_heads={keys}"
+    if shape.num_layers > len(shape.expert_layers) and shape.mlp_width % ranks:
+        return f"intermediate_size={shape.mlp_width}"
+    if shape.expert_layers and shape.expert_width % ranks:
+        return f"moe_intermediate_size={shape.expert_width}"
+    return ""
+
+
+def legal_ranks(shape: ModelShape) -> tuple[int, ...]:
+    """Every generation.tensor_parallel with which vLLM takes the model."""
+    return tuple(ranks for ranks in range(1, shape.num_heads + 1) if not indivisible(shape, ranks))

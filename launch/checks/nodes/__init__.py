@@ -1,1 +1,0 @@
-"""Inspect compute nodes with tiny jobs."""

@@ -1,1 +1,0 @@
-"""`rlhpc data`: look at a dataset, and write it in another form."""

@@ -1,1 +1,0 @@
-"""`rlhpc evaluate`: how good a model is on a dataset, without a run."""

@@ -1,0 +1,145 @@
+"""`rlhpc list`: which runs are shown.  Input: the command line.  Output: a table, or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.commands.arguments import MOST_ROWS
+from launch.common.text import aligned, as_typed, printable, span
+from launch.slurm.queue import JobRow
+from launch.view.standing import DEPTH, Standing, State, directories_to_search, is_mine, survey
+from rlhpc.protocol.errors import ConfigError
+
+# ---------------------------------------------------------------------------------------------------------------- table
+#
+# Runs as a table for people and as JSON for programs.
+#
+# Input: Standing.  Output: lines, dictionaries.  Pure except for the current directory, to which paths are relative.
+
+
+_HEAD = ("RUN", "STATE", "STEP", "REWARD", "SEEN", "AGE", "JOBS", "WHERE", "REMARK")
+_LONGEST_REMARK, _MOST_JOBS = 160, 4
+
+
+def lines_of(runs: Sequence[Standing], now: float, most: int | None) -> list[str]:
+    """Head, a line a run, and how many there are of each state; no line where there is no run.
+
+    most: the greatest number of lines; those that live come before those that do not, if not all have room.  None: all.
+    """
+    if not runs:
+        return []
+    shown = list(runs)
+    if most is not None and len(runs) > most:
+        first = sorted(runs, key=lambda run: not run.state.is_alive)[:most]  # stable: the newest of each kind
+        shown = [run for run in runs if run in first]
+    counts = Counter(run.state for run in runs)
+    summary = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+    more = f"; {len(runs) - len(shown)} older ones are not shown: --all" if len(shown) < len(runs) else ""
+    return [*aligned([_HEAD, *(_cells(run, now) for run in shown)]), f"{summary}{more}"]
+
+
+def document_of(run: Standing) -> dict[str, Any]:
+    """The same for programs; times are Unix seconds, what is not known is null."""
+    figures = run.figures
+    return {
+        "directory": str(run.files.root),
+        "name": figures.name,
+        "state": run.state.value,
+        "step": figures.step,
+        "num_steps": figures.num_steps,
+        "reward": figures.reward,
+        "last_sign_unix_s": figures.last_sign_unix_s,
+        "began_unix_s": figures.began_unix_s,
+        "jobs": [
+            {"id": row.label, "job_id": row.job_id, "name": row.name, "state": row.state.name,
+             "is_alive": row.state.is_alive, "partition": row.partition, "nodes": row.nodes, "reason": row.reason}
+            for row in run.rows
+        ],
+        "where": run.where,
+        "remark": run.remark,
+        "owner": run.files.owner,
+    }  # fmt: skip
+
+
+def _cells(run: Standing, now: float) -> tuple[str, ...]:
+    figures = run.figures
+    name = _path(run.files.root) + ("" if figures.name == run.files.root.name else f" ({figures.name})")
+    remark = printable(run.remark)
+    return (
+        printable(name),
+        run.state.value,
+        f"{_or_dash(figures.step)}/{_or_dash(figures.num_steps)}",
+        _or_dash(None if figures.reward is None else f"{figures.reward:.3f}"),
+        _since(figures.last_sign_unix_s, now),
+        _since(figures.began_unix_s, now),
+        _jobs(run.rows) or "-",
+        printable(run.where) or "-",
+        remark if len(remark) <= _LONGEST_REMARK else remark[: _LONGEST_REMARK - 1] + "…",
+    )
+
+
+def _jobs(rows: Iterable[JobRow]) -> str:
+    """Jobs that are alive, as "12 running, 13 3 pending 1 running": an id, and its tasks or components by state."""
+    by_id: dict[int, Counter[str]] = {}
+    for row in rows:
+        if row.state.is_alive:
+            by_id.setdefault(row.job_id, Counter())[row.state.name.lower()] += len(row.tasks) or 1
+    said = [f"{job_id} {_states_in_words(counts)}" for job_id, counts in by_id.items()]
+    more = [f"and {len(said) - _MOST_JOBS} more"] if len(said) > _MOST_JOBS else []
+    return ", ".join([*said[:_MOST_JOBS], *more])
+
+
+def _states_in_words(counts: Counter[str]) -> str:
+    if len(counts) == 1 and counts.total() == 1:
+        return next(iter(counts))
+    return " ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+
+
+def _since(moment: float | None, now: float) -> str:
+    return span(max(0, round(now - moment))) if moment else "-"
+
+
+def _path(root: Path) -> str:
+    """A path as it is typed from here."""
+    typed = as_typed(root)
+    return str(root if typed == Path() else typed)
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
+def list_runs(options: argparse.Namespace) -> int:
+    """Print the list; returns exit status 0.  Raises ConfigError: no such directory, no such state."""
+    wanted, tops = _wanted_states(options.state), directories_to_search(options.directories)
+    depth = DEPTH if options.depth is None else options.depth
+    found = survey(tops, depth)
+    mine = [run for run in found.runs if options.all or is_mine(run.files)]
+    shown = [run for run in mine if run.state in wanted]
+    notes = list(found.remarks)
+    if others := len(found.runs) - len(mine):
+        notes.append(f"{others} {'runs' if others > 1 else 'run'} of other users: --all shows them")
+    if options.json:
+        print(json.dumps({"runs": [document_of(run) for run in shown], "notes": notes}, indent=1))
+        return 0
+    lines = lines_of(shown, found.now, None if options.all else MOST_ROWS)
+    nothing = f"no run {'of that state ' if mine else ''}below {', '.join(map(str, tops))}, nor in the queue"
+    print("\n".join([*(lines or [nothing]), *(f"note: {printable(note)}" for note in notes)]))
+    return 0
+
+
+def _wanted_states(text: str | None) -> set[str]:
+    legal = [state.value for state in State]
+    words = legal if text is None else [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in legal:
+            raise ConfigError(f"--state {word!r}: legal: {', '.join(legal)}")
+    return set(words)

@@ -1,1 +1,0 @@
-"""`rlhpc metrics`: the figures of a run as files of other programs."""

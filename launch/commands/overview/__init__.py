@@ -1,1 +1,0 @@
-"""`rlhpc list`: your runs, one line each."""

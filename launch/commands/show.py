@@ -1,0 +1,277 @@
+"""`rlhpc report RUN_DIR`: what a run did, on the terminal in short, or as a page for a browser.
+
+Input: a run directory, of a run that goes on as well.  Output: text, or an HTML file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from launch.commands.trackers import ExportedRun
+from launch.common.text import counted, escaped, json_text, print_paged, say_or_lose, without_dots
+from launch.view.figures import metric_table
+from launch.view.report import as_text, read_report
+from launch.view.rollouts import RunRollouts, SeenRollout, Selection, as_document, sample_of, transcripts
+from launch.view.standing import DEPTH, directories_to_search, find_runs, past_evaluations
+from rlhpc.base.files import write_atomically
+from rlhpc.base.processes import die_with
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.metrics.curves import EVENT_FILES, CurveTable
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import Verdict
+
+# -------------------------------------------------------------------------------------------------------------- command
+#
+# `rlhpc metrics RUN_DIR`: the figures of a run as a table, or as files of other programs.
+#
+# Input: a run directory, of a run that goes on as well.  Output: CSV or Parquet, a row a step; or a run of Weights &
+# Biases in files.  Nothing is written into the run directory, and no network is used but by --wandb --follow.
+
+
+def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
+    """Print or write them.  Raises ConfigError: no run, no such metric, no such form; OSError."""
+    _check_name(options.out)
+    if options.follow:
+        if options.wandb is None:
+            raise ConfigError("--follow: legal only beside --wandb; `rlhpc tensorboard` shows a run that goes on")
+        from launch.commands.trackers import follow_wandb  # an optional package
+
+        return follow_wandb(options.wandb, layout, options.tag)
+    table = metric_table(layout, options.tag)
+    if options.wandb is not None:
+        from launch.commands.trackers import write_wandb  # an optional package
+
+        print(write_wandb(options.wandb, ExportedRun(layout, table)))
+    elif options.out is None:
+        sys.stdout.writelines(table.csv_lines())
+    else:
+        write_table(options.out, table)
+        print(f"{options.out}: {counted(len(table.steps), 'step')}, {counted(len(table.curves), 'metric')}")
+    return 0
+
+
+def write_table(file: Path, table: CurveTable) -> None:
+    """In the form of the suffix, whole or not at all.  Raises ConfigError: another suffix; OSError."""
+    _check_name(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".csv":
+        write_atomically(file, "".join(table.csv_lines()).encode())
+        return
+    from rlhpc.data.arrow_tables import columns_as_parquet  # loading pyarrow takes a while
+
+    write_atomically(file, columns_as_parquet(table.columns()))
+
+
+def _check_name(file: Path | None) -> None:
+    if file is not None and file.suffix not in (".csv", ".parquet"):
+        raise ConfigError(f"--out {file}: legal: a name that ends in .csv or .parquet")
+
+
+# ------------------------------------------------------------------------------------------------------------- rollouts
+#
+# `rlhpc rollouts RUN_DIR`: transcripts of sampled rollouts, as text, as one HTML page, or as JSON lines.
+#
+# Input: the directory of a run that is running, was killed, or was copied from elsewhere.  Output: transcripts.
+
+
+def show_rollouts(options: argparse.Namespace) -> int:
+    """Print, or write the page.  Raises ConfigError: no run, or an option that selects nothing sensible."""
+    selection = selection_of(options)
+    rollouts = RunRollouts(RunLayout(without_dots(options.run_dir)), tokenizer_dir=options.tokenizer, tell=_tell)
+    if options.html is not None:
+        return _write_page(rollouts, selection, options)
+    shown = [0]
+    chosen = _counted(_chosen(rollouts.each(selection), options.sample), shown)
+    if options.json:
+        for seen in chosen:
+            print(json_text(as_document(seen)))
+        _tell(counted(shown[0], "rollout"))
+        return 0
+    first = next(iter(chosen), None)
+    if first is None:
+        _tell("no rollout of this run is selected")
+        return 0
+    print_paged(transcripts(chain([first], chosen)))
+    _tell(f"{counted(shown[0], 'rollout')} shown")
+    return 0
+
+
+def _counted(rollouts: Iterator[SeenRollout], shown: list[int]) -> Iterator[SeenRollout]:
+    for seen in rollouts:
+        shown[0] += 1
+        yield seen
+
+
+def selection_of(options: argparse.Namespace) -> Selection:
+    """What the options ask for.  Raises ConfigError."""
+    if options.verdict is not None and options.verdict not in (legal := [each.value for each in Verdict]):
+        raise ConfigError(f"--verdict {options.verdict}; legal: {', '.join(legal)}")
+    low, high = options.min_reward, options.max_reward
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"--min-reward {low:g} is above --max-reward {high:g}: nothing is between them")
+    return Selection(_steps(options.step), options.task, options.verdict, low, high, _pattern(options.grep))
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+        raise ConfigError(f"--step {text}; legal: a step, such as 7, or the first and the last of some, such as 5-9")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"--grep {text!r} is not a Python regular expression: {error}") from error
+
+
+def _chosen(rollouts: Iterator[SeenRollout], number: int | None) -> Iterator[SeenRollout]:
+    """The same ones each time, so that two people who type the same command speak of the same rollouts."""
+    if number is None:
+        return rollouts
+    return iter(sample_of(rollouts, number, random.Random(0).randrange))
+
+
+def _write_page(rollouts: RunRollouts, selection: Selection, options: argparse.Namespace) -> int:
+    from launch.view.rollouts_page import write_page
+
+    rows: Iterable[SeenRollout] = _chosen(rollouts.each(selection), options.sample)
+    written = write_page(options.html, rollouts, rows)
+    print(f"{options.html}: {written}")
+    return 0
+
+
+def _tell(line: str) -> None:
+    say_or_lose(f"rlhpc: {escaped(line)}")
+
+
+# ---------------------------------------------------------------------------------------------------------- tensorboard
+#
+# `rlhpc tensorboard [DIR …]`: TensorBoard of these runs, under their names.
+#
+# Input: run directories, or directories that hold some.  Output: TensorBoard, until Ctrl-C, of a temporary directory
+# that has links to event files.  New runs and new points appear while it serves.
+
+
+LOOK_EVERY_S = 5.0  # as TensorBoard
+FIND_EVERY = 12  # looks: new runs appear within a minute
+
+
+class EventView:
+    """A directory as TensorBoard takes one: a directory for each run, called as the run is."""
+
+    def __init__(self, directory: Path, tops: list[Path]) -> None:
+        self._directory, self._tops = directory, tops
+        self._names = dict[Path, str]()  # run directory → name; a run keeps its own
+
+    @property
+    def names(self) -> list[str]:
+        """Of the runs that are shown, in order."""
+        return sorted(self._names.values())
+
+    def find(self) -> None:
+        """Look for runs that are not shown yet; on a large directory of a shared filesystem this takes a while."""
+        for run in find_runs(self._tops, DEPTH).runs:
+            if run.root not in self._names and any(run.layout.tensorboard.glob(EVENT_FILES)):
+                self._add(run.layout, re.sub(r"^\.+|/", "_", run.name))  # a name, and no path
+
+    def update(self) -> None:
+        """Look for what runs have written.  A run that is being deleted is passed over."""
+        for root, name in self._names.items():
+            with suppress(OSError):  # it is being deleted or begun anew: the next look sees what has become of it
+                layout, place = RunLayout(root), self._directory / name
+                _link(layout.tensorboard, place)
+                _link(layout.evaluations / layout.tensorboard.name, place / "evaluations")
+
+    def _add(self, layout: RunLayout, name: str) -> None:
+        taken = {*self._names.values()}
+        if name in taken:
+            name = f"{name} ({layout.root.parent.name}/{layout.root.name})"
+        while name in taken:
+            name += "'"
+        self._names[layout.root] = name
+
+
+def _link(source: Path, place: Path) -> None:
+    """Have a link to each event file of a directory, and to no other."""
+    files = {file.name: file for file in source.glob(EVENT_FILES)}
+    if files:
+        place.mkdir(parents=True, exist_ok=True)
+    for link in place.glob(EVENT_FILES):
+        if link.name not in files:
+            link.unlink()
+    for name, file in files.items():
+        if not (place / name).is_symlink():
+            (place / name).symlink_to(file)
+
+
+def serve_tensorboard(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, SIGTERM or an end of TensorBoard; its exit status.  Raises ConfigError: nothing to show."""
+    tops = directories_to_search(options.directories)
+    with tempfile.TemporaryDirectory(prefix="rlhpc-tensorboard-") as directory:
+        shown, temporary = Path(directory, "runs"), Path(directory, "temporary")
+        for each in (shown, temporary):
+            each.mkdir()
+        view = EventView(shown, tops)
+        view.find()
+        view.update()
+        if not view.names:
+            raise ConfigError(f"no run with metrics below {', '.join(map(str, tops))}")
+        print(f"{', '.join(view.names)}: add #custom_scalars to the address for groups of charts", flush=True)
+        return _serve(view, shown, temporary, options)
+
+
+def _serve(view: EventView, directory: Path, temporary: Path, options: argparse.Namespace) -> int:
+    where = ["--bind_all"] if options.bind_all else []
+    where += [] if options.port is None else [f"--port={options.port}"]
+    command = [sys.executable, "-P", "-m", "tensorboard.main", f"--logdir={directory}", "--window_title=rlhpc"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the directory is removed then, too
+    # It writes to .tensorboard-info in the directory for temporary files, which may be another user's.
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    server = subprocess.Popen([*command, *where], env=environment, preexec_fn=partial(die_with, os.getpid()))
+    try:
+        looks = 0
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return server.wait(LOOK_EVERY_S)
+            looks += 1
+            if looks % FIND_EVERY == 0:
+                view.find()
+            view.update()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.terminate()
+        server.wait()
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def report_run(layout: RunLayout, page: Path | None) -> int:
+    """Print the short form, and write the page if one is named.  Raises ConfigError: no run is here."""
+    report = read_report(layout, past_evaluations(layout) if layout.evaluations.is_dir() else {})
+    if page is None:
+        print(escaped("\n".join(as_text(report))))
+        return 0
+    from launch.view.report import write_report
+
+    num_bytes = write_report(page, report)
+    size = f"{counted(report.figures.num_steps, 'step')}, {counted(len(report.marks), 'event')}"
+    print(f"{page}: {size}, {num_bytes / 1e6:.1f} MB")
+    return 0

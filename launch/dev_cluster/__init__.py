@@ -1,1 +1,0 @@
-"""A private Slurm in one directory: real daemons, virtual nodes, fake GPUs.  See docs/dev_cluster.md."""

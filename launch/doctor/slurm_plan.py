@@ -1,0 +1,544 @@
+"""Refuse before submission what the cluster would refuse, or keep pending forever.
+
+Input: JobPlan and ClusterFacts.  Output: Findings.  Whether a component fits the cluster, sbatch --test-only says.
+`check_plan`, which is pure, finds what sbatch takes without a word although it never starts, or not well: limits that
+the site does not enforce at submission, components that do not fit together, settings of the cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from launch.doctor.site import Finding, check_directory
+from launch.plan.jobs import Component, Job, JobPlan
+from launch.plan.script import component_directives
+from launch.plan.site_file import slurm_time
+from launch.slurm.cluster_facts import (
+    PATIENCE_S,
+    Association,
+    ClusterFacts,
+    JobLimits,
+    NodeFacts,
+    PartitionFacts,
+    Qos,
+    ask_cluster,
+)
+from launch.slurm.commands import SlurmError, is_away
+from launch.slurm.sbatch import try_script
+from rlhpc.protocol.errors import ConfigError
+
+# ----------------------------------------------------------------------------------------------------------- job limits
+#
+# Hold a plan against the limits of QOS and accounts, which count whether or not the site file names a QOS.  Pure.
+#
+# Input: Component or JobPlan, and ClusterFacts.  Output: Findings.  As in Slurm, the first that sets a limit decides:
+# the partition's QOS, the job's own (before it with the flag OverPartQOS), then the user's share of the account and
+# every account above it.  Slurm takes jobs beyond most limits, and keeps them pending for ever.
+
+
+NORMAL = "normal"  # where neither the site nor the user has chosen a QOS
+_PER = {"job": "per job", "node": "per node and job", "user": "per user", "account": "per account", "group": "in all"}
+_RESOURCES = {"cpu": "cores", "mem": "GiB of memory", "node": "nodes"}
+_SMALLER = "a smaller size, or another `qos` or `account`"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A QOS or an account, and what it allows."""
+
+    key: str  # of the site file that chooses it: qos, partition, account
+    value: str
+    text: str
+    limits: JobLimits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The one that decides, of all that hold for a job."""
+
+    most: int
+    source: Source
+
+
+def qos_of(component: Component, facts: ClusterFacts, partition: str = "") -> Qos | None:
+    """Return the QOS that its job has, named or not; None: not known, or the site has none."""
+    name = component.allocation.qos
+    if name is None:
+        mine = association_of(component, facts, partition)
+        only = mine.qos[0] if mine is not None and len(mine.qos) == 1 else NORMAL
+        name = (mine.default_qos if mine is not None else "") or only
+    return next((qos for qos in facts.qos if qos.name == name), None)
+
+
+def association_of(component: Component, facts: ClusterFacts, partition: str = "") -> Association | None:
+    """Return the user's share of the account that its job is charged to; one of the partition goes first."""
+    account = (component.allocation.account or facts.default_account).lower()
+    mine = [each for each in facts.associations or () if each.account == account]
+    fits = [each for each in mine if each.partition == partition and partition] or [
+        each for each in mine if not each.partition
+    ]
+    return fits[0] if fits else None
+
+
+def sources_of(component: Component, partition: PartitionFacts | None, facts: ClusterFacts) -> list[list[Source]]:
+    """Return those whose limits hold for a component, by precedence; those in one list hold together."""
+    name = partition.name if partition is not None else ""
+    found = []
+    own = qos_of(component, facts, name)
+    if own is not None:
+        text = f"QOS {own.name!r}" + ("" if component.allocation.qos else ", its default,")
+        found.append([Source("qos", own.name, text, own.limits)])
+    theirs = next((qos for qos in facts.qos if partition is not None and qos.name == partition.qos), None)
+    if theirs is not None:
+        text = f"QOS {theirs.name!r} of partition {name!r}"
+        place = 1 if own is not None and "OverPartQOS" in own.flags else 0
+        found.insert(place, [Source("partition", name, text, theirs.limits)])
+    mine = association_of(component, facts, name)
+    if mine is not None:
+        above = _accounts_from(mine.account, facts)
+        found.append([Source("account", mine.account, f"account {mine.account!r}", mine.limits), *above])
+    return found
+
+
+def check_limits(component: Component, partition: PartitionFacts | None, facts: ClusterFacts) -> Iterator[Finding]:
+    """Find what one job of this component asks for beyond a limit: it would never start."""
+    if "limits" not in facts.enforced:
+        return
+    limit_of = partial(_limit_of, sources_of(component, partition, facts))
+    wall = limit_of("wall", "job")
+    if wall is not None and component.allocation.time_s > wall.most:
+        value, legal = slurm_time(component.allocation.time_s), f"legal: at most {slurm_time(wall.most)!r}"
+        text = f"{wall.source.text} allows {slurm_time(wall.most)}"
+        yield Finding(f"{component.name}.time", value, "fail", text, legal)
+    minutes = component.allocation.time_s // 60
+    for resource, wanted in _wanted(component).items():
+        on_node = {"node": wanted // component.nodes} if resource != "node" else {}
+        limits = [(scope, asks, limit_of("most", scope, resource)) for scope, asks in
+                  {"job": wanted, **on_node, "user": wanted, "account": wanted, "group": wanted}.items()]  # fmt: skip
+        over = [(limit.most, scope, asks, limit) for scope, asks, limit in limits if limit and asks > limit.most]
+        if over:
+            most, scope, asks, limit = min(over, key=lambda each: each[0])
+            text = f"{limit.source.text} allows {_amount(resource, most)} {_PER[scope]}"
+            legal = f"legal: at most {_amount(resource, most)}; {_SMALLER}"
+            yield Finding(_key(component, resource), _amount(resource, asks), "fail", text, legal)
+        least = limit_of("least", "job", resource)
+        if least is not None and wanted < least.most:
+            text = f"{least.source.text} takes only jobs of {_amount(resource, least.most)} or more"
+            yield Finding(_key(component, resource), _amount(resource, wanted), "fail", text, "legal: another `qos`")
+        for scope in ("job", "group"):
+            spent = limit_of("minutes", scope, resource)
+            if spent is not None and wanted * minutes > spent.most:
+                text = f"{_amount(resource, wanted)} for so long are more than the {spent.most:,} minutes of them that "
+                text += f"{spent.source.text} allows {'per job' if scope == 'job' else 'at once'}"
+                legal = f"legal: at most {slurm_time(60 * (spent.most // wanted))!r}; {_SMALLER}"
+                yield Finding(f"{component.name}.time", slurm_time(60 * minutes), "fail", text, legal)
+
+
+def check_limits_together(
+    plan: JobPlan, partitions: Mapping[str, PartitionFacts | None], facts: ClusterFacts
+) -> Iterator[Finding]:
+    """Find what all jobs of a plan need beyond a limit while each alone keeps to it.
+
+    partitions: of each component by name.  Every component of a heterogeneous job and every task of an array counts.
+    """
+    if "limits" not in facts.enforced:
+        return
+    sums = _sums(plan, partitions, facts)
+    for (key, value, scope, resource), together in sums.items():
+        limit, names = together.limit, " + ".join(dict.fromkeys(part.name for part in together.parts))
+        if limit is None or (together.needed <= limit.most and together.wanted <= limit.most) or together.is_told:
+            continue
+        allows = f"{limit.source.text} allows {_amount(resource, limit.most)} {_PER[scope]}"
+        if together.needed > limit.most:
+            text = f"{names} need {_amount(resource, together.needed)} at the same time, and {allows}"
+            yield Finding(f"{together.parts[0].name}.{key}", value, "fail", text, f"legal: {_SMALLER}")
+        else:
+            text = f"{names} request {_amount(resource, together.wanted)}, and {allows}: some generators will wait"
+            yield Finding(f"{together.parts[0].name}.{key}", value, "warn", text, "fewer replicas")
+
+
+def _sums(
+    plan: JobPlan, partitions: Mapping[str, PartitionFacts | None], facts: ClusterFacts
+) -> dict[tuple[str, str, str, str], _Sum]:
+    """Add up what components ask for under the same limit: by key and value of its source, of whom, of what."""
+    sums: dict[tuple[str, str, str, str], _Sum] = defaultdict(_Sum)
+    shares_nodes = len(plan.jobs) > 1  # a node counts once, and jobs of their own may share it
+    for job in plan.jobs:
+        for part in job.components:
+            sources, asked = sources_of(part, partitions.get(part.name), facts), _wanted(part) | {"": 1}
+            for resource, amount in asked.items():
+                what = "most" if resource else "running"
+                for scope in (
+                    ("user", "account", "group") if amount and not (resource == "node" and shares_nodes) else ()
+                ):
+                    limit = _limit_of(sources, what, scope, resource)
+                    if limit is not None:
+                        together = sums[limit.source.key, limit.source.value, scope, resource]
+                        together.add(part, limit, amount, job.array_size or 1)
+    return sums
+
+
+def most_submitted(plan: JobPlan, partitions: Mapping[str, PartitionFacts | None], facts: ClusterFacts) -> list[int]:
+    """Return the limits on the number of jobs in the queue that hold for any part of a plan."""
+    return [
+        limit.most
+        for part in plan.components
+        for scope in ("user", "account", "group")
+        if (limit := _limit_of(sources_of(part, partitions.get(part.name), facts), "submitted", scope)) is not None
+    ]
+
+
+class _Sum:
+    """Return what components that share a limit ask for."""
+
+    def __init__(self) -> None:
+        self.parts: list[Component] = []
+        self.limit: Limit | None = None
+        self.needed = self.wanted = 0  # without and with every further task of an array
+        self.is_told = False  # one alone is beyond it
+
+    def add(self, part: Component, limit: Limit, amount: int, num_tasks: int) -> None:
+        """Count one component."""
+        self.parts.append(part)
+        self.limit = limit
+        self.needed += amount
+        self.wanted += amount * num_tasks
+        self.is_told = self.is_told or amount > limit.most
+
+
+def _accounts_from(name: str, facts: ClusterFacts) -> list[Source]:
+    """Return an account and those above it: what they allow all their users holds for each."""
+    known, found = {each.name: each for each in facts.accounts}, []
+    while name in known:
+        account = known.pop(name)
+        groups = JobLimits(
+            {key: most for key, most in account.limits.numbers.items() if key[1] == "group"},
+            {key: most for key, most in account.limits.resources.items() if key[1] == "group"},
+        )
+        found.append(Source("account", name, f"account {name!r}", groups))
+        name = account.parent
+    return found
+
+
+def _limit_of(sources: list[list[Source]], what: str, scope: str, resource: str = "") -> Limit | None:
+    """Return the limit that decides, the lowest of those that hold together."""
+    for together in sources:
+        said = [
+            Limit(most, source)
+            for source in together
+            if (most := _said(source.limits, (what, scope), resource)) is not None
+        ]
+        if said:
+            return min(said, key=lambda limit: limit.most)
+    return None
+
+
+def _said(limits: JobLimits, key: tuple[str, str], resource: str) -> int | None:
+    return limits.resources.get(key, {}).get(resource) if resource else limits.numbers.get(key)
+
+
+def _wanted(component: Component) -> dict[str, int]:
+    """Return what one job of the component requests, by resource, without what the site adds."""
+    gpus = component.nodes * component.gpus_per_node
+    wanted = {
+        "node": component.nodes,
+        "cpu": component.num_tasks * component.cpus_per_task,
+        "mem": component.num_tasks * (component.memory_gib_per_task or 0) * 1024,
+        "gres/gpu": gpus,
+    }
+    if component.gres_type is not None:
+        wanted[f"gres/gpu:{component.gres_type.lower()}"] = gpus
+    unknown = ("mem",) if not component.memory_gib_per_task else ()  # the partition's default, or all of the node
+    return {name: amount for name, amount in wanted.items() if name not in unknown}
+
+
+def _amount(resource: str, amount: int) -> str:
+    if not resource:
+        return f"{amount} running job{'s' * (amount != 1)}"
+    if resource == "mem":
+        return f"{amount / 1024:.4g} {_RESOURCES[resource]}"
+    words = _RESOURCES.get(resource) or f"{resource.removeprefix('gres/gpu').removeprefix(':')} GPUs".strip()
+    return f"{amount} {words.removesuffix('s') if amount == 1 else words}"
+
+
+def _key(component: Component, resource: str) -> str:
+    """Return the key of the site file that a size comes from."""
+    has_gpus = component.name in ("trainer", "generation")
+    keys = {
+        "cpu": "cpus_per_gpu" if has_gpus else "cpus_per_task",
+        "mem": "memory_gib_per_gpu" if has_gpus else "memory_gib_per_task",
+        "node": "nodes",
+    }
+    return f"{component.name}.{keys.get(resource, 'gpus_per_node')}"
+
+
+# ---------------------------------------------------------------------------------------------------------- slurm check
+
+
+SHORTEST_JOB_AGE_S = 60  # below it a job that ended between two looks has never been seen
+
+
+def refuse_unfit(plan: JobPlan) -> None:
+    """Ask the cluster whether it would take the plan.
+
+    Raises ConfigError with one line for each failure: key, value, what is legal.  Raises SlurmError: slurmctld does not
+    answer, or Slurm is not here.
+    """
+    findings = [*check_directory(plan.cluster.shared_directory), *find_unfit(plan, ask_cluster())]
+    failures = [finding for finding in findings if finding.verdict == "fail"]
+    if failures:
+        raise ConfigError("\n".join(finding.line for finding in failures))
+
+
+def find_unfit(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
+    """All findings, and those of sbatch on components without a failure.  Raises SlurmError: no answer."""
+    findings = check_plan(plan, facts)
+    blamed = {finding.component for finding in findings if finding.verdict == "fail"}
+    return [*findings, *try_components(plan, facts, skip=blamed)]
+
+
+def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
+    """Return findings on what sbatch --test-only does not tell."""
+    findings = [finding for part in plan.components for finding in _in_partitions(part, facts)]
+    # Sums of what does not fit alone mean nothing.
+    if not any(finding.verdict == "fail" for finding in findings):
+        findings += [*_over_budget(plan, facts), *check_limits_together(plan, _partitions(plan, facts), facts)]
+    findings += [*_preemption(plan, facts), *_requeue(plan, facts), *_arrays(plan, facts), *_submissions(plan, facts)]
+    return [*findings, *_hidden(facts)]
+
+
+def try_components(plan: JobPlan, facts: ClusterFacts, skip: Collection[str] = ()) -> list[Finding]:
+    """`sbatch --test-only` of every component by itself; what waits for nodes that are away is a warning.
+
+    Raises SlurmError: slurmctld does not answer.
+    """
+    findings = []
+    with tempfile.TemporaryDirectory(prefix="rlhpc-") as scratch:
+        for component in [part for part in plan.components if part.name not in skip]:
+            script = Path(scratch, f"{component.name}.sbatch")
+            directives = list(component_directives(component))
+            lines = [f"#SBATCH {directive}" for directive in directives]
+            script.write_text("\n".join(["#!/bin/sh", *lines, "true", ""]), encoding="utf-8")
+            findings.append(_try(component, script, facts, f"it was asked for {' '.join(directives)}"))
+    return findings
+
+
+def _try(component: Component, script: Path, facts: ClusterFacts, asked: str) -> Finding:
+    key, value = f"{component.name}", "sbatch --test-only"
+    try:
+        try_script(script, PATIENCE_S)
+    except SlurmError as error:
+        if is_away(error):
+            raise SlurmError(
+                f"slurmctld does not answer, so {key} could not be checked ({error}); try again later"
+            ) from None
+        said = str(error).removeprefix("sbatch: ")
+        # Slurm says "configuration is not available" of what no node has, and of what no node has that is up.
+        nodes = [node for partition in partitions_of(component, facts) for node in facts.nodes_of(partition.name)]
+        may_be_away = not nodes or not all(node.is_up for node in nodes)
+        waits = "not available (" in said or ("node configuration is not available" in said and may_be_away)
+        remedy = "nodes may be down or drained" if waits else asked
+        return Finding(key, value, "warn" if waits else "fail", f"sbatch refuses it: {said}", remedy)
+    return Finding(key, value, "pass", "sbatch takes it")
+
+
+def partitions_of(component: Component, facts: ClusterFacts) -> list[PartitionFacts]:
+    """Return the partitions that are named, or the default one, without those that do not exist."""
+    named = component.allocation.partition or facts.default_partition or ""
+    return [found for name in named.split(",") if (found := facts.partition(name)) is not None]
+
+
+def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
+    if facts.hidden:
+        what = " and ".join(f"{kind}s" for kind in sorted(facts.hidden))
+        text = f"this site hides its {what}: they were not checked, except by sbatch"
+        yield Finding("slurm.PrivateData", facts.config.get("PrivateData", ""), "warn", text)
+
+
+# ------------------------------------------------------------------------------------- limits that Slurm does not tell
+
+
+def _in_partitions(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
+    """Limits beyond which most sites take a job and never start it.
+
+    If several partitions are named, what only some of them refuse is a warning.
+    """
+    if "partition" in facts.hidden:
+        yield from check_limits(component, None, facts)
+    problems = [list(_in_partition(component, partition, facts)) for partition in partitions_of(component, facts)]
+    is_refused = [any(problem.verdict == "fail" for problem in some) for some in problems]
+    for some in problems:
+        yield from some if all(is_refused) else (replace(problem, verdict="warn") for problem in some)
+
+
+def _in_partition(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
+    yield from _policy(component, partition, facts)
+    yield from check_limits(component, partition, facts)
+    qos, name, time_s = qos_of(component, facts), partition.name, component.allocation.time_s
+    flags = "" if qos is None else qos.flags  # a QOS may go beyond a partition's limits
+    most_s, most, least = partition.max_time_s, partition.max_nodes, partition.min_nodes
+    if most_s is not None and time_s > most_s and "PartitionTimeLimit" not in flags:
+        text, legal = f"partition {name!r} allows {slurm_time(most_s)}", f"legal: at most {slurm_time(most_s)!r}"
+        yield Finding(f"{component.name}.time", slurm_time(time_s), "fail", text, legal)
+    if most is not None and component.nodes > most and "PartitionMaxNodes" not in flags:
+        text = f"partition {name!r} allows {most} per job"
+        yield Finding(f"{component.name}.nodes", str(component.nodes), "fail", text, f"legal: at most {most}")
+    if component.nodes < least and "PartitionMinNodes" not in flags:
+        text = f"partition {name!r} requires at least {least}"
+        yield Finding(f"{component.name}.nodes", str(component.nodes), "fail", text, f"legal: {least} or more")
+
+
+def _policy(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
+    """Accounts and QOS that it takes.  Newer Slurm includes an account's children: a warning."""
+    account, qos = component.allocation.account or facts.default_account, qos_of(component, facts, partition.name)
+    if account and not _is_allowed(account.lower(), partition.allowed_accounts, partition.denied_accounts):
+        text = f"partition {partition.name!r} does not accept this account by its name: it may never start"
+        yield Finding(f"{component.name}.account", account, "warn", text, "another account or partition")
+    if qos is not None and not _is_allowed(qos.name, partition.allowed_qos, partition.denied_qos):
+        open_to = partition.allowed_qos or [each.name for each in facts.qos if each.name not in partition.denied_qos]
+        text = f"partition {partition.name!r} does not accept this QOS"
+        yield Finding(f"{component.name}.qos", qos.name, "fail", text, f"legal: {', '.join(open_to)}")
+
+
+def _is_allowed(name: str, allowed: tuple[str, ...] | None, denied: tuple[str, ...]) -> bool:
+    return name in allowed if allowed is not None else name not in denied
+
+
+# ---------------------------------------------------------------------------------------------------------------- sums
+
+
+def _over_budget(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
+    """Components together: each component of a heterogeneous job gets nodes of its own, other jobs share nodes."""
+    for job in plan.jobs:
+        if len(job.components) > 1:
+            yield from _distinct_nodes(job, facts)
+    if len(plan.jobs) > 1:
+        yield from _gpus_at_once(plan, facts)
+
+
+def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
+    """Hall's condition: no group of components asks for more nodes than all of the group's candidates are.
+
+    Slurm takes a job that breaks it, and lets it wait forever.  The smallest group to blame is told.
+    """
+    reach = {part.name: _nodes_with_its_gpus(part, facts) for part in job.components}
+    for size in range(2, len(job.components) + 1):
+        for group in itertools.combinations(job.components, size):
+            there = {name: node for part in group for name, node in reach[part.name].items()}
+            wanted, up = sum(part.nodes for part in group), sum(node.is_up for node in there.values())
+            names = " + ".join(f"{part.name} ({part.nodes})" for part in group)
+            if not all(reach[part.name] for part in group) or wanted <= up:
+                continue
+            legal = f"legal: up to {len(there)} nodes together, other partitions, or cluster.placement='jobs'"
+            if wanted > len(there):
+                text = f"components of one job need different nodes: {names} need {wanted}, there are {len(there)}"
+                yield Finding(f"{group[0].name}.partition", _partition_text(group[0]), "fail", text, legal)
+                return
+            text = f"{names} need {wanted} different nodes, and {up} of {len(there)} are up now"
+            yield Finding(f"{group[0].name}.partition", _partition_text(group[0]), "warn", text, "it will wait")
+
+
+def _nodes_with_its_gpus(component: Component, facts: ClusterFacts) -> dict[str, NodeFacts]:
+    """Nodes of its partitions by name, whatever state they are in, that have the GPUs that it needs of one."""
+    kind = component.gres_type
+    return {
+        node.name: node
+        for partition in partitions_of(component, facts)
+        for node in facts.nodes_of(partition.name)
+        if component.gpus_per_node <= (node.num_gpus if kind is None else node.gpus.get(kind, 0))
+    }
+
+
+def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
+    """Jobs that do not all fit at the same time run one after another, and wait for each other while they do."""
+    parts = [(part, job.array_size or 1) for job in plan.jobs for part in job.components if part.gpus_per_task]
+    there = {name: node for part, _ in parts for name, node in _nodes_with_its_gpus(part, facts).items()}
+    has, wanted = sum(node.num_gpus for node in there.values()), sum(p.gpus_per_node * p.nodes * n for p, n in parts)
+    if there and wanted > has:
+        text = f"trainer and generation request {wanted} GPUs, and there are {has}: some jobs will never start"
+        yield Finding("generation.partition", _partition_text(parts[-1][0]), "warn", text, "fewer replicas or ranks")
+
+
+def _partitions(plan: JobPlan, facts: ClusterFacts) -> dict[str, PartitionFacts | None]:
+    """The only partition of each component; None where there are several, of which one has to do."""
+    found = {part.name: partitions_of(part, facts) for part in plan.components}
+    return {name: partitions[0] if len(partitions) == 1 else None for name, partitions in found.items()}
+
+
+def _partition_text(component: Component) -> str:
+    return component.allocation.partition or "(default)"
+
+
+# ------------------------------------------------------------------------------------------------- how the cluster acts
+
+
+def _preemption(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
+    is_on = facts.config.get("PreemptType", "").rpartition("/")[2] not in ("", "none", "(null)")
+    for job in plan.jobs:
+        for part in job.components:
+            for partition in partitions_of(part, facts):
+                mode = partition.preempt_mode.split(",")[0]
+                if mode in ("OFF", "WITHIN") or not is_on:
+                    continue
+                key, value = f"{part.name}.partition", partition.name
+                if mode in ("SUSPEND", "GANG"):
+                    text = (
+                        f"its jobs are stopped for others ({mode}), keep their GPU memory, and the rest waits for them"
+                    )
+                    yield Finding(key, value, "warn", text, f"at most cluster.meet_s={plan.cluster.meet_s}")
+                    continue
+                if len(job.components) > 1:
+                    text = f"its jobs can be preempted ({partition.preempt_mode}), together with all components"
+                    yield Finding(key, value, "warn", text, "cluster.placement='jobs'")
+                elif "CANCEL" in partition.preempt_mode:
+                    text = "preempted jobs are cancelled, not requeued"
+                    yield Finding(key, value, "warn", text, "submit the job again after a preemption")
+
+
+def _requeue(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
+    if facts.config.get("JobRequeue") == "0" and plan.cluster.continuation == "requeue":
+        text = "this cluster requeues only jobs that ask for it (JobRequeue=0); ours do, the site may object"
+        yield Finding("cluster.continuation", "requeue", "warn", text, 'continuation = "successor"')
+    age = facts.config.get("MinJobAge", "").split()
+    if age and age[0].isdigit() and 0 < int(age[0]) < SHORTEST_JOB_AGE_S:
+        text = f"Slurm forgets a job {age[0]} s after its end (MinJobAge)"
+        has_accounting = facts.associations is not None
+        remedy = "" if has_accounting else "how jobs ended is known only from the run directory"
+        yield Finding("slurm.MinJobAge", age[0], "pass" if has_accounting else "warn", text, remedy)
+    scheduler = facts.config.get("SchedulerType", "sched/backfill")
+    if plan.placement == "hetjob" and scheduler != "sched/backfill":
+        text = f"only the backfill scheduler starts heterogeneous jobs, and this cluster has {scheduler}"
+        yield Finding("cluster.placement", "hetjob", "fail", text, "legal: 'jobs'")
+
+
+def _arrays(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
+    limit = facts.config.get("MaxArraySize", "")
+    for job in plan.jobs:
+        if job.array_size is None or not limit.isdigit() or job.array_size <= int(limit):
+            continue
+        if int(limit) == 0:
+            text = "this cluster allows no job arrays (MaxArraySize=0), which placement='jobs' needs for generators"
+            legal = "legal: 'hetjob'; `rlhpc scale` cannot be used here"
+            if plan.is_elastic:  # its placement is the run's, and not to blame
+                legal = "legal: the generators that the run was submitted with; `rlhpc scale` cannot be used here"
+            yield Finding("cluster.placement", plan.placement, "fail", text, legal)
+        else:
+            key, text = f"{job.name}.nodes", f"an array of {job.array_size} tasks, and MaxArraySize={limit} here"
+            yield Finding(key, str(job.array_size), "fail", text, f"legal: up to {limit} generators, or whole nodes")
+
+
+def _submissions(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
+    """Slurm counts components and array tasks one by one."""
+    if "limits" not in facts.enforced:
+        return
+    number = sum((job.array_size or 1) * len(job.components) for job in plan.jobs)
+    limits = most_submitted(plan, _partitions(plan, facts), facts)
+    if limits and number > min(limits):
+        text = f"Slurm counts {number} jobs, and at most {min(limits)} may be submitted at once (MaxSubmitJobs)"
+        yield Finding("cluster.placement", plan.placement, "warn", text, "fewer generators, or whole nodes for them")

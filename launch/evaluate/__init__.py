@@ -1,0 +1,1 @@
+"""Evaluations of checkpoints beside a run or after it: `rlhpc evaluate`."""

@@ -1,0 +1,256 @@
+"""`rlhpc evaluate`: sample a dataset with a model, judge the samples, say how good it is and how surely.
+
+Input: the words of the command.  Output: a directory with all samples and summary.json; figures on standard output.
+The same command again draws only what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.common.text import aligned, escaped, print_or_lose, say_or_lose, without_dots
+from launch.doctor.site import refuse_missing_software
+from launch.doctor.slurm_plan import refuse_unfit
+from launch.evaluate.evaluation import (
+    Evaluation,
+    Report,
+    caches_on_this_node,
+    evaluation_directory,
+    plan_evaluation,
+    wanted_samples,
+)
+from launch.evaluate.follow import follow_run, refuse_how, run_of
+from launch.evaluate.job import EvaluationJob, submit_following
+from launch.evaluate.request import find_target, requests_of, target_of_run, with_settings_of
+from launch.plan.site_file import Site, load_site
+from rlhpc.metrics.evaluations import (
+    NAME,
+    SUMMARY,
+    Estimate,
+    EvaluatedSample,
+    EvaluationSettings,
+    JudgedSample,
+    difference,
+    of_prompts,
+    read_samples,
+    read_settings,
+)
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.types import Verdict
+
+# -------------------------------------------------------------------------------------------------------------- compare
+#
+# `rlhpc compare FIRST SECOND`: is the second of two evaluated models better, and how surely?
+#
+# Input: directories of two evaluations on the same data.  Output: figures of the prompts that both have, and their
+# differences, prompt by prompt.
+
+
+# What has to be equal, or a difference would be of more than the models.
+ALIKE = ("inputs.data", "data.task", "data.prompt_template", "data.prompt_field", "data.system_prompt",
+         "data.use_chat_template", "data.reference_field", "data.environment", "inputs.corpus",
+         "generation.max_completion_tokens", "generation.stop", "temperature")  # fmt: skip
+ALIKE_BELOW = ("environment.", "composite.", "judge.", "instructions.")
+FEW = 20  # prompts; the interval of fewer says too much
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two models on the same prompts."""
+
+    first: str
+    second: str
+    num_prompts: int  # that both have samples of
+    figures: dict[str, tuple[float, float, Estimate]]  # of the first, of the second, and the difference
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        figures = {
+            name: {"first": one, "second": other, "difference": asdict(change)}
+            for name, (one, other, change) in self.figures.items()
+        }
+        return {"first": self.first, "second": self.second, "num_prompts": self.num_prompts, "figures": figures}
+
+    def as_text(self) -> str:
+        """A line for each figure."""
+        rows = [self._row(name, *values) for name, values in self.figures.items()]
+        heads = [f"first   {self.first}", f"second  {self.second}", f"{self.num_prompts} prompts that both have"]
+        return "\n".join([*heads, *aligned(rows)])
+
+    def _row(self, name: str, one: float, other: float, change: Estimate) -> tuple[str, ...]:
+        interval = f"[{change.low:+.3f}, {change.high:+.3f}]"
+        of = "" if change.num_prompts == self.num_prompts else f"of {change.num_prompts} prompts"
+        return f"  {name}", f"{one:.3f}", f"{other:.3f}", f"{change.value:+.3f}", interval, _verdict(change), of
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Returns the exit status.  Raises ConfigError, DataError."""
+    comparison = comparison_of(options.first, options.second)
+    print(json.dumps(comparison.as_json(), indent=1) if options.json else comparison.as_text())
+    return 0
+
+
+def comparison_of(first: Path, second: Path) -> Comparison:
+    """Raises ConfigError: no evaluation, one of something else, or no prompt that both have; DataError."""
+    settings = [_settings(path) for path in (first, second)]
+    _refuse_unlike(settings)
+    wanted = [_wanted(path, each) for path, each in zip((first, second), settings, strict=True)]
+    num_parts = 1 + any(map(_has_namesakes, wanted))
+    judged = [_judged(samples, num_parts) for samples in wanted]
+    common = sorted(judged[0].keys() & judged[1].keys())
+    if not common:
+        raise ConfigError(f"{first} and {second}: have no prompt in common")
+    numbers = {each.samples_per_prompt for each in settings}
+    one, other = (of_prompts([of_model[source] for source in common], min(numbers)) for of_model in judged)
+    if len(numbers) > 1:  # a majority of more votes is another figure
+        one.pop(f"maj@{min(numbers)}", None)
+    figures = {}
+    for name in (name for name in one if name in other):
+        places = sorted(one[name].keys() & other[name].keys())
+        values = [np.array([of_model[name][place] for place in places]) for of_model in (one, other)]
+        if places:
+            figures[name] = float(values[0].mean()), float(values[1].mean()), difference(*values)
+    return Comparison(settings[0].title, settings[1].title, len(common), figures)
+
+
+def _settings(directory: Path) -> EvaluationSettings:
+    settings = read_settings(directory)
+    if settings is None:
+        raise ConfigError(f"{directory}: not an evaluation (no {NAME}); `rlhpc evaluate` prints where it writes one")
+    return settings
+
+
+def _refuse_unlike(settings: Sequence[EvaluationSettings]) -> None:
+    first, second = (each.identity for each in settings)
+    keys = [*ALIKE, *(key for key in dict.fromkeys((*first, *second)) if key.startswith(ALIKE_BELOW))]
+    unlike = [f"{key}: {first.get(key)!r} and {second.get(key)!r}" for key in keys if first.get(key) != second.get(key)]
+    if unlike:
+        raise ConfigError(
+            "\n".join(["the two evaluations differ in more than the model:", *map("  {}".format, unlike)])
+        )
+
+
+def _wanted(directory: Path, settings: EvaluationSettings) -> list[EvaluatedSample]:
+    """All of an evaluation.  Raises ConfigError: some are missing."""
+    wanted = wanted_samples(settings, read_samples(directory))
+    if len(wanted) < settings.num_samples:  # those that are there first are short ones
+        raise ConfigError(
+            f"{directory}: {len(wanted)} of {settings.num_samples} samples are there; repeat its `rlhpc evaluate` "
+            "command to draw the others"
+        )
+    return wanted
+
+
+def _has_namesakes(samples: Sequence[EvaluatedSample]) -> bool:
+    """Whether files of one name lie in several directories, as those of splits may."""
+    files = {_file_of(each.source) for each in samples}
+    return len({file.name for file in files}) < len(files)
+
+
+def _judged(samples: Sequence[EvaluatedSample], num_parts: int) -> dict[str, list[JudgedSample]]:
+    """Samples by the record of their prompt, wherever the dataset lay; num_parts: of a path that tell files apart."""
+    found: defaultdict[str, list[JudgedSample]] = defaultdict(list)
+    for each in samples:
+        if each.verdict != Verdict.VERIFIER_ERROR.value:
+            sample = JudgedSample(each.verdict == Verdict.CORRECT.value, each.answer, each.reward)
+            found["/".join(Path(each.source).parts[-num_parts:])].append(sample)
+    return found
+
+
+def _file_of(source: str) -> Path:
+    """Without the line."""
+    return Path(source.rpartition(":")[0])
+
+
+def _verdict(change: Estimate) -> str:
+    """What the interval says."""
+    if change.num_prompts < FEW:
+        return "too few prompts"
+    if change.low > 0:
+        return "better"
+    return "worse" if change.high < 0 else "no difference shown"
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Returns the exit status.  Raises ConfigError, CheckpointError, DataError, RunDirectoryError, RoleFailed."""
+    if options.dry_run and options.site is None:
+        raise ConfigError("--dry-run: prints the script of a job; use it with --site")
+    refuse_how(options)
+    site = None if options.site is None else load_site(options.site)
+    if options.follow and site is not None:
+        return _submit_following(options, site)
+    if site is not None:
+        return _evaluate(options, site)
+    with caches_on_this_node():
+        return _evaluate(options, None)
+
+
+def _evaluate(options: argparse.Namespace, site: Site | None) -> int:
+    if options.follow:
+        return follow_run(options, partial(_show, options, indent=None), _tell)
+    target = find_target(without_dots(options.model), options.step)
+    if options.run is not None:
+        target = with_settings_of(target, without_dots(options.run))
+    if options.ema and target.checkpoint is None:
+        raise ConfigError(
+            f"--ema: {options.model} is an HF checkpoint; only what a run saves has an average of weights"
+        )
+    for evaluation in [plan_evaluation(target, each, runs_here=not site) for each in requests_of(options, target)]:
+        if site is None:
+            _show(options, evaluation.report(_tell, is_fresh=options.fresh), indent=1)
+        else:
+            _submit(evaluation, site, options)
+    return 0
+
+
+def _submit_following(options: argparse.Namespace, site: Site) -> int:
+    layout = run_of(options)
+    target = target_of_run(layout)
+    requests_of(options, target)
+    config = target.settings
+    assert config is not None  # a run has settings
+    job = EvaluationJob.following(config, site)
+    if options.dry_run:
+        print(job.script, end="")
+        return 0
+    _refuse_unfit(job, site)
+    submit_following(config, layout, site, None, _tell)
+    return 0
+
+
+def _show(options: argparse.Namespace, report: Report, indent: int | None) -> None:
+    print_or_lose(json.dumps(report.as_json(), indent=indent) if options.json else report.as_text())
+
+
+def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> None:
+    job = EvaluationJob.of(evaluation, site)
+    if options.dry_run:
+        print(job.script, end="")
+        return
+    _refuse_unfit(job, site)
+    with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=options.fresh, tell=_tell):
+        submitted = job.submit()
+        _tell(f"submitted job {submitted}; it says how far it is in {job.directory / f'job-{submitted}.log'}")
+        _tell(f"figures come into {job.directory / SUMMARY}; the same command without --site prints them")
+
+
+def _refuse_unfit(job: EvaluationJob, site: Site) -> None:
+    for line in refuse_missing_software(site):
+        _tell(line)
+    refuse_unfit(job.jobs)
+
+
+def _tell(line: str) -> None:
+    say_or_lose(f"rlhpc: {escaped(line)}")

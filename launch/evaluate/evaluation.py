@@ -1,0 +1,565 @@
+"""One evaluation on this machine: everything checked, samples drawn, figures written.
+
+Input: a target and a request.  Output: Report, and the files of the evaluation's directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.checks.model_files import refuse_made_up_tensors
+from launch.checks.preflight import preflight_sampling
+from launch.common.text import aligned, counted, span, without_dots
+from launch.doctor.gpus import gpus_here
+from launch.evaluate.request import Request, Target, evaluation_config, of_run_file, target_of
+from launch.plan.gpu_map import VARIABLE, GpuMap, map_gpus
+from launch.run_directory.inputs import look_at_data
+from launch.run_directory.owner import DirectoryLock, LockHeld, lock_directory
+from launch.run_files.records import last_error_in
+from launch.supervisor.local_run import private_temporary_directory
+from launch.supervisor.role_task import caches_below
+from rlhpc.base.files import PRIVATE, leave_deleted_directory, write_atomically
+from rlhpc.base.processes import die_with
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.rules import Config, with_values
+from rlhpc.config.tables import DataConfig
+from rlhpc.data.validation import DatasetSummary
+from rlhpc.metrics.evaluations import (
+    NAME,
+    SUMMARY,
+    Estimate,
+    EvaluatedSample,
+    EvaluationSettings,
+    JudgedSample,
+    estimates,
+    read_samples,
+    read_settings,
+)
+from rlhpc.protocol.errors import ConfigError, DataError, RoleFailed, RunDirectoryError
+from rlhpc.protocol.types import FinishReason, Verdict
+
+# ------------------------------------------------------------------------------------------------------------ directory
+#
+# The directory of an evaluation: one command at a time, one kind of samples.
+#
+# Input: settings, and what an earlier command has left.  Output: the directory, locked, ready to be continued.
+
+
+LOCK = RunLayout(Path()).lock.name
+_ADVICE = "--out DIRECTORY keeps both; --fresh deletes these samples"
+LONGEST_VALUE = 80  # characters of a value in a message
+
+
+class DirectoryInUse(RunDirectoryError):
+    """Another command is at work there."""
+
+
+@contextmanager
+def evaluation_directory(
+    directory: Path, settings: EvaluationSettings, *, is_fresh: bool, tell: Callable[[str], None]
+) -> Iterator[DirectoryLock]:
+    """Own the directory while the block runs, with these settings written to it.
+
+    is_fresh: delete what is there.  Raises DirectoryInUse; RunDirectoryError: it holds something else, or samples of
+    other settings; ConfigError: settings that cannot be read.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
+    unfinished = f".{NAME}."  # a command was killed while it wrote its settings
+    names = {path.name for path in directory.iterdir() if not path.name.startswith(unfinished)}
+    if names - {LOCK} and NAME not in names:
+        raise RunDirectoryError(f"{directory}: not empty, and not an evaluation; choose another directory with --out")
+    try:
+        lock = lock_directory(RunLayout(directory))
+    except LockHeld:
+        raise DirectoryInUse(f"{directory}: another `rlhpc evaluate` is running there") from None
+    try:
+        if not is_fresh or not _is_ours(directory):
+            _refuse_other_samples(directory, settings)
+        elif (directory / NAME).exists():
+            tell(f"{directory} is deleted, and the evaluation starts over")
+            _clear(directory)
+        settings.write(directory)
+        yield lock
+    finally:
+        lock.close()
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether its settings are those of an evaluation, perhaps of another version, if there are some."""
+    try:
+        document = json.loads((directory / NAME).read_bytes())
+    except FileNotFoundError:
+        return True
+    except ValueError:
+        return False
+    return isinstance(document, dict) and {"config", "samples_per_prompt"} <= document.keys()
+
+
+def unlike_samples(directory: Path, settings: EvaluationSettings) -> set[str]:
+    """By what samples that are there differ from those of these settings.  Raises ConfigError."""
+    before = read_settings(directory)
+    return set() if before is None else _unlike(before, settings)
+
+
+def _unlike(before: EvaluationSettings, now: EvaluationSettings) -> set[str]:
+    old, new = before.identity, now.identity
+    return {key for key in {*old, *new} if old.get(key) != new.get(key)}
+
+
+def _refuse_other_samples(directory: Path, now: EvaluationSettings) -> None:
+    try:
+        before = read_settings(directory)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{_ADVICE}" if _is_ours(directory) else str(error)) from error
+    if before is None:
+        return
+    old, new = before.identity, now.identity
+    lines = [
+        f"  {key}: {_shown(new.get(key))}, of the samples {_shown(old.get(key))}"
+        for key in sorted(_unlike(before, now))
+    ]
+    if lines:
+        head = f"{directory}: holds samples of another evaluation:"
+        raise RunDirectoryError("\n".join([head, *lines, _ADVICE]))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+def _clear(directory: Path) -> None:
+    """All but the lock; the settings last, so that a directory that is cleared in part is still known as ours."""
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == NAME):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+# -------------------------------------------------------------------------------------------------------------- preview
+#
+# What [[evaluation]] of a run file asks for, checked before a run starts.
+#
+# Input: Config.  Output: lines for people; a ConfigError for what an evaluation would fail by.
+
+
+def preview_evaluations(config: Config, *, roles_run_here: bool = True, has_gpus: bool = True) -> list[str]:
+    """A line for each table.  Raises ConfigError, whose text names the table.
+
+    roles_run_here: False where engines run in another environment than this process.  has_gpus: where they run.
+    """
+    target = target_of(config)
+    said = []
+    for request in of_run_file(config):
+        data, found = _look(target, request, roles_run_here, has_gpus)
+        said.append(f"evaluation  {request.name}: {counted(found.num_records, 'record')}")
+        said += [f"warning     [evaluation] {request.name}: {each}" for each in _doubts(config, request, data, found)]
+    return said
+
+
+def _doubts(config: Config, request: Request, data: DataConfig, found: DatasetSummary) -> Iterator[str]:
+    """Yield what an evaluation would say less than it seems to by."""
+    if request.prompts is not None and request.prompts > found.num_records:
+        yield f"prompts={request.prompts}, and the dataset has {counted(found.num_records, 'record')}: all are taken"
+    for trained in config.data:
+        if data.path and trained.path and data.path.resolve() == trained.path.resolve() and data.split == trained.split:
+            yield f"path={str(data.path)!r} is what data.path trains on: its figures say how well that was remembered"
+
+
+def _look(target: Target, request: Request, roles_run_here: bool, has_gpus: bool) -> tuple[DataConfig, DatasetSummary]:
+    try:
+        settings = evaluation_config(target, request.data, request.words, has_gpus=has_gpus)
+        return settings.data[0], preflight_sampling(settings, roles_run_here=roles_run_here).datasets[0]
+    except ConfigError as error:
+        raise ConfigError(f"[evaluation] {request.name}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+#
+# The processes of an evaluation: started, watched, ended.
+#
+# Input: the directory of an evaluation, GPUs.  Output: logs and samples in the directory.  A process that fails ends
+# the others; all end with this one.
+
+
+BLOCK_BYTES = 1 << 20
+LOOK_S = 0.2
+FIRST_WORD_S, WORD_S = 10.0, 30.0  # between two lines about progress: at first, and later
+END_S = 10.0  # for a process that was asked to end; then it is killed
+
+
+@contextmanager
+def caches_on_this_node() -> Iterator[None]:
+    """In a job of Slurm's: engines started meanwhile compile once, and not into a home directory on a network.
+
+    Like those of a run (role_task.py).  What the user's environment says of a cache is left as it is.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        yield
+        return
+    directory = private_temporary_directory()
+    places = {variable: place for variable, place in caches_below(directory).items() if variable not in os.environ}
+    os.environ.update(places)
+    try:
+        yield
+    finally:
+        for variable in places:
+            os.environ.pop(variable, None)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def sample_all(
+    directory: Path, settings: EvaluationSettings, gpus: GpuMap, descriptor: int, tell: Callable[[str], None]
+) -> None:
+    """Draw the missing samples with as many processes as generation.num_replicas says.
+
+    descriptor: of the directory's lock, which they keep.  Raises RoleFailed; KeyboardInterrupt for SIGTERM too.
+    """
+    num_shares = settings.config.generation.num_replicas
+    count = _SampleCount(directory)
+    progress = _Progress(settings.num_samples, count.look(), tell)
+    with ExitStack() as stack:
+        temporary = private_temporary_directory()
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        stack.enter_context(_sigterm_interrupts())
+        running: dict[int, subprocess.Popen[bytes]] = {}
+        stack.callback(lambda: end_all(running.values(), END_S))
+        for index in range(num_shares):
+            running[index] = _start(directory, index, num_shares, gpus, descriptor, temporary)
+        while running:
+            time.sleep(LOOK_S)
+            progress.show(count.look())
+            for index, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[index]
+                if process.returncode != 0:
+                    raise RoleFailed(_why(directory, index, process.returncode))
+
+
+def _log(directory: Path, index: int) -> Path:
+    return directory / f"evaluator-{index}.log"
+
+
+def _start(
+    directory: Path, index: int, num_shares: int, gpus: GpuMap, descriptor: int, temporary: Path
+) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    if (devices := gpus.variable(f"generator-{index}")) is not None:
+        environment[VARIABLE] = devices
+    words = [sys.executable, "-P", "-m", "rlhpc.roles.evaluator", str(directory), "--share", f"{index}/{num_shares}"]
+    leave_deleted_directory(directory)
+    with _log(directory, index).open("ab") as log:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then asks the others
+            pass_fds=(descriptor,),
+            preexec_fn=partial(die_with, os.getpid()),  # this process has one thread
+        )
+
+
+def end_all(processes: Collection[subprocess.Popen[bytes]], patience_s: float) -> None:
+    """Ask them to end; each that has not after its time is killed."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _why(directory: Path, index: int, status: int) -> str:
+    log = _log(directory, index)
+    words = last_error_in(log)
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    return f"evaluator-{index} ended with {how}: {words or 'its log says no more'}; see {log}"
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Slurm's and a user's `kill` are Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _SampleCount:
+    """How many samples all processes have written: counts lines, and reads none again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self._num_lines = 0
+
+    def look(self) -> int:
+        """Whole lines of all files.  Raises OSError."""
+        for path in self._directory.glob("samples-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                while block := file.read(BLOCK_BYTES):
+                    self._num_lines += block.count(b"\n")
+                self._read[path] = file.tell()
+        return self._num_lines
+
+
+class _Progress:
+    """Tells from time to time how far it has got."""
+
+    def __init__(self, num_samples: int, num_done: int, tell: Callable[[str], None]) -> None:
+        self._num_samples, self._first, self._tell = num_samples, num_done, tell
+        self._told_s, self._pause_s = time.monotonic(), FIRST_WORD_S
+        self._began: tuple[float, int] | None = None  # when the first new sample was there, and how many there were
+
+    def show(self, num_done: int) -> None:
+        now = time.monotonic()
+        if self._began is None and num_done > self._first:
+            self._began = now, num_done
+        if now - self._told_s < self._pause_s:
+            return
+        self._told_s, self._pause_s = now, WORD_S
+        left = "" if self._began is not None else ", engines are starting"
+        if self._began is not None and num_done > self._began[1]:
+            rate = (num_done - self._began[1]) / (now - self._began[0])
+            left = f", {span(int((self._num_samples - num_done) / rate))} left"
+        self._tell(f"{num_done} of {self._num_samples} samples{left}")
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+#
+# The figures of an evaluation: a table for people, and summary.json.
+#
+# Input: settings and samples.  Output: text and a document.
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of an evaluation."""
+
+    title: str
+    temperature: float
+    samples_per_prompt: int
+    num_prompts: int
+    figures: dict[str, Estimate]
+    mean_tokens: float  # of a completion
+    truncated_share: float  # of completions
+    num_not_judged: int  # samples with a verifier error
+
+    def as_json(self) -> dict[str, Any]:
+        """summary.json."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """A line for each figure, with its interval of 95 %."""
+        how = "the most likely tokens" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        lines = [
+            f"{self.title}: {counted(self.num_prompts, 'prompt')} × {counted(self.samples_per_prompt, 'sample')}, {how}"
+        ]
+        rows = [
+            (f"  {name}", f"{each.value:.3f}", f"[{each.low:.3f}, {each.high:.3f}]", self._of_prompts(each))
+            for name, each in self.figures.items()
+        ]
+        lines += aligned(rows)
+        lines.append(f"  {self.mean_tokens:.0f} tokens on average, {100 * self.truncated_share:.1f} % cut off")
+        if self.num_not_judged:
+            lines.append(f"  left out: {counted(self.num_not_judged, 'sample')} that no verifier could judge")
+        return "\n".join(lines)
+
+    def _of_prompts(self, estimate: Estimate) -> str:
+        return "" if estimate.num_prompts == self.num_prompts else f"of {estimate.num_prompts} prompts"
+
+
+def wanted_samples(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) -> list[EvaluatedSample]:
+    """Those that the settings ask for, each once; an earlier command may have asked for more.
+
+    Without their texts, which are most of them and in no figure.
+    """
+    found = {
+        (each.prompt, each.sample): replace(each, completion="", detail="", parts={})
+        for each in samples
+        if each.prompt < settings.num_prompts and each.sample < settings.samples_per_prompt
+    }
+    return [*found.values()]
+
+
+def report_of(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) -> Report | None:
+    """None: some of the samples that the settings ask for are missing."""
+    found = wanted_samples(settings, samples)
+    if len(found) < settings.num_samples:
+        return None
+    judged: defaultdict[int, list[JudgedSample]] = defaultdict(list)
+    for each in found:
+        if each.verdict != Verdict.VERIFIER_ERROR.value:
+            is_correct = each.verdict == Verdict.CORRECT.value
+            judged[each.prompt].append(JudgedSample(is_correct, each.answer, each.reward))
+    return Report(
+        title=settings.title,
+        temperature=settings.temperature,
+        samples_per_prompt=settings.samples_per_prompt,
+        num_prompts=settings.num_prompts,
+        figures=estimates([judged[prompt] for prompt in range(settings.num_prompts)], settings.samples_per_prompt),
+        mean_tokens=float(np.mean([each.num_tokens for each in found])),
+        truncated_share=float(np.mean([each.finish_reason == FinishReason.LENGTH.value for each in found])),
+        num_not_judged=len(found) - sum(map(len, judged.values())),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+
+MODEL = "model"  # in the directory, while samples are drawn: weights of a run's checkpoint as an HF checkpoint
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What is to be evaluated, on what, and where samples go."""
+
+    target: Target
+    request: Request
+    settings: EvaluationSettings
+    directory: Path
+
+    def report(
+        self,
+        tell: Tell,
+        *,
+        is_fresh: bool = False,
+        done: Callable[[Report, Path], None] = lambda report, model: None,
+        remind: Callable[[], None] = lambda: None,
+    ) -> Report:
+        """The figures; draws what is missing.
+
+        done: called with new figures and the HF checkpoint of the model, which it may move away.
+        remind: called twice a minute while samples are drawn, and then alone; it may raise.
+        Raises CheckpointError, RunDirectoryError, RoleFailed; KeyboardInterrupt that says how far it has got.
+        """
+        directory, settings, attempt = self.directory, self.settings, self.target.attempt
+        with evaluation_directory(directory, settings, is_fresh=is_fresh, tell=tell) as lock:
+            report = report_of(settings, read_samples(directory))
+            if report is None or not (directory / SUMMARY).exists():  # then `done` has not been called to its end
+                try:
+                    report = self._draw(tell, lock.descriptor, done, remind)
+                except KeyboardInterrupt:
+                    raise KeyboardInterrupt(self._how_far()) from None
+                finally:
+                    shutil.rmtree(directory / MODEL, ignore_errors=True)
+            document = report.as_json() | ({} if attempt is None else {"attempt": attempt})
+            write_atomically(directory / SUMMARY, json.dumps(document, indent=1).encode())
+            tell(f"all samples are in {directory}")
+        return report
+
+    def _how_far(self) -> str:
+        """For whoever has interrupted it; nothing that is wrong with the samples may come between."""
+        try:
+            number = sum(1 for _ in read_samples(self.directory))
+        except (DataError, OSError):
+            return f"{self.directory}: its samples cannot be counted"
+        where = f"{number} of {self.settings.num_samples} samples are in {self.directory}"
+        return f"{where}; the same command draws the others"
+
+    def _draw(
+        self, tell: Tell, descriptor: int, done: Callable[[Report, Path], None], remind: Callable[[], None]
+    ) -> Report:
+        directory = self.directory
+
+        def tell_in_time(line: str) -> None:
+            remind()
+            tell(line)
+
+        gpus = map_gpus(self.settings.config, gpus_here(os.environ))
+        shutil.rmtree(directory / MODEL, ignore_errors=True)  # of a command that was killed
+        model = self.target.weights(directory / MODEL)
+        settings = replace(self.settings, config=with_values(self.settings.config, {"model.path": model}))
+        settings.write(directory)
+        sample_all(directory, settings, gpus, descriptor, tell_in_time)
+        report = report_of(settings, read_samples(directory))
+        if report is None:
+            raise RoleFailed(f"{directory}: its processes were asked to end; the same command draws the other samples")
+        done(report, model)
+        return report
+
+
+def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True) -> Evaluation:
+    """Everything that is asked for, checked; writes nothing.  Raises ConfigError, DataError.
+
+    runs_here: False where its processes run on another machine.
+    """
+    target = replace(target, is_average=request.is_average)
+    gpus = gpus_here(os.environ) if runs_here else None
+    config = evaluation_config(target, request.data, request.words, has_gpus=gpus is None or bool(gpus.words))
+    if gpus is not None:
+        map_gpus(config, gpus)
+    findings = preflight_sampling(config, roles_run_here=runs_here)
+    refuse_made_up_tensors(config.model.path, findings.model)
+    num_records = findings.datasets[0].num_records
+    settings = EvaluationSettings(
+        config=config,
+        title=f"{target.title} on {request.name}",
+        samples_per_prompt=request.samples,
+        num_prompts=min(num_records, request.prompts or num_records),
+        temperature=request.temperature,
+        inputs={
+            "model": target.digest,
+            "data": [entry.digest for entry in look_at_data(request.data, config.data[0].split).values()],
+            **_corpus(config),
+            **_judge_template(config),
+        },
+    )
+    directory = request.out or target.home / f"{target.title}-{request.name}"
+    return Evaluation(target, request, settings, without_dots(directory))
+
+
+def delete_exports(evaluations: Path) -> None:
+    """Weights that killed commands have left below this directory; nothing that a command of now is at work with."""
+    for model in evaluations.glob(f"*/{MODEL}"):
+        if (model.parent / NAME).exists():
+            with suppress(LockHeld):
+                lock = lock_directory(RunLayout(model.parent))
+                shutil.rmtree(model, ignore_errors=True)
+                lock.close()
+
+
+def _corpus(config: Config) -> dict[str, list[str]]:
+    """The digest of what environments search, if anything."""
+    corpus = config.environment.corpus
+    return {} if corpus is None else {"corpus": [entry.digest for entry in look_at_data(corpus).values()]}
+
+
+def _judge_template(config: Config) -> dict[str, str]:
+    """The digest of the file that says what the judge is asked, if one does.  Raises ConfigError."""
+    file = config.judge.template_file
+    if not file or not any("llm_judge" in config.parts_of(task) for task in config.data_tasks):
+        return {}
+    try:
+        return {"judge.template_file": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+    except OSError as error:
+        raise ConfigError(f"judge.template_file={file!r} cannot be read: {error.strerror}") from error

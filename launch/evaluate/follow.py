@@ -1,0 +1,320 @@
+"""`rlhpc evaluate RUN_DIR [DATA] --follow`: evaluate what a run saves, while it trains.
+
+Input: a run directory, and which datasets.  Output: an evaluation of the newest checkpoint, again and again until the
+run is over; curves for TensorBoard; the best model so far, as an HF checkpoint; an end of the run where it gets no
+better.  A checkpoint is one weight version, and engines of our own sample it: the run does not notice.  All state is in
+the evaluations on disk.
+
+    RUN_DIR/evaluations/tensorboard/…                  evaluation/NAME/FIGURE against the step
+    RUN_DIR/evaluations/best-NAME/, rlhpc_figures.json in it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from launch.common.text import without_dots
+from launch.evaluate.evaluation import (
+    DirectoryInUse,
+    Evaluation,
+    Report,
+    delete_exports,
+    plan_evaluation,
+    unlike_samples,
+)
+from launch.evaluate.job import TimeIsUp, TimeWarning, go_on_later, is_following_job, look_again_later
+from launch.evaluate.request import Request, checkpoint_digest, find_target, requests_of, target_of_run
+from launch.run_files.records import read_job_records
+from launch.run_files.run_state import is_complete, read_progress, wants_abort, wants_stop
+from launch.slurm.queue import look_at_jobs
+from launch.view.standing import past_evaluations, past_values
+from rlhpc.base.files import write_atomically
+from rlhpc.base.patience import patiently
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.metrics.tensorboard import TensorBoardWriter
+from rlhpc.protocol.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
+from rlhpc.training.checkpoint_directory import KnownCheckpoints, Timeline
+
+FIGURES = "rlhpc_figures.json"  # in the best model's directory
+LOOK_S = 5.0
+ASK_S, ASK_SOON_S = 60.0, 10.0  # between two questions to Slurm; where the run was asked to stop
+SURE = 2  # answers of Slurm in a row that nothing is left
+MOST_FAILURES = 3  # evaluations in a row whose engines or disk failed; then the command fails
+Tell = Callable[[str], None]
+Show = Callable[[Report], None]
+
+
+def refuse_how(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options that mean nothing with, or without, --follow."""
+    if options.follow:
+        if options.run is not None:
+            raise ConfigError(f"--run {options.run}: not with --follow, which follows a run with its own settings")
+        for option, value in (("--step", options.step), ("--out", options.out)):
+            if value is not None:
+                raise ConfigError(f"{option} {value}: not with --follow, which evaluates the newest checkpoints")
+        if options.site is not None and options.data is not None:
+            raise ConfigError(
+                f"--site {options.site}: not with a dataset: a job that follows a run evaluates its [[evaluation]]"
+            )
+        return
+    of_following = {"--every": options.every, "--keep-best": options.keep_best, "--stop-after": options.stop_after}
+    for option, value in of_following.items():
+        if value is not None:
+            raise ConfigError(f"{option} {value}: legal with --follow only")
+
+
+def run_of(options: argparse.Namespace) -> RunLayout:
+    """The run that is followed.  Raises RunDirectoryError: there is none."""
+    layout = RunLayout(without_dots(options.model))
+    layout.require_run()
+    return layout
+
+
+def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
+    """Returns 0 when the run is over, 1 when it has given no sign of life for too long.
+
+    In a Slurm job of its own it goes back into the queue before its time limit.
+    """
+    layout = run_of(options)
+    try:
+        with TimeWarning(layout) as warning:
+            following = partial(_follow, layout, options, show, tell, warning.remind)
+            return patiently(following, layout.root)
+    except TimeIsUp:
+        return go_on_later(layout, tell)
+
+
+def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Tell, remind: Callable[[], None]) -> int:
+    courses = [Course(layout, request, remind) for request in requests_of(options, target_of_run(layout))]
+    life = Life(layout, options.patience_s)
+    delete_exports(layout.evaluations)
+    curves = Curves(layout.evaluations / "tensorboard")
+    try:
+        while True:
+            remind()
+            is_over, has_tried = life.is_over, False
+            for course in courses:
+                step = course.due(is_last=is_over)
+                if step is not None and course.evaluate(step, curves, show, tell):
+                    has_tried = True
+                    if course.is_no_better(tell) and not life.is_over:
+                        write_atomically(layout.stop_request, b"")  # whoever runs it sees to it
+                        tell(f"{layout.root}: asked to finish its step, save and end, as `rlhpc stop` does")
+                        return 0
+            if has_tried:  # what was newest then is perhaps not even there any more
+                continue
+            if is_over and not any(course.is_waiting for course in courses):
+                return 0
+            if not life.shows and not (is_following_job(layout) and life.has_jobs is None):
+                if life.has_jobs and is_following_job(layout):
+                    return look_again_later(layout, tell)
+                tell(f"{layout.root}: no sign of life for {options.patience_s:g} s; not followed any more")
+                return 1
+            time.sleep(LOOK_S)
+    finally:
+        curves.close()
+
+
+class Curves:
+    """Figures for TensorBoard."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._writer = directory, TensorBoardWriter(directory)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Write these, in another file if `rlhpc run --fresh` has deleted the one before with the run directory."""
+        if not self._writer.path.exists():
+            self.close()
+            self._writer = TensorBoardWriter(self._directory)
+        self._writer.scalars(step, values)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is buffered, and close the file."""
+        self._writer.close()
+
+
+class Course:
+    """A dataset, from checkpoint to checkpoint."""
+
+    def __init__(self, layout: RunLayout, request: Request, remind: Callable[[], None] = lambda: None) -> None:
+        """remind: called while samples are drawn; what it raises ends the evaluation, which can be continued."""
+        self._layout, self._request, self._remind = layout, request, remind
+        self._tried: set[tuple[int, str]] = set()  # steps and digests of checkpoints
+        self._failures = 0  # in a row
+        self.has_new = False  # figures that nobody has judged
+        self.is_waiting = False  # for another command that evaluates the same
+
+    def due(self, *, is_last: bool) -> int | None:
+        """The newest step, if it is far enough from the last one, or if no other will come."""
+        try:
+            steps = [step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps()]
+            past = past_evaluations(self._layout).get(self._request.name, {})
+        except OSError:  # begun anew at this moment, or its file server is away
+            return None
+        newest = max(steps, default=None)
+        if newest is None or (newest, self._digest(newest)) in self._tried:
+            return None
+        before = [step for step in past if step < newest]
+        far = 1 if is_last else self._request.every
+        return newest if not before or newest >= max(before) + far else None
+
+    def evaluate(self, step: int, curves: Curves, show: Show, tell: Tell) -> bool:
+        """Evaluate the checkpoint of a step, or say why not; False: another command does, and it is to be tried again.
+
+        Raises RoleFailed or OSError when the engines or the disk have failed several times in a row.
+        """
+        place = step, self._digest(step)
+        try:
+            evaluation = plan_evaluation(find_target(self._layout.root, step), self._request)
+            # A run that went back to an older step comes by this one again, with another model.
+            unlike = unlike_samples(evaluation.directory, evaluation.settings)
+            if unlike - {"inputs.model"}:
+                self._tried.add(place)
+                tell(f"step {step} is not evaluated: {evaluation.directory} holds samples of other {', '.join(unlike)}")
+                return True
+            done = partial(self._done, step, evaluation, curves, tell)
+            report = evaluation.report(tell, is_fresh=bool(unlike), done=done, remind=self._remind)
+        except DirectoryInUse as error:
+            if not self.is_waiting:
+                tell(f"step {step}: {error}; tried again until it is done")
+            self.is_waiting = True
+            return False
+        except (CheckpointError, FileNotFoundError, RunDirectoryError) as error:
+            # The run has deleted it, or somebody else's files are there; the next one comes.
+            tell(f"step {step} is not evaluated: {error}")
+        except (RoleFailed, OSError) as error:  # a full disk or a file server: perhaps only now
+            self._failures += 1
+            if self._failures == MOST_FAILURES:
+                raise
+            tell(f"step {step} is not evaluated: {error}")
+        else:
+            self._failures = 0
+            show(report)
+        self.is_waiting = False
+        self._tried.add(place)
+        return True
+
+    def is_no_better(self, tell: Tell) -> bool:
+        """Whether the run is to be stopped, judged by new figures: old ones are known to whoever has resumed it."""
+        request, has_new, self.has_new = self._request, self.has_new, False
+        if not has_new or request.best is None or request.stop_after is None:
+            return False
+        past = past_values(self._layout, request.name, request.best)
+        if not _is_no_better(past, request.stop_after):
+            return False
+        tell(f"{request.best} is no better than {max(past.values()):.3f} for {request.stop_after} evaluations")
+        return True
+
+    def _digest(self, step: int) -> str:
+        """ "": the checkpoint is not there."""
+        try:
+            return checkpoint_digest(self._layout.checkpoint(step))
+        except OSError:
+            return ""
+
+    def _done(self, step: int, evaluation: Evaluation, curves: Curves, tell: Tell, report: Report, model: Path) -> None:
+        name, best = f"evaluation/{self._request.name}", self._request.best
+        curves.add(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
+        self.has_new = True
+        if best is not None and best not in report.figures:
+            tell(f"step {step} has no {best}: too few samples could be judged, or no answers are named")
+        elif best is not None:
+            _keep_if_best(self._layout, step, evaluation, report, model, best, tell)
+
+
+def _keep_if_best(
+    layout: RunLayout, step: int, evaluation: Evaluation, report: Report, model: Path, figure: str, tell: Tell
+) -> None:
+    name, value = evaluation.request.name, report.figures[figure].value
+    place = layout.evaluations / f"best-{name}"
+    old = place.with_name(f".{place.name}.old")
+    if old.exists() and not place.exists():  # a command was killed between the two renames below
+        old.rename(place)
+    if value <= _kept_value(layout, place, figure):
+        return
+    document = report.as_json() | {"step": step, "attempt": evaluation.target.attempt}
+    write_atomically(model / FIGURES, json.dumps(document, indent=1).encode())
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        place.rename(old)
+    model.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+    tell(f"{place}: the best model so far, {figure} {value:.3f}")
+
+
+def _kept_value(layout: RunLayout, place: Path, figure: str) -> float:
+    """Of the model that is kept; −∞: none is, or one of a step that has been undone."""
+    try:
+        document = json.loads((place / FIGURES).read_bytes())
+        is_undone = Timeline.read(layout.attempts).undone_by(document["step"], document["attempt"]) is not None
+        return -math.inf if is_undone else float(document["figures"][figure]["value"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -math.inf
+
+
+def _is_no_better(past: dict[int, float], num_evaluations: int) -> bool:
+    values = list(past.values())
+    if len(values) <= num_evaluations:
+        return False
+    return max(values[-num_evaluations:]) <= max(values[:-num_evaluations])
+
+
+class Life:
+    """Whether a run goes on, by the file that its controller writes twice a second."""
+
+    def __init__(self, layout: RunLayout, patience_s: float) -> None:
+        self._layout, self._patience_s = layout, patience_s
+        self._seen, self._seen_s = -1, time.monotonic()
+        self._began_s = self._asked_s = self._seen_s
+        self._has_jobs: bool | None = None
+        self._none_left = 0  # answers in a row
+
+    @property
+    def is_over(self) -> bool:
+        """True once it is complete, or has been stopped since we look, or none of its Slurm jobs is left."""
+        if is_complete(self._layout):
+            return True
+        if self._jobs:  # their controllers leave as if stopped before a time limit, too
+            return self.has_jobs is False and (self._was_asked or self._none_left >= SURE)
+        progress = read_progress(self._layout)
+        return progress is not None and progress.is_over and progress.age_s < time.monotonic() - self._began_s
+
+    @property
+    def has_jobs(self) -> bool | None:
+        """Whether one of its Slurm jobs was left when Slurm was asked last; None: Slurm did not say."""
+        jobs = self._jobs
+        if not jobs:
+            return False
+        if time.monotonic() - self._asked_s >= (ASK_SOON_S if self._was_asked else ASK_S):
+            self._asked_s, look = time.monotonic(), look_at_jobs(jobs)
+            self._has_jobs = None if look.trouble else any(row.state.is_alive for row in look.rows)
+            self._none_left = self._none_left + 1 if self._has_jobs is False else 0
+        return self._has_jobs
+
+    @property
+    def shows(self) -> bool:
+        """False once it has shown nothing for too long."""
+        now, changed = time.monotonic(), -1
+        with suppress(OSError):  # none, or not to be looked at now
+            changed = self._layout.status.stat().st_mtime_ns
+        if changed != self._seen:
+            self._seen, self._seen_s = changed, now
+        return now - self._seen_s < self._patience_s
+
+    @property
+    def _jobs(self) -> list[int]:
+        return [record.job_id for record in read_job_records(self._layout)]
+
+    @property
+    def _was_asked(self) -> bool:
+        """To stop."""
+        return wants_stop(self._layout) or wants_abort(self._layout)

@@ -1,0 +1,373 @@
+"""What is to be evaluated on which dataset, and how: as a command says it, or a table [[evaluation]] of a run file.
+
+Input: options, or a Config.  Output: Requests, checked as far as they go without model and data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launch.run_directory.inputs import look_at_model
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import load_config, read_resolved, settled
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import AGENT, COLDEST, DataConfig
+from rlhpc.config.toml import toml_value
+from rlhpc.protocol.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from rlhpc.training.checkpoint_directory import COMPLETE, Fate, KnownCheckpoints
+
+# --------------------------------------------------------------------------------------------------------------- target
+#
+# The model that is evaluated: an HF checkpoint, or what a run has saved.
+#
+# Input: a path.  Output: a Target, which says what an evaluation of it begins with, and gives its weights as an HF
+# checkpoint.
+
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model, and the settings that come with it."""
+
+    title: str  # for people, also in the names of files
+    home: Path  # directory for evaluations of it, unless the user says otherwise
+    settings: Config | None  # of the run that it is from
+    checkpoint: Path | None  # a step of that run; None: `model` is an HF checkpoint
+    model: Path  # HF checkpoint: the model itself, or what the run began with
+    is_average: bool = False  # the moving average of that step's weights
+    attempt: int | None = None  # of the run, that wrote the checkpoint; None: it is none, or does not say
+
+    @property
+    def digest(self) -> Any:
+        """Of everything that the model is.  Raises OSError, RunDirectoryError."""
+        if self.checkpoint is None:
+            return {name: entry.digest for name, entry in look_at_model(self.model).items()}
+        return checkpoint_digest(self.checkpoint) + ("-average" if self.is_average else "")
+
+    def weights(self, place: Path) -> Path:
+        """An HF checkpoint with its weights, which are verified; one that has to be written is `place`.
+
+        Raises CheckpointError, ConfigError.
+        """
+        if self.checkpoint is None:
+            return self.model
+        # Loads torch, which an evaluation of an HF checkpoint and one that is complete do not need here.
+        from rlhpc.training.checkpoint_export import export_hf
+
+        try:
+            export_hf(self.checkpoint, self.model, place, is_average=self.is_average)
+        except DamagedCheckpoint as error:
+            raise CheckpointError(f"{error}; `rlhpc evaluate RUN_DIR DATA --step N` takes another") from error
+        return place
+
+
+def checkpoint_digest(checkpoint: Path) -> str:
+    """Of all its files, by the record of their checksums.  Raises OSError."""
+    return hashlib.blake2b((checkpoint / COMPLETE).read_bytes(), digest_size=16).hexdigest()
+
+
+def find_target(path: Path, step: int | None) -> Target:
+    """path: HF checkpoint, run directory, or a checkpoint in one.  step: of a run; None: the newest complete one.
+
+    Of a checkpoint sizes are compared and nothing is read: Target.weights verifies what it needs, once, and not for
+    an evaluation that is done already.  Raises ConfigError, CheckpointError.
+    """
+    if (match := _STEP.fullmatch(path.name)) and RunLayout(path.parent.parent).is_run:
+        if step is not None:
+            raise ConfigError(f"--step {step}: {path} is a step already")
+        return _of_run(RunLayout(path.parent.parent), int(match[1]))
+    if RunLayout(path).is_run:
+        return _of_run(RunLayout(path), step)
+    if step is not None:
+        raise ConfigError(f"--step {step}: {path} is not a run directory")
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: no such directory; legal: an HF checkpoint, or a run directory (`rlhpc list` shows your runs)"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: neither an HF checkpoint directory (no config.json) nor a run directory")
+    return Target(path.name, Path("evaluations").absolute(), None, None, path)
+
+
+def with_settings_of(target: Target, run: Path) -> Target:
+    """An HF checkpoint, with the settings of a run: its template, limits, reward and default datasets.
+
+    run: a run file, or a run directory.  Raises ConfigError: also for what is of a run already.
+    """
+    if target.settings is not None:
+        raise ConfigError(
+            f"--run {run}: {target.title} is of a run, whose settings it has; legal: with an HF checkpoint"
+        )
+    settings = read_resolved(RunLayout(run))[0] if run.is_dir() else load_config(run)
+    return replace(target, settings=settings)
+
+
+def target_of(config: Config) -> Target:
+    """A run as it begins."""
+    return Target(config.run.name, RunLayout(config.run_directory).evaluations, config, None, config.model.path)
+
+
+def target_of_run(layout: RunLayout) -> Target:
+    """A run as it began, whatever it has saved.  Raises ConfigError."""
+    config, _ = read_resolved(layout)
+    return Target(config.run.name, layout.evaluations, config, None, config.model.path)
+
+
+def _of_run(layout: RunLayout, step: int | None) -> Target:
+    run, checkpoint = target_of_run(layout), _complete_checkpoint(layout, step)
+    title, attempt = f"{run.title}-{checkpoint.name}", _attempt_of(checkpoint)
+    return replace(run, title=title, checkpoint=checkpoint, attempt=attempt)
+
+
+def _attempt_of(checkpoint: Path) -> int | None:
+    """Raises OSError: the run has deleted it."""
+    attempt = json.loads((checkpoint / COMPLETE).read_bytes()).get("attempt")
+    return attempt if isinstance(attempt, int) else None
+
+
+def _complete_checkpoint(layout: RunLayout, step: int | None) -> Path:
+    known, problems = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=0), []
+    for state in known.newest_first(lambda at: step in (None, at)):
+        if state.fate is Fate.SOUND:
+            return state.path
+        problems.append(f"{state.path.name}: {state.problem}")
+    there = ", ".join(str(at) for at, _ in known.steps()) or "none"
+    what = "no sound checkpoint" if step is None else f"no sound checkpoint of step {step}"
+    raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}; available steps: {there}", *problems]))
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+#
+# From a target, a dataset and the user's words to the settings of an evaluation.
+#
+# Input: Target, path of a dataset, overrides.  Output: Config, of which an evaluation uses [model], [data],
+# [generation] and [rewards].  A model from a run is evaluated as it was trained, unless the words say otherwise; but
+# for the seed, so that of a dataset all models get the same prompts.
+
+
+# Sections that the words may change.
+OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "math", "text", "composite", "judge", "environment")
+OPEN_KEYS = ("model.dtype", "model.chat_template_kwargs", "run.seed")
+_LIMITS = ("max_prompt_tokens", "max_completion_tokens")
+_NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "levels": [], "settings": {}}
+
+
+def document_without_run(
+    name: str, data: dict[str, Any], generation: dict[str, Any], model: Path | str = "."
+) -> dict[str, Any]:
+    """A run file for a command that trains nothing: what it has to hold, and what has no effect there."""
+    return {
+        "run": {"name": name, "num_steps": 1},
+        "model": {"path": str(model)},
+        "data": data,
+        "generation": generation,
+        "admission": {"groups_per_step": 1, "group_size": 2},
+        "trainer": {"backend": "reference", "device": "cpu", "token_budget": 1 << 40},
+    }
+
+
+def evaluation_config(target: Target, data: Path, words: Sequence[str], *, has_gpus: bool = True) -> Config:
+    """has_gpus: where its engines run.
+
+    Raises ConfigError: a key that an evaluation does not have, and what config_file.load_config raises.
+    """
+    for word in words:
+        key = word.partition("=")[0].strip()
+        if key == "generation.temperature":
+            raise ConfigError(f"{word!r}: an evaluation has --temperature for it")
+        if key == "data.path":
+            raise ConfigError(f"{word!r}: the dataset is the second argument of `rlhpc evaluate`")
+        if key.partition(".")[0] not in OPEN and key not in OPEN_KEYS:
+            legal = ", ".join((*(f"{section}.…" for section in OPEN), *OPEN_KEYS))
+            raise ConfigError(f"{word!r}: not a setting of an evaluation; legal: {legal}")
+    # Seeds: what a killed evaluation had begun is drawn again alike.  An engine has its GPUs to itself, and takes what
+    # is free; on CPU it takes what it is told.
+    data_here = {"path": str(data), "split": "", "shuffle": True, **_NO_SOURCE}
+    generation: dict[str, Any] = {"seeded_samples": True} | ({"kv_cache_bytes": None} if has_gpus else {})
+    document = document_without_run("evaluation", data_here, generation, target.model)
+    if (run := target.settings) is not None:
+        document["model"] |= {"dtype": run.model.dtype, "chat_template_kwargs": run.model.chat_template_kwargs}
+        like = _like(run, data, words)
+        task = _said("data.task", words, like.task)
+        document["data"] = like.model_dump(mode="json", exclude={*_LIMITS, "weight"}) | data_here
+        limits = {key: limit for key in _LIMITS if (limit := getattr(like, key)) is not None}
+        document["generation"] = run.generation.model_dump(mode="json") | limits | generation | {"temperature": 1.0}
+        document["rewards"] = _limits_of_task(run.rewards.model_dump(mode="json"), task, run.parts_of(task))
+        document["sandbox"] = run.sandbox.model_dump(mode="json")
+        if _said("data.environment", words, like.environment):
+            document["environment"] = run.environment.model_dump(mode="json")
+        document |= _settings_of_task(run, task)
+    if _said("data.environment", words, str(document["data"].get("environment", ""))) == AGENT:
+        raise ConfigError(
+            f'data.environment="{AGENT}": agents are not evaluated; legal: data.environment= with a data.task that '
+            "judges one turn"
+        )
+    try:
+        return settled(document, words, "evaluation")
+    except ConfigError as error:
+        if target.settings is not None or "missing; it has no default" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}\n{target.model}: an HF checkpoint says none of this; legal: --run RUN.toml, a run file or "
+            "directory whose settings it is evaluated with"
+        ) from None
+
+
+def _said(key: str, words: Sequence[str], otherwise: str) -> str:
+    said = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == key]
+    return said[-1] if said else otherwise
+
+
+def _limits_of_task(rewards: dict[str, Any], task: str, parts: Sequence[str]) -> dict[str, Any]:
+    for key, named in (("task_timeout_s", (task,)), ("task_memory_bytes", (task,)), ("task_arguments", parts)):
+        rewards[key] = {name: limit for name, limit in rewards[key].items() if name in named}
+    return rewards
+
+
+def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
+    """Tables of the run's file that are about the task alone; others would have no effect."""
+    found: dict[str, Any] = {}
+    for part, key in (
+        ("instruction_following", "instructions"),
+        ("math_answer", "math"),
+        ("exact_match", "text"),
+        ("token_f1", "text"),
+        ("llm_judge", "judge"),
+    ):
+        if part in run.parts_of(task):
+            found[key] = getattr(run, key).model_dump(mode="json")
+    if task in run.composite:
+        found["composite"] = {task: run.composite[task].model_dump(mode="json")}
+    return found
+
+
+def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
+    """The dataset of a run whose template, reward and limits are meant.  Raises ConfigError if that is not clear."""
+    if len(run.data) == 1:
+        return run.data[0]
+    named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "data.name"]
+    for dataset in run.data:
+        is_here = dataset.path is not None and dataset.path.absolute() == data.absolute()
+        if dataset.title in named or (not named and is_here):
+            return dataset
+    names = ", ".join(dataset.title for dataset in run.data)
+    said = f"data.name={named[0]}: no such dataset" if named else f"{data}: belongs to none of the run's datasets"
+    raise ConfigError(f"{said}; add data.name=NAME, to use its template, reward and limits; legal: {names}")
+
+
+# -------------------------------------------------------------------------------------------------------------- request
+
+
+# Options that a table has as keys.
+_OF_TABLES = ("ema", "out", "samples", "prompts", "temperature", "every", "keep_best", "stop_after")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One dataset, and how it is sampled."""
+
+    name: str  # in directories and curves
+    data: Path
+    words: tuple[str, ...] = ()  # settings other than those that come with the model: key=value
+    samples: int = 1  # of each prompt
+    prompts: int | None = None  # None: all
+    temperature: float = 1.0
+    out: Path | None = None  # where samples go; None: beside the model's other evaluations
+    every: int = 1  # least number of steps between two evaluations of a run that is followed
+    best: str | None = None  # figure whose best model is kept
+    stop_after: int | None = None  # evaluations in a row without a better one: the run is stopped
+    is_average: bool = False  # of the moving average of a run's weights
+
+
+def requests_of(options: argparse.Namespace, target: Target) -> list[Request]:
+    """The dataset of the command, or those of the run's file.  Raises ConfigError: none, or both say something."""
+    if options.data is not None:
+        return [_of_command(options)]
+    settings = target.settings
+    if settings is None or not settings.evaluation:
+        raise ConfigError(f"{options.model}: DATA is missing, {_why_needed(options, settings)}")
+    for key in _OF_TABLES:
+        if (value := getattr(options, key)) is not None:
+            option = f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise ConfigError(f"{option}: without DATA, [[evaluation]] of the run file says it; name DATA")
+    return of_run_file(settings)
+
+
+def _why_needed(options: argparse.Namespace, settings: Config | None) -> str:
+    if settings is not None:
+        return (
+            "and the run has no [[evaluation]] that names any; legal: a file or directory, such as the run's data.path"
+        )
+    also = "" if options.follow else ", here or of --run RUN"
+    return f"and only a run has datasets of its own{also}, in [[evaluation]]"
+
+
+def of_run_file(config: Config) -> list[Request]:
+    """A request for each table [[evaluation]]."""
+    found = []
+    for table in config.evaluation:
+        words = {
+            "data.name": table.dataset,
+            "data.split": table.split,
+            "data.task": table.task,
+            "generation.max_prompt_tokens": table.max_prompt_tokens,
+            "generation.max_completion_tokens": table.max_completion_tokens,
+            "generation.num_replicas": table.num_replicas,
+        }
+        stop = [f"generation.stop={toml_value(table.stop)}"] if table.stop is not None else []
+        request = Request(
+            name=table.title,
+            data=table.path,
+            words=(*(f"{key}={value}" for key, value in words.items() if value), *stop),
+            samples=table.samples,
+            prompts=table.prompts,
+            temperature=table.temperature,
+            every=table.every_steps or 1,
+            best=table.keep_best or None,
+            stop_after=table.stop_after,
+            is_average=table.ema,
+        )
+        found.append(request)
+    return found
+
+
+def _of_command(options: argparse.Namespace) -> Request:
+    if "=" in str(options.data) and not options.data.exists():
+        raise ConfigError(f"{options.data}: DATA comes before settings; without DATA none is taken")
+    samples = 1 if options.samples is None else options.samples
+    temperature = 1.0 if options.temperature is None else options.temperature
+    for option, value in (("--samples", samples), ("--prompts", options.prompts), ("--every", options.every),
+                          ("--stop-after", options.stop_after)):  # fmt: skip
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}; legal: 1 or more")
+    if temperature != 0 and not COLDEST <= temperature <= 2:
+        raise ConfigError(
+            f"--temperature {temperature:g}; legal: 0 (the most likely token each time), or {COLDEST:g} to 2"
+        )
+    if temperature == 0 and samples > 1:
+        raise ConfigError(f"--temperature 0 with --samples {samples}: all samples of a prompt would be the same")
+    if options.stop_after is not None and options.keep_best is None:
+        raise ConfigError(f"--stop-after {options.stop_after}: needs --keep-best FIGURE, which has to improve")
+    is_average = bool(options.ema)
+    return Request(
+        name=f"{options.data.stem}-ema" if is_average else options.data.stem,
+        data=options.data,
+        words=tuple(options.overrides),
+        samples=samples,
+        prompts=options.prompts,
+        temperature=temperature,
+        out=options.out,
+        every=options.every or 1,
+        best=options.keep_best,
+        stop_after=options.stop_after,
+        is_average=is_average,
+    )

@@ -1,1 +1,0 @@
-"""How fast a run will be, from measured rates and one formula."""

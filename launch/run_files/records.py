@@ -1,0 +1,237 @@
+"""Exit records of the processes of an attempt: one small file per process, written by its wrapper.
+
+srun returns one status for all tasks, and 0 for tasks that never started; these files give the status of each process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from launch.run_files.run_state import read_document, stated_name
+from rlhpc.base.files import is_absent, matching, numbered_files, write_atomically
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.errors import RunDirectoryError
+
+# ---------------------------------------------------------------------------------------------------------- job records
+#
+# Records of the jobs that a run has submitted, and the replica numbers of its generators.
+#
+# Reads and writes jobs/ID.json, one file per submission, and reads the plans under which jobs were submitted.  A record
+# is written once, after sbatch has returned the id, and never changed; the state of the job is always asked of Slurm.
+# Python 3.9 and the standard library only, so that a supervisor can record a successor that it submits.
+
+
+CONTROLLER_JOBS = ("hetjob", "controller")  # names of the jobs that host the controller
+_ELASTIC_PLAN = re.compile(r"generation-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What was submitted under one id."""
+
+    job_id: int  # of the array, of the first component
+    name: str  # in its plan: hetjob, trainer, generation-1
+    placement: str
+    array_size: int | None  # None: not an array
+    plan: str  # path of the plan file
+    script: str  # path of the script
+    is_elastic: bool  # added to a run that had been submitted before
+    first_replica: int  # of its generators, if it has any
+    replicas_per_task: int  # generators of one array task; of the whole job if it is not an array
+    partition: str | None  # of its generators, or else of its first component; None: the default partition
+    submitted_unix_s: float
+    follows: int | None = None  # the job that this one succeeds or replaces
+    tasks: list[int] | None = None  # array tasks that were submitted; None: all
+
+    @property
+    def hosts_controller(self) -> bool:
+        """True if the controller runs in this job, which the run depends on."""
+        return self.name in CONTROLLER_JOBS and not self.is_elastic
+
+    def is_for(self, task: int | None) -> bool:
+        """True if it was submitted for this task of its array; None: it is not an array."""
+        return task is None or self.tasks is None or task in self.tasks
+
+    def label(self, task: int | None) -> str:
+        """As squeue writes it: JOB, or JOB_TASK."""
+        return str(self.job_id) if task is None else f"{self.job_id}_{task}"
+
+    def roles_of(self, task: int | None) -> list[str]:
+        """Names of a task's generators, or of the trainer rank or reward service that shows that the job is alive."""
+        if self.name.startswith("generation"):
+            first = self.first_replica + (task or 0) * self.replicas_per_task
+            return [f"generator-{replica}" for replica in range(first, first + self.replicas_per_task)]
+        return {"trainer": ["trainer-0"], "rewards": ["reward-0"]}.get(self.name, [])
+
+
+def write_job_record(layout: RunLayout, record: JobRecord) -> None:
+    """Record a job that is in the queue."""
+    layout.jobs.mkdir(exist_ok=True)
+    write_atomically(layout.job_record(record.job_id), json.dumps(asdict(record), indent=1).encode())
+
+
+def read_job_records(layout: RunLayout) -> list[JobRecord]:
+    """All submissions of a run, oldest first.  Raises RunDirectoryError for a damaged file, OSError."""
+    files = [path for path in matching(layout.jobs, "*.json") if path.stem.isdigit()]
+    return sorted(
+        (_read_job_record(path) for path in files), key=lambda record: (record.submitted_unix_s, record.job_id)
+    )
+
+
+def name_of_jobs(layout: RunLayout) -> str:
+    """The run's name, with which those of its jobs begin; "" if it cannot be read."""
+    return stated_name(read_document(layout.config).get("config"))
+
+
+def generator_numbers(layout: RunLayout) -> list[int]:
+    """Replica numbers of all generators, planned and added."""
+    numbers: set[int] = set()
+    for path in [layout.job_plan, *elastic_plans(layout)]:
+        numbers |= set() if is_absent(path) else set(_numbers_of(path))
+    return sorted(numbers)
+
+
+def next_replica(layout: RunLayout) -> int:
+    """A replica number that no generator of this run has had."""
+    return max(generator_numbers(layout), default=-1) + 1
+
+
+def elastic_plans(layout: RunLayout) -> list[Path]:
+    """Plan files of generators that were added, oldest first."""
+    return [path for _, path in numbered_files(layout.scripts, _ELASTIC_PLAN)]
+
+
+def next_elastic_name(layout: RunLayout) -> str:
+    """generation-K, with K counted from 1."""
+    plans = elastic_plans(layout)
+    return f"generation-{int(plans[-1].stem.rpartition('-')[2]) + 1 if plans else 1}"
+
+
+def generators_of(components: Iterable[dict[str, Any]]) -> tuple[int, int]:
+    """First replica and number of generators (of one array task) in components of a plan file; (0, 0): none."""
+    for component in components:
+        for share in component["roles"]:
+            if share["role"] == "generator":
+                return share["first_replica"], share["num_processes"]
+    return 0, 0
+
+
+def _numbers_of(plan: Path) -> Iterable[int]:
+    try:
+        for job in json.loads(plan.read_bytes())["jobs"]:
+            first, count = generators_of(job["components"])
+            yield from range(first, first + count * (job["array_size"] or 1))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunDirectoryError(f"{plan}: damaged: {error!r}") from error
+
+
+def _read_job_record(path: Path) -> JobRecord:
+    try:
+        document = json.loads(path.read_bytes())
+        known = {field.name for field in fields(JobRecord)}
+        return JobRecord(**{key: value for key, value in document.items() if key in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(f"{path}: damaged: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------------- exit records
+
+
+_TAIL_BYTES = 20_000
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """How one process ended."""
+
+    name: str  # trainer-3
+    status: int  # as in a shell: 128 + signal number
+    last_words: str  # its last error, or the last line of its log
+    starts: int  # how often it was started
+    host: str
+    job: str
+    is_final: bool = True  # False: it is being started again
+
+    @property
+    def cause(self) -> str:
+        """In words.  Not every status above 128 is a signal's: a container that cannot be made ends with 255."""
+        number = self.status - 128
+        is_signal = number in set(signal.Signals)
+        how = f"signal {signal.Signals(number).name}" if is_signal else f"exit status {self.status}"
+        return f"{self.name} on {self.host} ended with {how}: {self.last_words}"
+
+
+def write_exit_record(path: Path, record: ExitRecord) -> None:
+    """Write one record.  Raises OSError."""
+    write_atomically(path, json.dumps(asdict(record)).encode())
+
+
+def read_exit_records(layout: RunLayout, role: str, attempt: int) -> dict[int, ExitRecord]:
+    """All records of a role in one attempt, by replica.  Raises OSError."""
+    found: dict[int, ExitRecord] = {}
+    for directory in matching(layout.logs, f"{role}-*"):
+        replica = directory.name.rpartition("-")[2]
+        if replica.isdigit():
+            record = _find_exit_record(layout.exit_record(role, int(replica), attempt))
+            if record is not None:
+                found[int(replica)] = record
+    return found
+
+
+def read_exit_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord | None:
+    """The record of one process, by its name; None: it has not ended, or not since it was started with this attempt.
+
+    Raises OSError.
+    """
+    role, _, replica = name.rpartition("-")
+    return _find_exit_record(layout.exit_record(role, int(replica), attempt))
+
+
+def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
+    """Processes of one attempt, of any role, that failed and were not started again; the trainer's first.
+
+    When a rank fails, the controller does, too.
+    """
+    read = (_read_exit_record(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json")))
+    found = [record for record in read if record is not None and record.status != 0 and record.is_final]
+    return sorted(found, key=lambda record: not record.name.startswith("trainer-"))
+
+
+def last_error_in(log: Path) -> str:
+    """The last error in a log file, as last_error_line finds it near its end.  Raises OSError."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return last_error_line(file.read())
+
+
+def last_error_line(log: bytes) -> str:
+    """The text of the last error that a role logged, or else the last line: libraries print more after an error."""
+    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+    errors = [words for line in lines if " rlhpc." in line for _, error, words in [line.partition(" ERROR ")] if error]
+    if errors or not lines:
+        return errors[-1] if errors else "no output"
+    ours = re.match(r".* rlhpc\.[a-z._]+ [A-Z]+ (.*)", lines[-1])  # without time, name and level
+    return ours.group(1) if ours else lines[-1]
+
+
+def _find_exit_record(path: Path) -> ExitRecord | None:
+    """None: there is none.  Raises OSError."""
+    if is_absent(path):
+        return None
+    try:
+        return ExitRecord(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        return None
+
+
+def _read_exit_record(path: Path) -> ExitRecord | None:
+    try:
+        return ExitRecord(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,552 @@
+"""Read the event logs of a run line by line, and continue later where the last reading ended.
+
+Input: rollouts/events_*.jsonl.  Output: groups admitted, taken, trained, dropped, in the timeline that counts, and what
+an attempt cannot have done.  An attempt repeats steps of the one before; if it takes another batch, what came after
+that batch is void.  If attempts disagree, the later one counts.  Unknown kinds of events are counted.
+Memory: an object per step, a few numbers per group.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.common.text import counted, numbered, quoted
+from launch.verify.report import FileVerdict, Offence, ReadProgress, Row, from_to, listed
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.history import Began, EventFile, Trained, attempt_of, document_of, event_paths, read_events
+from rlhpc.buffer.journal import JournalContent, journal_paths, read_first_sequence, read_journal
+from rlhpc.protocol.errors import CheckpointError, JournalError
+from rlhpc.roles.controller.state import read_saved_state
+
+# -------------------------------------------------------------------------------------------------------------- columns
+#
+# Numbers by group id, in arrays that grow: an object a group would cost a long run gigabytes.
+
+
+class GroupColumn:
+    """One integer for each group, -1 where none was set."""
+
+    def __init__(self) -> None:
+        self._values = np.full(1024, -1, np.int64)
+        self.length = 0  # one more than the highest id that was set
+
+    def __getitem__(self, group: int) -> int:
+        return int(self._values[group]) if 0 <= group < self.length else -1
+
+    def __setitem__(self, group: int, value: int) -> None:
+        if group >= len(self._values):
+            more = np.full(max(len(self._values), group + 1 - len(self._values)), -1, np.int64)
+            self._values = np.concatenate([self._values, more])
+        self._values[group] = value
+        self.length = max(self.length, group + 1)
+
+    def fill(self, groups: NDArray[Any], values: NDArray[Any]) -> None:
+        """Set many at once."""
+        if len(groups):
+            top = int(groups.max())
+            self[top] = self[top]  # makes room
+            self._values[groups] = values
+
+    def upto(self, length: int) -> NDArray[np.int64]:
+        """The values of groups 0 to length − 1."""
+        known = self._values[:length]
+        return np.concatenate([known, np.full(length - len(known), -1, np.int64)])
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._values[:] = -1
+        self.length = 0
+
+
+def joined(parts: list[NDArray[Any]], kind: Any = np.int64) -> NDArray[Any]:
+    """Arrays end to end; an empty one of that kind if there are none."""
+    return np.concatenate(parts) if parts else np.empty(0, kind)
+
+
+def reduced(ufunc: Any, values: NDArray[Any], offsets: NDArray[Any], empty: int) -> NDArray[np.int64]:
+    """A ufunc over each piece values[offsets[i]:offsets[i + 1]]; `empty` for pieces without values."""
+    result = np.full(len(offsets) - 1, empty, np.int64)
+    is_filled = offsets[1:] > offsets[:-1]
+    if is_filled.any():
+        result[is_filled] = ufunc.reduceat(values, offsets[:-1][is_filled])
+    return result
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """A step in the timeline that counts."""
+
+    groups: Sequence[int]
+    attempt: int
+    line: int
+    is_trained: bool = False
+    version: int = -1  # that it trained
+    applied: bool = True
+
+    @property
+    def next_version(self) -> int:
+        """Version of the policy after this step."""
+        return self.version + self.applied
+
+
+@dataclass(slots=True)
+class AttemptEvents:
+    """What one attempt wrote."""
+
+    path: Path
+    begins_with: int = -1  # its first step; -1: not known
+    num_lines: int = 0
+    damaged_lines: list[int] = field(default_factory=list)
+    is_torn: bool = False  # its end is half written
+    order: array[int] = field(default_factory=lambda: array("q"))  # groups as they were resolved
+    fates: array[int] = field(default_factory=lambda: array("q"))  # of those: the step, or -2 for dropped
+    offset: int = 0  # bytes read
+    expected_step: int = -1  # to be taken next; -1: not known
+    untrained: int = -1  # the step that was taken and not trained
+    version: int = -1  # before the next step; -1: not known
+
+
+class EventEvidence:
+    """Every event of a run, and the timeline that they make."""
+
+    def __init__(self, rollouts: Path) -> None:
+        self._rollouts = rollouts
+        self.attempts: dict[int, AttemptEvents] = {}
+        self.limits: dict[int, int] = {}  # attempt → rollouts of earlier attempts that count
+        self.first_that_counts = 0  # rollouts up to this number are from before the run started over
+        self.steps: dict[int, RecordedStep] = {}
+        self.last_step = -1  # the highest of these
+        self.prompt_of, self.version_of, self.admitted_by = GroupColumn(), GroupColumn(), GroupColumn()
+        self.size_of = GroupColumn()  # rollouts wanted, where they are more than admission.group_size
+        self.first_version_of = GroupColumn()  # if a later attempt admitted it again: the version before
+        self.step_of, self.dropped_by, self.reason_of = GroupColumn(), GroupColumn(), GroupColumn()
+        self.reasons: list[str] = []
+        self.knows_all = False  # whether it has all events from the first group on
+        self.first_admitted = 0  # the first one that is known
+        self.lost_version = -1  # the highest one that a trained step made which is void
+        self.unknown: Counter[str] = Counter()
+        self.offences: list[Offence] = []
+        self.trained_at_first = -1  # the last step that was trained at the first look
+        self.num_looks = 0
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    def look(self, *, is_last: bool = False) -> None:
+        """Read what has been added since the last look.  Raises OSError, JournalError."""
+        paths = event_paths(self._rollouts) if self._rollouts.is_dir() else []
+        newest = self.newest_attempt
+        for path in paths:
+            if (number := attempt_of(path)) < newest:
+                continue
+            attempt = self.attempts.setdefault(number, AttemptEvents(path))
+            self._read(attempt, number, may_be_written=path == paths[-1] and not is_last)
+        self.num_looks += 1
+        if self.num_looks == 1:
+            self.trained_at_first = max((step for step, known in self.steps.items() if known.is_trained), default=-1)
+
+    def _read(self, attempt: AttemptEvents, number: int, *, may_be_written: bool) -> None:
+        attempt.is_torn = False
+        with attempt.path.open("rb") as file:
+            file.seek(attempt.offset)
+            for line in file:
+                document = document_of(line[:-1]) if line.endswith(b"\n") else None
+                if document is None and (may_be_written or not line.endswith(b"\n")):
+                    attempt.is_torn = True  # being written, or left so
+                    break
+                attempt.offset += len(line)
+                attempt.num_lines += 1
+                if document is None:
+                    attempt.damaged_lines.append(attempt.num_lines)
+                else:
+                    self._apply(attempt, number, json.loads(document))
+            if attempt.damaged_lines == [attempt.num_lines] and not may_be_written:
+                attempt.damaged_lines.clear()
+                attempt.is_torn = True
+
+    def is_whole(self, attempt: int) -> bool:
+        """Whether every event of an attempt up to the last one on disk is known."""
+        return attempt in self.attempts and not self.attempts[attempt].damaged_lines
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether no event is damaged."""
+        return not any(attempt.damaged_lines for attempt in self.attempts.values())
+
+    # -------------------------------------------------------------------------------------------------------- timeline
+
+    @property
+    def num_admitted(self) -> int:
+        """One more than the highest group that was admitted."""
+        return self.prompt_of.length
+
+    @property
+    def _admissions(self) -> tuple[GroupColumn, ...]:
+        return self.prompt_of, self.version_of, self.size_of, self.admitted_by, self.first_version_of
+
+    @property
+    def newest_attempt(self) -> int:
+        """The last one that wrote something; -1: none did."""
+        return max(self.attempts, default=-1)
+
+    def trained_steps(self) -> Iterator[tuple[int, RecordedStep]]:
+        """(step, record) of each trained step, in order."""
+        return ((step, known) for step, known in sorted(self.steps.items()) if known.is_trained)
+
+    def last_rollout_that_counts(self, attempt: int) -> int | None:
+        """An attempt's last rollout that counts, by number: later ones came after its successor began; None: all do."""
+        return min((limit for later, limit in self.limits.items() if later > attempt), default=None)
+
+    def _apply(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
+        kind = str(event.get("event"))
+        try:
+            match kind:
+                case "began":
+                    self._began(attempt, number, event)
+                case "admitted":
+                    self._admitted(attempt, number, event)
+                case "taken":
+                    self._taken(attempt, number, event)
+                case "trained":
+                    self._trained(attempt, number, event)
+                case "dropped":
+                    self._dropped(attempt, number, event)
+                case _:
+                    self.unknown[kind] += 1
+        except (KeyError, TypeError, ValueError):
+            self.unknown[f"{kind} of another form"] += 1
+
+    def _accuse(self, attempt: AttemptEvents, text: str, group: int = -1, step: int = -1) -> None:
+        """Report a violation unless a damaged line of the same attempt may explain it."""
+        if not attempt.damaged_lines:
+            file = f"{self._rollouts.name}/{attempt.path.name}"
+            self.offences.append(Offence(text, group=group, step=step, file=file, row=attempt.num_lines))
+
+    def _began(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
+        step = int(event["step"])
+        attempt.begins_with = attempt.expected_step = step
+        self.limits[number] = int(event["num_rollouts"])
+        if not event["goes_on"]:
+            self._begin_over(int(event["num_rollouts"]))
+        elif len(self.attempts) == 1:
+            self.knows_all = step == 0
+        before = self.steps.get(step - 1)
+        attempt.version = 0 if step == 0 else before.next_version if before is not None and before.is_trained else -1
+
+    def _begin_over(self, num_rollouts: int) -> None:
+        trained = [known.next_version for _, known in self.trained_steps()]
+        self.lost_version = max([self.lost_version, *trained])
+        self.steps.clear()
+        self.last_step = -1
+        for column in (*self._admissions, self.step_of, self.dropped_by):
+            column.clear()
+        self.first_that_counts = num_rollouts
+        self.knows_all = True
+
+    def _admitted(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
+        group = int(event["group"])
+        if not self.num_admitted:
+            self.first_admitted = 0 if self.knows_all else group
+        if self.admitted_by[group] == number:
+            self._accuse(attempt, f"group {group} is admitted a second time", group)
+        if self.admitted_by[group] >= 0:
+            self.first_version_of[group] = self.version_of[group]
+        self.prompt_of[group], self.version_of[group] = int(event["prompt"]), int(event["version"])
+        self.size_of[group] = int(event.get("size", 0))
+        self.admitted_by[group] = number
+
+    def _taken(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
+        step, groups = int(event["step"]), array("q", event["groups"])
+        if attempt.untrained >= 0:
+            text = f"step {step} is taken while step {attempt.untrained} is not trained"
+            self._accuse(attempt, text, step=step)
+        elif attempt.expected_step not in (-1, step):
+            self._accuse(attempt, f"step {step} follows, where step {attempt.expected_step} is due", step=step)
+        known = self.steps.get(step)
+        if known is not None and list(known.groups) != list(groups):
+            known = None
+        if step <= self.last_step and known is None:
+            self._void_from(step)
+        for group in groups:
+            self._take(attempt, number, group, step)
+        if len({*groups}) != len(groups):
+            self._accuse(attempt, f"step {step} has a group twice: {sorted(groups)}", step=step)
+        self.steps[step] = taken = RecordedStep(groups, number, attempt.num_lines)
+        if known is not None:  # it is repeated: how it went counts until it has gone anew
+            taken.is_trained, taken.version, taken.applied = known.is_trained, known.version, known.applied
+        self.last_step = max(self.last_step, step)
+        attempt.untrained = attempt.expected_step = step
+
+    def _take(self, attempt: AttemptEvents, number: int, group: int, step: int) -> None:
+        other = self.step_of[group]
+        if other not in (-1, step) and other in self.steps:
+            self._accuse(attempt, f"group {group} is trained at step {other} and at step {step}", group, step)
+        if self.knows_all and self.are_whole and self.admitted_by[group] < 0:
+            self._accuse(attempt, f"group {group} of step {step} was never admitted", group, step)
+        if self.dropped_by[group] == number:
+            self._accuse(attempt, f"group {group} was dropped, and is taken for step {step}", group, step)
+        self.step_of[group] = step
+
+    def _void_from(self, step: int) -> None:
+        """Forget a step and later ones: they came from other weights, and are sampled or trained again."""
+        for later in [known for known in self.steps if known >= step]:
+            void = self.steps.pop(later)
+            if void.is_trained:
+                self.lost_version = max(self.lost_version, void.next_version)
+            for group in void.groups:
+                if self.step_of[group] == later:
+                    self.step_of[group] = -1
+        self.last_step = max(self.steps, default=-1)
+
+    def _trained(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
+        step, known = int(event["step"]), self.steps.get(int(event["step"]))
+        if known is None or known.attempt != number:
+            self._accuse(attempt, f"step {step} is trained, and no batch was taken for it", step=step)
+            return
+        if attempt.untrained != step:
+            self._accuse(attempt, f"step {step} is trained a second time", step=step)
+            return
+        known.is_trained, known.version, known.applied = True, int(event["version"]), bool(event["applied"])
+        if attempt.version not in (-1, known.version):
+            text = f"step {step} trained version {known.version}, and the step before it made {attempt.version}"
+            self._accuse(attempt, text, step=step)
+        attempt.version, attempt.expected_step, attempt.untrained = known.next_version, step + 1, -1
+        attempt.order.extend(known.groups)
+        attempt.fates.extend([step] * len(known.groups))
+
+    def _dropped(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
+        group, reason = int(event["group"]), str(event["reason"])
+        if self.dropped_by[group] == number:
+            self._accuse(attempt, f"group {group} is dropped a second time", group)
+        step = self.steps.get(self.step_of[group])
+        if step is not None and step.attempt == number:
+            self._accuse(attempt, f"group {group} is dropped, and is of step {self.step_of[group]}", group)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        self.dropped_by[group], self.reason_of[group] = number, self.reasons.index(reason)
+        attempt.order.append(group)
+        attempt.fates.append(-2)
+
+
+# -------------------------------------------------------------------------------------------------------- journal check
+#
+# The journal and the events of a run: every row and line by its checksum, no number missing, no step that cannot be.
+#
+#     rollouts/journal_NNNNNN.h5, rollouts/events_NNNNNN.jsonl ─▶ rows of `rlhpc check RUN_DIR`
+#
+# Also the work that a resume would repeat: the steps after the checkpoint that it starts from. Guarantees: a run that
+# is going on, or was killed, is sound: the end of a file may be half written, and the oldest files are deleted once
+# checkpoints hold what they say.  One file is in memory at a time.
+
+
+MOST_CONTRADICTIONS = 10
+_HALF_WRITTEN = "at its end: half written when its process ended, or being written now"
+
+
+def journal_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
+    """Read every rollout of the journal."""
+    paths = _found(journal_paths, layout)
+    before: _Numbers | None = None  # None: nothing is known of the file before
+    num_rollouts, is_sound = 0, True
+    for number, path in enumerate(paths, start=1):
+        progress(f"{path.name} ({number} of {len(paths)})")
+        try:
+            content = read_settled_journal(path)
+            rows = [*_journal_damage(content), *_not_in_sequence(before, content)]
+        except (JournalError, OSError) as error:
+            if not path.exists():  # deleted meanwhile, and all before it
+                before = None
+                continue
+            rows = [Row("journal", path.name, FileVerdict.DAMAGED, str(error))]
+        else:
+            num_rollouts += len(content.records)
+            before = _Numbers.of(content)
+        is_sound &= all(row.verdict is not FileVerdict.DAMAGED for row in rows)
+        yield from rows
+    if paths and is_sound:
+        text = f"{counted(num_rollouts, 'rollout')}, all checksums right"
+        yield Row("journal", from_to(paths), FileVerdict.SOUND, text)
+
+
+def event_rows(layout: RunLayout, progress: ReadProgress) -> Iterator[Row]:
+    """Read every event, and follow the groups through them."""
+    paths = _found(event_paths, layout)
+    num_events, is_sound = 0, True
+    for number, path in enumerate(paths, start=1):
+        progress(f"{path.name} ({number} of {len(paths)})")
+        try:
+            file = read_events(path)
+        except JournalError as error:
+            if not path.exists():  # deleted meanwhile
+                continue
+            rows = [Row("events", path.name, FileVerdict.DAMAGED, str(error))]
+        else:
+            num_events += len(file.events)
+            rows = [*_event_damage(file)]
+        is_sound &= all(row.verdict is not FileVerdict.DAMAGED for row in rows)
+        yield from rows
+    rows = [*_contradictions(layout)]
+    yield from rows
+    if paths and is_sound and not rows:
+        text = f"{counted(num_events, 'event')}, all checksums right"
+        yield Row("events", from_to(paths), FileVerdict.SOUND, text)
+
+
+def first_rollout(layout: RunLayout) -> int | None:
+    """Number of the first rollout that the journal begins with; None: it has none, or that cannot be read.
+
+    To be asked before a checkpoint is chosen: a live run deletes what the newest one makes superfluous.
+    """
+    try:
+        return next((read_first_sequence(path) for path in _found(journal_paths, layout)), None)
+    except JournalError:
+        return None  # its row says so
+
+
+def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | None) -> Iterator[Row]:
+    """The rollouts just after the chosen checkpoint, which a journal without its beginning would not miss."""
+    if first is None:
+        return
+    try:
+        known = _known_to(layout, step)
+    except (CheckpointError, JournalError, KeyError, TypeError, ValueError):
+        return  # it was pruned meanwhile, or is not of this version, or its row stands above
+    if first > known + 1:
+        since = f"the checkpoint of step {step} was taken" if step is not None else "the beginning"
+        text = f"{layout.rollouts}: missing: {numbered('rollout', known + 1, first - 1)}, the first since {since}"
+        yield Row("journal", layout.rollouts.name, FileVerdict.DAMAGED, text)
+
+
+def replay_cost(layout: RunLayout, step: int | None) -> Iterator[Row]:
+    """How many recorded steps follow the chosen checkpoint (None: the beginning), and how long their training took."""
+    seconds = dict[int, float]()
+    try:
+        for event in _events(layout):
+            if isinstance(event, Began) and not event.goes_on:
+                seconds.clear()
+            elif isinstance(event, Trained):
+                seconds[event.step] = event.metrics.get("step_s", 0.0)
+    except (JournalError, OSError):
+        return  # its row stands above
+    again = sorted(done for done in seconds if done >= (step or 0))
+    if again:
+        since = f"the checkpoint of step {step}" if step else "the beginning"
+        took_s = sum(seconds[done] for done in again)
+        text = f"since {since}, {numbered('step', again[0], again[-1])} would be trained again, from the journal"
+        yield Row(
+            "replay", layout.rollouts.name, FileVerdict.NOTE, f"{text}: {took_s:.1f} s of training; nothing is sampled"
+        )
+
+
+def _known_to(layout: RunLayout, step: int | None) -> int:
+    """Number of the last rollout before the point that a resume goes on from."""
+    if step is not None:
+        return int(read_saved_state(layout, step).buffer["journal"]["num_rollouts"])
+    begun = (event for event in _events(layout) if isinstance(event, Began) and not event.goes_on)
+    return max((event.num_rollouts for event in begun), default=0)
+
+
+def _events(layout: RunLayout) -> Iterator[object]:
+    """Of all files.  Raises JournalError, OSError."""
+    return (event for path in _found(event_paths, layout) for event in read_events(path).events.values())
+
+
+def _found(paths_in: Callable[[Path], list[Path]], layout: RunLayout) -> list[Path]:
+    return paths_in(layout.rollouts) if layout.rollouts.is_dir() else []
+
+
+# ------------------------------------------------------------------------------------------------------ journal files
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Of the rollouts of one file."""
+
+    path: Path
+    attempt: int
+    last: int
+
+    @classmethod
+    def of(cls, content: JournalContent) -> _Numbers:
+        """If it has none: the number before its first."""
+        last = content.records[-1].sequence if content.records else content.layout.first_sequence - 1
+        return cls(content.path, content.layout.attempt, last)
+
+
+def read_settled_journal(path: Path) -> JournalContent:
+    """What is damaged is read again: a reader that a writer overtakes misses a row, and finds the next ones whole.
+
+    Raises JournalError, OSError.
+    """
+    content = read_journal(path)
+    return read_journal(path) if content.damaged_rows else content
+
+
+def _journal_damage(content: JournalContent) -> Iterator[Row]:
+    path, rows = content.path, content.damaged_rows
+    num_bytes, expected = path.stat().st_size, content.layout.file_bytes
+    if num_bytes < expected:  # files have their full size before they have their names
+        text = f"{path} is cut off: it has {num_bytes:,} of {expected:,} bytes"
+        yield Row("journal", path.name, FileVerdict.DAMAGED, text)
+    if content.is_torn:
+        yield Row("journal", path.name, FileVerdict.NOTE, f"rows {listed(rows)} of `rollouts` {_HALF_WRITTEN}")
+    elif rows:
+        text = (
+            f"{path}: rows {listed(rows)} of `rollouts`, or the data they refer to, are damaged: the checksums differ"
+        )
+        yield Row("journal", path.name, FileVerdict.DAMAGED, text)
+
+
+def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterator[Row]:
+    """A later attempt goes on where it found the end; what an older one wrote after that does not count."""
+    if before is None:
+        return
+    first, expected = content.layout.first_sequence, before.last + 1
+    if first > expected:
+        text = f"missing between {before.path} and {content.path.name}: {numbered('rollout', expected, first - 1)}"
+        yield Row("journal", before.path.name, FileVerdict.DAMAGED, text)
+    elif first < expected and content.layout.attempt == before.attempt:
+        text = f"{content.path}: also in {before.path.name}: {numbered('rollout', first, before.last)}"
+        yield Row("journal", content.path.name, FileVerdict.DAMAGED, text)
+
+
+# -------------------------------------------------------------------------------------------------------- event files
+
+
+def _event_damage(file: EventFile) -> Iterator[Row]:
+    lines = listed(file.damaged_lines)
+    if file.is_torn:
+        yield Row("events", file.path.name, FileVerdict.NOTE, f"line {lines} {_HALF_WRITTEN}")
+    elif file.damaged_lines:
+        text = f"{file.path}: lines {lines} are damaged: the checksums differ"
+        yield Row("events", file.path.name, FileVerdict.DAMAGED, text)
+
+
+def _contradictions(layout: RunLayout) -> Iterator[Row]:
+    """What cannot have happened, by the rules of `rlhpc audit`; nothing is said that a damaged line may explain."""
+    evidence = EventEvidence(layout.rollouts)
+    with suppress(OSError, JournalError):  # a row above says so, or it was deleted meanwhile
+        evidence.look()
+    for offence in evidence.offences[:MOST_CONTRADICTIONS]:
+        text = f"{layout.root / offence.file}: {offence.text}"
+        yield Row("events", Path(offence.file).name, FileVerdict.DAMAGED, text)
+    if len(evidence.offences) > MOST_CONTRADICTIONS:
+        text = f"{len(evidence.offences) - MOST_CONTRADICTIONS} more contradictions"
+        yield Row(
+            "events",
+            layout.rollouts.name,
+            FileVerdict.DAMAGED,
+            f"{text}: `rlhpc audit {quoted(layout.root)}` lists them",
+        )

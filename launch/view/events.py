@@ -1,0 +1,682 @@
+"""The events of a run in order of time, from the records of supervisors, controllers, launchers and the guard.
+
+Input: jobs/*.events.jsonl, timeline.jsonl, attempts.jsonl, guard.jsonl, jobs/*.json of a run directory.
+Output: Happening, oldest first, and what each process did when (spells.py).  Lines that cannot be read are
+skipped: this is for viewing only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from launch.common.text import counted, written_unix_s
+from launch.run_directory.owner import may_live
+from launch.run_files.run_state import Cause, read_document
+from launch.view.figures import RunFigures
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.buffer.lost_leases import LineFile
+from rlhpc.config.rules import obeys_rules, with_values
+from rlhpc.metrics.curves import Curve
+from rlhpc.roles.controller.guard import GuardEntry
+from rlhpc.roles.controller.run_status import WORKS, TimelineEntry
+
+# --------------------------------------------------------------------------------------------------------------- advice
+#
+# Recommendations from the figures of a run, with the numbers behind them.
+#
+# Input: RunFigures.  Output: sentences, the most important first.  Figures are means over the second half of the
+# steps; a run that is too young gets no recommendations.
+
+
+FEWEST_STEPS = 10
+IDLE = 0.15  # of the time: below it nothing is recommended
+_OTHER = 0.10  # a neighbour idle for less is the bottleneck
+
+
+def advice_for(figures: RunFigures) -> list[str]:
+    """Recommendations; none if all is well."""
+    steps = figures.curves.get("time/step_s")
+    if steps is None or len(steps.steps) < FEWEST_STEPS:
+        return [f"Too early to recommend anything: fewer than {FEWEST_STEPS} steps are done."]
+    rules = (
+        _balance,
+        _spread,
+        _truncation,
+        _packing,
+        _lockstep,
+        _preemptions,
+        _verifier,
+        _policy,
+        _checkpoints,
+        _losses,
+    )
+    return [said for rule in rules for said in rule(figures, _reader(figures))]
+
+
+Reader = Callable[[str], float]
+
+
+def _reader(figures: RunFigures) -> Reader:
+    """Mean of a metric; 0 where it was not written."""
+    return lambda name: figures.mean_of(name) or 0.0
+
+
+def _balance(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    """Generators and trainer should wait for each other as little as possible."""
+    generators, trainer = mean("generator/idle_ratio"), mean("trainer/idle_ratio")
+    number = max(1, round(mean("generator/live")))
+    if generators > IDLE and trainer < _OTHER:
+        enough = max(1, math.ceil(number * (1 - generators) / 0.95))
+        fewer = f"{enough} instead of {number} would do" if enough < number else "fewer would not do"
+        more = "" if _no_room_for(figures, 1, 1) else "; or give the trainer more GPUs (trainer.num_ranks)"
+        yield (
+            f"Generators idle {generators:.0%}, trainer {trainer:.0%}: a step waits for the trainer. Generators: "
+            f"{fewer}{more}."
+        )
+    planned = figures.config.generation.num_replicas if figures.config is not None else 0
+    if trainer > IDLE and mean("generator/live") < planned - 0.2:
+        yield (
+            f"Trainer idle {trainer:.0%}: of {planned} generators {mean('generator/live'):.1f} were alive on average; "
+            "the list of events shows when the others were lost."
+        )
+    elif trainer > IDLE and generators < _OTHER:
+        wanted = math.ceil(number / max(0.05, 1 - trainer))
+        per_engine = figures.config.generation.tensor_parallel if figures.config is not None else 1
+        if taken := _no_room_for(figures, wanted - number, per_engine):
+            yield (
+                f"Trainer idle {trainer:.0%}, generators {generators:.0%}: batches wait for rollouts, and {taken}: "
+                "more generators would only share it. Shorter completions, or a larger machine, would help."
+            )
+            return
+        how = f"generation.num_replicas={wanted}"
+        if figures.layout.job_plan.exists() and not figures.summary:  # submitted and still running
+            how = f"`rlhpc scale RUN_DIR --generators +{wanted - number}`"
+        yield (
+            f"Trainer idle {trainer:.0%}, generators {generators:.0%}: batches wait for rollouts. {wanted} generators "
+            f"instead of {number} would feed it at this speed ({how})."
+        )
+    elif trainer > IDLE and generators > IDLE:
+        yield _both_wait(figures, mean, generators, trainer)
+
+
+def _no_room_for(figures: RunFigures, num_processes: int, gpus_each: int) -> str:
+    """Why this many processes more would find no place on the machine of a run without Slurm; "": they would."""
+    layout = figures.layout
+    if written_unix_s(layout.job_plan) > written_unix_s(layout.local_plan):
+        return ""  # the site grants what is asked for
+    machine = read_document(layout.local_plan).get("machine")
+    if not isinstance(machine, dict) or figures.config is None:
+        return ""
+    if machine.get("uses_gpus"):
+        left, needed = machine.get("num_gpus_left", 0), num_processes * gpus_each
+        has = "no GPU" if not left else counted(left, "GPU")
+        return "" if left >= needed else f"this machine has {has} left"
+    cores, busy = machine.get("num_cores", 0), figures.config.trainer.num_ranks + figures.config.generation.num_replicas
+    if busy + num_processes <= cores:
+        return ""
+    return f"{busy} busy processes have this machine's {counted(cores, 'core')}"
+
+
+def _both_wait(figures: RunFigures, mean: Reader, generators: float, trainer: float) -> str:
+    bound, step_s = mean("staleness/bound"), mean("time/step_s") or 1.0
+    said = f"Generators idle {generators:.0%} and trainer {trainer:.0%}: they wait for each other in turn."
+    weights = mean("time/wait_for_weights_s") / step_s
+    if weights > 0.2:
+        return f"{said} {weights:.0%} of a step passes until new weights are live (docs/operating.md)."
+    parts = ", or admission.step_parts=4 at the same bound" if _can_be_in_parts(figures, mean) else ""
+    return f"{said} admission.max_staleness={bound:.0f} leaves too little in flight: try {bound + 1:.0f}{parts}."
+
+
+def _can_be_in_parts(figures: RunFigures, mean: Reader) -> bool:
+    """And are not: by default parts begin only where they fill the rows of all ranks."""
+    config = figures.config
+    if config is None or config.admission.step_parts not in ("auto", 1) or mean("trainer/step_parts") > 1:
+        return False
+    return obeys_rules(with_values(config, {"admission.step_parts": 4}))
+
+
+def _spread(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    share, easy = mean("reward/zero_spread_share"), mean("group/all_correct_share")
+    why = "too easy" if easy > share / 2 else "too hard"
+    if share >= 0.4:
+        yield (
+            f"{share:.0%} of finished groups have zero reward variance and teach nothing, mostly because prompts are "
+            f"{why}: [curriculum] rests such prompts, which would save up to {share:.0%} of sampling."
+        )
+
+
+def _truncation(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    share, longest = mean("length/truncated_share"), mean("length/completion_max")
+    if share >= 0.1:
+        yield (
+            f"{share:.0%} of completions are cut off at {longest:.0f} tokens: raise generation.max_completion_tokens, "
+            "or mask them ([shaping])."
+        )
+
+
+def _packing(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    fill, rows = mean("packing/fill"), mean("packing/num_microbatches")
+    budget = figures.config.trainer.token_budget if figures.config is not None else 0
+    if 0 < fill < 0.6:
+        yield (
+            f"Micro-batches are {fill:.0%} full ({rows:.1f} per rank and step): trainer.token_budget={budget} is more "
+            "than a rank can fill; use more groups per step, or a smaller budget, which saves memory."
+        )
+
+
+def _lockstep(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    slowdown = mean("packing/lockstep_slowdown")
+    if slowdown >= 1.15:
+        yield (
+            f"The slowest rank has {slowdown - 1:.0%} more work than the mean, and the others wait for it: more groups "
+            "per step (admission.groups_per_step) would even that out."
+        )
+
+
+def _preemptions(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    curve = figures.curves.get("generator/preemptions")
+    total = curve.growth if curve is not None else 0.0  # each generator counts from its own start
+    if total > 0.02 * max(1, figures.sampled.num_rollouts):
+        yield (
+            f"Engines have preempted {total:.0f} rollouts for lack of KV cache and recomputed them: lower "
+            "generation.max_num_seqs, or give the cache more memory."
+        )
+
+
+def _verifier(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    share, queued = mean("reward/verifier_error_share"), mean("reward/queued")
+    if share > 0.01:
+        yield (
+            f"{share:.1%} of verdicts are verifier errors, whose groups are dropped: "
+            "`rlhpc rollouts RUN_DIR --verdict verifier_error` shows why."
+        )
+    if queued > 100:
+        yield f"{queued:.0f} completions are queued at the reward services: raise rewards.workers_per_replica."
+
+
+def _policy(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    ess, clipped = figures.mean_of("policy/ess"), mean("policy/clip_high_share")
+    if ess is not None and ess < 0.3:
+        yield f"The effective sample size is {ess:.0%}: lower admission.max_staleness or the learning rate."
+    if clipped > 0.3:
+        yield f"{clipped:.0%} of tokens are clipped from above: the learning rate is too high for this batch."
+
+
+def _checkpoints(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    blocked, step_s = mean("time/checkpoint_s"), mean("time/step_s") or 1.0
+    every = figures.config.checkpoint.every_steps if figures.config is not None else 0
+    if every and (share := blocked / (every * step_s)) >= 0.02:
+        yield (
+            f"Checkpoints block training for {blocked:.1f} s each, {share:.0%} of the time: raise "
+            f"checkpoint.every_steps={every}."
+        )
+
+
+def _losses(figures: RunFigures, mean: Reader) -> Iterator[str]:
+    lost, kept = map(figures.curves.get, ("generator/tokens_lost_total", "tokens/generated_total"))
+    if lost is not None and kept is not None and lost.last > 0.01 * kept.last:
+        share = f"{lost.last / (lost.last + kept.last):.1%}"
+        yield (
+            f"{share} of tokens were lost with generators: lower buffer.partial_interval_tokens or partial_interval_s."
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- spells
+#
+# What each process of a run did when, from timeline.jsonl; intervals of a long run are merged.
+#
+# Input: the file, which may still be growing.  Output: Recorded.  A month of 512 generators is 2.8 million shares of
+# intervals in 150 MB: lines are read one by one, and neighbours merged as a chart would do.
+
+
+MOST_STRETCHES = 900  # of the file, or few more: twice what a chart has columns for
+_END_OF_TIME_S = 1e11  # in the year 5138
+_GAP_S = 1.0  # between two intervals: the process was not there
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """What a process did in an interval, or in several consecutive ones."""
+
+    process: str
+    begin_s: float
+    end_s: float
+    shares: dict[str, float]  # "works", or what it waited for → share of the time
+    phase: str  # of the run
+
+
+@dataclass(slots=True)
+class Recorded:
+    """The content of a timeline."""
+
+    spells: list[Spell] = field(default_factory=list)  # of each process, oldest first
+    events: list[TimelineEntry] = field(default_factory=list)  # arrivals and losses, as they stand there
+    times: list[float] = field(default_factory=list)  # earliest and latest of all lines; [] without lines
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Intervals of a process that become one spell."""
+
+    number: int  # of the stretch in the file
+    phase: str
+    begin_s: float
+    end_s: float
+    seconds: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def goes_on(self, number: int, entry: TimelineEntry) -> bool:
+        """Whether an interval continues this stretch: not across a time when the process was absent."""
+        is_next = entry.unix_time_s - entry.seconds - self.end_s <= _GAP_S
+        return is_next and number == self.number and entry.phase == self.phase
+
+    def add(self, process: str, entry: TimelineEntry) -> None:
+        """Add an interval to the mean over time."""
+        of_entry = entry.work[process]
+        self.seconds += entry.seconds
+        self.end_s = entry.unix_time_s
+        weight = entry.seconds / self.seconds
+        for what in {**self.shares, **of_entry}:
+            share = self.shares.get(what, 0.0)
+            self.shares[what] = share + (of_entry.get(what, 0.0) - share) * weight
+
+    def spell(self, process: str) -> Spell:
+        return Spell(process, self.begin_s, self.end_s, self.shares, self.phase)
+
+
+def read_timeline(path: Path) -> Recorded:
+    """Read a timeline; lines that cannot be read are skipped.  Raises OSError."""
+    recorded, begun, num_intervals = Recorded(), dict[str, _Stretch](), 0
+    every = max(1, -(-_num_lines(path) // MOST_STRETCHES))
+    for entry in filter(_can_be_read, LineFile(path, TimelineEntry).each()):
+        recorded.times = [min([entry.unix_time_s, *recorded.times]), max([entry.unix_time_s, *recorded.times])]
+        recorded.events += [entry] if entry.event else []
+        if entry.seconds <= 0:
+            continue
+        number = num_intervals // every
+        num_intervals += 1
+        for process in entry.work:
+            stretch = begun.get(process)
+            if stretch is None or not stretch.goes_on(number, entry):
+                recorded.spells += [] if stretch is None else [stretch.spell(process)]
+                begin_s = entry.unix_time_s - entry.seconds
+                stretch = begun[process] = _Stretch(number, entry.phase, begin_s, entry.unix_time_s)
+            stretch.add(process, entry)
+    recorded.spells += [stretch.spell(process) for process, stretch in begun.items()]
+    return recorded
+
+
+def is_time(value: object) -> bool:
+    """Seconds of the Unix clock that a calendar knows."""
+    return is_number(value) and 0 <= value < _END_OF_TIME_S
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, too."""
+    return isinstance(value, int | float) and abs(value) < math.inf
+
+
+def _can_be_read(entry: TimelineEntry) -> bool:
+    """Whether what is in a line has the forms that it should have."""
+    works = [entry.work, *entry.work.values()] if isinstance(entry.work, dict) else [None]
+    return (
+        is_time(entry.unix_time_s)
+        and is_time(entry.seconds)
+        and isinstance(entry.attempt, int)
+        and all(isinstance(text, str) for text in (entry.phase, entry.event, entry.name, entry.text))
+        and all(isinstance(each, dict) for each in works)
+        and all(is_number(share) for shares in entry.work.values() for share in shares.values())
+    )
+
+
+def _num_lines(path: Path) -> int:
+    """Number of lines that are not empty."""
+    try:
+        with path.open("rb") as file:
+            return sum(line != b"\n" for line in file)
+    except FileNotFoundError:
+        return 0
+
+
+# ----------------------------------------------------------------------------------------------------------- happenings
+
+
+# Events of supervisors and controllers that are not faults and follow from one that is shown.
+_AS_PLANNED = {"life", "part_left", "part_end", "start", "sbatch", "end", "submit"}
+_LONGEST, _HEAD = 240, 170  # characters of a text that is shown, and of its beginning
+# Counters whose growth is an event, with its text in the singular.
+_COUNTERS = {
+    "checkpoint/failed_total": ("checkpoint", "checkpoint could not be written"),
+    "trainer/skipped_steps": ("skipped", "step was skipped: not finite, or refused by the guard"),
+    "weights/canary_failed_total": ("canary", "generator had other weights than the trainer, and was quarantined"),
+    "transport/denied_total": ("denied", "connection with a key that is not of this run was refused"),
+}
+_ASKED_FOR = (Cause.STOP, Cause.ABORT, Cause.INTERRUPTED)
+_WELL = (Cause.COMPLETE, *_ASKED_FOR, Cause.TIME, Cause.YIELD)
+_GOOD_ENDS = {cause.name.lower() for cause in _WELL}
+_FAULTS = {
+    *(kind for kind, _ in _COUNTERS.values()),
+    "restart",
+    "retry",
+    "kill",
+    "lost",
+    "disk",
+    "left_away",
+    "killed",
+    "not_submitted",
+    "not_loaded",
+    "guard",
+    "part_missed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """One event."""
+
+    unix_time_s: float
+    who: str  # a process, a job, or "run"
+    kind: str  # one word
+    text: str
+    attempt: int = -1
+
+    @property
+    def brief(self) -> str:
+        """The text, without its middle if it is long: a process's last error may be a page, and the end matters."""
+        text = " ".join(self.text.split())
+        return text if len(text) <= _LONGEST else f"{text[:_HEAD]} … {text[_HEAD - _LONGEST :]}"
+
+    @property
+    def is_fault(self) -> bool:
+        """Something went wrong, or was undone."""
+        if self.kind == "verdict":
+            return self.text.partition(":")[0] not in _GOOD_ENDS
+        if self.kind == "guard":
+            return not self.text.startswith("warn:")  # a figure was out of bounds, and nothing was done about it
+        return self.kind in _FAULTS
+
+    @property
+    def is_planned(self) -> bool:
+        """True if it is routine."""
+        return self.kind in _AS_PLANNED
+
+
+@dataclass(slots=True)
+class Story:
+    """All events of a run, and what its processes did when."""
+
+    happenings: list[Happening] = field(default_factory=list)  # oldest first
+    spells: list[Spell] = field(default_factory=list)
+    begin_s: float = 0.0
+    end_s: float = 0.0
+
+    @property
+    def processes(self) -> list[str]:
+        """Names of the processes, by role and number."""
+        return sorted({spell.process for spell in self.spells}, key=place_of)
+
+    @property
+    def faults(self) -> list[Happening]:
+        """What went wrong."""
+        return [each for each in self.happenings if each.is_fault]
+
+
+def place_of(process: str) -> tuple[int, int]:
+    """Order in which people look at processes: trainers, generators, reward services."""
+    role, _, number = process.rpartition("-")
+    order = {"controller": 0, "trainer": 1, "generator": 2, "reward": 3}
+    return order.get(role, 9), int(number) if number.isdigit() else 0
+
+
+def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType({})) -> Story:
+    """Read all events.  curves: of the run, whose counters show faults too.  Raises OSError."""
+    recorded = read_timeline(layout.timeline)
+    found = [
+        *_of_killed_launchers(layout),
+        *_of_supervisors(layout),
+        *_of_attempts(layout),
+        *_of_guard(layout),
+        *_of_jobs(layout),
+        *_of_counters(curves),
+    ]
+    found += [_of_controller(each) for each in recorded.events]
+    story = Story(sorted(found, key=lambda each: each.unix_time_s), recorded.spells)
+    times = [each.unix_time_s for each in found] + recorded.times
+    times += [spell.begin_s for spell in story.spells]
+    if times:
+        story.begin_s, story.end_s = min(times), max(*times, _last_status_s(layout))
+    return story
+
+
+def _of_counters(curves: Mapping[str, Curve]) -> Iterator[Happening]:
+    """One event for each step in which a counter grew; an attempt may reset it."""
+    for name, (kind, words) in _COUNTERS.items():
+        if (curve := curves.get(name)) is not None:
+            growth = np.diff(np.nan_to_num(curve.values), prepend=0.0)
+            for place in np.flatnonzero(growth > 0).tolist():
+                count = f"{growth[place]:.0f} times: " if growth[place] > 1 else ""
+                text = f"{count}{words} (step {curve.steps[place]})"
+                yield Happening(float(curve.unix_times_s[place]), "run", kind, text)
+
+
+def _of_controller(entry: TimelineEntry) -> Happening:
+    words = {"joined": "has joined: ", "lost": "is lost: ", "left": "has left: "}.get(entry.event, "")
+    return Happening(entry.unix_time_s, entry.name or "run", entry.event, words + entry.text, entry.attempt)
+
+
+def _of_supervisors(layout: RunLayout) -> Iterator[Happening]:
+    for path in layout.jobs.glob("*.events.jsonl"):
+        name = path.name.removesuffix(".events.jsonl")
+        for line in _lines(path):
+            who = "run" if name == "local" else f"job {name}"
+            if {"event", "text"} <= line.keys() and line["event"] != "attempt":  # of attempts.jsonl
+                yield Happening(line["unix_time_s"], who, str(line["event"]), str(line["text"]), _attempt(line))
+
+
+def _of_killed_launchers(layout: RunLayout) -> Iterator[Happening]:
+    """Attempts on this machine that begin and never end: their supervisor could not tell any more.
+
+    Their time is that of the next attempt, which found out, or else of the last sign of life.
+    """
+    open_attempts: dict[int, float] = {}
+    for line in _lines(layout.job_events("local")):
+        if line.get("event") == "attempt":
+            open_attempts[_attempt(line)] = line["unix_time_s"]
+        elif line.get("event") in ("attempt_end", "retry", "verdict"):  # of one that could not start, only the latter
+            open_attempts.pop(_attempt(line), None)
+    begun = {_attempt(line, "index"): line["unix_time_s"] for line in _lines(layout.attempts)}
+    for attempt, began_s in open_attempts.items():
+        later = [unix_time_s for index, unix_time_s in begun.items() if index > attempt]
+        if later or not may_live(layout):
+            alive_s = max(began_s, written_unix_s(layout.launcher), _last_status_s(layout))
+            when = min(later, default=alive_s)
+            text = f"attempt {attempt} ended without a word: its launcher was killed, or the machine went down"
+            yield Happening(when, "run", "killed", text, attempt)
+
+
+def _last_status_s(layout: RunLayout) -> float:
+    """When the controller last wrote its status; 0: never."""
+    written_s = read_document(layout.status).get("unix_time_s", 0.0)
+    return float(written_s) if is_time(written_s) else 0.0
+
+
+def _of_attempts(layout: RunLayout) -> Iterator[Happening]:
+    for line in _lines(layout.attempts):
+        if "index" not in line:
+            continue
+        step = line.get("resume_step")
+        begins = "from the beginning" if step is None else f"from the checkpoint of step {step}"
+        text = f"attempt {line['index']} begins {begins}"
+        yield Happening(line["unix_time_s"], "run", "attempt", text, _attempt(line, "index"))
+
+
+def _of_guard(layout: RunLayout) -> Iterator[Happening]:
+    for entry in LineFile(layout.guard, GuardEntry).each():
+        if is_time(entry.unix_time_s) and isinstance(entry.attempt, int):
+            yield Happening(entry.unix_time_s, "run", "guard", f"{entry.action}: {entry.text}", entry.attempt)
+
+
+def _of_jobs(layout: RunLayout) -> Iterator[Happening]:
+    for path in layout.jobs.glob("[0-9]*.json"):
+        try:
+            record = json.loads(path.read_bytes())
+            text = f"{record['name']} submitted"
+            if is_time(record["submitted_unix_s"]):
+                yield Happening(record["submitted_unix_s"], f"job {record['job_id']}", "submitted", text)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines that have a time."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict) and is_time(document.get("unix_time_s")):
+            yield document
+
+
+def _attempt(line: Mapping[str, Any], key: str = "attempt") -> int:
+    number = line.get(key)
+    return number if isinstance(number, int) else -1
+
+
+# ---------------------------------------------------------------------------------------------------------------- hours
+#
+# GPU-hours of a run, by use and by job.
+#
+# Input: Story, settings, plans of jobs.  Output: rows of a table.  Without GPUs, hours of processes are counted.
+# Intervals that the timeline did not record do not count.
+
+
+_DOES = {"trainer": "training", "generator": "generating"}
+_TOKENS = ("tokens/generated_total", "generator/tokens_lost_total")
+_BEFORE_TRAINING = ("starting", "waiting for generators")
+
+
+@dataclass(slots=True)
+class Hours:
+    """Hours by use and by job."""
+
+    unit: str  # "GPU-hours", "process-hours"
+    by_use: dict[str, float] = field(default_factory=dict)  # training, generating, waiting …
+    by_job: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Hours of all uses."""
+        return sum(self.by_use.values())
+
+
+def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Hours:
+    """The hours of trainers and generators."""
+    each = gpus_of(layout)
+    unit = "GPU-hours" if any(each.values()) else "process-hours"
+    weights = each if any(each.values()) else dict.fromkeys(each, 1)
+    uses = defaultdict[str, float](float)
+    for spell in story.spells:
+        role = spell.process.rpartition("-")[0]
+        hours = weights.get(role, 0) * (spell.end_s - spell.begin_s) / 3600
+        if not hours:
+            continue
+        if spell.phase in _BEFORE_TRAINING:
+            uses["starting: engines and trainer load"] += hours
+        elif spell.phase == "replaying" and role == "trainer":
+            uses["training recorded steps again"] += hours
+        else:
+            works = min(1.0, spell.shares.get(WORKS, 0.0))
+            uses[_DOES[role]] += hours * works
+            uses[f"{role}s wait"] += hours * (1 - works)
+    _set_lost_apart(uses, curves)
+    return Hours(unit, {use: hours for use, hours in uses.items() if hours > 0}, _by_job(layout, story))
+
+
+def gpus_of(layout: RunLayout) -> dict[str, int]:
+    """GPUs of one process of each role, by the run's newest plan; 0 where it is of another form, or none is there."""
+    found = {"trainer": 0, "generator": 0}
+    for plan in sorted((layout.job_plan, layout.local_plan), key=written_unix_s):
+        with suppress(KeyError, TypeError, AttributeError):
+            for job in read_document(plan).get("jobs", []):
+                for part in job["components"]:
+                    found |= {role: gpus for role, gpus in _gpus_in(part).items() if role in found}
+    return found
+
+
+def _gpus_in(part: Mapping[str, Any]) -> dict[str, int]:
+    """Of one process of each of its roles."""
+    shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
+    gpus = int(part["gpus_per_task"]) or max(shown, default=0)
+    return {share["role"]: gpus for share in part["roles"]}
+
+
+def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None:
+    """Split the hours of generating by the share of tokens that were lost with their generators."""
+    kept, lost = (curves[name].last if name in curves else 0.0 for name in _TOKENS)
+    if lost > 0 and "generating" in uses:
+        share = lost / (lost + kept)
+        uses["generating what was lost with generators"] = uses["generating"] * share
+        uses["generating"] *= 1 - share
+
+
+def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
+    """GPU-hours of what was allocated to each job in its lives, from the first to the last event of each.
+
+    One that has not said how it ended is at work, until the last sign of the run, or until another does its work.
+    """
+    lives = defaultdict[str, list[list[Happening]]](list)
+    for each in story.happenings:
+        if each.who.startswith("job ") and each.kind != "submitted":
+            of_job = lives[each.who.removeprefix("job ")]
+            if each.kind == "life" or not of_job:  # it was requeued: before, it had nothing
+                of_job.append([])
+            of_job[-1].append(each)
+    parts = {label: label.partition("_") for label in lives}
+    planned = {label: job for label, (number, _, _) in parts.items() if (job := _planned_job(layout, number))}
+    begins = defaultdict[tuple[str, str], list[float]](list)  # by what is planned, and the task of an array
+    for label, job in planned.items():
+        begins[job.name, parts[label][2]] += [life[0].unix_time_s for life in lives[label]]
+    found = {}
+    for label, job in sorted(planned.items()):
+        seconds = sum(life[-1].unix_time_s - life[0].unix_time_s for life in lives[label])
+        last = lives[label][-1][-1].unix_time_s
+        if all(each.kind != "verdict" for each in lives[label][-1]):
+            later = (begin for begin in begins[job.name, parts[label][2]] if begin > last)
+            seconds += min(later, default=story.end_s) - last
+        found[f"{label} ({job.name}, {job.gpus} GPUs)"] = job.gpus * seconds / 3600
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedJob:
+    """What the plan says of a job; of one task where it is an array."""
+
+    name: str
+    gpus: int
+
+
+def _planned_job(layout: RunLayout, number: str) -> _PlannedJob | None:
+    """The plan of a job; None if it can no longer be read."""
+    try:
+        record = json.loads((layout.jobs / f"{number}.json").read_bytes())
+        jobs = json.loads(Path(record["plan"]).read_bytes())["jobs"]
+        job = next(each for each in jobs if each["name"] == record["name"])
+        gpus = sum(part["nodes"] * part["tasks_per_node"] * part["gpus_per_task"] for part in job["components"])
+        return _PlannedJob(str(job["name"]), int(gpus))
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None

@@ -1,0 +1,337 @@
+"""The jobs of a run under Slurm, in words: what each is, its state, what it waits for, what happens next.
+
+Input: the run directory and the answer of launch/slurm/queue.py.  Output: SlurmView, lines of text and a JSON document.
+A file that does not exist yet counts as absent; nothing here fails because of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.common.text import aligned, quoted, span
+from launch.run_directory.owner import launcher_of
+from launch.run_files.records import JobRecord, name_of_jobs, read_job_records
+from launch.run_files.run_state import Event, last_events, read_document, saved_step
+from launch.slurm.queue import ANSWER_S, JobRow, QueueLook, look_at_jobs
+from launch.slurm.states import Life, is_stuck, reason_in_words
+from rlhpc.base.run_directory import RunLayout
+
+EARLY_S = 60  # ending this long before the time limit is not due to the limit, which Slurm enforces within seconds
+NUM_EVENTS = 8  # shown, newest first; a run may have a hundred array tasks
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmView:
+    """Everything known about a run's jobs, at one moment."""
+
+    layout: RunLayout
+    jobs: tuple[JobRecord, ...]
+    look: QueueLook
+    attempt: dict[str, Any] | None  # attempt.json
+    plan: dict[str, Any]  # job_plan.json; {} if there is none
+    events: tuple[Event, ...]  # the last of each supervisor, newest first
+    now: float
+
+    @property
+    def is_alive(self) -> bool:
+        """True while a job of the run runs or may still run, or while Slurm does not answer."""
+        return bool(self.look.trouble) or any(row.state.is_alive for row in self.look.rows)
+
+
+def is_slurm_run(layout: RunLayout) -> bool:
+    """True if jobs were submitted for this run, and it is not running as processes of this machine now."""
+    return any(layout.jobs.glob("[0-9]*.json")) and launcher_of(layout) is None
+
+
+def look_at_run(layout: RunLayout, timeout_s: float | None = None) -> SlurmView:
+    """Read the directory and ask Slurm, once: milliseconds, or seconds if slurmctld is away.
+
+    Raises RunDirectoryError for a damaged job record.
+    """
+    jobs = tuple(read_job_records(layout))
+    ids = [job.job_id for job in jobs]
+    look = look_at_jobs(ids, ANSWER_S if timeout_s is None else timeout_s, run_name=name_of_jobs(layout))
+    attempt, plan = read_document(layout.attempt), read_document(layout.job_plan)
+    return SlurmView(layout, jobs, look, attempt or None, plan, tuple(last_events(layout)), time.time())
+
+
+def lines_of(view: SlurmView) -> list[str]:
+    """What `rlhpc status` prints about the jobs."""
+    lines = [_attempt_line(view), ""]
+    if view.look.trouble:
+        lines += [view.look.trouble, f"jobs of this run: {', '.join(str(job.job_id) for job in view.jobs) or 'none'}"]
+    else:
+        lines += _table(view)
+    lines += _section("WAITING", waits(view)) + _section("NEXT", upcoming(view))
+    shown = view.events[:NUM_EVENTS]
+    more = len(view.events) - len(shown)
+    said = [f"{_clock(event.unix_time_s, view.now)}  job {event.name}: {event.text}" for event in shown]
+    said += [f"and {more} more: {view.layout.jobs}/*.events.jsonl"] if more else []
+    return lines + _section("LAST EVENTS", said)
+
+
+def document_of(view: SlurmView) -> dict[str, Any]:
+    """The same as a JSON document."""
+    return {
+        "attempt": view.attempt,
+        "is_alive": view.is_alive,
+        "trouble": view.look.trouble,
+        "unknown_jobs": list(view.look.unknown),
+        "jobs": [_row_document(view, row) for row in view.look.rows],
+        "waits": waits(view),
+        "next": upcoming(view),
+        "events": [
+            {"job": event.name, "unix_time_s": event.unix_time_s, "event": event.event, "text": event.text}
+            for event in view.events
+        ],
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+_HEAD = ("JOB", "WHAT", "STATE", "RESTARTS", "FOR", "LEFT", "NODES", "WHY")
+
+
+def _table(view: SlurmView) -> list[str]:
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for index, row in enumerate(view.look.rows):
+        *cells, reason = _cells(view, row)
+        before = view.look.rows[index - 1] if index else None
+        is_told = before is not None and before.job_id == row.job_id and reason == why(view, before)
+        rows.append((*cells, "the same" if is_told else reason))
+    rows += [(str(job), _record(view, job).name, "unknown", *"-----") for job in view.look.unknown]
+    lines = aligned(rows)
+    if view.look.unknown:
+        lines.append("unknown: Slurm no longer knows the job, so it has ended")
+    others = sorted({f"{row.job_id} is {row.name}" for row in view.look.others})
+    return [*lines, *(f"of another run, perhaps of another cluster: here job {each}" for each in others)]
+
+
+def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
+    is_there = row.state.life in (Life.ON_NODES, Life.ENDING)
+    return (
+        row.label,
+        what_it_is(view, row),
+        row.state.name,
+        "-" if row.restarts is None else str(row.restarts),
+        span(row.used_s) if row.used_s else "-",
+        span(row.left_s) if is_there and row.left_s is not None else "-",
+        row.nodes or "-",
+        why(view, row) or "-",
+    )
+
+
+def why(view: SlurmView, row: JobRow) -> str:
+    """Why a job is in its state, with the remedy; "" if it is simply running or completed."""
+    state = row.state
+    if state.name in ("RUNNING", "COMPLETED"):
+        return ""
+    words = reason_in_words(row.reason)
+    if not state.is_alive:
+        words = "; ".join(filter(None, (_how_it_ended(row), _what_follows(view, row))))
+    elif state.name != "PENDING":
+        words = f"{state.sentence} ({words})" if words else state.sentence
+    elif row.start_unix_s and row.start_unix_s > view.now:
+        words = "; ".join(part for part in (words, f"starts about {_clock(row.start_unix_s, view.now)}") if part)
+    return words.replace("JOB", str(row.job_id)).replace("RUN_DIR", str(view.layout.root))
+
+
+def _how_it_ended(row: JobRow) -> str:
+    early_s = (row.limit_s or 0) - (row.used_s or 0)
+    if row.state.name == "TIMEOUT" and row.limit_s and row.used_s is not None and early_s > EARLY_S:
+        return f"was ended {span(early_s)} before its time limit, as after the grace time of a preemption"
+    return row.state.what
+
+
+def _what_follows(view: SlurmView, row: JobRow) -> str:
+    """For a job that has ended: what to do, or what the run does (a resume is refused while it is alive)."""
+    job, remedy = _record(view, row.job_id), row.state.remedy
+    if not view.is_alive or "rlhpc resume" not in remedy:
+        return remedy
+    successors = [other for other in view.jobs if other.follows == row.job_id and other.is_for(row.array_task)]
+    if successors:
+        return f"replaced by job {successors[-1].job_id}"
+    if job.is_elastic:
+        return "`rlhpc scale RUN_DIR --generators +1` adds another"
+    if job.placement != "jobs" or job.hosts_controller or not _has_running_controller(view):
+        return ""
+    return "not resubmitted" if row.state.name == "CANCELLED" else "will be resubmitted by the controller's job"
+
+
+def what_it_is(view: SlurmView, row: JobRow) -> str:
+    """The part of the run: "trainer", "generator-3", "generator-0…3"; "(elastic)" if it was added by `rlhpc scale`."""
+    job, name = _record(view, row.job_id), part_of(view, row)
+    if name.startswith("generation") and row.component is None:
+        name = _replicas(job, row)
+    return f"{name} (elastic)" if job.is_elastic else name
+
+
+def part_of(view: SlurmView, row: JobRow) -> str:
+    """Its section of the site file: controller, trainer, generation, rewards."""
+    job = _record(view, row.job_id)
+    if row.component is None:
+        return job.name
+    components: list[dict[str, Any]] = next(
+        (each["components"] for each in view.plan.get("jobs", []) if each["name"] == job.name), []
+    )
+    return str(components[row.component]["name"]) if row.component < len(components) else f"component {row.component}"
+
+
+def _replicas(job: JobRecord, row: JobRow) -> str:
+    whole = f"0-{job.array_size - 1}" if job.array_size else "0"  # an array that never started is one row
+    tasks = row.waiting_tasks or (whole if row.array_task is None else str(row.array_task))
+    head, _, tail = tasks.partition("-")
+    if not head.isdecimal() or (tail and not tail.isdecimal()):
+        return job.name  # "2,5-7": the id shows which
+    low = job.first_replica + int(head) * job.replicas_per_task
+    high = job.first_replica + (int(tail or head) + 1) * job.replicas_per_task - 1
+    return f"generator-{low}" if high <= low else f"generator-{low}…{high}"
+
+
+# --------------------------------------------------------------------------------------------------- waiting, and next
+
+
+def waits(view: SlurmView) -> list[str]:
+    """Which parts of the run wait for which, as far as Slurm is the reason: parts on nodes wait for pending ones."""
+    standing: dict[str, list[JobRow]] = {}
+    for row in view.look.rows:
+        if not _record(view, row.job_id).is_elastic:
+            standing.setdefault(part_of(view, row), []).append(row)
+    there = [part for part, rows in standing.items() if any(row.state.life is Life.ON_NODES for row in rows)]
+    if not there or view.layout.summary.exists():
+        return []
+    subject = f"{_and(there)} {'wait' if len(there) > 1 else 'waits'}"
+    return [
+        f"{subject} for {part}: job {rows[-1].label} {rows[-1].state.name}{_because(view, rows[-1])}"
+        for part, rows in standing.items()
+        if part not in there
+    ]
+
+
+def upcoming(view: SlurmView) -> list[str]:
+    """What will happen by itself, and what the user has to do."""
+    layout = view.layout
+    if layout.summary.exists():
+        return ["the run is complete" + ("; its jobs end" if view.is_alive and not view.look.trouble else "")]
+    if layout.abort_request.exists():
+        said = "ABORT: all jobs end now; the step is saved only if it ends within seconds"
+        return [said if view.is_alive else _resume(view)]
+    if layout.stop_request.exists():
+        return ["STOP: the step is finished and saved, then all jobs end" if view.is_alive else _resume(view)]
+    if view.look.trouble or not view.jobs:
+        return []
+    if not view.is_alive:
+        return [_resume(view)]
+    lines = [line for row in view.look.rows if _is_controller(view, row) and (line := _limit_line(view, row))]
+    held = {row.job_id: row for row in reversed(view.look.rows) if _is_held(row)}
+    lines += [f"job {job} stays in the queue: {why(view, held[job])}" for job in sorted(held)]
+    if view.look.drained:
+        lines.append(f"drained nodes: {'; '.join(view.look.drained)}: tell the site's administrators")
+    waiting = {row.job_id for row in view.look.rows if row.state.life is Life.WAITING}
+    alive = {row.job_id for row in view.look.rows if row.state.is_alive}
+    return lines + [
+        f"job {job.job_id} continues the run when job {job.follows} has ended"
+        for job in view.jobs
+        if job.job_id in waiting and job.follows in alive
+    ]
+
+
+def _limit_line(view: SlurmView, row: JobRow) -> str:
+    """What the controller's job does at its time limit, or when it starts."""
+    if _is_held(row):
+        return ""
+    if row.state.life is Life.WAITING:
+        return f"when job {row.label} starts, the run {_goes_on(view)}"
+    if row.state.life is not Life.ON_NODES or row.left_s is None:
+        return ""
+    followed = any(job.follows == row.job_id for job in view.jobs) or view.plan.get("continuation") == "successor"
+    # Whether the site allows a job to requeue itself is known only then; otherwise the job submits a successor.
+    then = "ends, and its successor continues" if followed else "is requeued or submits a successor, and continues"
+    return f"before {_clock(view.now + row.left_s, view.now)}, its time limit, job {row.label} saves, {then}"
+
+
+def _resume(view: SlurmView) -> str:
+    dead = [
+        row for row in view.look.rows if not row.state.is_alive and row.state.name not in ("COMPLETED", "CANCELLED")
+    ]
+    how = (
+        f"first see why: `rlhpc logs {quoted(view.layout.root)} slurm`; then "
+        if any(not row.state.is_worth_resuming for row in dead)
+        else ""
+    )
+    return f"no job of this run is alive; {how}`rlhpc resume {quoted(view.layout.root)}` {_goes_on(view)}"
+
+
+def _goes_on(view: SlurmView) -> str:
+    step = saved_step(view.layout)
+    return f"continues from step {step}" if step else "begins at step 0"
+
+
+def _is_held(row: JobRow) -> bool:
+    return row.state.life is Life.HELD or (row.state.life is Life.WAITING and is_stuck(row.reason))
+
+
+def _has_running_controller(view: SlurmView) -> bool:
+    return any(row.state.life is Life.ON_NODES and _is_controller(view, row) for row in view.look.rows)
+
+
+def _is_controller(view: SlurmView, row: JobRow) -> bool:
+    return part_of(view, row) == "controller"
+
+
+def _because(view: SlurmView, row: JobRow) -> str:
+    reason = why(view, row)
+    return f" ({row.reason}): {reason}" if row.reason and reason else f": {reason}" if reason else ""
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+
+
+def _attempt_line(view: SlurmView) -> str:
+    attempt = view.attempt
+    if attempt is None:
+        return "no attempt has begun yet"
+    step, host = attempt.get("resume_step"), attempt.get("host")
+    return (
+        f"attempt {attempt.get('attempt')} {f'from step {step}' if step else 'from the beginning'}, job "
+        f"{attempt.get('job_id')}, restart {attempt.get('restart')}" + (f", controller on {host}" if host else "")
+    )
+
+
+def _row_document(view: SlurmView, row: JobRow) -> dict[str, Any]:
+    numbers = {key: getattr(row, key) for key in ("used_s", "left_s", "limit_s", "start_unix_s", "restarts")}
+    return {
+        "id": row.label,
+        "job_id": row.job_id,
+        "part": part_of(view, row),
+        "what": what_it_is(view, row),
+        "state": row.state.name,
+        "life": row.state.life.value,
+        "reason": row.reason,
+        "why": why(view, row),
+        "partition": row.partition,
+        "nodes": row.nodes,
+        **numbers,
+    }
+
+
+def _record(view: SlurmView, job_id: int) -> JobRecord:
+    return next(job for job in view.jobs if job.job_id == job_id)
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", *(f"{title if k == 0 else '':<13}{line}" for k, line in enumerate(lines))] if lines else []
+
+
+def _and(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _clock(moment: float, now: float) -> str:
+    """Local time of day; with the date if it is more than 12 hours away."""
+    is_near = abs(moment - now) < 12 * 3600
+    return time.strftime("%H:%M" if is_near else "%d %b %H:%M", time.localtime(moment))

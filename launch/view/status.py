@@ -1,0 +1,547 @@
+"""What a run is doing, read from its directory: for the progress line and `rlhpc status`.
+
+Input: status.json, which the controller replaces about once a second, and, for a run under Slurm, the job view of
+launch/view/jobs.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from launch.common.text import escaped, json_text, printable, quoted, shortened
+from launch.plan.processes import process_names
+from launch.run_directory.owner import launcher_of
+from launch.run_files.records import name_of_jobs, read_job_records
+from launch.run_files.run_state import is_complete, read_document
+from launch.slurm.queue import JobRow, look_at_jobs
+from launch.slurm.states import Life, reason_in_words
+from launch.view.jobs import SlurmView, document_of, is_slurm_run, lines_of, look_at_run
+from launch.view.standing import Queue, State, find_runs, standing_of
+from rlhpc.base.files import write_synced
+from rlhpc.base.patience import patiently, seen
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.file import read_resolved
+from rlhpc.metrics.meters import Progress, ProgressLine, format_duration
+from rlhpc.protocol.contracts import Clock
+from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError, RunDirectoryError
+from rlhpc.rewards.outcomes import BATCH_FAILED, FAILURES, FORKED, JUDGED
+
+if TYPE_CHECKING:
+    from rlhpc.buffer.lost_leases import Suspicion
+
+
+# -------------------------------------------------------------------------------------------------------- disk troubles
+#
+# Why a run cannot write: what it says itself, or what a look at its disk says.
+#
+# A full disk refuses status.json too, so that the run can tell nobody: a status that is old may mean that.
+
+
+OLD_S = 10.0  # age of a status that its controller cannot be writing any more
+_PROBE_BYTES = 16 << 10
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_troubles(layout: RunLayout, status: Mapping[str, Any]) -> Sequence[str]:
+    """In words, each; none: nothing is known to be wrong.  Writes a file for a moment if the status is old."""
+    said: Sequence[str] = status.get("disk_troubles", ())
+    is_over = status.get("phase") == "stopped" or layout.summary.exists()
+    if said or is_over or not time.time() - status.get("unix_time_s", time.time()) > OLD_S:
+        return said
+    full = _is_full(layout)
+    return [f"{full} in {layout.root}, where the run can write nothing any more, its status neither"] if full else ()
+
+
+def _is_full(layout: RunLayout) -> str:
+    """What the system says, "" if there is room.  Not asked of statvfs, which knows of no quota."""
+    probe = layout.root / f".probe.{uuid.uuid4().hex[:12]}.tmp"
+    try:
+        write_synced(probe, bytes(_PROBE_BYTES))
+    except OSError as error:  # another user's directory says nothing
+        return os.strerror(error.errno) if error.errno in _FULL else ""
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation job
+#
+# The job that evaluates a run while it trains, in a line of `rlhpc status`: it is none of the run's own.
+#
+# Input: evaluations/job.json and squeue.  Output: a line where somebody may have to act; none of a job that runs.
+
+
+def lines_about_evaluation_job(layout: RunLayout) -> list[str]:
+    """Of a run whose own jobs live.  None: it has no such job, or that one runs, or Slurm does not answer."""
+    number = read_document(layout.evaluations / "job.json").get("job_id")
+    if not isinstance(number, int):
+        return []
+    look = look_at_jobs([number])
+    living = [row for row in look.rows if row.state.is_alive]
+    if look.trouble or any(row.state.life in (Life.ON_NODES, Life.ENDING) for row in living):
+        return []
+    if living:
+        why = reason_in_words(living[0].reason).replace("JOB", str(number))
+        return [f"evaluation  job {number} is {living[0].state.name}{f': {why}' if why else ''}"]
+    return [
+        f"evaluation  job {number} has ended, and nothing evaluates this run any more: "
+        f"{layout.evaluations}/job-{number}.log; "
+        f"`rlhpc evaluate {quoted(layout.root)} --follow --site SITE.toml` submits it "
+        "again"
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- status notes
+#
+# What `rlhpc status` says of the guard, of prompts that are kept from generators, and of evaluations.
+#
+# Input: guard.jsonl, strikes.jsonl and evaluations/ of a run directory.  Output: lines, or JSON.  Loads nothing where
+# none of them is there.
+
+
+NUM_SHOWN = 5  # prompts
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What there is to say."""
+
+    guard: Sequence[dict[str, Any]]  # entries of guard.jsonl, oldest first
+    quarantined: Sequence[Suspicion]  # prompts that are given to no generator any more
+    suspects: Sequence[Suspicion]  # prompts that something died of, and that may still be completed
+    evaluations: dict[str, dict[int, dict[str, Any]]]  # figures by dataset and step
+
+    def lines(self) -> list[str]:
+        """For people; none where nothing has happened."""
+        found = []
+        if self.quarantined:
+            more = [f"and {len(self.quarantined) - NUM_SHOWN} more"] * (len(self.quarantined) > NUM_SHOWN)
+            shown = "; ".join([*(shortened(each.text) for each in self.quarantined[:NUM_SHOWN]), *more])
+            found.append(
+                f"quarantined prompts   {len(self.quarantined)}: {shown}; "
+                "a resume with --lift-quarantine samples them again"
+            )
+        if self.suspects:
+            found.append(f"suspect prompts   {len(self.suspects)}; generators or reward workers died with them")
+        if self.guard:
+            last = self.guard[-1]
+            number = f"{len(self.guard)} {'action' if len(self.guard) == 1 else 'actions'}"
+            found.append(
+                f"guard   {number}, the last one: {last['action']} (attempt {last['attempt']}), {last['text']}"
+            )
+        if self.evaluations:
+            from launch.view.standing import lines_about
+
+            found += lines_about(self.evaluations)
+        return found
+
+    def as_document(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "guard": [*self.guard],
+            "quarantined": [asdict(each) for each in self.quarantined],
+            "suspects": [asdict(each) for each in self.suspects],
+            "evaluations": self.evaluations,
+        }
+
+
+def read_notes(layout: RunLayout) -> Notes:
+    """Read both files.  Raises RunDirectoryError if one cannot be read."""
+    try:
+        quarantined, suspects = _prompts(layout) if layout.strikes.exists() else ([], [])
+        guard = _guard(layout) if layout.guard.exists() else []
+        evaluations = _evaluations(layout) if layout.evaluations.is_dir() else {}
+        return Notes(guard, quarantined, suspects, evaluations)
+    except OSError as error:
+        raise RunDirectoryError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _guard(layout: RunLayout) -> list[dict[str, Any]]:
+    from rlhpc.roles.controller.guard import read_guard_file  # slow to import, and rarely needed
+
+    return [asdict(entry) for entry in read_guard_file(layout.guard)]
+
+
+def _evaluations(layout: RunLayout) -> dict[str, dict[int, dict[str, Any]]]:
+    from launch.view.standing import past_evaluations
+
+    return past_evaluations(layout)
+
+
+def _prompts(layout: RunLayout) -> tuple[list[Suspicion], list[Suspicion]]:
+    from rlhpc.buffer.lost_leases import LostLeaseFile
+    from rlhpc.config.file import read_resolved
+
+    try:
+        max_attempts = read_resolved(layout)[0].admission.max_attempts
+    except ConfigError:  # `rlhpc check` says so
+        return [], []
+    found = LostLeaseFile(layout.strikes).suspicions()
+    quarantined = [each for each in found if each.is_quarantined(max_attempts)]
+    return quarantined, [each for each in found if not each.is_quarantined(max_attempts)]
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+NUM_FIGURES = 2  # lines of them at the head of a status
+WIDTH = 80  # columns, of counts
+MOST_NAMES = 4  # of processes, in one line
+_OVER = ("admitted", "released", "dropped")  # counts since the start of the run
+
+
+def read_status(layout: RunLayout) -> dict[str, Any] | None:
+    """Return the last status written, or None if there is none yet, or none that can be read."""
+    try:
+        document = json.loads(layout.status.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def render_status(layout: RunLayout, as_json: bool = False) -> str:
+    """Return a table of every role, and of every job under Slurm.  as_json: the same for programs.
+
+    Raises RunDirectoryError if this is no run directory.
+    """
+    layout.require_run()
+    status, view = read_status(layout), look_at_run(layout) if is_slurm_run(layout) else None
+    if status is not None:
+        status["disk_troubles"] = disk_troubles(layout, status)
+    notes = read_notes(layout)
+    if as_json:
+        document = {"status": status, "slurm": None if view is None else document_of(view), **notes.as_document()}
+        return json_text(document, indent=1)
+    return escaped("\n".join(_lines(layout, status, view, notes)))
+
+
+def _lines(layout: RunLayout, status: dict[str, Any] | None, view: SlurmView | None, notes: Notes) -> list[str]:
+    if view is None:
+        pid = launcher_of(layout)
+        expected = _expected(layout) if pid else ()
+        if status is None:
+            is_asked = layout.stop_request.exists() or layout.abort_request.exists()
+            ended = f"{'stopped' if is_asked else 'ended'} before its controller started"
+            said = f"starting (launcher pid {pid})" if pid else ended
+            return [f"{layout.root}: {said}"]
+        if pid:
+            return [*_run_lines(status, f"launcher pid {pid}", expected), *notes.lines()]
+        status, why = _as_it_ended(layout, status)
+        lines = _without_roles(status, _run_lines(status, "not running on this machine"))
+        return [*lines, *why, *notes.lines()]
+    life = "under Slurm" if view.is_alive else "none of its jobs is alive"
+    if status is None:
+        head = [f"{layout.root}: {life}, no controller yet"]
+    else:
+        lines = _run_lines(status, life)
+        head = lines if view.is_alive else _without_roles(status, lines)
+    evaluating = lines_about_evaluation_job(layout) if view.is_alive else []
+    return [*head, *notes.lines(), *evaluating, "", *lines_of(view)]
+
+
+def _as_it_ended(layout: RunLayout, status: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The status of a run that nothing runs any more, with what `rlhpc list` says of its end.
+
+    A controller that was killed leaves "training" behind.
+    """
+    found = find_runs([layout.root], depth=0).runs
+    standing = standing_of(found[0], Queue(), time.time()) if found else None
+    if standing is None or standing.state not in (State.FAILED, State.LOST):
+        return status, []
+    why = [f"{standing.state}: {printable(standing.remark)}"] if standing.remark else []
+    phase = status["phase"]  # "stopped": its controller has closed the books, which is no time to fail at
+    return {**status, "phase": standing.state if phase == "stopped" else f"{standing.state} while {phase}"}, why
+
+
+def waiting_for(status: dict[str, Any], expected: Sequence[str]) -> str:
+    """The processes that have not said hello yet, for people; "": all have."""
+    missing = _missing(status, expected)
+    more = f" and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
+    return ", ".join(missing[:MOST_NAMES]) + more
+
+
+def _missing(status: dict[str, Any], expected: Sequence[str]) -> list[str]:
+    there = {role["name"] for role in status["roles"]}
+    return [name for name in expected if name not in there and not name.startswith("controller")]
+
+
+def _expected(layout: RunLayout) -> Sequence[str]:
+    try:
+        return process_names(read_resolved(layout)[0])
+    except ConfigError:
+        return ()
+
+
+def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
+    reward = f"{status['reward']:.3f}" if status["step"] else "-"
+    in_flight, so_far = _counts_of_groups(status["queue"])
+    age = max(time.time() - status["unix_time_s"], 0.0)  # the clock of its node may be ahead of this one
+    return [
+        f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
+        f"{status['version']}, {life}, as of {age:.0f} s ago",
+        f"reward {reward}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
+        f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
+        f"{status['staleness_bound']}",
+        *verifier_lines(status.get("verifiers", {})),
+        *error_lines(status.get("errors", {})),
+        *(f"disk    {trouble}" for trouble in status.get("disk_troubles", ())),
+        *in_flight,
+        *so_far,
+        "",
+        f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
+        *(_row(role) for role in status["roles"]),
+        *(f"{name:<14}starting" for name in _missing(status, expected)),
+    ]
+
+
+def _without_roles(status: dict[str, Any], lines: list[str]) -> list[str]:
+    """What holds for a run that is over: the last states of its queue and roles are out of date."""
+    num_errors = len(verifier_lines(status.get("verifiers", {}))) + len(error_lines(status.get("errors", {})))
+    return [*lines[: NUM_FIGURES + num_errors], *_counts_of_groups(status["queue"])[1]]
+
+
+def _counts_of_groups(queue: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Lines about groups in flight and before, and about those that are over; of reasons, those that came up."""
+    over = {name: count for name, count in queue.items() if name in _OVER or name.startswith("dropped_")}
+    now = {name: count for name, count in queue.items() if name not in over}
+    shown = {name: count for name, count in over.items() if count or not name.startswith("dropped_")}
+    return _counted("queue", now), _counted("so far", shown) if shown else []
+
+
+def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
+    """In as many lines of 80 columns as it takes; a count stays with its name."""
+    lines = [f"{title:<8}"]
+    for name, count in counts.items():
+        part = f"{name} {count}"
+        if len(lines[-1]) + len(part) > WIDTH:
+            lines.append(" " * 8)
+        lines[-1] += f"{part}   "
+    return [line.rstrip() for line in lines]
+
+
+def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
+    """What has failed in which way, a line for each task of which anything has."""
+    lines = []
+    for task, figures in sorted(verifiers.items()):
+        failed = [
+            f"{name.replace('_', ' ')} {figures[name]:.0f}"
+            for name in (*FAILURES, BATCH_FAILED, FORKED)
+            if figures.get(name)
+        ]
+        if failed:
+            lines.append(
+                f"verifier {task}   judged {figures.get(JUDGED, 0):.0f}, without a verdict: {', '.join(failed)}"
+            )
+    return lines
+
+
+def error_lines(errors: Mapping[str, Any]) -> list[str]:
+    """Return what had no verdict in this attempt, by cause, and the last of it."""
+    causes = [f"{cause.replace('_', ' ')} {number}" for cause, number in errors.get("causes", {}).items()]
+    if not causes:
+        return []
+    paused = [f"nothing but errors on {', '.join(names)}"] if (names := errors.get("paused")) else []
+    notes = [f"the last: {shortened(errors['latest'])}", *paused, *_waiting_for_verdicts(errors)]
+    return [f"errors   {', '.join(causes)}; {'; '.join(notes)}"]
+
+
+def _waiting_for_verdicts(errors: Mapping[str, Any]) -> list[str]:
+    """Return how long a run has waited for verifiers that fail, and how long it will, if it waits."""
+    if "waited_s" not in errors:
+        return []
+    return [f"waiting for verdicts since {errors['waited_s']:.0f} s, at most {errors['patience_s']:.0f} s"]
+
+
+def _row(role: dict[str, Any]) -> str:
+    metrics = role["metrics"]
+    holds = int(metrics.get("running", 0) + metrics.get("waiting", 0) + metrics.get("queued", 0))
+    version = role["version"] if role["version"] >= 0 else "-"
+    return (
+        f"{role['name']:<14}{role['state']:<12}{version:>8}  {holds:>6}  {role['silent_s']:>6.1f}s  "
+        f"{role['waits_for'] or '-'}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- watch
+#
+# Show a run's progress: one updated line on a terminal, a line from time to time elsewhere.
+#
+#     starting | waits for trainer-0, generator-0 | 31 s
+#     step 120/2000 | 3 h 05 min left | reward 0.412 | staleness 1.2 | …
+#
+# Input: status.json.  Output: printed lines.  Groups dropped because their rewards cannot be computed, or because they
+# kill generators, are reported when that happens, and again whenever their number has doubled.
+
+
+_TOLD = {
+    "dropped_verifier_error": "no verifier could judge them; `rlhpc rollouts {root} --verdict verifier_error` says why",
+    "dropped_poison": "their leases were lost, or their prompts are quarantined: `rlhpc status {root}` lists these",
+}
+LOOK_AT_DISK_S = 2.0  # where the run itself says nothing
+BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
+
+
+class Watch:
+    """Follows one run directory."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        stream: TextIO = sys.stderr,
+        *,
+        expected: Sequence[str] = (),
+        is_quiet: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """expected: processes that the run needs (process_names).  is_quiet: nothing but what `tell` is told."""
+        self._layout, self._stream, self._is_quiet, self._clock = layout, stream, is_quiet, clock
+        self._expected, self._began_s = tuple(expected), clock()
+        self._line: ProgressLine | None = None
+        self._last_step = 0
+        self._attempt: int | None = None  # as last seen
+        self._told = dict.fromkeys(_TOLD, 0)  # groups at the last warning
+        self._has_disk_trouble, self._saw_disk_s = False, -math.inf  # as last told
+        self._waits_in: int | None = None  # attempt that waits for verdicts, as last told
+
+    def look(self) -> None:
+        """Show what has changed since the last call."""
+        status = read_status(self._layout)
+        if status is None or self._is_quiet:
+            return
+        self._warn(status["queue"], status.get("errors", {}).get("latest", ""))
+        self._warn_of_errors(status)
+        self._warn_of_disk(status)
+        if self._line is None:
+            self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
+        if self._attempt not in (None, attempt := status.get("attempt")):
+            self._began_s = self._clock()  # another attempt starts
+        self._attempt = attempt
+        if status["phase"] in BEFORE:
+            self._last_step = status["step"]  # that a resume begins with
+            waits_for = waiting_for(status, self._expected)
+            passed = format_duration(self._clock() - self._began_s)
+            self._line.wait(status["phase"], f"waits for {waits_for} | {passed}" if waits_for else passed)
+        elif status["step"] != self._last_step:
+            self._last_step = status["step"]
+            self._line.update(_progress(status))
+
+    def _warn(self, queue: dict[str, Any], latest: str) -> None:
+        for reason, words in _TOLD.items():
+            count = int(queue.get(reason, 0))
+            if count >= max(1, 2 * self._told[reason]):
+                self._told[reason] = count
+                groups = "1 group is" if count == 1 else f"{count} groups are"
+                last = f"; the last error: {shortened(latest)}" if latest else ""
+                self.tell(f"{groups} dropped: {words.format(root=quoted(self._layout.root))}{last}")
+
+    def _warn_of_errors(self, status: dict[str, Any]) -> None:
+        errors, attempt = status.get("errors", {}), status.get("attempt")
+        told, self._waits_in = self._waits_in, attempt if "waited_s" in errors else None
+        if self._waits_in == told:
+            return
+        if self._waits_in is not None:
+            self.tell(
+                f"too many errors in place of verdicts: the run waits for up to {errors['patience_s']:.0f} s until "
+                f"there are some again (rewards.error_patience_s); the last error: {shortened(errors['latest'])}"
+            )
+        elif told == attempt:
+            self.tell("the run waits for verdicts no longer")
+
+    def _warn_of_disk(self, status: dict[str, Any]) -> None:
+        if not status.get("disk_troubles") and self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:
+            return
+        troubles, self._saw_disk_s = disk_troubles(self._layout, status), self._clock()
+        if bool(troubles) == self._has_disk_trouble:
+            return
+        self._has_disk_trouble = bool(troubles)
+        self.tell(f"the disk refuses: {'; '.join(troubles)}" if troubles else "the disk takes what is written again")
+
+    def tell(self, text: str) -> None:
+        """Print a line of its own, if anybody still reads: its terminal or pipe may be closed, its disk full."""
+        self.close()
+        with suppress(OSError):
+            self._stream.write(f"rlhpc: {escaped(text)}\n")  # the last words of a process may quote what was sampled
+            self._stream.flush()
+
+    def close(self) -> None:
+        """End the live line, if there is one."""
+        if self._line is not None:
+            self._line.finish()
+
+
+def _progress(status: dict[str, Any]) -> Progress:
+    return Progress(
+        status["step"],
+        status["num_steps"],
+        status["reward"],
+        status["trainer_tokens_per_s"],
+        status["generator_tokens_per_s"],
+        status["staleness_max"],
+        status["eta_s"],
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- wait for run
+#
+# Follow a submitted run until its jobs have ended: the progress line, and a line whenever a job changes its state.
+#
+# Input: status.json and the queue.  Output: printed lines.
+
+
+ASK_SLURM_EVERY_S = 15.0  # slurmctld serves all users
+NEARLY_OVER_S = 2.0  # once the result exists
+
+
+def wait_for_run(layout: RunLayout) -> int:
+    """Return 0 when all jobs have ended and the run is complete, 1 if it is not, 130 after Ctrl-C."""
+    watch = Watch(layout, sys.stderr)
+    said = ""
+    try:
+        while True:
+            ids = patiently(lambda: [record.job_id for record in read_job_records(layout)], layout.jobs)
+            look = look_at_jobs(ids, run_name=name_of_jobs(layout))
+            living = [row for row in look.rows if row.state.is_alive]
+            words = look.trouble or ", ".join(dict.fromkeys(map(_describe, living)))
+            if words and words != said:
+                watch.tell(words)
+            said = words
+            if not living and not look.trouble:
+                break
+            _look_on(layout, watch)
+    except KeyboardInterrupt:
+        watch.tell(
+            f"no longer watched; the jobs continue: `rlhpc status {quoted(layout.root)}`, `rlhpc "
+            f"stop {quoted(layout.root)}`"
+        )
+        return EXIT_INTERRUPTED
+    watch.close()
+    if patiently(lambda: is_complete(layout, is_certain=True), layout.root):
+        watch.tell(f"{layout.root}: complete")
+        return 0
+    watch.tell(
+        f"{layout.root}: all jobs have ended, the run is not complete; `rlhpc status {quoted(layout.root)}` says why"
+    )
+    return 1
+
+
+def _look_on(layout: RunLayout, watch: Watch) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < (NEARLY_OVER_S if is_complete(layout) else ASK_SLURM_EVERY_S):
+        seen(watch.look, None)
+        time.sleep(0.5)
+
+
+def _describe(row: JobRow) -> str:
+    reason = f" ({row.reason})" if row.reason else ""
+    return f"{row.name} {row.label} {row.state.name.lower()}{reason}"

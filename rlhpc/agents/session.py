@@ -1,0 +1,380 @@
+"""One agent's session: where its requests over HTTP and the rollout that it is leased for meet.
+
+    agent   ── request ──▶ ask() ─ waits ─────────────────▶ reply       any number of times
+                             │                    ▲
+    rollout ◀─ messages ── __call__() ── turn ────┘      as an environment of roles/common/dialogue.py, and its template
+    agent   ── report, or its end ──▶ __call__() ──▶ reward
+
+A session is one line: each request has to say again all that was said before, and more.  Tokens of older messages are
+never made again, so that what an agent makes of the history in between cannot be sampled from: a request that changes
+it ends the session, with a verifier error.  A request that was answered and comes again gets the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlhpc.agents.host import LONGEST_TEXT, MOST_KEPT
+from rlhpc.agents.openai_format import (
+    Asked,
+    Message,
+    Plain,
+    Refused,
+    Turn,
+    added,
+    first_difference,
+    is_same,
+    piece,
+    turn_of,
+)
+from rlhpc.data.prompt_form import DialogueTemplate
+from rlhpc.environments.dialogue import Taken
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.messages import RewardReply, TurnReply
+from rlhpc.protocol.types import Int32, Verdict
+from rlhpc.rewards.outcomes import DIED, INVALID, OF_AGENTS, TIMED_OUT, NoReward, as_outcome, fault_of, sendable
+
+# -------------------------------------------------------------------------------------------------------------- reports
+#
+# An agent's report on its rollout: anything that a reward function may return, or nothing.
+#
+# Input: a JSON value.  Output: RewardOutcome, or None if the report has no reward.
+
+
+def outcome_of(reported: object) -> RewardOutcome | None:
+    """Raises NoReward for what is none, or no finite number."""
+    if reported is None:
+        return None
+    outcome = as_outcome(reported)
+    for name, value in {"reward": outcome.reward, **outcome.parts}.items():
+        if why := fault_of(name, value):
+            raise NoReward(sendable(why))
+    if outcome.rewards_at:
+        raise NoReward("rewards_at: an agent's reward is of the whole rollout")
+    parts = {sendable(name): float(value) for name, value in outcome.parts.items()}
+    return RewardOutcome(
+        float(outcome.reward), bool(outcome.is_correct), parts, sendable(str(outcome.detail))[:LONGEST_TEXT]
+    )
+
+
+def last_line(output: str) -> RewardOutcome | None:
+    """Of a program that has ended well: its last line, where that is JSON; None: it has said nothing of a reward.
+
+    Raises NoReward as outcome_of does.
+    """
+    line = output.strip().replace("\r", "\n").rpartition("\n")[2]  # splitlines also splits at U+2028, legal in JSON
+    if line == output.strip() and line.endswith("}") and len(output.encode()) >= MOST_KEPT:  # the end of a report
+        raise NoReward(f"the last line has {MOST_KEPT} bytes or more, of which the beginning is not kept: shorten it")
+    try:
+        return outcome_of(json.loads(line))
+    except (ValueError, RecursionError):  # it speaks to people
+        return None
+
+
+# -------------------------------------------------------------------------------------------------------------- session
+
+
+CHANGED = "history_changed"
+FULL = "context_length_exceeded"  # OpenAI's code
+Judge = Callable[[str], Awaitable[RewardReply]]  # the last turn
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The agent says what its rollout has earned; None: nothing, it is judged by the task alone."""
+
+    outcome: RewardOutcome | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """There will be no reward."""
+
+    why: str
+    failure: str  # one of rewards.failures.FAILURES
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A request that waits for its turn."""
+
+    asked: Asked
+    new: tuple[Message, ...]  # of its messages
+    turn: asyncio.Future[Turn] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What all sessions of a run have in common."""
+
+    call_form: str
+    turn_timeout_s: float
+    template_for: Callable[[Sequence[Mapping[str, Any]]], DialogueTemplate]  # by tools
+
+
+class AgentSession:
+    """Environment and template of one Dialogue."""
+
+    def __init__(
+        self,
+        name: str,
+        rules: Rules,
+        judge: Judge | None,
+        begin: Callable[[AgentSession], Awaitable[None]] | None = None,
+    ) -> None:
+        """judge: the task of the dataset; None: the reward is the agent's alone.  begin: starts the agent."""
+        self.name, self._rules, self._judge = name, rules, judge
+        self._begin = begin
+        self._template = rules.template_for(())
+        self._tools: tuple[Mapping[str, Any], ...] = ()
+        self._history: list[Message] = []  # all that was said
+        self._opening: Int32 | None = None
+        self._piece: Int32 | None = None  # what the request in hand adds, where it is for a text completion
+        self._events: asyncio.Queue[_Pending | Reported | Failed] = asyncio.Queue()
+        self._pending: _Pending | None = None
+        self._answered: tuple[Asked, Turn] | None = None  # the last one
+        self._num_turns = 0  # that were answered
+        self._is_full, self._over = False, ""
+        self.is_settled = False  # rewarded, or failed
+        self.failure = ""  # then one of rewards.failures.FAILURES, or ""
+        self.waited_s = 0.0  # for the agent
+
+    @property
+    def may_do_better(self) -> bool:
+        """It has failed in a way that it may not fail another time."""
+        return self.failure not in ("", INVALID)
+
+    # ------------------------------------------------------------------------------------------------- of the endpoint
+
+    async def ask(self, asked: Asked) -> Turn:
+        """The policy's next turn.  Raises Refused."""
+        if self._over:
+            raise Refused(self._over, status=410, code="session_over")
+        if self._pending is not None and is_same(asked.messages, self._pending.asked.messages):
+            return await asyncio.shield(self._pending.turn)  # its client had lost patience
+        if self._answered is not None and is_same(asked.messages, self._answered[0].messages):
+            return self._answered[1]
+        if self._pending is not None:
+            raise self._changed("a second request came before the first was answered")
+        if self._is_full:  # before the history grows: what is refused was not said, and may come again in other words
+            raise _no_room()
+        new = self._new_messages(asked)
+        self._pending = _Pending(asked, new)
+        self._events.put_nowait(self._pending)
+        return await asyncio.shield(self._pending.turn)
+
+    def report(self, outcome: RewardOutcome | None) -> None:
+        """The agent is through.  Only its first word counts."""
+        self._end(Reported(outcome), "the session is over: its reward was reported")
+
+    def fail(self, why: str, failure: str = DIED) -> None:
+        """It will not report any more."""
+        self._end(Failed(why, failure), f"the session is over: {why}")
+
+    def close(self) -> None:
+        """The rollout is over, or handed back."""
+        self._over = self._over or "the session is over: its rollout goes on elsewhere, or nowhere"
+        if self._pending is not None and not self._pending.turn.done():
+            self._pending.turn.set_exception(Refused(self._over, status=410, code="session_over"))
+            self._pending.turn.exception()  # who asked may be gone
+
+    # ------------------------------------------------------------------------------------------------ of the dialogue
+
+    async def __call__(self, taken: Taken) -> TurnReply:
+        """Answer the request that has asked for the last turn, and wait for the next one, or for the reward."""
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            await begin(self)
+        if len(taken.turns) > self._num_turns:
+            self._answer(taken)
+        if taken.is_last:
+            self._fill()
+        event = await self._next_event()
+        if isinstance(event, _Pending):
+            said = () if event.asked.plain is not None else tuple(dict(message) for message in event.new)
+            return TurnReply(0, said, 0.0, Verdict.WRONG.value, {}, "",
+                             is_done=False, is_over=False)  # fmt: skip
+        return await self._rewarded(event, taken)
+
+    def longest_turn(self) -> int | None:
+        """Tokens of the coming turn by the wish of the agent."""
+        return self._pending.asked.max_tokens if self._pending is not None else None
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """See Template."""
+        return self._template.stop_token_ids
+
+    def opening(self, _messages: Sequence[Mapping[str, Any]]) -> Int32:
+        """Everything that the first request says; one that never came has what stands before any answer."""
+        return self._tokens_of(({"role": "user", "content": ""},)) if self._opening is None else self._opening
+
+    def observation(self, messages: Sequence[Mapping[str, Any]], *, last_token: int) -> Int32:
+        """See Template."""
+        if self._piece is not None:
+            return self._piece
+        return self._template.observation(messages, last_token=last_token)
+
+    # ---------------------------------------------------------------------------------------------------------- within
+
+    def _new_messages(self, asked: Asked) -> tuple[Message, ...]:
+        """What a request says beyond the history.  Raises Refused, and ends the session where it says another one."""
+        if asked.plain is not None:
+            return (self._new_piece(asked.plain),)
+        self._piece = None
+        if asked.messages[-1]["role"] == "assistant":
+            raise Refused("messages: the last one is the assistant's; a turn is not continued here, but sampled whole")
+        if self._history and asked.tools != self._tools:
+            raise self._changed("its tools are not those of the first request, which the policy has read")
+        place = first_difference(self._history, asked.messages)
+        if place is not None:
+            raise self._changed(f"message {place} of {len(asked.messages)} is not what was said before")
+        new = asked.messages[len(self._history) :]
+        if self._history and (not new or any(message["role"] == "assistant" for message in new)):
+            raise self._changed("it adds what the policy did not say")
+        try:
+            if self._history:
+                self._template.observation(new, last_token=self.stop_token_ids[0])
+            else:
+                self._tools, self._template = asked.tools, self._rules.template_for(asked.tools)
+                self._opening = self._tokens_of(asked.messages)
+        except ConfigError as error:
+            raise Refused(f"messages: {error}") from error
+        self._history += new
+        return new
+
+    def _new_piece(self, plain: Plain) -> Message:
+        """The same of a text completion."""
+        new, template = added(self._history, plain), self._template
+        if new is None:
+            raise self._changed("its prompt does not begin with all that was said before")
+        if not new and not (self._answered is not None and self._answered[1].is_cut):
+            raise Refused("prompt: it adds nothing to what was said before, and the last turn has ended by itself")
+        beginning = () if self._history else tuple(template.tokens_of_beginning.tolist())
+        if isinstance(new, str):
+            begins = new.startswith(template.beginning)
+            tokens = (() if begins else beginning) + tuple(template.plain(new).tolist())
+        else:
+            tokens = new
+        if tokens[: len(beginning)] != beginning or not all(0 <= each < template.vocab_size for each in tokens):
+            raise Refused(
+                f"prompt: token ids from 0 to {template.vocab_size - 1}, the first of them {list(beginning)}, with "
+                "which every rollout of this model begins"
+            )
+        self._piece = np.asarray(tokens[len(beginning) :], np.int32)
+        if not self._history:
+            self._opening = self._piece
+        said = piece(new if isinstance(new, str) else None, tokens)
+        self._history.append(said)
+        return said
+
+    def _tokens_of(self, messages: Sequence[Message]) -> Int32:
+        """Of a whole dialogue, without the prompt, which is the beginning of every dialogue.  Raises ConfigError."""
+        tokens = self._template.whole(messages)
+        beginning = self._template.tokens_of_beginning
+        if tokens[: len(beginning)].tolist() != beginning.tolist():
+            raise ConfigError(f"the chat template begins these otherwise than with {self._template.beginning!r}")
+        return tokens[len(beginning) :]
+
+    async def _next_event(self) -> _Pending | Reported | Failed:
+        """What the agent does next; of one that has no room for a turn, its report or its end."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._rules.turn_timeout_s):
+                event = await self._events.get()
+                while self._is_full and isinstance(event, _Pending):
+                    event = await self._events.get()
+        except TimeoutError:
+            limit_s = self._rules.turn_timeout_s
+            return Failed(f"no request and no report within agent.turn_timeout_s={limit_s:g}", TIMED_OUT)
+        finally:
+            self.waited_s += time.monotonic() - began
+        return event
+
+    def _answer(self, taken: Taken) -> None:
+        self._num_turns = len(taken.turns)
+        pending, self._pending = self._pending, None
+        assert pending is not None, "a turn that nobody has asked for"
+        turn = turn_of(
+            taken.turns[-1],
+            taken.answer,
+            self._rules.call_form,
+            number=self._num_turns,
+            has_tools=bool(self._tools),
+            is_cut=taken.is_cut,
+            num_tokens=taken.num_tokens,
+            token_ids=taken.token_ids,
+        )
+        is_plain = pending.asked.plain is not None
+        self._history.append(piece(turn.content, turn.token_ids) if is_plain else turn.message)
+        self._answered = pending.asked, turn
+        if not pending.turn.done():
+            pending.turn.set_result(turn)
+
+    def _fill(self) -> None:
+        """There is no room for another turn: what is asked from now on is refused, and the reward waited for."""
+        self._is_full = True
+        if self._pending is not None:
+            self._pending.turn.set_exception(_no_room())
+            self._pending.turn.exception()
+            del self._history[len(self._history) - len(self._pending.new) :]
+            self._pending = None
+
+    def _changed(self, why: str) -> Refused:
+        """A named verifier error: what was sampled before is not what the agent goes on from."""
+        said = (
+            f"{CHANGED}: {why}; a session is one line, in which each request repeats all messages and adds new ones "
+            "(docs/agents.md)"
+        )
+        self.fail(said, INVALID)
+        return Refused(said, status=400, code=CHANGED)
+
+    def _end(self, event: Reported | Failed, why: str) -> None:
+        if not self._over:
+            self._over = why
+            self._events.put_nowait(event)
+
+    async def _rewarded(self, event: Reported | Failed, taken: Taken) -> TurnReply:
+        """The last reply."""
+        if isinstance(event, Reported) and not taken.turns:
+            event = Failed("the agent has reported a reward and asked for no turn: there is nothing to train", INVALID)
+        if isinstance(event, Reported) and event.outcome is None and self._judge is None:
+            event = Failed(
+                'the agent has reported no reward, and data.task="environment" has no other; legal: a number, or '
+                "another data.task, which judges its last turn",
+                INVALID,
+            )
+        self.is_settled = True
+        if isinstance(event, Failed):
+            self.failure = event.failure
+            failed = _reply(0.0, Verdict.VERIFIER_ERROR, {}, f"agent: {event.why}")
+            return replace(failed, failure=OF_AGENTS + event.failure)
+        reported = event.outcome or RewardOutcome(0.0, is_correct=False)
+        if self._judge is None:
+            verdict = Verdict.CORRECT if reported.is_correct else Verdict.WRONG
+            return _reply(reported.reward, verdict, reported.parts, reported.detail)
+        judged = await self._judge(taken.answer)
+        detail = "; ".join(filter(None, (reported.detail, judged.detail)))
+        parts = {**reported.parts, **judged.reward_parts}
+        replied = _reply(reported.reward + judged.reward, Verdict(judged.verdict), parts, detail)
+        return replace(replied, failure=judged.failure)
+
+
+def _no_room() -> Refused:
+    return Refused(
+        "the rollout has no room for another turn (generation.max_completion_tokens, environment.max_turns); report "
+        "its reward",
+        code=FULL,
+    )
+
+
+def _reply(reward: float, verdict: Verdict, parts: dict[str, float], detail: str) -> TurnReply:
+    return TurnReply(0, (), reward, verdict.value, parts, detail, is_done=True, is_over=True)

@@ -1,1 +1,0 @@
-"""Rewards into advantages: one file for each estimator.  Loads without torch."""

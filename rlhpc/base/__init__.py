@@ -1,0 +1,1 @@
+"""Files, deadlines, processes, user code: what the rest stands on."""

@@ -1,0 +1,196 @@
+"""End processes together with their parents, by means of the Linux kernel.
+
+Linux only; a no-op on other systems.  Python 3.9 and the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+import resource
+import signal
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+from rlhpc.base.patience import Deadline
+
+# ----------------------------------------------------------------------------------------------------------- open files
+#
+# How many files and connections a process may have open.  Standard library.
+
+
+MAX_OPEN_FILES = 1 << 16
+
+
+def allow_many_connections() -> None:
+    """Raise this process's soft limit of open files as far as allowed, to MAX_OPEN_FILES at most.
+
+    Slurm gives jobs that of the submitting shell, which is usually 1,024.  ZeroMQ accepts whoever connects, and closes
+    those without a handshake only after a while, so that as many silent connections would keep a controller from
+    opening its own files.  A trainer's rank has a connection to each of the others in every group of gloo.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# ------------------------------------------------------------------------------------------------------------- own user
+#
+# The user that this process runs as, where neither /etc/passwd nor a directory service has to know the uid.
+#
+# Input: the uid and HOME.  Output: a name, a home, and both for libraries.  Containers, and nodes whose directory
+# service does not answer, run processes of uids without an entry.  Python 3.9 and the standard library.
+
+
+def own_user() -> str:
+    """Return the name of the user that this process runs as, whatever the environment says; without one, the uid."""
+    return own_name() or str(os.getuid())
+
+
+def own_name() -> str:
+    """Return the name that the system knows this process's uid by; "" if it knows none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return ""
+
+
+def own_home(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return HOME, or else the home that the system knows; without one, a private directory for temporary files."""
+    if home := environment.get("HOME", ""):
+        return Path(home)
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return _made_up_home()
+
+
+def name_nameless_user(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Give libraries a name and a home in the environment, if the system knows none for the uid of this process.
+
+    getpass.getuser, which torch's compiler calls, and Path.home raise otherwise, and expanduser leaves "~" as it is.
+    """
+    if own_name():
+        return
+    for variable in ("USER", "LOGNAME"):
+        environment.setdefault(variable, own_user())
+    environment["HOME"] = str(own_home(environment))
+
+
+def _made_up_home() -> Path:
+    """One for each uid; another if somebody else has made that, since Python runs what lies in a home."""
+    home = Path(tempfile.gettempdir(), f"rlhpc-home-{os.getuid()}")
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        found = home.lstat()
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="rlhpc-home-"))
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return home if is_own else Path(tempfile.mkdtemp(prefix="rlhpc-home-"))
+
+
+# --------------------------------------------------------------------------------------------------------- python child
+#
+# Start Python processes that import what this one can: reward workers, agents, trials of the user's own code.
+#
+# They get this process's import path, so that what was found when the configuration was checked is found again.  They
+# do not search the current directory (-P): torch would import a script there that is called profile or code in place
+# of the standard library's module.
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """Return the words that run this module in a process of its own."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def child_environment(**settings: str) -> dict[str, str]:
+    """Return this process's variables with its import path and one thread for OpenMP; `settings` replace them."""
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    return os.environ | own | settings
+
+
+# --------------------------------------------------------------------------------------------------------- parent death
+
+
+_LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as possible
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+_KILLED_S, _POLL_S = 5.0, 0.01  # for the kernel to end a killed process
+_LOOK_S = 0.2  # polling interval for stopped children
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this signal to the calling process when the thread that started it ends.
+
+    It covers neither grandparents nor a parent that had ended before: see die_with.
+    """
+    with suppress(OSError, AttributeError):  # no prctl: not Linux
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def die_with(parent: int) -> None:
+    """In a child between fork and exec: be killed when `parent`, the process that forked it, ends."""
+    end_with_parent()
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, even in another session."""
+    with suppress(OSError, AttributeError):
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def wait_for_child(pid: int, standstill_s: float = float("inf"), say: Callable[[], object] = lambda: None) -> int:
+    """Wait until this child has ended, and reap all others that end meanwhile.
+
+    standstill_s: kill it once a signal has kept it stopped for this long; time in which this process was stopped too,
+    as in a suspended job, hardly counts.  say: called before the kill.
+    Returns its exit status, negative for a signal.
+    """
+    stopped_s = -1.0  # negative: it is not stopped
+    while True:
+        is_stopped = stopped_s >= 0
+        found, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED | (os.WNOHANG if is_stopped else 0))
+        if not found:
+            time.sleep(_LOOK_S)
+            stopped_s += _LOOK_S
+            if stopped_s >= standstill_s:
+                say()
+                os.kill(pid, signal.SIGKILL)
+                stopped_s = -1.0
+        elif found == pid and os.WIFSTOPPED(status):
+            stopped_s = 0.0
+        elif found == pid and os.WIFCONTINUED(status):
+            stopped_s = -1.0
+        elif found == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def end_children() -> None:
+    """Kill and reap every child of this process, those adopted meanwhile too.
+
+    A child that the kernel does not end within seconds (a hanging driver) is left behind.
+    """
+    deadline = Deadline(_KILLED_S)
+    while not deadline.is_over and (children := _children()):
+        for pid in children:
+            with suppress(ProcessLookupError, ChildProcessError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(_POLL_S)
+
+
+def _children() -> list[int]:
+    """Children of all threads of this process; none if the kernel does not list them."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(word) for word in path.read_text().split()]
+    return found

@@ -1,0 +1,507 @@
+"""Running rollouts on disk, so that no death loses more of them than the last interval.
+
+    rollouts/partials_000000.bin, partials_000001.bin …      records, one after the other:
+
+    b"RLP1" │ crc32 u32 │ attempt u32 │ bytes u32 │ bytes before deflating u32 │ pieces (partial_codec.py)
+
+The checksum covers all that follows it.  A file begins with everything known so far, then new pieces are appended; once
+it has grown to several times its first size, the next file begins, and older ones are deleted: disk use is never much
+more than the running rollouts.
+Guarantees: a written piece survives the death of this process and of its machine; a damaged record costs its pieces and
+those that continue them, and is never misread.  Nothing waits for these files: a failed write is given up, and the next
+file begins with everything known then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from zlib_ng import zlib_ng
+
+from rlhpc.base.files import numbered_files
+from rlhpc.base.native import crc32
+from rlhpc.base.ownership import Fence
+from rlhpc.buffer.batches import GroupRecord
+from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.buffer.journal import make_file, write_at
+from rlhpc.protocol.errors import JournalError
+from rlhpc.protocol.types import Int32, Prefix
+
+# -------------------------------------------------------------------------------------------------------- partial codec
+#
+# Compact encoding of the tokens of running rollouts since the last report, for wire and disk.
+#
+#   PartialRollout, several  ⇄  bytes: a table with a row each, runs of versions, token ids, log-probabilities; deflated
+#
+# A partial rollout states the number of tokens before its own, and their checksum: it continues only those, so that
+# the receiver detects lost, duplicate or late reports, and two drafts of the same sample are never joined.  The four
+# bytes of a number are stored separately (shuffled), as in segments.  Pure.
+
+
+LEVEL = 2  # 5.3 bytes a token instead of 6.3 at level 1; higher ones gain nothing
+MAX_BYTES = 1 << 28  # of a report before deflating, at most
+_ROW_FIELDS = 7  # group, sample, prompt, start, tokens, checksum of those before, runs of versions
+_PIECE_HEAD = np.dtype("<i8")
+_NOT_DEFLATED: Any = zlib_ng.error  # whose type the stub states wrongly
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRollout:
+    """A part of a completion that is still being sampled."""
+
+    group_id: int
+    sample_index: int
+    prompt_id: int
+    start: int  # tokens of the completion before this piece; 0: it replaces whatever is known
+    before: int  # id_checksum of these
+    tokens: Prefix  # from `start` on; none: it has grown, and which tokens is not known
+
+    @property
+    def end(self) -> int:
+        """Tokens of the completion with this piece."""
+        return self.start + len(self.tokens.token_ids)
+
+    def follows(self, known: Prefix | None) -> bool:
+        """Whether it continues what is known, or replaces it."""
+        if self.start == 0:
+            return True
+        return known is not None and len(known.token_ids) == self.start and id_checksum(known.token_ids) == self.before
+
+
+def id_checksum(token_ids: Int32, before: int = 0) -> int:
+    """CRC32 of token ids that follow those with checksum `before`; the same however a completion is cut into pieces."""
+    return crc32(np.ascontiguousarray(token_ids, "<i4").data, before)
+
+
+def joined(known: Prefix | None, partial: PartialRollout) -> Prefix:
+    """What is known with a piece that follows it."""
+    if partial.start == 0 or known is None:
+        return partial.tokens
+    return Prefix(
+        np.concatenate([known.token_ids, partial.tokens.token_ids]),
+        np.concatenate([known.behaviour_logprobs, partial.tokens.behaviour_logprobs]),
+        np.concatenate([known.versions, partial.tokens.versions]),
+    )
+
+
+def up_to_version(prefix: Prefix, newest: int) -> Prefix | None:
+    """The tokens before the first one that a version above `newest` sampled; None: there are none."""
+    newer = np.flatnonzero(prefix.versions > newest)
+    if not len(newer):
+        return prefix if len(prefix.token_ids) else None
+    end = int(newer[0])
+    return Prefix(prefix.token_ids[:end], prefix.behaviour_logprobs[:end], prefix.versions[:end]) if end else None
+
+
+def encode_partials(partials: Sequence[PartialRollout]) -> tuple[bytes, int]:
+    """Return (bytes, number of bytes before they were deflated)."""
+    runs = [_runs_of(each.tokens.versions) for each in partials]
+    table = [
+        (
+            each.group_id,
+            each.sample_index,
+            each.prompt_id,
+            each.start,
+            len(each.tokens.token_ids),
+            each.before,
+            len(own),
+        )
+        for each, (own, _) in zip(partials, runs, strict=True)
+    ]
+    numbers = [len(partials), *(number for row in table for number in row)]
+    parts = [
+        np.asarray(numbers, _PIECE_HEAD).tobytes(),
+        _joined(values for values, _ in runs).astype("<i4").tobytes(),
+        _joined(lengths for _, lengths in runs).astype("<i4").tobytes(),
+        _shuffled(_joined(each.tokens.token_ids for each in partials).astype("<i4")),
+        _shuffled(_joined((each.tokens.behaviour_logprobs for each in partials), np.float32).astype("<f4")),
+    ]
+    plain = b"".join(parts)
+    return zlib_ng.compress(plain, LEVEL), len(plain)
+
+
+def decode_partials(data: bytes | memoryview, num_bytes: int) -> list[PartialRollout]:
+    """Undo encode_partials.  num_bytes: size before deflating, as announced.  Raises ValueError, and nothing else."""
+    plain = _inflated(data, num_bytes)
+    (count,) = _take(plain, 0, _PIECE_HEAD, 1)
+    table = _take(plain, 8, _PIECE_HEAD, int(count) * _ROW_FIELDS).reshape(-1, _ROW_FIELDS)
+    if (table[:, :5] < 0).any() or (table[:, 5:] < 0).any() or table[:, 4:].max(initial=0) > MAX_BYTES << 4:
+        raise ValueError("negative or impossible numbers")
+    num_runs, num_tokens = int(table[:, 6].sum()), int(table[:, 4].sum())
+    at = 8 + table.nbytes
+    values, lengths = (
+        _take(plain, at, np.dtype("<i4"), num_runs),
+        _take(plain, at + 4 * num_runs, np.dtype("<i4"), num_runs),
+    )
+    at += 8 * num_runs
+    token_ids = _unshuffled(_take(plain, at, np.dtype("u1"), 4 * num_tokens), np.dtype("<i4"))
+    logprobs = _unshuffled(_take(plain, at + 4 * num_tokens, np.dtype("u1"), 4 * num_tokens), np.dtype("<f4"))
+    if at + 8 * num_tokens != len(plain):
+        raise ValueError("bytes are left over")
+    found, token, run = [], 0, 0
+    for group_id, sample_index, prompt_id, start, length, before, runs in table.tolist():
+        versions = _versions(values[run : run + runs], lengths[run : run + runs], length)
+        mine = slice(token, token + length)
+        tokens = _checked(Prefix(token_ids[mine].copy(), logprobs[mine].copy(), versions))
+        found.append(PartialRollout(group_id, sample_index, prompt_id, start, before, tokens))
+        token, run = token + length, run + runs
+    return found
+
+
+def _checked(tokens: Prefix) -> Prefix:
+    if len(tokens.token_ids) and tokens.token_ids.min() < 0:
+        raise ValueError("a negative token id")
+    if not np.isfinite(tokens.behaviour_logprobs).all():
+        raise ValueError("a log-probability that is not finite")
+    return tokens
+
+
+def _runs_of(versions: Int32) -> tuple[Int32, Int32]:
+    """(value of each run, length of each run)."""
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+    return versions[starts], np.diff(starts, append=len(versions)).astype(np.int32)
+
+
+def _versions(values: NDArray[Any], lengths: NDArray[Any], length: int) -> Int32:
+    if (lengths < 1).any() or int(lengths.sum(dtype=np.int64)) != length:
+        raise ValueError("runs of versions that do not fit their tokens")
+    return np.repeat(values, lengths).astype(np.int32)
+
+
+def _joined(arrays: Iterable[NDArray[Any]], kind: Any = np.int32) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, kind), *arrays])
+
+
+def _shuffled(values: NDArray[Any]) -> bytes:
+    return values.view(np.uint8).reshape(-1, 4).T.tobytes()
+
+
+def _unshuffled(data: NDArray[Any], kind: np.dtype[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(data.reshape(4, -1).T).reshape(-1).view(kind)
+
+
+def _take(plain: bytes, offset: int, kind: np.dtype[Any], count: int) -> NDArray[Any]:
+    if count < 0 or offset + count * kind.itemsize > len(plain):
+        raise ValueError("cut off")
+    return np.frombuffer(plain, kind, count, offset)
+
+
+def _inflated(data: bytes | memoryview, num_bytes: int) -> bytes:
+    if not 8 <= num_bytes <= MAX_BYTES:
+        raise ValueError(f"{num_bytes} bytes, legal: 8 to {MAX_BYTES}")
+    inflater = zlib_ng.decompressobj()
+    try:
+        plain = inflater.decompress(data, num_bytes + 1)
+    except _NOT_DEFLATED as error:
+        raise ValueError(f"not deflated: {error}") from error
+    if len(plain) != num_bytes or not inflater.eof or inflater.unused_data:
+        raise ValueError(f"not the {num_bytes} bytes that were announced")
+    return plain
+
+
+# ------------------------------------------------------------------------------------------------------- partial intake
+#
+# Assemble the pieces of running rollouts that generators report into prefixes, from which others can continue.
+#
+#     PartialRollout ─▶ prefix of a member, in the ledger ─▶ the lease that is granted after a death
+#
+# Guarantees: a prefix is a gapless beginning of one draft: a piece that does not continue it changes nothing, and its
+# sender is asked for all tokens.  Only the holder of a member changes its prefix; a generator that reports a free
+# member becomes its holder.
+
+
+Member = tuple[int, int]  # group, sample index
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What became of a report."""
+
+    kept: list[PartialRollout] = field(default_factory=list)  # those that changed a prefix
+    wanted: list[Member] = field(default_factory=list)  # members whose beginning is not known here
+    refused: list[str] = field(default_factory=list)  # descriptions of impossible pieces
+    unwanted: list[int] = field(default_factory=list)  # groups that are finished or dropped
+    num_adopted: int = 0  # members that were free
+
+
+class PartialIntake:
+    """Receives pieces, and knows the prefix of every member that is being sampled."""
+
+    def __init__(self, buffer: RolloutBuffer, max_tokens: int) -> None:
+        """max_tokens: of a completion."""
+        self._buffer, self._max_tokens = buffer, max_tokens
+
+    def receive(self, holder: str, partials: Sequence[PartialRollout], newest_version: int) -> Receipt:
+        """Extend the prefixes of members that this generator holds, and renew its leases of them.
+
+        newest_version: the newest that any generator can have sampled with.  Ignored: members of other generators, and
+        groups not admitted yet: a controller that lost an admission will admit the same prompt again.
+        """
+        receipt = Receipt()
+        for partial in partials:
+            group = self._buffer.open_record(partial.group_id)
+            if group is None:
+                if partial.group_id < self._buffer.num_admitted and partial.group_id not in receipt.unwanted:
+                    receipt.unwanted.append(partial.group_id)
+                continue
+            if odd := self._oddity(partial, group, newest_version):
+                receipt.refused.append(f"sample {partial.sample_index} of group {partial.group_id}: {odd}")
+                continue
+            member = group.members[partial.sample_index]
+            if member.is_free:
+                self._buffer.adopt(holder, partial.group_id, partial.sample_index)
+                receipt.num_adopted += 1
+            if member.holder != holder:
+                continue
+            prefix = None
+            if len(partial.tokens.token_ids):
+                if partial.follows(member.prefix):
+                    prefix = joined(member.prefix, partial)
+                    receipt.kept.append(partial)
+                else:
+                    receipt.wanted.append((partial.group_id, partial.sample_index))
+            self._buffer.renew(holder, partial.group_id, (partial.sample_index,), (prefix,))
+        return receipt
+
+    def whole(self, members: Iterable[Member]) -> list[PartialRollout]:
+        """The prefixes of these members, for those that have one and whose group is still open."""
+        found = []
+        for group_id, index in members:
+            group = self._buffer.open_record(group_id)
+            prefix = group.members[index].prefix if group is not None and index < len(group.members) else None
+            if group is not None and prefix is not None:
+                found.append(PartialRollout(group_id, index, group.prompt.prompt_id, 0, 0, prefix))
+        return found
+
+    def all(self) -> list[PartialRollout]:
+        """The prefixes of all unfinished members."""
+        groups = [(group_id, self._buffer.open_record(group_id)) for group_id in self._buffer.open_groups()]
+        return self.whole((group_id, i) for group_id, group in groups if group for i in range(len(group.members)))
+
+    def restore(self, partials: Mapping[Member, PartialRollout], newest_version: int) -> list[PartialRollout]:
+        """Give unfinished members what an earlier attempt of the run knew of them; return what they got.
+
+        newest_version: the newest that this attempt has or will repeat: tokens from the first newer one on are cut off.
+        """
+        members = []
+        for (group_id, index), partial in partials.items():
+            group = self._buffer.open_record(group_id)
+            if group is None or self._oddity(partial, group, None) or not group.members[index].is_free:
+                continue
+            prefix = up_to_version(partial.tokens, newest_version)
+            if prefix is not None:
+                self._buffer.hand_back("", group_id, (index,), (prefix,))
+                members.append((group_id, index))
+        return self.whole(members)
+
+    def _oddity(self, partial: PartialRollout, group: GroupRecord, newest_version: int | None) -> str:
+        """Description of what is wrong with a piece; "": nothing."""
+        versions = partial.tokens.versions
+        if partial.sample_index >= len(group.members):
+            return f"the group has {len(group.members)}"
+        if partial.prompt_id != group.prompt.prompt_id:
+            return f"it continues prompt {partial.prompt_id}, not {group.prompt.prompt_id}"
+        if partial.end > self._max_tokens:
+            return f"{partial.end} tokens, more than the {self._max_tokens} that a completion may have"
+        if len(versions) and versions.min() < group.admitted_version:
+            return f"version {versions.min()} sampled it, and {group.admitted_version} was live when it was admitted"
+        if len(versions) and newest_version is not None and versions.max() > newest_version:
+            return f"version {versions.max()} sampled it, and the newest is {newest_version}"
+        return ""
+
+
+# -------------------------------------------------------------------------------------------------------- partial files
+
+
+_PREFIX_NAME = re.compile(r"partials_(\d{6,})\.bin")
+_MAGIC = b"RLP1"
+_FILE_HEAD = struct.Struct("<4s4I")
+_CRC_END = 8  # of magic and checksum
+_TOKENS_A_RECORD = 1 << 20
+LEAST_BYTES = 4 << 20  # minimum size of a file before the next one begins
+GROWTH = 4  # and minimum growth, relative to its first size
+
+
+@dataclass(frozen=True, slots=True)
+class PartialFile:
+    """What a file holds."""
+
+    path: Path
+    partials: list[tuple[int, PartialRollout]]  # (attempt that wrote it, piece), in the order of writing
+    damage: list[tuple[int, int]]  # (first byte, end) of everything that is not a whole record
+    is_torn: bool  # whether the only damage is at the end, as when the writer died while writing
+
+
+def partial_paths(directory: Path) -> list[Path]:
+    """The files of a rollouts directory, in order.  Raises OSError."""
+    return [path for _, path in numbered_files(directory, _PREFIX_NAME)]
+
+
+def read_partial_file(path: Path) -> PartialFile:
+    """Every whole record of a file.  Raises JournalError: it cannot be read, or is of another version."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
+    partials, damage, at = list[tuple[int, PartialRollout]](), list[tuple[int, int]](), 0
+    for begin, end, attempt, pieces in _records(path, data):
+        if begin > at:
+            damage.append((at, begin))
+        partials += [(attempt, piece) for piece in pieces]
+        at = end
+    if any(data[at:]):  # zeros: a length that was on disk before the bytes
+        damage.append((at, len(data)))
+    return PartialFile(path, partials, damage, len(damage) == 1 and damage[0][1] == len(data))
+
+
+def read_partials(directory: Path, first_attempt: int = 0) -> tuple[dict[Member, PartialRollout], list[str]]:
+    """The last that was known of each member, as a piece from its first token on; and descriptions of what is damaged.
+
+    Includes members that were finished later.  first_attempt: what earlier attempts wrote does not count.
+    Raises OSError.
+    """
+    known, problems = dict[Member, PartialRollout](), list[str]()
+    for path in partial_paths(directory):
+        try:
+            file = read_partial_file(path)
+        except JournalError as error:
+            if not path.exists():  # a newer file, perhaps not yet there at the first look, holds all of it
+                return read_partials(directory, first_attempt)
+            problems.append(str(error))
+            continue
+        if file.damage:
+            where = ", ".join(f"{first} to {end}" for first, end in file.damage)
+            problems.append(f"{path}: bytes {where} are damaged, or were being written when their writer died")
+        for attempt, piece in file.partials:
+            before = known.get((piece.group_id, piece.sample_index))
+            tokens = before.tokens if before is not None else None
+            if attempt >= first_attempt and piece.follows(tokens):
+                known[piece.group_id, piece.sample_index] = PartialRollout(
+                    piece.group_id, piece.sample_index, piece.prompt_id, 0, 0, joined(tokens, piece)
+                )
+    return known, problems
+
+
+class PartialLog:
+    """The only writer of an attempt's files.  One thread at a time."""
+
+    def __init__(self, directory: Path, attempt: int, fence: Fence | None = None) -> None:
+        """Creates no file until there is something to write."""
+        self._directory, self._attempt, self._fence = directory, attempt, fence
+        self._descriptor: int | None = None
+        self._num_bytes = self._most_bytes = 0  # of the file
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no file, not even of an earlier attempt.  Raises OSError."""
+        return not partial_paths(self._directory)
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether `begin` is to be called next, with all that is known: there is no file, or it has grown too large."""
+        return self._num_bytes >= self._most_bytes
+
+    def append(self, pieces: Sequence[PartialRollout]) -> None:
+        """Write pieces and return once they are on disk.
+
+        Raises JournalError: they are given up, and `wants_all` holds.  OwnershipLost.
+        """
+        with self._writing():
+            if self._descriptor is None:
+                raise OSError("there is no file to append to")
+            data = b"".join(self._records_of(pieces))
+            write_at(self._descriptor, self._num_bytes, [memoryview(data)], len(data))
+            os.fdatasync(self._descriptor)
+            self._num_bytes += len(data)
+
+    def begin(self, everything: Sequence[PartialRollout]) -> None:
+        """Begin a file with all that is known, and delete older ones.  Raises as `append`."""
+        with self._writing():
+            self.close()
+            files = numbered_files(self._directory, _PREFIX_NAME)
+            path = self._directory / f"partials_{files[-1][0] + 1 if files else 0:06d}.bin"
+            data = b"".join(self._records_of(everything))
+            self._descriptor = make_file(path, len(data), [(0, data)], self._fence)
+            self._num_bytes, self._most_bytes = len(data), max(LEAST_BYTES, GROWTH * len(data))
+            self._delete([older for _, older in files])
+
+    def discard(self) -> None:
+        """Delete all files: nothing is running any more.  Raises as `append`."""
+        with self._writing():
+            self.close()
+            self._delete(partial_paths(self._directory))
+
+    def close(self) -> None:
+        """Close the file.  Idempotent."""
+        self._num_bytes = self._most_bytes = 0
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            if self._fence is not None:
+                self._fence.check()
+            yield
+            if self._fence is not None:
+                self._fence.check()  # after the write: a later owner will find it
+        except OSError as error:
+            self.close()
+            if self._fence is not None:
+                with contextlib.suppress(OSError):  # the same disk may refuse this, too
+                    self._fence.check()  # the usual reason, where the staging directory is gone
+            raise JournalError(
+                f"{self._directory}: partial rollouts cannot be written: {error.strerror or error}"
+            ) from error
+
+    def _delete(self, paths: Sequence[Path]) -> None:
+        if self._fence is not None:
+            self._fence.check()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    def _records_of(self, pieces: Sequence[PartialRollout]) -> Iterator[bytes]:
+        """Records of limited size each: a reader needs memory for one at a time."""
+        for some in _cut_file(pieces):
+            data, num_bytes = encode_partials(some)
+            rest = struct.pack("<3I", self._attempt, len(data), num_bytes) + data
+            yield _MAGIC + struct.pack("<I", crc32(rest)) + rest
+
+
+def _cut_file(pieces: Sequence[PartialRollout]) -> list[list[PartialRollout]]:
+    found, room = [list[PartialRollout]()], _TOKENS_A_RECORD
+    for piece in pieces:
+        if room <= 0:
+            found.append([])
+            room = _TOKENS_A_RECORD
+        found[-1].append(piece)
+        room -= len(piece.tokens.token_ids)
+    return found
+
+
+def _records(path: Path, data: bytes) -> Iterator[tuple[int, int, int, list[PartialRollout]]]:
+    """(first byte, end, attempt, pieces) of every whole record.  Raises JournalError if one is not decodable."""
+    at = data.find(_MAGIC)
+    while 0 <= at <= len(data) - _FILE_HEAD.size:
+        _, crc, attempt, length, num_bytes = _FILE_HEAD.unpack_from(data, at)
+        end = at + _FILE_HEAD.size + length
+        if end > len(data) or crc32(memoryview(data)[at + _CRC_END : end]) != crc:
+            at = data.find(_MAGIC, at + 1)  # damaged, perhaps its length, too
+            continue
+        try:
+            pieces = decode_partials(memoryview(data)[at + _FILE_HEAD.size : end], num_bytes)
+        except ValueError as error:
+            raise JournalError(f"{path}, byte {at}: {error}; is it of another version of rlhpc?") from error
+        yield at, end, attempt, pieces
+        at = data.find(_MAGIC, end)

@@ -1,0 +1,1 @@
+"""The run file: its tables, the rules between their keys, reading it."""

@@ -1,0 +1,341 @@
+"""Read a run file, apply overrides, and write the result once for every role to read.
+
+Input: TOML and key=value overrides.  Output: Config.  Every error is a ConfigError of one line per fault that names the
+place, the value and what is legal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, to_json
+
+from rlhpc.base.files import is_absent, write_atomically
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.config.foreign import counterpart_of, in_words, is_theirs, section_in_words
+from rlhpc.config.rules import Config
+from rlhpc.config.toml import beyond_64_bits, read_toml, shown
+from rlhpc.protocol.errors import ConfigError
+
+COMMAND_LINE = "command line"  # whence overrides come, in messages
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), whence: str = COMMAND_LINE) -> Config:
+    """Read a run file and apply ``dotted.key=value`` overrides, the value in TOML syntax or a bare string.
+
+    Relative paths in the result are made absolute from the current directory.  whence: overrides come, in messages.
+    Raises ConfigError: file missing, not TOML, unknown key, wrong type, illegal value, keys that contradict each other.
+    """
+    if path.is_dir() and RunLayout(path).is_run:
+        raise ConfigError(
+            f"{path}: a run directory, not a run file; legal: the file from which it was started "
+            "(`rlhpc run RUN.toml --resume` continues it)"
+        )
+    return settled(read_toml(path, "run file"), overrides, str(path), whence)
+
+
+def override(config: Config, words: Sequence[str]) -> Config:
+    """Apply ``dotted.key=value`` overrides to settings read before.  Raises ConfigError as load_config does."""
+    return settled(config.model_dump(mode="json"), words, "settings of the run")
+
+
+def settled(document: dict[str, Any], overrides: Sequence[str], source: str, whence: str = COMMAND_LINE) -> Config:
+    """Settings from the tables of a run file, which this changes, and overrides.
+
+    source: what faults are put down to, but for those of overrides, which have `whence`.  Raises as load_config does.
+    """
+    typed = [_apply_override(document, word) for word in overrides]
+    return _with_absolute_paths(_validate(document, (source, whence), typed))
+
+
+def config_hash(config: Config) -> str:
+    """Short digest of the settings; roles of one run must agree on it."""
+    return _digest(config.model_dump(mode="json"))
+
+
+def write_resolved(config: Config, layout: RunLayout, commit: str) -> None:
+    """Write config.json: settings, their hash, the commit they ran under."""
+    document = {"hash": config_hash(config), "commit": commit, "config": config.model_dump(mode="json")}
+    write_atomically(layout.config, json.dumps(document, indent=1).encode())
+
+
+def read_resolved(layout: RunLayout) -> tuple[Config, str]:
+    """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered, OSError.
+
+    The hash is checked against the file as it was written: settings of another version of rlhpc are told from altered
+    ones.
+    """
+    try:
+        document = json.loads(layout.config.read_bytes())
+        settings, digest = dict(document["config"]), str(document["hash"])
+        is_as_written = _digest(settings) == digest
+    except FileNotFoundError:
+        if not is_absent(layout.config):
+            raise
+        raise ConfigError(f"{layout.config}: missing; {layout.root} is not a run directory") from None
+    except KeyError as error:
+        raise ConfigError(f"{layout.config}: has no {error}; {layout.root} is not a run directory") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{layout.config}: damaged: {error}") from error
+    try:
+        config = _validate(settings, (str(layout.config), ""))
+    except ConfigError as error:
+        if not is_as_written:
+            raise
+        version = f"another version of rlhpc, {document.get('commit') or 'of no known commit'}"
+        raise ConfigError(f"{error}\n{layout.config}: written by {version}: go on with that one") from None
+    if not is_as_written:
+        raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {digest}")
+    return config, digest
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(settings)).hexdigest()[:16]
+
+
+def _apply_override(document: dict[str, Any], word: str) -> str:
+    """Returns the key that is the override's own: the first of its parts that the document had not, or the whole."""
+    key, equals, text = word.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"{word!r}: an override has the form section.key=value")
+    table: Any = document
+    own: list[str] = []
+    *sections, name = parts
+    while sections:
+        part = sections.pop(0)
+        if not own and part not in table:
+            own = parts[: -1 - len(sections)]
+        table = table.setdefault(part, {})
+        if isinstance(table, list) or (part in SEVERAL and isinstance(table, dict)):
+            table = _one_of(table if isinstance(table, list) else [table], part, sections, word)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{word!r}: {part} is a value, not a section")
+    table[name] = _parse_value(text.strip())
+    return ".".join(own or parts)
+
+
+def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
+    """The table that the next part names by its number; where there is but one, or none yet, it needs no number."""
+    tables += [] if tables else [{}]
+    has_number = bool(rest) and rest[0].isdecimal()
+    if has_number and int(rest[0]) < len(tables):
+        return tables[int(rest.pop(0))]
+    if len(tables) == 1 and not has_number:
+        return tables[0]
+    if len(tables) == 1:
+        raise ConfigError(f"{word!r}: there is but one table [{section}]; legal: {section}.…")
+    legal = ", ".join(f"{section}.{place}.…" for place in range(len(tables)))
+    raise ConfigError(f"{word!r}: there are {len(tables)} tables [[{section}]]; legal: {legal}")
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):  # no TOML, or what TOML's reader gives up on
+        return text
+
+
+def fault_lines(error: ValidationError, explain: Callable[[str, ErrorDetails], str | None]) -> list[str]:
+    """One line for each fault that pydantic has found: key, value and what is legal.
+
+    explain: key and fault → what the file itself has to say of it; None: what every file says.
+    """
+    said: dict[str, list[str]] = {}  # the same key and value twice: none of the alternatives of its type fits
+    for detail in error.errors(include_url=False):
+        key = ".".join(map(str, _place_in_file(detail["loc"])))
+        if (line := explain(key, detail)) is not None:
+            said[line] = []
+        elif detail["type"] == "missing":
+            said[f"{key}: missing; it has no default"] = []
+        else:
+            said.setdefault(f"{key}={shown(detail['input'])}: ", []).append(_legal(detail))
+    return [f"{line}legal: {', or '.join(dict.fromkeys(legal))}" if legal else line for line, legal in said.items()]
+
+
+_LEGAL = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "path_type": "a path",
+    "tuple_type": "a list",
+    "too_short": "{min_length} or more",
+    "too_long": "{max_length} or fewer",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "literal_error": "{expected}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "below {lt}",
+    "less_than_equal": "{le} or less",
+    "string_pattern_mismatch": "{words}",
+}
+
+_PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-', a letter or digit first",
+    r"^[A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
+}
+MOST_HINTS = 2
+_OF_SITE_FILES = ("cluster", "common", "controller", "prologue", "rates")
+_RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
+
+
+def _legal(detail: ErrorDetails) -> str:
+    """What would have been legal, in the words of a run file; pydantic's own words for a fault not listed here."""
+    form, context = _LEGAL.get(detail["type"]), detail.get("ctx", {})
+    pattern = str(context.get("pattern", ""))
+    words = _PATTERNS.get(pattern, f"text that matches {pattern}")
+    return form.format(**context, words=words) if form else detail["msg"].removeprefix("Input should be ")
+
+
+def _place_in_file(place: tuple[str | int, ...]) -> list[str | int]:
+    """Without what pydantic adds: the key of a table, and the alternative of a type that it has tried."""
+    *before, last = place or ("",)
+    plain = place if last not in ("bool", "int", "float", "str") or len(before) < 3 else before
+    added = ("[key]", "constrained-float", "constrained-int")
+    return [part for part in plain if part not in added and not str(part).startswith("literal[")]
+
+
+def _validate(document: dict[str, Any], sources: tuple[str, str], typed: Sequence[str] = ()) -> Config:
+    """sources: of the document and of overrides, in words.  typed: keys that overrides brought."""
+    try:
+        config = Config.model_validate(document)
+    except ValidationError as error:
+        faults = [_of_the_only_table(line, document) for line in fault_lines(error, _explain)]
+    else:
+        faults = beyond_64_bits(document)
+    if faults:
+        own = [_of_the_only_table(key, document) for key in typed]
+        raise ConfigError("\n".join(f"{_whose(fault, sources, own)}: {fault}" for fault in faults))
+    return config
+
+
+def _whose(fault: str, sources: tuple[str, str], typed: Sequence[str]) -> str:
+    """Who brought the key that a fault begins with; both, where a rule sets a key of the one against one of the other.
+
+    typed: keys that overrides brought.
+    """
+    first = re.split(r"[=: ]", fault, maxsplit=1)[0]
+    if any(f"{first}.".startswith(f"{key}.") for key in typed):
+        return sources[1]
+    values = fault.partition("; legal: ")[0]
+    return " and ".join(sources) if any(f" {key}=" in values for key in typed) else sources[0]
+
+
+def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
+    """A fault in a table that may be there several times, and is there once, without its number."""
+    name, number, key = [*line.split(".", 2), "", ""][:3]
+    tables = document.get(name)
+    return f"{name}.{key}" if number == "0" and not (isinstance(tables, list) and len(tables) > 1) else line
+
+
+def _explain(key: str, detail: ErrorDetails) -> str | None:
+    if detail["type"] == "path_type" and isinstance(detail["input"], list):
+        return (
+            f"{key}={shown(detail['input'])}: legal: one path; of several files a directory, or a table [[data]] each"
+        )
+    if detail["type"] == "tuple_type" and key in _SECTIONS:
+        return f"{key}={shown(detail['input'])}: legal: a table [{key}], or several [[{key}]]"
+    if detail["type"] == "extra_forbidden":
+        *section, name = map(str, detail["loc"])
+        legal = [*_SECTIONS[section[0]].model_fields] if section else [*_SECTIONS]
+        said = _unknown_key_of_a_run(key, detail["input"], legal, name)
+        return f"{said}; [{name}] is a section of site files" if not section and name in _OF_SITE_FILES else said
+    if detail["type"] == "value_error":  # raised by a rule over several keys names them, of one key says what is legal
+        cause = str(detail["ctx"]["error"])
+        return f"{key}={shown(detail['input'])}: {cause}" if _is_of_a_key(detail["loc"]) else cause
+    return None
+
+
+def _is_of_a_key(place: tuple[str | int, ...]) -> bool:
+    """Whether a fault is of one key, and not of a whole table."""
+    return len(place) > 1 and place[-1] in _SECTIONS[str(place[0])].model_fields
+
+
+def _unknown_key_of_a_run(key: str, value: object, legal: Sequence[str], name: str) -> str:
+    """What another system has under this name is meant before what is similar."""
+    if isinstance(value, dict) and (section := section_in_words(key, value)):
+        return f"{key}: unknown section, of another system; here {section}"
+    found = counterpart_of(key)
+    is_ours = found is not None and found.ours.rpartition(".")[2] == name  # and may be in several of our tables
+    if found is None or is_ours or (name in _KEYS and not is_theirs(key)):
+        return unknown_key(key, value, legal, _places_of(name))
+    note = f" {found.note}" if found.note else ""
+    hint = f"did you mean {found.ours}?{note}" if found.ours else in_words(found)
+    return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)} ({hint})"
+
+
+def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
+    """Say that a key does not exist, which do, and which one may be meant: one of a similar name, or one elsewhere."""
+    close = difflib.get_close_matches(key.rpartition(".")[2], legal, n=1)
+    meant = [*close, *(place for place in elsewhere if place.rpartition(".")[2] not in close)][:MOST_HINTS]
+    hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
+    return f"{key}={shown(value)}: unknown key; legal: {', '.join(legal)}{hint}"
+
+
+def _places_of(name: str) -> list[str]:
+    """Every place at which a key of this name is legal, or else of a similar one."""
+    keys = {f"{section}.{key}": key for section, model in _SECTIONS.items() for key in model.model_fields}
+    similar = difflib.get_close_matches(name, set(keys.values()), n=1, cutoff=0.8)
+    wanted = name if name in keys.values() else similar[0] if similar else None
+    return sorted((place for place, key in keys.items() if key == wanted), key=_rarity)
+
+
+def _rarity(place: str) -> int:
+    """How few mean this one, of several keys of one name."""
+    return _RARE.index(table) + 1 if (table := place.partition(".")[0]) in _RARE else 0
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    """The tables of a run file by name; [data], [evaluation], [composite.NAME] several times."""
+    annotations = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {
+        name: each
+        for name, annotation in annotations.items()
+        for each in (get_args(annotation) or (annotation,))
+        if isinstance(each, type) and issubclass(each, BaseModel)
+    }
+
+
+_SECTIONS = sections()
+_KEYS = frozenset(key for model in _SECTIONS.values() for key in model.model_fields)
+SEVERAL = ("data", "evaluation")  # tables that may be there several times
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Roles may run in another directory than the command."""
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"directory": config.run_directory}),
+            "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
+            "critic": config.critic.model_copy(update={"path": config.critic.path and config.critic.path.absolute()}),
+            "environment": config.environment.model_copy(
+                update={"corpus": config.environment.corpus and config.environment.corpus.absolute()}
+            ),
+            "agent": config.agent.model_copy(
+                update={
+                    "command": tuple(
+                        str(Path(word).absolute()) if Path(word).is_file() else word for word in config.agent.command
+                    )
+                }
+            ),
+            **{
+                name: tuple(
+                    each.model_copy(update={"path": each.path and each.path.absolute()})
+                    for each in getattr(config, name)
+                )
+                for name in ("data", "evaluation")
+            },
+        }
+    )

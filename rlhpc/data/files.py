@@ -1,0 +1,412 @@
+"""Which files a dataset consists of, and in which order.
+
+Input: a path, a split.  Output: files.  A directory may hold files side by side, a directory for each split, or what
+`datasets` wrote by save_to_disk (dataset_dict.json, state.json).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from rlhpc.base.files import is_lfs_pointer, write_atomically
+from rlhpc.config.tables import COMPRESSIONS
+from rlhpc.protocol.errors import DataError
+
+# -------------------------------------------------------------------------------------------------------- record writer
+#
+# Write records as JSON lines or Parquet, whole or not at all.
+#
+# Input: fields.  Output: a file.
+
+
+WRITTEN = (".jsonl", ".parquet")
+
+
+def write_records(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows in the format of the suffix.  Raises DataError for values that Parquet has no column for, OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".jsonl":
+        write_atomically(file, b"".join(map(_line, rows)))
+        return
+    from rlhpc.data.arrow_tables import as_parquet  # loading pyarrow takes a while
+
+    try:
+        write_atomically(file, as_parquet(rows))
+    except ValueError as error:
+        raise DataError(f"{file}: a column of Parquet has one type: {error}; legal: .jsonl") from error
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """One record; half of a surrogate pair, which UTF-8 has not, is spelt as JSON spells it."""
+    try:
+        return json.dumps(row, default=str, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(row, default=str).encode() + b"\n"
+
+
+# -------------------------------------------------------------------------------------------------------- dataset files
+
+
+FORMS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+ALL = "all"  # as a split
+_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "config.json")  # as hubs have them, beside data/ too
+_SHARD = re.compile(r"(\w+)-[0-9]{5}-of-[0-9]{5}\.")  # of a split, as `datasets` names its files
+_SPLIT = re.compile(r"(train|training|validation|valid|val|dev|eval|test)(?![A-Za-z0-9])")
+_CANONICAL = {
+    "training": "train",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+}
+
+
+def form_of(file: Path) -> str:
+    """The suffix that says how to read it, "" for another file; of a compressed one that of what is in it."""
+    suffix = Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
+    return suffix if suffix in FORMS else ""
+
+
+def split_of(file: Path) -> str:
+    """The split that a shard is named after; of others "train", "validation" or "test" where their names begin so.
+
+    "" for a name without one.  A dataset may have splits train_sft and train_prefs, which are no two parts of train.
+    """
+    found = _SHARD.match(file.name) or _SPLIT.match(file.name)
+    return _CANONICAL.get(found[1], found[1]) if found else ""
+
+
+def dataset_files(path: Path, split: str = "") -> list[Path]:
+    """The files of a dataset, in the order of their names.
+
+    Raises DataError: nothing there, no form known here, no such split, or several and none is chosen.
+    """
+    if path.is_dir():
+        return _files_of_directory(path, split)
+    if not path.exists():
+        parent = next(p for p in path.absolute().parents if p.is_dir())
+        raise DataError(f"data.path={path} does not exist; {_whats_in(parent)}{_meant(path, parent)}{_remedy(path)}")
+    if not form_of(path):
+        raise DataError(f"data.path={path}: legal: a file of {_forms()}, or a directory of them")
+    if split not in ("", ALL):
+        raise DataError(f"data.split={split!r}: data.path={path} is one file; legal: leave it out, or a directory")
+    return [path]
+
+
+def _files_of_directory(path: Path, split: str) -> list[Path]:
+    if (path / "dataset_dict.json").is_file():
+        return _saved_splits(path, split)
+    if (path / "state.json").is_file() and "_data_files" in (state := _read_json(path / "state.json")):
+        return _saved_dataset(path, state)
+    there = [file for file in sorted(path.iterdir()) if form_of(file) and file.is_file() and file.name[0] not in "._"]
+    found = [file for file in there if file.name not in _DESCRIPTIONS]
+    # Beside data of another form, JSON documents are descriptions: dataset_infos.json, config.json.
+    files = [file for file in found if form_of(file) != ".json"] or found
+    if not files:
+        return _deeper(path, split)
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        by_split.setdefault(split_of(file), []).append(file)
+    return [file for name in _chosen(path, split, sorted(by_split)) for file in by_split[name]]
+
+
+def _deeper(path: Path, split: str) -> list[Path]:
+    """A directory for each split, or data/, as in a snapshot of a dataset from a hub."""
+    splits = sorted(each for each in path.iterdir() if each.is_dir() and split_of(each))
+    if splits:
+        chosen = _chosen(path, split, sorted({*map(split_of, splits)}))
+        return [file for each in splits if split_of(each) in chosen for file in dataset_files(each, ALL)]
+    if (path / "data").is_dir():
+        return _files_of_directory(path / "data", split)
+    raise DataError(f"data.path={path} holds no file of {_forms()}; {_whats_in(path)}")
+
+
+def _saved_splits(path: Path, split: str) -> list[Path]:
+    names = [str(name) for name in _read_json(path / "dataset_dict.json").get("splits", ())]
+    files = []
+    for name in _chosen(path, split, names):
+        state = path / name / "state.json"
+        if not state.is_file():
+            raise DataError(f"{path / 'dataset_dict.json'} names the split {name!r}, and {state} does not exist")
+        files += _saved_dataset(state.parent, _read_json(state))
+    return files
+
+
+def _saved_dataset(directory: Path, state: Mapping[str, Any]) -> list[Path]:
+    if state.get("_indices_data_files"):
+        raise DataError(f"{directory / 'state.json'}: saved with an index of rows; save flatten_indices() of it")
+    files = [directory / str(each["filename"]) for each in state["_data_files"]]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{directory / 'state.json'} names {file.name}, which does not exist")
+    return files
+
+
+def _chosen(path: Path, split: str, names: list[str]) -> list[str]:
+    """Splits to be read: the only one, all, or the one that is asked for."""
+    named = [name for name in names if name]
+    if split == ALL:
+        return names
+    if not split:
+        if len(named) > 1 or (named and len(names) > 1):
+            others = "" if len(named) > 1 else ", and files of none"
+            raise DataError(
+                f"data.path={path} has the splits {', '.join(named)}{others}; data.split says which is meant, "
+                f'"{ALL}" means every file'
+            )
+        return names
+    wanted = split if split in named else _CANONICAL.get(split, split)
+    if wanted not in named:
+        close = get_close_matches(split, named, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        has = f"has the splits {', '.join(named)}" if named else "has no files named after a split"
+        raise DataError(f"data.split={split!r}: data.path={path} {has}{hint}")
+    return [wanted]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise DataError(f"{file} does not hold a JSON object")
+    return document
+
+
+def _forms() -> str:
+    return f"{', '.join(FORMS[:-1])} or {FORMS[-1]} (plain, {' or '.join(COMPRESSIONS)})"
+
+
+def _meant(path: Path, parent: Path) -> str:
+    close = get_close_matches(path.name, [entry.name for entry in parent.iterdir()], 1)
+    return f" (did you mean {close[0]}?)" if close and parent == path.absolute().parent else ""
+
+
+def _remedy(path: Path) -> str:
+    """Return what to do about a pattern, a list, a name of a hub, or an address."""
+    if set("*?[]{},") & set(str(path)):
+        return (
+            "; patterns and lists are not expanded; legal: one file, a directory, of which every file is read (or "
+            "those of data.split), or a table [[data]] for each file"
+        )
+    if path.absolute().parent.is_dir():
+        return ""
+    return (
+        "; legal: files of this machine (download a dataset of a hub first: hf download NAME --repo-type dataset "
+        "--local-dir DIRECTORY)"
+    )
+
+
+def _whats_in(directory: Path) -> str:
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return f"{directory} holds {shown or 'nothing'}"
+
+
+# ---------------------------------------------------------------------------------------------------------- row formats
+#
+# Read the rows of one file: JSON lines, a JSON array, CSV, TSV, Parquet, Arrow; plain, gzip or Zstandard.
+#
+# Input: a file.  Output: (fields, number) of each row; the number is a line's, or the row's where there are no lines.
+# Errors are DataErrors that name file and line, so that the user can correct them.
+
+
+Rows = Iterator[tuple[dict[str, Any], int]]
+_LONGEST_CELL = 64 << 20  # characters of one value in CSV; the library's own bound is 128 KiB
+
+
+def read_rows(file: Path) -> Rows:
+    """Raises DataError: it cannot be read, is damaged, or not what its name says."""
+    readers: dict[str, Callable[[Path], Rows]] = {
+        ".jsonl": _json_lines,
+        ".ndjson": _json_lines,
+        ".json": _json_document,
+        ".csv": _separated,
+        ".tsv": _separated,
+        ".parquet": _parquet,
+        ".arrow": _arrow,
+    }
+    try:
+        if is_lfs_pointer(file):
+            raise DataError(f"{file}: a pointer of Git LFS, not the data; fetch it: git lfs pull")
+        yield from readers[form_of(file)](file)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{file} is damaged: {error}") from error
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _open(file: Path) -> BinaryIO:
+    if file.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(file, "rb"))
+    if file.suffix == ".zst":
+        from rlhpc.data.arrow_tables import open_zstandard  # loading pyarrow takes a while
+
+        return open_zstandard(file)
+    return file.open("rb")
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+def _json_lines(file: Path) -> Rows:
+    with _open(file) as lines:
+        yield from json_lines(lines, str(file))
+
+
+def json_lines(lines: Iterable[bytes], name: str) -> Rows:
+    """Objects, a line each; blank lines are left out.  Bytes, so that a wrong encoding is found on its line.
+
+    Raises DataError, which names the line.
+    """
+    for number, line in enumerate(lines, start=1):
+        source = f"{name}:{number}"
+        try:
+            text = line.decode(
+                "utf-8-sig" if number == 1 else "utf-8"
+            ).rstrip()  # otherwise an error at its end is in column 1 of the next line
+            fields = json.loads(text) if text.strip() else None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
+        except json.JSONDecodeError as error:
+            if error.msg == "Extra data" and "\r" in text[: error.pos]:
+                legal = "legal: a line feed at the end of each, as Linux and Windows write it"
+                raise DataError(f"{name}: lines end in a carriage return alone; {legal}") from error
+            damage = "; the line has NUL bytes, as after a crash or a sparse copy" if b"\0" in line else ""
+            wrong = f"{source}: malformed JSON: {error.msg} at column {error.colno}{damage}"
+            raise DataError(f"{wrong}{_habit(text, error)}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
+            raise DataError(f"{source}: JSON that cannot be read: {error}") from error
+        if text.strip():
+            yield _object(fields, source, "the line"), number
+
+
+def _habit(text: str, error: json.JSONDecodeError) -> str:
+    """What would be legal in place of what people write who have other forms of JSON in mind, "" if not known."""
+    rest = text[error.pos :].lstrip()
+    if not rest:  # also the last line of a copy that was cut off
+        return (
+            ", where the line ends; legal: one record a line, not over several as an indented one (`jq -c .` writes it "
+            "so); or an array [{…}, {…}] in a file named .json"
+        )
+    if rest.startswith("'"):
+        return "; legal: double quotes, as json.dumps writes them"
+    if text.lstrip().startswith(("//", "/*", "#")):
+        return "; legal: records alone, JSON has no comments"
+    return "; legal: one record a line, with nothing behind it" if rest.startswith(",") else ""
+
+
+def _json_document(file: Path) -> Rows:
+    """An array of objects, an object with exactly one list (of objects), any other object, or JSON lines."""
+    with _open(file) as whole:
+        content = whole.read()
+    try:
+        text = content.decode("utf-8-sig")
+        document = json.loads(text) if text.strip() else []
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from _json_lines(file)
+            return
+        raise DataError(f"{file}:{error.lineno}: malformed JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # as above
+        raise DataError(f"{file}: JSON that cannot be read: {error}") from error
+    if isinstance(document, dict) and len(lists := [each for each in document.values() if isinstance(each, list)]) == 1:
+        document = lists[0]
+    if isinstance(document, dict):
+        document = [document]
+    if not isinstance(document, list):
+        raise DataError(f"{file}: the document is {kind(document)}; legal: an array of objects")
+    for number, item in enumerate(document, start=1):
+        yield _object(item, f"{file}:{number}", f"item {number} of the array"), number
+
+
+def _object(value: Any, source: str, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        several = (
+            "; an array of records is a file named .json" if isinstance(value, list) and what == "the line" else ""
+        )
+        raise DataError(f'{source}: {what} is {kind(value)}; legal: an object, {{"question": …}}{several}')
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------- separated values
+
+
+def _separated(file: Path) -> Rows:
+    """The first line names the columns; every value is text."""
+    csv.field_size_limit(_LONGEST_CELL)
+    number = 1
+    with _open(file) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
+        reader = csv.reader(text, delimiter="\t" if form_of(file) == ".tsv" else ",", strict=True)
+        try:
+            columns = next(reader, [])
+            _refuse_columns(columns, file)
+            for cells in reader:
+                number = reader.line_num
+                if not cells:
+                    continue
+                if len(cells) != len(columns):
+                    raise DataError(
+                        f"{file}:{number}: {len(cells)} values; the first line names {len(columns)} columns"
+                    )
+                yield dict(zip(columns, cells, strict=True)), number
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: not UTF-8 after line {number}: {error.reason}") from error
+        except csv.Error as error:
+            raise DataError(f"{file}:{reader.line_num}: malformed: {error}") from error
+
+
+def _refuse_columns(columns: list[str], file: Path) -> None:
+    for mark, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+        if len(columns) == 1 and mark in columns[0]:
+            legal = "commas, or tabs in a .tsv file"
+            raise DataError(f"{file}:1: one column, {columns[0]!r}; are its values separated by {name}? legal: {legal}")
+    for place, name in enumerate(columns):
+        if not name and place == 0 and len(columns) > 1:
+            raise DataError(
+                f"{file}:1: the first column has no name: an index, as pandas writes it? legal: a name for each; "
+                "to_csv(…, index=False) leaves it out"
+            )
+        if not name or name in columns[:place]:
+            raise DataError(f"{file}:1: column {place + 1} is called {name!r}; legal: a name of its own for each")
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def _parquet(file: Path) -> Rows:
+    from rlhpc.data.arrow_tables import parquet_rows  # loading pyarrow takes longer than reading a small JSONL file
+
+    yield from ((fields, number) for number, fields in enumerate(parquet_rows(file, _unpacked(file)), start=1))
+
+
+def _arrow(file: Path) -> Rows:
+    from rlhpc.data.arrow_tables import arrow_rows  # as above
+
+    yield from ((fields, number) for number, fields in enumerate(arrow_rows(file, _unpacked(file)), start=1))
+
+
+def _unpacked(file: Path) -> bytes | None:
+    """The content of a compressed table; None: a plain file, which is read directly."""
+    if form_of(file) == file.suffix:
+        return None
+    with _open(file) as content:
+        return content.read()
+
+
+def kind(value: Any) -> str:
+    """What a value is, for people: "a list", "null"."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")

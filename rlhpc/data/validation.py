@@ -1,0 +1,216 @@
+"""Statistics of a dataset, after making all its prompts and references.
+
+Input: records, and how to make prompts from them.  Output: DatasetSummary; a DataError for a record that gives none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+import rlhpc
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import OWN_REWARD
+from rlhpc.data.files import dataset_files
+from rlhpc.data.prompt_form import PromptForm
+from rlhpc.data.record_source import Record, cached, library_version
+from rlhpc.protocol.errors import DataError
+
+# ----------------------------------------------------------------------------------------------------------- references
+#
+# Check every reference before a run: if its task cannot read one, no completion gets a verdict.
+#
+# Input: records, and what the task checks a reference with.  Output: how many were checked; a DataError that shows the
+# first bad ones, each with its line.
+
+
+ReferenceCheck = Callable[[str], None]  # raises ValueError, which says what is legal
+CheckOf = Callable[[str], ReferenceCheck | None]  # by task; None: it checks none
+MOST_S = 60.0  # for the references of a dataset: mathematics takes some milliseconds each
+_MOST_SHOWN = 5
+_SHOWN_CHARACTERS = 1000
+
+
+def refuse_bad_references(
+    records: Sequence[Record],
+    field: str,
+    task_of: Callable[[Record], str],
+    check_of: CheckOf,
+    *,
+    most_s: float = MOST_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Return how many records were checked: all, or as many as `most_s` seconds allow; none of a task without a check.
+
+    An environment that rewards by itself has no use for a reference.
+
+    Raises DataError: a record has no such field, or the first references that are refused, a line each.
+    """
+    faults, checks = list[str](), dict[str, ReferenceCheck | None]()
+    num_bad, num_checked, end = 0, 0, clock() + most_s
+    for record in records:
+        if (task := task_of(record)) == OWN_REWARD:
+            continue
+        reference = record.reference(field)
+        if task not in checks:
+            checks[task] = check_of(task)
+        if (check := checks[task]) is None or clock() > end:
+            continue
+        num_checked += 1
+        try:
+            check(reference)
+        except (ValueError, RecursionError) as error:  # JSON of thousands of levels
+            num_bad += 1
+            if len(faults) < _MOST_SHOWN:
+                faults.append(_fault(record, field, task, error))
+    if num_bad:
+        rest = f"and {num_bad - len(faults)} more of {num_checked} records"
+        raise DataError("\n".join([*faults, *([rest] if num_bad > len(faults) else [])]))
+    return num_checked
+
+
+def _fault(record: Record, field: str, task: str, error: Exception) -> str:
+    why = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
+    return f"{record.source}: field {field!r} (data.reference_field), for data.task={task!r}: {why}"
+
+
+# ------------------------------------------------------------------------------------------------------ dataset summary
+
+
+# Where models that see or hear have it inserted; others read the word.
+_PLACE = re.compile(r"<(image|img|video|audio)>|<\|(image_pad|vision_start|image|video_pad|audio)\|>|\[IMG\]")
+_PICTURES = re.compile(r"(?i)(image|picture|video|audio|pixel_value)s?$")
+_CHECKED_AT_ONCE = 20_000  # records; as many references are counted in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSummary:
+    """Plain values, which are kept between commands."""
+
+    num_records: int
+    longest_prompt_tokens: int
+    mean_prompt_tokens: float
+    longest_source: str  # file and line of the longest prompt
+    example: str  # the first prompt, as the tokenizer gets it
+    example_source: str
+    example_tokens: int
+    num_references_counted: int  # those of the first records that are text
+    num_references_longer: int  # of them, than a completion may be
+    num_references_checked: int = 0  # by their tasks; all, where tasks check them and there is time
+    num_spelling_control: int = 0  # records whose own text spells special tokens
+    spelling_control: str = ""  # file and line of the first of them, and the token
+    highest_token: int = -1  # of all prompts
+    highest_source: str = ""  # file and line of its prompt
+    last_token: int = -1  # of the first prompt
+    num_distinct: int = 0  # prompts that differ from each other
+    num_showing_reference: int = 0  # records whose prompt tells the answer that is looked for
+    num_with_pictures: int = 0  # records whose text has a place for a picture, a video or a sound
+    picture_field: str = ""  # of the first of them that has one beside it
+
+
+def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | None = None) -> DatasetSummary:
+    """Make every prompt and reference once; check_of: task → its check of references.
+
+    Raises DataError for one that fails, with the number of those that are too long, or naming the first bad references.
+    """
+    form.refuse_unknown_task_field(records)
+    lengths, tokens, distinct = list[int](), list[int](), set[int]()
+    for first in range(0, len(records), _CHECKED_AT_ONCE):
+        texts = form.texts(records[first : first + _CHECKED_AT_ONCE])
+        some, highest = form.measured(texts)
+        lengths += some
+        tokens += highest
+        distinct.update(hash(text) for text, _ in texts)
+    form.refuse_lengths(lengths, records)
+    checked = 0 if check_of is None else refuse_bad_references(records, form.reference_field, form.task, check_of)
+    references = form.reference_lengths(records[:_CHECKED_AT_ONCE])
+    longest, highest_place = int(np.argmax(lengths)), int(np.argmax(tokens))
+    spelling = [f"{record.source} {token!r}" for record in records if (token := form.spelt_control(record))]
+    pictured = [record for record in records if any(map(_PLACE.search, form.own_texts(record)))]
+    return DatasetSummary(
+        num_records=len(lengths),
+        longest_prompt_tokens=lengths[longest],
+        mean_prompt_tokens=float(np.mean(lengths)),
+        longest_source=records[longest].source,
+        example=form.text(records[0])[0],
+        example_source=records[0].source,
+        example_tokens=lengths[0],
+        num_references_counted=len(references),
+        num_references_longer=sum(length > form.max_completion_tokens for length in references),
+        num_references_checked=checked,
+        num_spelling_control=len(spelling),
+        spelling_control=spelling[0] if spelling else "",
+        highest_token=tokens[highest_place],
+        highest_source=records[highest_place].source,
+        last_token=int(form.tokens(records[0])[-1]),
+        num_distinct=len(distinct),
+        num_showing_reference=sum(map(form.shows_reference, records)),
+        num_with_pictures=len(pictured),
+        picture_field=next(filter(None, map(_picture_field, pictured)), ""),
+    )
+
+
+def _picture_field(record: Record) -> str:
+    return next((name for name in record.fields if _PICTURES.search(name)), "")
+
+
+# ------------------------------------------------------------------------------------------------------- checked before
+#
+# Cache the check of a dataset until its files, the tokenizer, the settings or the code change.
+#
+# Input: Config.  Output: DatasetSummary.  Files are identified by path, size, times and inode, without reading them, so
+# that a million prompts are checked only once.  Faults are not cached.
+
+
+_CODE = ("data/*.py", "rewards/*.py", "tool_schemas.py")  # the code that determines the result
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def once(config: Config, place: int, with_references: bool, look: Callable[[], DatasetSummary]) -> DatasetSummary:
+    """What `look` finds of one dataset of a run, or found before.  Raises what it raises.
+
+    with_references: whether tasks check their references.
+    """
+    data = config.data[place]
+    files = dataset_files(data.path, data.split) if data.path is not None else []
+    package = Path(rlhpc.__file__).parent
+    made_of = {
+        "data": data.model_dump(mode="json"),
+        "references": with_references,
+        "task_tables": [
+            table.model_dump(mode="json")
+            for table in (config.judge, config.instructions, config.math, config.text, config.sandbox)
+        ],
+        "template": _states([Path(config.judge.template_file)] if config.judge.template_file else []),
+        "composites": {name: table.model_dump(mode="json") for name, table in config.composite.items()},
+        "tools": config.environment.tools if data.environment else (),  # prompts describe them
+        "curriculum": config.curriculum.model_dump(mode="json"),
+        "generation": [config.generation.max_prompt_tokens, config.generation.max_completion_tokens],
+        "files": _states(files),
+        "library": library_version() if data.source else "",
+        "chat_template_kwargs": config.model.chat_template_kwargs,
+        "tokenizer": _states(config.model.path / name for name in _TOKENIZER),
+        "code": _states(file for part in _CODE for file in sorted(package.glob(part))),
+    }
+    found = cached("datasets", json.dumps(made_of), lambda: json.dumps(asdict(look())).encode(), is_whole=_is_summary)
+    return DatasetSummary(**json.loads(found))
+
+
+def _is_summary(content: bytes) -> bool:
+    try:
+        DatasetSummary(**json.loads(content))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _states(files: Iterable[Path]) -> list[tuple[str, int, int, int, int]]:
+    """States of the files that exist; ctime cannot be set back."""
+    states = ((file, file.stat()) for file in files if file.exists())
+    return [(str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for file, s in states]

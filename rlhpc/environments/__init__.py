@@ -1,0 +1,1 @@
+"""Environments of several turns: the dialogue with the policy, the host of environments, tools."""

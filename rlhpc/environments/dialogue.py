@@ -1,0 +1,388 @@
+"""One rollout of several turns, between an engine and an environment; every token exactly as it was sampled or read.
+
+    prompt │ opening │ turn │ observation │ turn │ … │ turn          the completion is all behind the prompt
+             no loss   loss   no loss       loss       loss
+
+The engine goes on from the tokens so far, as from a Prefix; they are what is trained.  Observations are rendered by the
+chat template, only what is new (data/dialogue_template.py), and have log-probability 0 and the version of the token
+before them.
+
+A dialogue that was handed back goes on from its prefix: the turns in it are played to the environment again, and what
+this says has to be the tokens that stand there.  Where it says something else, the rest of the prefix is given up, and
+the dialogue goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhpc.config.tables import DataConfig
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.data.record_source import reference_of
+from rlhpc.data.tokenizer import PromptTokenizer, stopped_at
+from rlhpc.protocol.contracts import GenerationEngine
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.protocol.messages import TurnReply, TurnRequest
+from rlhpc.protocol.types import Bool, FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest, Verdict
+from rlhpc.rewards.frames import DialogueRequest
+from rlhpc.rewards.pool import RewardPool
+
+# ------------------------------------------------------------------------------------------------------------- dialogue
+
+
+log = logging.getLogger("rlhpc.dialogue")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The turns of a dialogue so far, for its environment."""
+
+    turns: tuple[str, ...]
+    answer: str  # the last of them without special tokens
+    is_last: bool  # a limit ends the dialogue with it
+    is_cut: bool = False  # a limit has ended the last of them
+    num_tokens: tuple[int, int] = (0, 0)  # before the last of them, the prompt's included, and in it
+    token_ids: tuple[int, ...] = ()  # of the last of them, as sampled
+
+
+Environment = Callable[[Taken], Awaitable[TurnReply]]
+
+
+class Template(Protocol):
+    """What makes tokens of messages; DialogueTemplate is one."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> Int32:
+        """Tokens [L] from the end of the prompt to the first turn."""
+
+    def observation(self, messages: Sequence[Mapping[str, Any]], *, last_token: int) -> Int32:
+        """Tokens [L] from the end of a turn, whose last token was this, to the next one."""
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """A completion that grows, and what is left of the prefix that it is compared with."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+
+    def sampled(self, ids: Int32, logprobs: Float32, versions: Int32) -> None:
+        """Tokens of the policy."""
+        self.ids += ids.tolist()
+        self.logprobs += logprobs.tolist()
+        self.versions += versions.tolist()
+        self.mask += [True] * len(ids)
+
+    def read(self, ids: Int32, version: int) -> None:
+        """Tokens of the environment."""
+        self.ids += ids.tolist()
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [version] * len(ids)
+        self.mask += [False] * len(ids)
+
+    def prefix(self) -> Prefix | None:
+        if not self.ids:
+            return None
+        versions = np.asarray(self.versions, np.int32)
+        return Prefix(np.asarray(self.ids, np.int32), np.asarray(self.logprobs, np.float32), versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a dialogue ended."""
+
+    rollout: Rollout  # FinishReason.ABORT: cut off; what there is may be continued
+    reply: TurnReply | None  # the environment's last one; None where it was cut off
+    num_turns: int
+    token_rewards: dict[int, float]  # last token of a turn before the end → what the turn has earned
+
+
+class Dialogue:
+    """One rollout of several turns, while it lasts."""
+
+    def __init__(
+        self,
+        request: RolloutRequest,
+        engine: GenerationEngine,
+        environment: Environment,
+        speech: tuple[PromptTokenizer, Template],
+        limits: EnvironmentConfig,
+        *,
+        admitted_version: int,
+        longest_turn: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """admitted_version: of what is read before the first token is sampled, where the engine's is older.
+
+        longest_turn: tokens that the coming turn may have by the wish of who asked for it; None: no limit of theirs.
+        """
+        self._engine, self._environment, self._limits = engine, environment, limits
+        self._tokenizer, self._template = speech
+        stops = {*request.sampling.stop_token_ids, *self._template.stop_token_ids}
+        self._stops = stops
+        self._request = replace(request, sampling=replace(request.sampling, stop_token_ids=tuple(sorted(stops))))
+        self._stop_strings = request.sampling.stop_strings
+        self._recorded = request.prefix
+        self._version = admitted_version
+        self._tokens, self._turns = _Tokens(), list[str]()
+        self._answer, self._longest_turn = "", longest_turn
+        self._last_turn: tuple[bool, tuple[int, int], tuple[int, ...]] = False, (0, 0), ()
+        self._token_rewards, self._earned = dict[int, float](), 0.0
+        self._is_cut = asyncio.Event()
+        self.request = request  # what is being sampled: without what was given up of its prefix
+
+    async def run(self) -> Finished:
+        """Talk to the end.  Raises as GenerationEngine.generate and the environment do."""
+        reply = await self._ask(is_last=False)
+        if reply is None:
+            return self._finished(FinishReason.ABORT, None)
+        spoken, reply = self._opened(reply)
+        self._read(spoken[: self._num_left])
+        while not _failed(reply) and not reply.is_over:
+            reason = await self._take_turn()
+            if reason is FinishReason.ABORT:
+                return self._finished(reason, None)
+            is_last = len(self._turns) >= self._limits.max_turns or self._num_left < 1
+            answered = await self._ask(is_last=is_last)
+            if answered is None:
+                return self._finished(FinishReason.ABORT, None)
+            reply = answered
+            if _failed(reply) or reply.is_over:
+                return self._finished(reason if reply.is_done else FinishReason.LENGTH, reply)
+            try:
+                observation = self._template.observation(reply.messages, last_token=self._tokens.ids[-1])
+            except ConfigError as error:
+                return self._finished(FinishReason.LENGTH, _refused(reply, error))
+            self._earn(reply)
+            if len(observation) < self._num_left:
+                self._read(observation)
+            elif (last := await self._ask(is_last=True)) is not None:
+                return self._finished(FinishReason.LENGTH, last)
+            else:
+                return self._finished(FinishReason.ABORT, None)
+        return self._finished(FinishReason.LENGTH, reply)
+
+    async def cut(self) -> None:
+        """End it early; it returns with FinishReason.ABORT and what there is."""
+        self._is_cut.set()
+        await self._engine.abort(self._request.request_id)
+
+    @property
+    def _num_left(self) -> int:
+        """Tokens that the completion may still have."""
+        return self._request.sampling.max_tokens - len(self._tokens.ids)
+
+    # ----------------------------------------------------------------------------------------------------------- turns
+
+    def _opened(self, reply: TurnReply) -> tuple[Int32, TurnReply]:
+        """Tokens [L] before the first turn; the reply is an error if the policy cannot take one."""
+        try:
+            spoken = self._template.opening([] if _failed(reply) else reply.messages)
+        except ConfigError as error:
+            spoken, reply = self._template.opening([]), _refused(reply, error)
+        if len(spoken) >= self._num_left:
+            reply = _no_room(reply, len(spoken), self._num_left)
+        return spoken, reply
+
+    async def _take_turn(self) -> FinishReason:
+        """The policy's next turn: what the prefix has of it, and the rest by the engine."""
+        start, wishes = len(self._tokens.ids), (self._limits.max_turn_tokens, self._longest_turn())
+        longest = min([self._num_left, *(wish for wish in wishes if wish is not None)])
+        self._repeat(longest)
+        reason = self._ended(start, longest)
+        if reason is None:
+            if self._is_cut.is_set():
+                return FinishReason.ABORT
+            rollout = await self._sample(start, start + longest)
+            new = slice(len(self._tokens.ids), None)
+            self._tokens.sampled(rollout.token_ids[new], rollout.behaviour_logprobs[new], rollout.versions[new])
+            reason = rollout.finish_reason
+        if reason is not FinishReason.ABORT:
+            turn = self._tokens.ids[start:]
+            spoken = partial(
+                self._tokenizer.decode_completion,
+                turn,
+                has_ended=reason is FinishReason.STOP,
+                stop_strings=self._stop_strings,
+            )
+            self._turns.append(spoken(keep_special_tokens=True))
+            self._answer = spoken()
+            before = len(self._request.prompt.token_ids) + start
+            self._last_turn = reason is FinishReason.LENGTH, (before, len(turn)), tuple(turn)
+        return reason
+
+    async def _sample(self, start: int, max_tokens: int) -> Rollout:
+        sampling = replace(self._request.sampling, max_tokens=max_tokens, searched_from=start)
+        return await self._engine.generate(replace(self._request, prefix=self._tokens.prefix(), sampling=sampling))
+
+    def _ended(self, start: int, longest: int) -> FinishReason | None:
+        """Why a turn that the prefix had ended; None: it has not."""
+        turn = self._tokens.ids[start:]
+        if turn and (turn[-1] in self._stops or self._stopped_at(turn) is not None):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(turn) >= longest else None
+
+    def _stopped_at(self, turn: Sequence[int]) -> int | None:
+        return stopped_at(self._tokenizer.decode, self._stop_strings, turn)
+
+    async def _ask(self, *, is_last: bool) -> TurnReply | None:
+        """The environment's answer; None: cut off meanwhile."""
+        taken = Taken(tuple(self._turns), self._answer, is_last, *self._last_turn)
+        asking = asyncio.ensure_future(self._environment(taken))
+        cutting = asyncio.ensure_future(self._is_cut.wait())
+        try:
+            await asyncio.wait((asking, cutting), return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else None
+        finally:
+            asking.cancel()
+            cutting.cancel()
+
+    def _earn(self, reply: TurnReply) -> None:
+        """Put on the last token of a turn what it has earned."""
+        earned, self._earned = reply.reward - self._earned, reply.reward
+        if earned:
+            self._token_rewards[len(self._tokens.ids) - 1] = earned
+
+    # ---------------------------------------------------------------------------------------------------------- prefix
+
+    def _left_of_prefix(self) -> Prefix | None:
+        """What stands in the prefix behind the tokens so far."""
+        here = len(self._tokens.ids)
+        if self._recorded is None or here >= len(self._recorded.token_ids):
+            return None
+        recorded = self._recorded
+        return Prefix(recorded.token_ids[here:], recorded.behaviour_logprobs[here:], recorded.versions[here:])
+
+    def _repeat(self, longest: int) -> None:
+        """Take over what the prefix has of a turn."""
+        left = self._left_of_prefix()
+        if left is not None:
+            stops = np.flatnonzero(np.isin(left.token_ids[:longest], sorted(self._stops)))
+            end = int(stops[0]) + 1 if len(stops) else longest
+            end = self._stopped_at(left.token_ids[:end].tolist()) or end
+            self._tokens.sampled(left.token_ids[:end], left.behaviour_logprobs[:end], left.versions[:end])
+
+    def _read(self, ids: Int32) -> None:
+        """Add what the environment says; if the prefix has something else there, its rest is given up."""
+        left = self._left_of_prefix()
+        if left is not None and not np.array_equal(left.token_ids[: len(ids)], ids[: len(left.token_ids)]):
+            log.warning(
+                "sample %s: its environment did not repeat its observations; %d tokens are dropped",
+                self._request.request_id,
+                len(left.token_ids),
+            )
+            self._recorded = left = None
+            self.request = replace(self.request, prefix=self._tokens.prefix())
+        known = left.versions.tolist()[: len(ids)] if left is not None else []
+        version = (
+            self._tokens.versions[-1] if self._tokens.versions else max(self._version, self._engine.policy_version)
+        )
+        start = len(self._tokens.ids)
+        self._tokens.read(ids, known[-1] if known else version)
+        self._tokens.versions[start : start + len(known)] = known
+
+    def _finished(self, reason: FinishReason, reply: TurnReply | None) -> Finished:
+        tokens, request = self._tokens, self._request
+        if reason is FinishReason.ABORT:
+            self._keep_the_rest()
+        rollout = Rollout(
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            prompt=request.prompt,
+            token_ids=np.asarray(tokens.ids, np.int32),
+            behaviour_logprobs=np.asarray(tokens.logprobs, np.float32),
+            versions=np.asarray(tokens.versions, np.int32),
+            loss_mask=_mask(tokens.mask),
+            finish_reason=reason,
+        )
+        return Finished(rollout, reply, len(self._turns), self._token_rewards)
+
+    def _keep_the_rest(self) -> None:
+        """Cut off while its turns were played again: what was not reached yet is handed on with the rest."""
+        left = self._left_of_prefix()
+        if left is not None:
+            self._tokens.sampled(left.token_ids, left.behaviour_logprobs, left.versions)
+
+
+def _mask(values: Sequence[bool]) -> Bool:
+    return np.asarray(values, np.bool_)
+
+
+def _no_room(reply: TurnReply, num_tokens: int, num_left: int) -> TurnReply:
+    """It is the run file that is wrong, and not the policy."""
+    why = (
+        f"the environment opens with {num_tokens} tokens, which leaves the policy nothing of the {num_left} of "
+        "generation.max_completion_tokens"
+    )
+    return replace(reply, verdict=Verdict.VERIFIER_ERROR.value, detail=why)
+
+
+def _refused(reply: TurnReply, error: ConfigError) -> TurnReply:
+    """The model's chat template has no place for what the environment says."""
+    return replace(reply, verdict=Verdict.VERIFIER_ERROR.value, detail=str(error), is_over=True)
+
+
+def _failed(reply: TurnReply) -> bool:
+    return reply.verdict == Verdict.VERIFIER_ERROR.value
+
+
+# ----------------------------------------------------------------------------------------------------------- turn calls
+#
+# Environment steps as calls: send a turn of a dialogue to its environment in a worker pool, get its observation.
+#
+# Generators call over the network, evaluations call a pool of their own, with the same messages.
+
+
+def turn_request(request: RolloutRequest, dataset: DataConfig, taken: Taken) -> TurnRequest:
+    """What an environment is asked after the turns so far; request_id 0: the RPC client numbers calls."""
+    prompt = request.prompt
+    return TurnRequest(
+        request_id=0,
+        dialogue=f"{request.request_id}:{prompt.prompt_id}",
+        environment=dataset.environment,
+        record=prompt.reference,
+        turns=taken.turns,
+        task=prompt.task,
+        answer=taken.answer,
+        reference=reference_of(prompt.reference, dataset.reference_field),
+        is_last=taken.is_last,
+    )
+
+
+async def answered(pool: RewardPool, request: TurnRequest) -> TurnReply:
+    """What the environment says; a failure is a verdict, verifier_error."""
+    turn = await pool.answer(
+        DialogueRequest(
+            key=request.dialogue,
+            environment=request.environment,
+            record=request.record,
+            turns=list(request.turns),
+            task=request.task,
+            answer=request.answer,
+            reference=request.reference,
+            is_last=request.is_last,
+        )
+    )
+    verdict = Verdict.CORRECT if turn.is_correct else Verdict.WRONG
+    return TurnReply(
+        request_id=request.request_id,
+        messages=turn.messages,
+        reward=turn.reward,
+        verdict=(Verdict.VERIFIER_ERROR if turn.error else verdict).value,
+        reward_parts=turn.parts,
+        detail=turn.error or turn.detail,
+        is_done=turn.is_done,
+        is_over=turn.is_over,
+        failure=turn.failure,
+    )

@@ -1,0 +1,363 @@
+"""The environment "tools": a question is answered with the help of tools, in as many turns as it takes.
+
+A turn that calls tools gets their results, one message of role "tool" per call; a turn that calls none is the answer,
+which the dataset's task judges.  A malformed call, a call of an unknown tool, or one whose tool fails gets an error as
+its result: the policy may try again.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.protocol.environment import TOOL_SCHEMAS, Environment, Message, Step
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.rewards.code_place import failure, limits_of, place
+
+# ----------------------------------------------------------------------------------------------------------- calculator
+#
+# A calculator: arithmetic of numbers, exact where they are whole.
+#
+# Input: an expression such as (3 + 4) * 12.  Output: its value as text.  Python parses the expression; of its syntax
+# tree only numbers and the operators below have a value.  Length and numbers are bounded, so that no expression takes
+# long.
+
+
+MOST_CHARACTERS = 500
+MOST_BITS = 4096  # of a whole number
+Number = int | float
+_LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=\d)")  # Python refuses 007
+_SPELLINGS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-"})
+
+
+def calculate(expression: str) -> str:
+    """Return the value.  Raises ValueError for what is no arithmetic, or too large."""
+    if len(expression) > MOST_CHARACTERS:
+        raise ValueError(f"an expression has at most {MOST_CHARACTERS} characters")
+    text = _LEADING_ZEROS.sub("", " ".join(expression.translate(_SPELLINGS).split()))
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+    except ZeroDivisionError as error:
+        raise ValueError("division by zero") from error
+    except OverflowError as error:
+        raise ValueError("the number is too large") from error
+    except (SyntaxError, UnicodeError) as error:
+        raise _no_arithmetic(expression) from error
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("not so deeply nested, please") from error
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    return str(value)
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
+            return -_value(operand) if isinstance(sign, ast.USub) else _value(operand)
+        case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _OPERATORS:
+            return _bounded(_OPERATORS[type(kind)](_value(left), _value(right)))
+    raise _no_arithmetic(ast.unparse(node))
+
+
+def _no_arithmetic(text: str) -> ValueError:
+    return ValueError(f"{text[:80]!r} is not arithmetic; there are numbers, + - * / // % ** and parentheses")
+
+
+def _power(base: Number, exponent: Number) -> Any:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MOST_BITS:
+        raise OverflowError
+    if base < 0 and not float(exponent).is_integer():
+        raise ValueError("a root of a negative number is not real")
+    return base**exponent
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = MappingProxyType(
+    {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+        ast.Pow: _power,
+    }
+)
+
+
+def _bounded(value: Number) -> Number:
+    is_finite = value.bit_length() <= MOST_BITS if isinstance(value, int) else math.isfinite(value)
+    if not is_finite:
+        raise OverflowError
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------- python tool
+#
+# A Python tool: a program of the policy in the sandbox.
+#
+# Input: a program.  Output: what it prints, and how it failed.  A program's own failure is the policy's to see; one of
+# the sandbox raises SandboxError, a verifier error.
+
+
+def run_python(code: str) -> str:
+    """Standard output, then a line on a failure.  Raises SandboxError."""
+    sandbox, settings = place()
+    run = sandbox.run(code.encode(errors="replace"), b"", limits_of(settings, settings.wall_s))
+    printed, why = run.stdout.decode(errors="replace"), failure(run)
+    return "\n".join(filter(None, (printed.rstrip("\n"), f"error: {why}" if why else ""))) or "(nothing was printed)"
+
+
+# --------------------------------------------------------------------------------------------------------------- search
+#
+# Search a local collection of documents, by BM25 (Robertson & Zaragoza 2009, The Probabilistic Relevance Framework).
+#
+# The library bm25s scores, as Lucene does.  Words are runs of letters and digits, in lower case.
+# Input: a .jsonl file of {"text": …}, or with a "title".  Output: the best documents as text; ties in the file's order.
+
+
+K1, B = 1.2, 0.75
+_WORD = re.compile(r"\w+")
+
+
+class Collection:
+    """Documents, indexed."""
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        """documents: at least one has a word."""
+        from bm25s import BM25  # takes a second, of which runs without a search see nothing
+
+        self._documents = documents
+        self._index = BM25(method="lucene", k1=K1, b=B)
+        self._index.index([_words(document) for document in documents], show_progress=False)
+
+    def found(self, query: str, count: int) -> str:
+        """The best documents that have a word of the query, a paragraph each."""
+        words = _words(query)
+        scores = self._index.get_scores(words) if words else np.zeros(0)
+        having = np.flatnonzero(scores)
+        best = having[np.argsort(-scores[having], kind="stable")][:count]
+        return "\n\n".join(self._documents[number] for number in best) or "nothing was found"
+
+
+@cache
+def open_collection(path: Path) -> Collection:
+    """Read and index a file, once in a process.  Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # splitlines also splits at U+2028, legal inside of JSON
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"environment.corpus={path} cannot be read: {error}") from error
+    documents = [_document(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not any(map(_WORD.search, documents)):
+        raise ConfigError(f"environment.corpus={path} holds no document with a word")
+    return Collection(documents)
+
+
+def _document(line: str, source: str) -> str:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"environment.corpus: {source}: malformed JSON: {error}") from error
+    text, title = (fields.get("text"), fields.get("title", "")) if isinstance(fields, dict) else (None, None)
+    if not isinstance(text, str) or not isinstance(title, str):
+        raise ConfigError(f'environment.corpus: {source}: legal: {{"text": …}}, with a "title" or without')
+    return f"{title}\n{text}" if title else text
+
+
+def _words(text: str) -> list[str]:
+    return [*map(sys.intern, _WORD.findall(text.lower()))]  # millions of a few words
+
+
+# ----------------------------------------------------------------------------------------------------------- tool calls
+#
+# Read the tool calls in a turn, in the forms in which models have learnt to write them.
+#
+#    hermes   <tool_call>{"name": "search", "arguments": {"query": "…"}}</tool_call>      any number, text around them
+#    llama3   {"name": "search", "parameters": {"query": "…"}}      the whole turn, several separated by ";"
+#             <|python_tag|>{…} the same; <|python_tag|>search.call(query="…"); other text behind <|python_tag|> is code
+#
+# Sources: the function-calling format of Nous Hermes (github.com/NousResearch/Hermes-Function-Calling) and the chat
+# template of Qwen2.5; Meta's page on Llama 3.1 prompt formats.  Input: text.  Output: calls, and what was meant as one.
+
+
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_BUILT_IN = re.compile(r"(\w+)\.call\((.*)\)", re.DOTALL)
+_KEYWORD = re.compile(r'(\w+)\s*=\s*("(?:[^"\\]|\\["\\/bfnrt])*"|-?[0-9]+(?:\.[0-9]+)?)')
+_SHOWN_CHARACTERS = 40  # of what is wrong
+_DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """A text that was meant as a call, but is none."""
+
+    why: str
+
+
+Calls = list[Call | CallError]
+
+
+def hermes_calls(turn: str) -> Calls:
+    """Every <tool_call> of a turn; one without its end is an error."""
+    found: Calls = []
+    for text, end in _HERMES.findall(turn):
+        found.append(_call(text) if end else CallError("a <tool_call> without </tool_call>"))
+    return found
+
+
+def llama3_calls(turn: str) -> Calls:
+    """The calls that a turn consists of; none where it is text."""
+    text = turn.strip()
+    is_tagged = text.startswith(_PYTHON_TAG)
+    text = text.removeprefix(_PYTHON_TAG).strip()
+    if text.startswith("{"):
+        calls = _sequence(text)
+        is_meant = is_tagged or any(isinstance(call, Call) for call in calls) or '"name"' in text
+        return calls if is_meant else []
+    if not is_tagged:
+        return []
+    built_in = _BUILT_IN.fullmatch(text)
+    return [_built_in(built_in[1], built_in[2]) if built_in else Call("python", {"code": text})]
+
+
+FORMS: Mapping[str, Callable[[str], Calls]] = MappingProxyType({"hermes": hermes_calls, "llama3": llama3_calls})
+
+
+def _sequence(text: str) -> Calls:
+    """JSON objects one after the other, ";" between them."""
+    found: Calls = []
+    while text:
+        try:
+            value, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            return [*found, CallError(f"not JSON: {error}")]
+        found.append(_of_value(value))
+        text = text[end:].lstrip().removeprefix(";").lstrip()
+    return found
+
+
+def _call(text: str) -> Call | CallError:
+    try:
+        value, end = _DECODER.raw_decode(text.strip())
+    except (ValueError, RecursionError) as error:
+        return CallError(f"not JSON: {error}")
+    if rest := text.strip()[end:].strip():
+        return CallError(f"after the JSON comes {rest[:_SHOWN_CHARACTERS]!r}")
+    return _of_value(value)
+
+
+def _of_value(value: Any) -> Call | CallError:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return CallError('a call is {"name": …, "arguments": {…}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # as in OpenAI's interface
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            return CallError(f"its arguments are not JSON: {error}")
+    if not isinstance(arguments, dict):
+        return CallError("its arguments are no object")
+    return Call(value["name"], arguments)
+
+
+def _built_in(name: str, arguments: str) -> Call | CallError:
+    """brave_search.call(query="…"): keyword arguments that are texts, as JSON spells them."""
+    values, rest = dict[str, Any](), arguments.strip()
+    while rest:
+        word = _KEYWORD.match(rest)
+        if word is None:
+            return CallError(f'{name}.call(…) takes arguments such as query="…"')
+        try:
+            values[word[1]] = _DECODER.decode(word[2])
+        except ValueError:  # 007, or a number of more digits than Python reads
+            return CallError(f"{name}.call({word[1]}=…): {word[2][:_SHOWN_CHARACTERS]} is no number")
+        rest = rest[word.end() :].lstrip().removeprefix(",").lstrip()
+    return Call(name, values)
+
+
+# ---------------------------------------------------------------------------------------------------------------- tools
+
+
+Tool = Callable[[str], str]  # argument → result; raises ValueError for what the policy should hear of
+
+
+def open_tools(settings: EnvironmentConfig) -> dict[str, Tool]:
+    """The tools of a run by name.  Raises ConfigError for a corpus that cannot be read."""
+
+    known: dict[str, Tool] = {"calculator": calculate, "python": run_python}
+    if settings.corpus is not None:
+        collection = open_collection(settings.corpus)
+        known["search"] = lambda query: collection.found(query, settings.num_documents)
+    return {name: known[name] for name in settings.tools}
+
+
+class ToolEnvironment(Environment):
+    """Calls tools for the policy.  Subclass it for tools of your own: `tools` maps names to functions of a text."""
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        self.settings = settings
+        self.tools: Mapping[str, Tool] = open_tools(settings)
+        self._calls_in = FORMS[settings.call_form]
+
+    @classmethod
+    def open(cls, settings: EnvironmentConfig) -> Self:
+        """See Environment."""
+        return cls(settings)
+
+    async def reset(self, record: Mapping[str, Any]) -> Sequence[Message]:
+        """Nothing: the prompt is the question, and the chat template names the tools."""
+        return ()
+
+    async def step(self, completion: str) -> Step:
+        """Results of the calls, or the end."""
+        calls = self._calls_in(completion)
+        if not calls:
+            return Step(is_done=True)
+        return Step(tuple({"role": "tool", "content": self._result(call)} for call in calls))
+
+    def _result(self, call: Call | CallError) -> str:
+        if isinstance(call, CallError):
+            return f"error: {call.why}"
+        if call.name not in self.tools:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self.tools)}"
+        try:
+            result = self.tools[call.name](_argument(call))
+        except ValueError as error:
+            result = f"error: {error}"
+        most = self.settings.max_result_characters
+        return result if len(result) <= most else f"{result[:most]}… ({len(result) - most} more characters)"
+
+
+def _argument(call: Call) -> str:
+    """The only argument, under the name of its schema, or any other.  Raises ValueError."""
+    values = [value for value in call.arguments.values() if isinstance(value, str | int | float)]
+    schema = TOOL_SCHEMAS.get(call.name, {"function": {"parameters": {"required": ["text"]}}})
+    (name,) = schema["function"]["parameters"]["required"]
+    if len(call.arguments) != 1 or len(values) != 1:
+        raise ValueError(f'{call.name} has one argument: {{"{name}": …}}')
+    return str(values[0])

@@ -1,1 +1,0 @@
-"""Evaluate a model on a dataset: samples with verdicts on disk, and statistics of them."""

@@ -1,0 +1,394 @@
+"""Start and end vLLM with every process that belongs to it.
+
+Input: an EngineProfile.  Output: an AsyncLLM, or the CoreThread used in its place, and the list of its processes.
+Nothing survives stop_processes().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from rlhpc.base.native import loading_libraries
+from rlhpc.base.processes import end_with_parent
+from rlhpc.config.rules import Config
+from rlhpc.metrics.meters import SampleWindow
+from rlhpc.protocol.errors import EngineError
+
+# ------------------------------------------------------------------------------------------------------- engine profile
+#
+# Turn a run's configuration into vLLM's engine arguments and environment.
+#
+# Input: Config.  Output: keyword arguments of AsyncEngineArgs and environment variables.  Pure: reads and sets nothing.
+# All differences between CPU and CUDA on vLLM's side are here.
+
+
+WORKER_EXTENSION = "rlhpc.generation.worker_extension.WeightUpdateExtension"
+SEVERAL_WORKERS = "rlhpc.generation.vllm_start.ShieldedExecutor"
+CPU_KV_CACHE_BYTES = 256 << 20
+CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
+CPU_BATCHED_TOKENS = 2048  # vLLM's default there
+# Its kernels compute whole blocks, and a short sequence pays for all of vLLM's default of 128; long ones lose nothing.
+CPU_BLOCK_TOKENS = 32
+# vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and uses it for nothing else when the
+# cache's size is given: a trainer on the same GPU may start before, after, or meanwhile.
+NEXT_TO_NOTHING = 0.01
+
+COMMON_ENVIRONMENT = {
+    # A process that has queried CUDA cannot use it in a forked child.  vLLM forks unless CUDA is initialised; asking
+    # whether there is a device does not initialise it.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Compute nodes have no network: fail at once instead of after retries.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+CPU_ENVIRONMENT = {
+    # Two OpenMP threads on a shared node made batch 1 forty times slower; replicas scale better than threads.
+    "OMP_NUM_THREADS": "1",
+    # vLLM pins a worker to the first core it may use: two engines of one node would fight for it.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Else the first request for log-probabilities compiles for seconds, and every new batch size again.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+CUDA_ENVIRONMENT = {
+    # Its sampler is compiled with nvcc, which few nodes have, and says nothing of processed log-probabilities.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # So is its sum over tensor-parallel ranks, vLLM's first choice on Hopper and Blackwell: without nvcc the first
+    # small batch ends the engine, since only the making of its memory is tried (flashinfer_all_reduce.py of 0.32).
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+# Kernels whose result for one sequence does not depend on the others of the batch, and so not on when they arrived.
+BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+# Otherwise vLLM's CPU platform turns the executor "uni" into "mp", which is one process more.
+ONE_WORKER_ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """How to start vLLM."""
+
+    engine_args: dict[str, Any]  # for AsyncEngineArgs
+    environment: dict[str, str]  # to be set before vllm is imported
+    # Its core runs in this process (core_thread.py).  Not on CUDA: there it has not been tried.
+    is_in_process: bool = False
+
+
+def engine_profile(config: Config, *, seed: int, device: str, is_apart: bool = False) -> EngineProfile:
+    """The profile of one replica.  device: "cpu" or "cuda".  is_apart: in processes of its own whatever the device.
+
+    Raises EngineError if run.deterministic=true cannot be kept there.
+    """
+    is_cpu = device == "cpu"
+    environment = dict(COMMON_ENVIRONMENT)
+    if config.run.deterministic:
+        if is_cpu and config.model.dtype != "float32":
+            raise EngineError(
+                f"run.deterministic=true with model.dtype={config.model.dtype!r}: on CPU, vLLM's log-probabilities of "
+                "a sequence then depend on the others of its batch; legal there: model.dtype='float32'"
+            )
+        environment |= {} if is_cpu else BATCH_INVARIANT
+    environment |= CPU_ENVIRONMENT if is_cpu else CUDA_ENVIRONMENT
+    has_one_worker = config.generation.tensor_parallel == 1
+    if is_cpu and has_one_worker:
+        environment |= ONE_WORKER_ON_CPU
+    engine_args = _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config))
+    return EngineProfile(engine_args, environment, is_in_process=is_cpu and has_one_worker and not is_apart)
+
+
+def card_args(profile: EngineProfile, *, capability: int, can_compile: bool) -> dict[str, Any]:
+    """Engine arguments in place of the profile's, for what vLLM does not do right by itself on some cards.
+
+    capability: major number of the card's compute capability; 0: none.  can_compile: vLLM's has_flashinfer().
+    """
+    is_16_bit = profile.engine_args["dtype"] != "float32"
+    if capability == 10 and is_16_bit and not can_compile:
+        # It would take FlashInfer's attention, whose kernels cannot be had; this is the next on its list.
+        return {"attention_backend": "FLASH_ATTN"}
+    if capability == 8 and is_16_bit and BATCH_INVARIANT.items() <= profile.environment.items():
+        # There its batch-invariant products replace those of cuBLAS, and there is none of 16 bits into float32.
+        return {"hf_overrides": {"head_dtype": "model"}}
+    return {}
+
+
+def _common_args(config: Config, seed: int) -> dict[str, Any]:
+    generation = config.generation
+    args: dict[str, Any] = {
+        "model": str(config.model.path.absolute()),
+        "dtype": config.model.dtype,
+        "seed": seed,
+        "max_model_len": generation.max_tokens,
+        "max_num_seqs": generation.max_num_seqs,
+        "tensor_parallel_size": generation.tensor_parallel,
+        # A row that is scored to compare trainer and engine must not wait behind rollouts that wait (vllm_engine.py);
+        # among themselves these go in the order of their arrival, as by vLLM's default.
+        "scheduling_policy": "priority",
+        "enable_prefix_caching": generation.prefix_caching,
+        # Tokens in, tokens out: the role handles text.
+        "skip_tokenizer_init": True,
+        # The distribution that was sampled from, after temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
+        # The checkpoint's generation_config.json must not change how we sample.
+        "generation_config": "vllm",
+        # The trainer's logits are float32.  Those of a bfloat16 head move log-probabilities, and so every ratio.
+        "hf_overrides": {"head_dtype": "float32"},
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        "distributed_executor_backend": "uni" if generation.tensor_parallel == 1 else SEVERAL_WORKERS,
+    }
+    if generation.max_num_batched_tokens is not None:
+        args["max_num_batched_tokens"] = generation.max_num_batched_tokens
+    return args
+
+
+def _cpu_args(config: Config) -> dict[str, Any]:
+    generation = config.generation
+    args: dict[str, Any] = {
+        "enforce_eager": True,
+        "block_size": CPU_BLOCK_TOKENS,
+        "kv_cache_memory_bytes": generation.kv_cache_bytes or CPU_KV_CACHE_BYTES,
+    }
+    if config.has_seeded_samples:
+        # A prompt that is split over two steps draws a token for its first part, too.  vLLM then turns the request's
+        # generator back by an offset, which those of the CPU do not have: the engine dies.  So each is taken whole,
+        # and a step has room for one beside all that are running.
+        longest = generation.max_tokens
+        given = generation.max_num_batched_tokens or CPU_BATCHED_TOKENS
+        args |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(given, longest + generation.max_num_seqs),
+        }
+    return args
+
+
+def _cuda_args(config: Config) -> dict[str, Any]:
+    generation = config.generation
+    args: dict[str, Any] = {"enforce_eager": generation.enforce_eager}
+    if generation.kv_cache_bytes is None:
+        args["gpu_memory_utilization"] = generation.gpu_memory_utilization
+    else:
+        args |= {"kv_cache_memory_bytes": generation.kv_cache_bytes, "gpu_memory_utilization": NEXT_TO_NOTHING}
+    if generation.max_num_batched_tokens is None:
+        most = min(CUDA_BATCHED_TOKENS, generation.max_num_seqs * generation.max_tokens)
+        args["max_num_batched_tokens"] = max(most, generation.max_num_seqs)
+    return args
+
+
+# -------------------------------------------------------------------------------------------------------- signal shield
+#
+# Tie the lifetime of an engine process to its generator: it ends neither before it nor after it.
+#
+# Slurm signals every process of a job step: an engine that reacted would be gone before the generator has handed back
+# its partial rollouts.
+
+
+NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class SignalShield:
+    """The signals of one process; call its methods on the main thread, otherwise signals stay as they are."""
+
+    def __init__(self) -> None:
+        """Ignores nothing yet."""
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def follow(self, generator_pid: int) -> None:
+        """Ignore the scheduler's signals, which the generator handles; end when it ends, in a direct child of it.
+
+        Other processes of an engine end with the one that has started them: vLLM sees to that.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {notice: signal.signal(notice, signal.SIG_IGN) for notice in NOTICES}
+        if os.getppid() == generator_pid:
+            end_with_parent()
+
+    def heed(self) -> None:
+        """Restore the signals that follow() ignores, so that vLLM can end its processes."""
+        for notice, handler in self._handlers.items():
+            signal.signal(notice, handler)
+
+
+# ---------------------------------------------------------------------------------------------------- shielded executor
+#
+# vLLM's multi-worker executor, in a core process whose lifetime is tied to the generator, like its workers.
+#
+# An engine with one worker has it in the core's process, where the worker extension serves both.
+
+
+class ShieldedExecutor(MultiprocExecutor):
+    """Named to vLLM by distributed_executor_backend; it passes on what the worker extension is asked."""
+
+    _rlhpc_shield: SignalShield | None = None
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """As vLLM's, on the core's main thread; the two calls about the generator are obeyed here as well."""
+        if method == "rlhpc_follow_parent":
+            self._rlhpc_shield = SignalShield()
+            self._rlhpc_shield.follow(*args)
+        elif method == "rlhpc_heed_signals" and self._rlhpc_shield is not None:
+            self._rlhpc_shield.heed()
+        return super().collective_rpc(method, timeout, args, kwargs, **options)
+
+
+# --------------------------------------------------------------------------------------------------------- vllm process
+
+
+log = logging.getLogger("rlhpc.generation")
+
+SHUTDOWN_S = 2.0  # an engine on a GPU takes longer, but has nothing to save; Ctrl-C must end everything within ten
+# Of vLLM 0.26's two model runners the one that knows how many tokens each request has.
+COUNTING_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+SAFE_PATH = "PYTHONSAFEPATH"
+
+
+def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
+    """Start an engine; blocks for seconds (CPU) to minutes (CUDA).  Sets the profile's variables in os.environ.
+
+    It has processes of its own, unless the profile says that its core runs in this one (core_thread.py).
+
+    Must run on the main thread: the engine's process is set to die with the thread that started it.
+    Raises EngineError if the engine does not start; its processes are gone then.
+    """
+    set_environment(profile.environment)
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        with _children_search_no_directory():
+            return _start(profile, before)
+    except Exception as error:  # any error at all leaves an engine process without an owner
+        stop_processes(_started_since(before))
+        raise EngineError(f"vLLM did not start: {error}") from error
+
+
+def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Any, list[psutil.Process]]:
+    # vLLM reads its environment while it is imported.
+    with loading_libraries():
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+    if profile.is_in_process:
+        with loading_libraries():  # vLLM loads most of itself while it starts, then collects
+            import torch._dynamo.config  # has read its environment if somebody has compiled here
+
+            from rlhpc.generation.vllm_core import CoreThread
+
+            torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+            return CoreThread.of_vllm(AsyncEngineArgs(**profile.engine_args)), []
+    if not hasattr(AsyncLLM, "update_weight_version"):
+        set_environment(COUNTING_RUNNER)
+    # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
+    # permanently.
+    profile = _for_the_card_here(profile)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)
+
+
+@contextlib.contextmanager
+def _children_search_no_directory() -> Iterator[None]:
+    """Of Pythons that start meanwhile: vLLM looks at a model by `python -m`, which would import a random.py here."""
+    theirs = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if theirs is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = theirs
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """Set what an engine needs, whatever the user's shell has set; each overridden variable is logged."""
+    for name, value in environment.items():
+        theirs = os.environ.get(name)
+        if theirs not in (None, value):
+            log.warning("%s=%r of the environment is overridden with %r for the engine", name, theirs, value)
+        os.environ[name] = value
+
+
+def stop_vllm(llm: Any, processes: list[psutil.Process]) -> None:
+    """End the engine: by shutdown, then by force.  Blocks for at most a few seconds."""
+    try:
+        llm.shutdown(timeout=SHUTDOWN_S)
+    except Exception:  # whatever it raises, its processes are ended by force
+        log.warning("vLLM did not shut down cleanly", exc_info=True)
+    stop_processes(processes)
+
+
+def stop_processes(processes: list[psutil.Process]) -> None:
+    """Terminate, then kill, by process id (and start time: a reused id is not ours)."""
+    for process in processes:
+        _signal(process, "terminate")
+    _, alive = psutil.wait_procs(processes, timeout=SHUTDOWN_S)
+    for process in alive:
+        _signal(process, "kill")
+    psutil.wait_procs(alive, timeout=SHUTDOWN_S)
+
+
+def device_here() -> str:
+    """ "cuda" where there is a device, else "cpu"."""
+    import torch  # takes a second; a part of this module is used without
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def num_gpus_here() -> int:
+    """GPUs of this machine, those that this process may not use included: their engines share the host's memory."""
+    return sum(1 for _ in Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:
+    """The sample window of an engine that has sized its KV cache."""
+    cache = vllm_config.cache_config
+    return SampleWindow(
+        kv_tokens=getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size,
+        longest_tokens=vllm_config.model_config.max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_tokens=cache.block_size,
+    )
+
+
+def _for_the_card_here(profile: EngineProfile) -> EngineProfile:
+    # As in start_vllm.  NVML is asked: no CUDA context comes into being in this process.
+    from vllm.platforms import current_platform
+    from vllm.utils.flashinfer import has_flashinfer
+
+    card = current_platform.get_device_capability()
+    others = card_args(profile, capability=card.major if card else 0, can_compile=has_flashinfer())
+    return replace(profile, engine_args=profile.engine_args | others)
+
+
+def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:
+    """New descendants of this process; python's resource tracker serves the whole process and stays."""
+    return [child for child in set(psutil.Process().children(recursive=True)) - before if not _is_tracker(child)]
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return True  # has ended already
+
+
+def _signal(process: psutil.Process, how: str) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        getattr(process, how)()

@@ -1,0 +1,1 @@
+"""Shapes, layouts and weight files of Hugging Face models, without torch."""

@@ -1,1 +1,0 @@
-"""Samples into micro-batches."""

@@ -1,0 +1,1 @@
+"""Types, messages, contracts, topology and errors that every process shares."""

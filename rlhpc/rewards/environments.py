@@ -1,0 +1,264 @@
+"""Find an environment by its name: one of the table below, or "package.module:Class" of the user's own.
+
+Input: a name.  Output: a class with the methods of Environment.  Named as text, as in rewards/registry.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from rlhpc.base.user_code import did_you_mean, is_import_path, load, look_up, takes
+from rlhpc.config.rules import Config
+from rlhpc.config.tables import AGENT, OWN_REWARD
+from rlhpc.config.tables_services import EnvironmentConfig
+from rlhpc.protocol.contracts import RewardOutcome
+from rlhpc.protocol.environment import Environment, Message, Step
+from rlhpc.protocol.errors import ConfigError
+from rlhpc.rewards.frames import DialogueRequest, Turn
+from rlhpc.rewards.outcomes import JudgedOutcome
+
+# ------------------------------------------------------------------------------------------------------------- registry
+
+
+KEY = "data.environment"
+VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: those of its run (settings.py)
+
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "gymnasium": "rlhpc.environments.gymnasium:GymnasiumEnvironment",
+        "tools": "rlhpc.environments.tools:ToolEnvironment",
+        "verifiers": "rlhpc.environments.verifiers:VerifiersEnvironment",
+    }
+)
+
+
+def validate_environment(name: str) -> None:
+    """Check a name without importing anything of the user's.  Raises ConfigError."""
+    look_up(KEY, _import_path(name), repr(name), is_class=True)
+
+
+def resolve_environment(name: str, arguments: Mapping[str, object] = MappingProxyType({})) -> type[Environment]:
+    """Import an environment.  Raises ConfigError, also if it is no subclass of Environment, or an abstract one.
+
+    arguments: environment.arguments, which its constructor has to take, unless it has an open() of its own.
+    """
+    found: object = load(KEY, _import_path(name), repr(name))
+    if not isinstance(found, type) or not issubclass(found, Environment):
+        raise ConfigError(f"{KEY}={name!r} is not a subclass of rlhpc.protocol.environment.Environment")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"{KEY}={name!r} lacks {', '.join(missing)}")
+    is_default = getattr(found.open, "__func__", None) is Environment.open.__func__  # type: ignore[attr-defined]
+    if is_default and (why := takes("environment.arguments", found, arguments)):
+        raise ConfigError(
+            f"{KEY}={name!r}: {found.__name__}{inspect.signature(found)}: {why}; legal: a constructor whose parameters "
+            "have a default or a value in environment.arguments"
+        )
+    return found
+
+
+def _import_path(name: str) -> str:
+    path = BUILT_IN.get(name, name)
+    if not is_import_path(path):
+        raise ConfigError(
+            f"{KEY}={name!r} is not an environment; legal: agent, {', '.join(sorted(BUILT_IN))}, package.module:Class"
+            f"{did_you_mean(name, BUILT_IN)}"
+        )
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------------- host
+#
+# Dialogues in a worker process: keeps environments between turns, and replays a dialogue if it is not here.
+#
+# Input: Dialogue, all turns so far.  Output: Turn, the answer to the last one.  A dialogue that was here for the turns
+# before takes one step; one that was not (another worker had it, or it went on from a prefix) is begun and takes all of
+# them.  So a request may be repeated, and sent to any worker.
+
+
+log = logging.getLogger("rlhpc.environments")
+
+MOST_KEPT = 1024  # dialogues; the one that was longest without a turn is forgotten first
+CORRECT_FROM = 1.0
+Judge = Callable[[str, str, str], RewardOutcome]  # task, completion, reference
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A dialogue between two turns."""
+
+    began_with: tuple[str, str]  # environment, record
+    environment: Environment
+    opening: Sequence[Message]
+    turns: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+
+class EnvironmentHost:
+    """The dialogues of a worker."""
+
+    def __init__(self, settings: EnvironmentConfig, judge: Judge) -> None:
+        """judge: scores the last turn, in dialogues whose task is not the environment's own reward."""
+        self._settings, self._judge = settings, judge
+        self._runner = asyncio.Runner()  # one loop for all: an environment may hold connections
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._classes: dict[str, type[Environment]] = {}
+
+    def answer(self, dialogue: DialogueRequest) -> Turn:
+        """Take the last turn of a dialogue, or begin it.
+
+        Raises what an environment raises; then it is closed and forgotten.
+        """
+        kept = self._runner.run(self._played(dialogue))
+        try:
+            turn = self._turn(dialogue, kept)  # outside of the loop: a reward function that is async has one of its own
+        except BaseException:
+            self._runner.run(_close(kept.environment))
+            raise
+        self._runner.run(kept.environment.close() if turn.is_over else self._keep(dialogue.key, kept))
+        return turn
+
+    def preload(self, name: str) -> None:
+        """Import an environment and make one, which may read large files.  Raises ConfigError, or what it raises."""
+        self._classes[name] = resolve_environment(name, self._settings.arguments)
+        self._runner.run(self._classes[name].open(self._settings).close())
+
+    def close(self) -> None:
+        """Close all dialogues and forget them."""
+        for kept in self._kept.values():
+            self._runner.run(_close(kept.environment))
+        self._kept.clear()
+        self._runner.close()
+
+    async def _played(self, dialogue: DialogueRequest) -> _Kept:
+        """The dialogue with all its turns taken."""
+        kept = self._kept.pop(dialogue.key, None)
+        if kept is None or not _continues(dialogue, kept):
+            if kept is not None:
+                await _close(kept.environment)
+            kept = await self._begun(dialogue)
+        try:
+            await self._play(dialogue, kept)
+        except BaseException:
+            await _close(kept.environment)
+            raise
+        return kept
+
+    async def _play(self, dialogue: DialogueRequest, kept: _Kept) -> None:
+        """Take the turns that it has not taken."""
+        for completion in dialogue.turns[len(kept.turns) :]:
+            if kept.steps and kept.steps[-1].is_done:
+                raise ValueError(f"the dialogue was over after {len(kept.turns)} turns, and has {len(dialogue.turns)}")
+            kept.steps.append(await kept.environment.step(completion))
+            kept.turns.append(completion)
+        if dialogue.is_last and kept.steps and not kept.steps[-1].is_done:
+            last, more = kept.steps[-1], await kept.environment.finish()
+            kept.steps.append(replace(more, detail=more.detail or last.detail, is_done=False))
+
+    async def _begun(self, dialogue: DialogueRequest) -> _Kept:
+        if dialogue.environment not in self._classes:
+            arguments = self._settings.arguments
+            self._classes[dialogue.environment] = resolve_environment(dialogue.environment, arguments)
+        environment = self._classes[dialogue.environment].open(self._settings)
+        try:
+            opening = await environment.reset(json.loads(dialogue.record))
+        except BaseException:
+            await _close(environment)
+            raise
+        return _Kept((dialogue.environment, dialogue.record), environment, opening)
+
+    async def _keep(self, key: str, kept: _Kept) -> None:
+        self._kept[key] = kept
+        if len(self._kept) > MOST_KEPT:
+            _, oldest = self._kept.popitem(last=False)
+            await _close(oldest.environment)
+
+    def _turn(self, dialogue: DialogueRequest, kept: _Kept) -> Turn:
+        if not kept.steps:
+            return Turn(messages=_checked(kept.opening))
+        last = kept.steps[-1]
+        is_over = last.is_done or dialogue.is_last
+        parts, costs = dict[str, float](), dict[str, float]()
+        for step in kept.steps:
+            for name, value in step.parts.items():
+                parts[name] = parts.get(name, 0.0) + value
+        reward, detail, is_correct = sum(step.reward for step in kept.steps), last.detail, last.is_correct
+        if is_over and dialogue.task != OWN_REWARD:
+            judged = self._judge(dialogue.task, dialogue.answer, dialogue.reference)
+            reward, is_correct = reward + judged.reward, judged.is_correct
+            parts |= judged.parts
+            detail = "; ".join(filter(None, (detail, judged.detail)))
+            costs = judged.costs if isinstance(judged, JudgedOutcome) else {}
+        return Turn(
+            messages=() if is_over else _checked(last.messages),
+            reward=reward,
+            is_correct=reward >= CORRECT_FROM if is_correct is None else is_correct,
+            parts=parts,
+            detail=detail,
+            is_done=last.is_done,
+            is_over=is_over,
+            costs=costs,
+        )
+
+
+async def _close(environment: Environment) -> None:
+    """Of a dialogue that nobody goes on with; what it raises would hide why."""
+    try:
+        await environment.close()
+    except Exception as error:  # noqa: BLE001  of the user's own: what comes after it counts
+        log.warning("an environment cannot be closed: %r", error)
+
+
+def _continues(dialogue: DialogueRequest, kept: _Kept) -> bool:
+    """Whether a dialogue is the kept one, with the same turns and perhaps more."""
+    began_with = (dialogue.environment, dialogue.record)
+    return kept.began_with == began_with and list(dialogue.turns[: len(kept.turns)]) == kept.turns
+
+
+def _checked(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
+    """Raises TypeError for what is no list of messages, naming it."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise TypeError(f"a list of messages is wanted, () for none, not {type(messages).__name__}")
+    checked: list[dict[str, str]] = []
+    for message in messages:
+        is_plain = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
+        if not is_plain or not all(isinstance(text, str) for text in _texts(message)):
+            raise TypeError(f'a message is {{"role": …, "content": …}} with texts, not {str(message)[:80]}')
+        checked.append(dict(message))
+    return tuple(checked)
+
+
+def _texts(message: Mapping[str, Any]) -> list[Any]:
+    return [*message.keys(), *message.values()]
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+#
+# How a reward worker learns which environments its run has: from its environment variables, as code_place.py does.
+
+
+def variables_of(config: Config) -> dict[str, str]:
+    """What a reward worker needs to know of the environments of a run."""
+    names = list(dict.fromkeys(each.environment for each in config.data if each.environment not in ("", AGENT)))
+    if not names:
+        return {}
+    return {VARIABLE: json.dumps({"settings": config.environment.model_dump(mode="json"), "names": names})}
+
+
+def environments_here() -> tuple[EnvironmentConfig, list[str]]:
+    """(settings, names of environments) of this worker's run."""
+    read = json.loads(os.environ.get(VARIABLE, "{}"))
+    return EnvironmentConfig.model_validate(read.get("settings", {})), read.get("names", [])
+
+
+def judged_tasks(config: Config) -> tuple[str, ...]:
+    """Tasks of a run that have a reward function."""
+    return tuple(task for task in config.data_tasks if task != OWN_REWARD)

@@ -1,0 +1,272 @@
+"""Make the batch of a step, and send its rows to the ranks that train them, as a rule while the step before is trained.
+
+    groups finished ──▶ samples, rows, in a thread ──▶ BatchRows to every rank ──▶ … batch taken ──▶ TrainBatch
+
+A step that begins with a part of its batch (step_parts.py) gets the rows of that, and later those of the other groups.
+Input: RolloutGroup.  Output: MadeBatch.  What is made ahead is a guess: which groups a step trains is decided when its
+batch is taken, by the ledger, and their staleness is checked then.  If the ledger decides otherwise, rows are made and
+sent again under a new number, and the old ones are never trained.  Rows are a pure function of groups and step, so that
+a batch made ahead, made late or made again after a restart is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from rlhpc.algorithms.packing import FlopCost, batch_slowdown, joined, pack
+from rlhpc.algorithms.samples import SampleMaker, optimiser_steps
+from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.config.rules import Config
+from rlhpc.config.tables_algorithm import AlgorithmConfig
+from rlhpc.protocol.contracts import ServerChannel
+from rlhpc.protocol.errors import ChannelTimeout, ProtocolError
+from rlhpc.protocol.messages import BatchRows, StepReport, TrainerReady
+from rlhpc.protocol.types import PackedBatch, PackedMinibatch, RolloutGroup
+from rlhpc.roles.controller.guard import NOTHING, GuardNote
+
+# ---------------------------------------------------------------------------------------------------------- step record
+#
+# The record of one step, which the train loop fills and the metrics recorder writes.
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Everything the recorder needs about one step."""
+
+    report: StepReport
+    batch: PackedBatch
+    groups: tuple[RolloutGroup, ...]
+    trained_version: int  # the version that was trained: staleness is counted against it
+    lockstep_slowdown: float  # work of the slowest rank over the mean
+    pack_s: float
+    wait_for_groups_s: float = 0.0
+    until_live_s: float = 0.0  # of the version before this step
+    checkpoint_s: float = 0.0  # of the last checkpoint: training was blocked
+    checkpoint_write_s: float = 0.0  # of the last complete checkpoint: it was written meanwhile
+    longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
+    guard: GuardNote = NOTHING
+
+
+# --------------------------------------------------------------------------------------------------------- trainer link
+#
+# The controller's requests to the trainer and its replies, one at a time.
+#
+# Only the train loop asks.  The trainer answers in order, so that an answer of another kind than expected is a bug.
+# The one message out of order, the completion of a checkpoint, comes over the control channel.  The rows of a batch go
+# straight to the ranks that train them, each its own, and may be sent while another request is answered.
+
+
+Answer = TypeVar("Answer")
+RANK_0 = "trainer-0"
+SEND_S = 60.0  # for a rank to take a message
+
+
+class TrainerLink:
+    """Sends requests to rank 0 and waits for its replies."""
+
+    def __init__(self, batches: ServerChannel) -> None:
+        self._batches = batches
+        self._replicas: tuple[int, ...] = (0,)  # of every rank
+        self.obeys = False  # whether the ranks have loaded everything, and wait for commands
+
+    async def ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
+        """Wait, without a limit, until the trainer has loaded its model.
+
+        Raises ChannelTimeout if some ranks are still `missing` after meet_timeout_s, and names them.
+        """
+        ready = await self._ready(meet_timeout_s, missing)
+        self._replicas, self.obeys = ready.replicas, True
+        return ready
+
+    async def _ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
+        try:
+            return await self.answer(TrainerReady, meet_timeout_s)
+        except ChannelTimeout:
+            if names := missing():
+                raise ChannelTimeout(
+                    f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} not connected after "
+                    f"{meet_timeout_s:g} s; see logs/trainer-*/, or whether the job that starts it is still queued"
+                ) from None
+        return await self.answer(TrainerReady)
+
+    async def tell(self, command: object) -> None:
+        """Queue a command that has no answer, or whose answer is awaited later."""
+        await self._batches.send(RANK_0, command, timeout_s=SEND_S)
+
+    async def send_rows(self, number: int, minibatches: Sequence[PackedMinibatch]) -> None:
+        """Queue the rows of a batch to all ranks, to each those of its replica."""
+        for rank, replica in enumerate(self._replicas):
+            mine = tuple(_of_replica(minibatch, replica) for minibatch in minibatches)
+            await self._batches.send(f"trainer-{rank}", BatchRows(number, mine), timeout_s=SEND_S)
+            await asyncio.sleep(0)  # encoding takes milliseconds
+
+    async def ask(self, command: object, kind: type[Answer]) -> Answer:
+        """Queue a command and wait for its answer.  Raises ProtocolError for an answer of another kind."""
+        await self.tell(command)
+        return await self.answer(kind)
+
+    async def answer(self, kind: type[Answer], timeout_s: float | None = None) -> Answer:
+        """Wait for the next answer.  As a rule without a limit: the registry of processes notices a dead trainer.
+
+        Raises ChannelTimeout where there is one, ProtocolError for an answer of another kind.
+        """
+        peer, message = await self._batches.receive(timeout_s)
+        if not isinstance(message, kind):
+            raise ProtocolError(peer, type(message).__name__, f"expected {kind.__name__}")
+        return message
+
+
+def _of_replica(minibatch: PackedMinibatch, replica: int) -> PackedMinibatch:
+    """The minibatch, without the rows of the others."""
+    ranks = tuple(rows if place == replica else () for place, rows in enumerate(minibatch.ranks))
+    return replace(minibatch, ranks=ranks)
+
+
+# ---------------------------------------------------------------------------------------------------------- batch maker
+
+
+LOOK_S = 0.05  # between looks whether the groups of a batch are there: a look takes as long as there are groups
+SMALL_BATCH_TOKENS = 1 << 14  # made at once, since handing it to a thread takes longer
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBatch:
+    """A batch, but for what the steps before it decide; the ranks have its rows, or are being sent them."""
+
+    number: int  # of the rows
+    minibatches: tuple[PackedMinibatch, ...]  # with the rows of parts that were made before
+    order: tuple[int, ...]
+    slowdown: float  # layout.batch_slowdown
+    num_parts_before: int = 0
+
+    def packed(self, step: int, version: int, algorithm: AlgorithmConfig, *, is_part: bool = False) -> PackedBatch:
+        """To be trained as this step of the run, without rates and limits; a reference is renewed by its first part."""
+        return PackedBatch(
+            step,
+            version,
+            self.minibatches,
+            self.order,
+            renews_reference=not self.num_parts_before and algorithm.renews_reference(version),
+            num_parts_before=self.num_parts_before,
+            is_part=is_part,
+        )
+
+
+class BatchMaker:
+    """Of one train loop."""
+
+    def __init__(
+        self, config: Config, buffer: RolloutBuffer, trainer: TrainerLink, cost: FlopCost, make_samples: SampleMaker
+    ) -> None:
+        self._config, self._buffer, self._trainer = config, buffer, trainer
+        self._cost, self._make_samples = cost, make_samples
+        self._changed = asyncio.Event()
+        self._ahead: asyncio.Task[MadeBatch] | None = None
+        self._guess: tuple[int, tuple[int, ...]] | None = None  # step and groups that are being made, or are made
+        self._begun: set[int] = set()  # groups of this step whose rows are made
+        self._parts: list[PackedMinibatch] = []  # with these
+        self._estimate = 1  # loss tokens of the whole step, by its first part
+        self._num_made = 0
+        self.num_wasted = 0  # made ahead for nothing
+
+    def look_again(self) -> None:
+        """Call when a group is finished or dropped: the batch that is to be made ahead may be there."""
+        self._changed.set()
+
+    def begin(self, step: int) -> None:
+        """Make the batch of this step as soon as its groups are there."""
+        self.give_up()
+        self._ahead = asyncio.create_task(self._make_ahead(step))
+
+    async def made(self, groups: Sequence[RolloutGroup], step: int) -> MadeBatch:
+        """The batch of these groups, which were taken for the step; its rows are on their way.
+
+        Raises ValueError for groups that must not be trained on, PackingError, ChannelError.
+        """
+        ahead, wanted = self._ahead, (step, tuple(group.group_id for group in groups))
+        if ahead is not None and self._guess == wanted:
+            self._ahead = self._guess = None
+            made = await ahead
+        else:
+            self.give_up()
+            made = await self._make(groups, step)
+        self._parts, self._begun = [], set()
+        return made
+
+    async def part(self, groups: Sequence[RolloutGroup], step: int, num_groups: int) -> MadeBatch:
+        """The next part of the batch of a step, which will have num_groups; its rows are on their way.
+
+        Its loss tokens are an estimate for the whole batch.  Raises as `made`.
+        """
+        self.give_up()
+        number, (part,), slowdown = await self._packed(groups, step)
+        if not self._parts:
+            self._estimate = max(1, part.num_loss_tokens * num_groups // len(groups))
+        await self._trainer.send_rows(number, [replace(part, num_loss_tokens=self._estimate)])
+        made = MadeBatch(number, (part,), (0,), slowdown, len(self._parts))
+        self._parts.append(part)
+        self._begun.update(group.group_id for group in groups)
+        return made
+
+    def give_up(self) -> None:
+        """What was begun is not wanted."""
+        if self._ahead is not None:
+            self.num_wasted += self._guess is not None
+            self._ahead.cancel()
+            self._ahead.add_done_callback(_ignore)
+        self._ahead = self._guess = None
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    async def _make_ahead(self, step: int) -> MadeBatch:
+        while True:
+            self._changed.clear()
+            groups = self._buffer.upcoming(self._config.admission.groups_per_step)
+            if groups is not None:
+                self._guess = step, tuple(group.group_id for group in groups)
+                return await self._make(groups, step)
+            await self._changed.wait()
+            await asyncio.sleep(LOOK_S)
+
+    async def _make(self, groups: Sequence[RolloutGroup], step: int) -> MadeBatch:
+        left = [group for group in groups if group.group_id not in self._begun]
+        number, minibatches, slowdown = await self._packed(left, step)
+        whole = minibatches
+        if self._parts:
+            (rest,) = minibatches
+            slowdown = batch_slowdown([*self._parts, rest], self._cost)
+            whole = (joined([*self._parts, rest]),)
+            minibatches = (replace(whole[0], ranks=rest.ranks),)
+        await self._trainer.send_rows(number, minibatches)
+        algorithm = self._config.algorithm
+        order = optimiser_steps(algorithm.minibatches, algorithm.epochs, (self._config.run.seed, step))
+        return MadeBatch(number, whole, order, slowdown, len(self._parts))
+
+    async def _packed(
+        self, groups: Sequence[RolloutGroup], step: int
+    ) -> tuple[int, tuple[PackedMinibatch, ...], float]:
+        """Number, rows and slowdown of these groups."""
+        self._num_made += 1
+        number = self._num_made
+        if sum(group.num_tokens for group in groups) < SMALL_BATCH_TOKENS:
+            return number, *self._pack(groups, step)
+        return number, *await asyncio.to_thread(self._pack, groups, step)
+
+    def _pack(self, groups: Sequence[RolloutGroup], step: int) -> tuple[tuple[PackedMinibatch, ...], float]:
+        """Any thread may do it."""
+        trainer = self._config.trainer
+        minibatches = tuple(
+            pack(part, token_budget=trainer.token_budget, num_ranks=trainer.data_parallel, cost=self._cost)
+            for part in self._make_samples.minibatches(groups, step)
+        )
+        return minibatches, batch_slowdown(minibatches, self._cost)
+
+
+def _ignore(task: asyncio.Task[MadeBatch]) -> None:
+    """Nobody asks any more how it went."""
+    with suppress(asyncio.CancelledError):
+        task.exception()

@@ -1,0 +1,503 @@
+"""The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
+
+    hear control ─▶ registry, weight sync       who is there, who samples with which version
+    take leases  ─▶ sink ─▶ buffer              rollouts come back, groups are finished or dropped
+    dispatcher   ─▶ leases out                  prompts are admitted and granted
+    train loop   ─▶ batches out, reports back   a step, its weights, its slots
+    watch                                       what is overdue, silent, poisoned, due on disk
+
+All five run in one event loop and share the buffer; none of them awaits while it changes it.  The first two wait for
+their channel, the last one for the clock.  The others wait for each other (a test holds this table true):
+
+    who waits                   for               which is called by
+    LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
+    TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
+    WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
+    CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
+
+The train loop waits for the trainer's answers besides (trainer_link.py), for weights to be live before it saves, and
+for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of disk_writer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+
+from rlhpc.algorithms.packing import FlopCost, warm_up
+from rlhpc.algorithms.samples import RewardShaping
+from rlhpc.base.patience import patiently, patiently_awaited, patiently_here
+from rlhpc.buffer.batches import DropReason
+from rlhpc.buffer.lost_leases import LostLeaseFile
+from rlhpc.buffer.prefixes import PartialIntake, PartialLog
+from rlhpc.protocol.contracts import ServerChannel
+from rlhpc.protocol.errors import (
+    ChannelError,
+    CheckpointError,
+    JournalError,
+    OwnershipLost,
+    RoleFailed,
+    RunDirectoryError,
+    SegmentError,
+)
+from rlhpc.protocol.messages import (
+    BATCHES,
+    CONTROL,
+    LEASES,
+    CanaryTaken,
+    Delivery,
+    Heartbeat,
+    Hello,
+    LeaseProgress,
+    LeaseReturn,
+    Reregister,
+    SaveReport,
+    StopRole,
+    WeightsLive,
+)
+from rlhpc.rewards.outcomes import ErrorGate
+from rlhpc.roles.controller.batches import RANK_0, TrainerLink
+from rlhpc.roles.controller.checkpoints import CheckpointWriter, LastSave
+from rlhpc.roles.controller.dispatcher import AwakeClock, LeaseDispatcher, ProcessRegistry
+from rlhpc.roles.controller.guard import Guarding
+from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling, PartialKeeping, PatientSealing
+from rlhpc.roles.controller.recorder import RunRecorder
+from rlhpc.roles.controller.rollout_sink import RolloutSink
+from rlhpc.roles.controller.run_status import StatusBoard, summarise
+from rlhpc.roles.controller.state import ControllerState, open_controller_state
+from rlhpc.roles.controller.train_loop import TrainLoop
+from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits, open_canary, transport_choice
+from rlhpc.roles.lifecycle import RoleContext, StopRequest, run_loop
+from rlhpc.transport.open import open_server
+from rlhpc.transport.sessions import is_same_start
+
+# -------------------------------------------------------------------------------------------------------- run processes
+#
+# Admit the processes of a run, and remove those that died or left.
+#
+# Input: Hello and Heartbeat.  Output: registered processes, generators to send weights to, leases freed by deaths.
+# A death is noticed by silence, or by the Hello of a successor.  The run survives the loss of generators, not of other
+# roles.  The prompts that a lost generator sampled each lose a lease, which is recorded on disk before anything else
+# (rlhpc/buffer/lost_leases.py).
+
+
+log = logging.getLogger("rlhpc.controller")
+ANSWER_S = 1.0  # for a process to receive a message: others are heard meanwhile by nobody
+OUTLIVES_CONTROLLERS = ("generator-", "reward-")  # a trainer that is taken for dead ends the attempt
+
+
+class RunProcesses:
+    """Arrivals and losses, from the first Hello on.  Each says whether the set of generators has changed."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        control: ServerChannel,
+        registry: ProcessRegistry,
+        weight_sync: WeightSync,
+        state: ControllerState,
+        lane: DiskLane,
+    ) -> None:
+        """lane: that writes lost leases."""
+        self._lane = lane
+        self._control, self._registry, self._weight_sync, self._state = control, registry, weight_sync, state
+        self._file = LostLeaseFile(context.layout.strikes, context.fence)
+        self._dead_after_s = context.config.transport.dead_after_s
+
+    # --------------------------------------------------------------------------------------------------------- arrivals
+
+    async def greet(self, name: str, message: Hello) -> bool:
+        """Register a process, or tell it to stop.  True: the set of generators has changed."""
+        if self._registry.is_superseded(name, message):
+            self._registry.register(name, message)  # which refuses it; StopRole would reach its successor
+            return False
+        known, has_lost = self._registry.member(name), False
+        if known is not None and known.hello.incarnation != message.incarnation:
+            if message.role == "generator" and is_same_start(known.hello.incarnation, message.incarnation):
+                log.warning("%s has connected again", name)  # a channel failed; it says what it goes on with
+                self._state.buffer.forget_holder(name, is_dead=False)
+                has_lost = True
+            else:
+                has_lost = await self._lose(name, "was started again")  # its leases are lost
+        if not self._registry.register(name, message):
+            await self._tell(name, StopRole("other settings than the run's"))
+            return has_lost
+        if message.role != "generator":
+            return False
+        if misplaced := self._weight_sync.misplaced(name, message.weight_devices):
+            log.error("%s is not admitted: %s", name, misplaced)
+            self._registry.forget(name)
+            await self._tell(name, StopRole(misplaced))
+            return has_lost
+        await self._weight_sync.joined(name, message.weight_devices, message.incarnation)
+        return True
+
+    async def beat(self, name: str, message: Heartbeat) -> None:
+        """Record a heartbeat; whoever was declared dead, perhaps because it was paused, may register again."""
+        if not self._registry.record(name, message) and name.startswith(OUTLIVES_CONTROLLERS):
+            await self._tell(name, Reregister())
+
+    async def _tell(self, name: str, message: object) -> None:
+        with suppress(ChannelError):  # it is gone already
+            await self._control.send(name, message, timeout_s=ANSWER_S)
+
+    # ----------------------------------------------------------------------------------------------------------- losses
+
+    async def lose_silent(self) -> bool:
+        """Part with processes that have been silent for too long.  True: a generator was among them.
+
+        Raises RoleFailed if a trainer was.
+        """
+        lost = [await self._lose(name, f"is silent for {self._dead_after_s:g} s") for name in self._registry.silent()]
+        return any(lost)
+
+    async def write(self) -> None:
+        """Write new lost leases, and completions of suspect prompts, to disk.  Raises OwnershipLost."""
+        if self._state.lost_leases.unwritten:
+            await self._lane.run(self._file.append, self._state.lost_leases)
+
+    async def _lose(self, name: str, why: str) -> bool:
+        """Part with one process.  True: it was a generator.  Raises RoleFailed for a trainer."""
+        member = self._registry.member(name)
+        self._registry.forget(name)
+        log.warning("%s %s", name, why)
+        role = member.hello.role if member is not None else ""
+        if role == "trainer":
+            raise RoleFailed(f"{name} {why}")
+        if role == "generator":
+            lost = member.beat.metrics.get("tokens_unreported", 0.0) if member is not None else 0.0
+            self._state.totals.tokens_lost += int(lost)
+            # One that said that it leaves has handed back what it had; what was on its way is nobody's fault.
+            await self._reclaim(name, is_dead=member is None or member.beat.state != "draining")
+            await self._weight_sync.lost(name)
+        return role == "generator"
+
+    async def _reclaim(self, name: str, *, is_dead: bool = True) -> None:
+        """Reclaim the leases of a generator that is dead, or silent for too long, or has left."""
+        self._state.totals.leases_regranted += self._state.buffer.forget_holder(name, is_dead=is_dead)
+        await self.write()
+
+
+# ----------------------------------------------------------------------------------------------------------------- role
+
+
+WATCH_INTERVAL_S = 0.5
+PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
+CLOSE_S = 15.0  # for a disk that refuses at the end of a run that has failed, or was stopped
+FAREWELL_S = 2.0  # for StopRole to reach the others
+SHOWN_S = 10.0  # for the disk to take the status by which the others are told to leave
+CLOSING_S = 60.0  # for the disk to take what only this process has
+
+
+def run(context: RoleContext) -> None:
+    """Run to the last step, or until asked to stop; then stop all other roles."""
+    run_loop(_control(context))
+
+
+async def _control(context: RoleContext) -> None:
+    stop = StopRequest()
+    async with AsyncExitStack() as stack:
+        channels: list[ServerChannel] = []
+        for spec in (CONTROL, LEASES, BATCHES):
+            opening = partial(open_server, spec, **context.listener)
+            channel = await patiently_here(opening, context.layout.rendezvous)
+            stack.push_async_callback(channel.close)
+            channels.append(channel)
+        await Controller(context, *channels).run_and_close(stop)
+
+
+class Controller:
+    """Wires the parts together and runs them."""
+
+    def __init__(
+        self, context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel
+    ) -> None:
+        self._context, self._control, self._leases = context, control, leases
+        config, clock = context.config, asyncio.get_running_loop().time
+        self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
+        # Blocks: nothing is served yet.
+        self._state = patiently(partial(open_controller_state, context, self._awake), context.layout.root)
+        self._disk = DiskWriter()
+        self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake, context.code)
+        self._trainer = TrainerLink(batches)
+        self._weight_sync = WeightSync(
+            control,
+            self._trainer,
+            self._state.membership,
+            choose=transport_choice(config),
+            timeline=self._state.replay.timeline,
+            limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+            canary=open_canary(config, self._state.prompts),
+            clock=self._awake,
+        )
+        self._journaling = Journaling(self._state.journal, leases, self._awake, self._disk.journal)
+        rewards, is_exact = config.rewards, config.run.deterministic
+        gate = ErrorGate(rewards.max_error_share, patience_s=rewards.error_patience_s, clock=self._awake)
+        buffer, prompts, shaping = self._state.buffer, self._state.prompts, RewardShaping.of(config)
+        self._sink = RolloutSink(buffer, gate, config.admission, shaping, prompts, of_one_version=is_exact)
+        self._sink.lost_leases = self._state.lost_leases
+        saved = self._journaling.durable if config.curriculum.goes_by_memory else None
+        known = prompts, self._weight_sync, self._registry
+        self._dispatcher = LeaseDispatcher(leases, buffer, *known, saved, is_exact, gate)
+        self._guarding = Guarding.of(context, self._state, self._disk.notes)
+        self._loop = self._make_loop()
+        self._partials = self._make_partials()
+        facts = context.layout, config.checkpoint.keep, self._trainer, self._state, self._disk
+        self._checkpoints = CheckpointWriter(
+            *facts,
+            fence=context.fence,
+            durable=self._journaling.durable,
+            totals=lambda: self._sink.counted_in(self._state.totals),
+        )
+        self._sealing = PatientSealing(self._state.segments, self._awake)
+        writers = self._journaling, self._sealing, self._checkpoints
+        self._board = StatusBoard(context.layout, config, self._registry, buffer, context.fence, writers, gate)
+        sync, notes = self._weight_sync, self._disk.notes
+        self._processes = RunProcesses(context, control, self._registry, sync, self._state, notes)
+        met = self._registry, self._weight_sync, self._sink, self._disk.metrics
+        channels = control, leases, batches
+        recording = partial(
+            RunRecorder, context, self._state, self._board.figures, *met, channels=channels, clock=clock
+        )
+        self._recorder = patiently(recording, context.layout.tensorboard)
+
+    def _make_loop(self) -> TrainLoop:
+        config = self._context.config
+        model_file = config.model.path / "config.json"
+        return TrainLoop(
+            config,
+            self._state.buffer,
+            self._trainer,
+            self._weight_sync,
+            FlopCost.from_hf_config(json.loads(patiently(model_file.read_bytes, model_file))),
+            step=self._state.step,
+            version=self._state.policy_version,
+            wake=self._dispatcher.wake,
+            durable=self._journaling.durable,
+            guarding=self._guarding,
+            progress=self._state.progress,
+        )
+
+    def _make_partials(self) -> PartialKeeping:
+        context, state = self._context, self._state
+        return PartialKeeping(
+            PartialIntake(state.buffer, context.config.generation.max_completion_tokens),
+            PartialLog(context.layout.rollouts, context.attempt, context.fence),
+            self._leases,
+            self._disk.partials,
+            timeline=state.replay.timeline,
+            newest_version=lambda: max(self._loop.version, state.replay.version),
+            commit_groups=self._journaling.commit_soon,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    async def run_and_close(self, stop: StopRequest) -> None:
+        """Run; whatever ends it, tell the others to leave, then write what is only in memory."""
+        try:
+            try:
+                await self.run(stop)
+            finally:
+                await self.say_farewell()
+        finally:
+            await self.close()
+
+    async def run(self, stop: StopRequest) -> None:
+        """Run until the last step or `stop`; then finish the records."""
+        try:
+            await self._run_loops(stop)
+        except BaseExceptionGroup:
+            parts = self._registry, self._checkpoints, self._journaling, self._awake
+            await LastSave(self._control, *parts).outlast(stop.event)
+            raise
+        await self._close_run()
+
+    async def _run_loops(self, stop: StopRequest) -> None:
+        async with asyncio.TaskGroup() as group:
+            loops = [
+                group.create_task(loop)
+                for loop in (
+                    self._hear(),
+                    self._take_in(),
+                    self._dispatcher.run(),
+                    self._watch(),
+                    self._journaling.run(),
+                    self._partials.run(),
+                    self._recorder.lag.run(),
+                    self._recorder.run(),
+                    self._awake.run(),
+                )
+            ]
+            training, stopped = group.create_task(self._train(stop.event)), group.create_task(stop.event.wait())
+            await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
+            self._dispatcher.is_open = False
+            await self._weight_sync.stop_waiting()
+            if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
+                await stop.wait_for(training)
+            for task in (*loops, stopped, training):
+                task.cancel()
+
+    async def _train(self, stop: asyncio.Event) -> None:
+        await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
+        ready = await self._trainer.ready(self._context.meet_timeout_s, self._missing_trainers)
+        if ready.policy_version != self._loop.version:
+            theirs, ours = ready.policy_version, self._loop.version
+            raise CheckpointError(f"the trainer is at policy version {theirs}, the controller at {ours}")
+        self._weight_sync.describe(ready.manifest, ready.device)
+        if self._state.replay.steps:
+            self._recorder.training_begins()
+            self._board.figures.phase = "replaying"  # which is no progress for those who wait for some
+        await self._loop.replay(self._state.replay, stop, self._sink.restored, self._recorder.record)
+        if stop.is_set():
+            return  # nothing is saved: the checkpoint before it and the journal hold all of it
+        self._board.figures.phase = "waiting for generators"
+        await self._loop.begin()
+        self._recorder.training_begins()
+        await self._loop.run(stop, self._recorder.record, self._checkpoints)
+
+    def _missing_trainers(self) -> list[str]:
+        ranks = (f"trainer-{rank}" for rank in range(self._context.config.trainer.num_ranks))
+        return [name for name in ranks if self._registry.member(name) is None]
+
+    async def _hear(self) -> None:
+        """Receive control messages of all roles."""
+        while True:
+            name, message = await self._control.receive()
+            if isinstance(message, Hello):
+                if await self._processes.greet(name, message):
+                    self._loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
+                    self._dispatcher.wake()
+            elif isinstance(message, Heartbeat):
+                await self._processes.beat(name, message)
+                self._dispatcher.wake(name)  # its credit may have grown
+            elif isinstance(message, WeightsLive):
+                await self._weight_sync.acknowledge(name, message)
+                self._dispatcher.wake(name)
+            elif isinstance(message, CanaryTaken):
+                await self._weight_sync.scored(name, message)
+                self._loop.groups_changed()  # nobody may be trusted any more
+                self._dispatcher.wake()  # or one more
+            elif isinstance(message, SaveReport):
+                self._checkpoints.reported(message)
+
+    async def _take_in(self) -> None:
+        """Receive rollouts and progress from generators."""
+        while True:
+            name, message = await self._leases.receive()
+            if isinstance(message, Delivery):
+                has_changed = self._counts(message) and self._sink.receive(name, message.scored)
+                self._journaling.received(name, message)
+                if not has_changed:
+                    continue
+                await self._dispatcher.cancel(self._sink.cancelled)
+            elif isinstance(message, LeaseReturn) and self._counts(message):
+                self._state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+                self._partials.handed_back(message)
+            elif isinstance(message, LeaseProgress):
+                await self._partials.receive(name, message)
+                continue
+            self._loop.groups_changed()
+            self._dispatcher.wake(name)
+
+    def _counts(self, message: Delivery | LeaseReturn) -> bool:
+        """Whether the weights that sampled it are among those that this controller's trainer makes, or makes again."""
+        return message.timeline == self._state.replay.timeline
+
+    async def _watch(self) -> None:
+        """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if await self._processes.lose_silent():
+                self._loop.groups_changed()  # perhaps only generators without weights are left
+            self._state.totals.leases_regranted += self._state.buffer.expire()
+            for group_id in self._state.buffer.poisoned():
+                self._sink.refuse(group_id)
+                self._loop.groups_changed()
+            await self._disk.segments.run(self._sealing.tick)
+            await self._processes.write()
+            self._dispatcher.wake()
+            await self._show()
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+
+    async def _close_run(self) -> None:
+        """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
+        context, state = self._context, self._state
+        is_complete = self._loop.step >= context.config.run.num_steps
+        if is_complete:
+            for group_id in state.buffer.open_groups():
+                self._sink.drop(group_id, DropReason.CANCELLED)
+            lane, layout = self._disk.segments, context.layout
+            await patiently_awaited(lambda: lane.run(state.segments.seal_all), layout.rollouts)
+            self._recorder.close_totals()
+            facts = state.totals, state.buffer.staleness_bound, context.config.admission.group_size, context.fence
+            await patiently_awaited(lambda: lane.run(summarise, layout, *facts), layout.summary)
+        self._board.figures.phase = "complete" if is_complete else "stopped"
+
+    async def say_farewell(self) -> None:
+        """Send StopRole to every process, and whether another controller will follow."""
+        self._board.figures.is_ending = True
+        with suppress(OwnershipLost):  # first: whoever sees a process end knows that it was told to
+            await self._show(SHOWN_S)
+        is_complete = self._board.figures.phase == "complete"
+        farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
+        ranks = self._registry.names("trainer")
+        others = [name for name in self._registry.names() if not (self._trainer.obeys and name in ranks)]
+        for name in others:
+            with suppress(ChannelError):  # it is gone already
+                await self._control.send(name, farewell, timeout_s=FAREWELL_S)
+        if self._trainer.obeys and RANK_0 in ranks:  # which tells the other ranks
+            with suppress(ChannelError):
+                await self._trainer.tell(farewell)
+        await self._show(SHOWN_S)
+
+    async def close(self) -> None:
+        """Write to disk what is only in memory: rollouts that a failed run still holds, lost leases, metrics.
+
+        Whatever becomes of one of them, all are tried; then the first failure is raised.  RunDirectoryError: the disk
+        has not answered for CLOSING_S.
+        """
+        self._checkpoints.give_up()
+        is_complete = self._board.figures.phase == "complete"
+        last = [
+            asyncio.ensure_future(each)
+            for each in (
+                self._keep_rollouts(),
+                self._partials.close(is_complete=is_complete),
+                self._processes.write(),
+                self._recorder.close(),
+            )
+        ]
+        _, late = await asyncio.wait(last, timeout=CLOSING_S)
+        unfinished = await self._disk.close(0.0 if late else CLOSING_S)
+        if late or unfinished:
+            for each in late:
+                each.cancel()
+            names = ", ".join(unfinished)
+            raise RunDirectoryError(
+                f"{self._context.layout.root}: the disk has not answered for {CLOSING_S:g} s: {names}"
+            )
+        for each in last:
+            each.result()
+
+    async def _keep_rollouts(self) -> None:
+        journal, segments = self._state.journal, self._state.segments
+        try:
+            for write in (
+                lambda: self._disk.journal.run(journal.commit),
+                lambda: self._disk.segments.run(segments.seal_all),
+            ):
+                await patiently_awaited(write, self._context.layout.rollouts, limit_s=CLOSE_S)
+        except (JournalError, SegmentError, OwnershipLost, OSError):
+            log.exception("%d groups could not be sealed", segments.num_pending)
+        finally:
+            await self._disk.journal.run(journal.close)
+
+    async def _show(self, limit_s: float | None = None) -> None:
+        """Write the status; after limit_s leave it to be written.  Raises OwnershipLost."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._disk.notes.run(self._board.write, self._board.document())

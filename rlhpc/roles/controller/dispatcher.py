@@ -1,0 +1,396 @@
+"""Keep every generator supplied, from as few prompts as the bound on staleness allows.
+
+Grants leases up to the credit that each generator has stated, and draws a prompt when one has credit and nothing is
+left to grant: whatever is sampled is stamped with the version that is live when it begins.  The only backpressure of
+the system is here: no free slot, no prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.protocol.contracts import Clock, PromptSource, ServerChannel
+from rlhpc.protocol.errors import ChannelError, ChannelFull, PeerUnreachable
+from rlhpc.protocol.messages import CancelGroup, Heartbeat, Hello
+from rlhpc.protocol.types import Lease
+from rlhpc.transport.sessions import is_earlier
+
+# ---------------------------------------------------------------------------------------------------------- awake clock
+#
+# Seconds in which this process was awake: the clock by which deadlines of others are measured.
+#
+# A process that was stopped, suspended with its machine or blocked by a filesystem has received nothing meanwhile,
+# though everybody may have sent: the messages wait in its queues.  Such time counts neither as silence of others nor
+# towards the deadline of a lease.
+
+
+log = logging.getLogger("rlhpc.dispatcher")
+LOOKS_PER_STRETCH = 5  # so that an event loop that is only busy loses none of its time
+
+
+class AwakeClock:
+    """A monotonic clock that stops while the event loop is blocked, except for `longest_s`."""
+
+    def __init__(
+        self, clock: Clock, longest_s: float, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        """longest_s: the most that the time between two looks counts for; small compared with every time-out."""
+        self._clock, self._longest_s, self._sleep = clock, longest_s, sleep
+        self._counted_s = self._looked_at_s = clock()
+
+    def __call__(self) -> float:
+        """Seconds since an arbitrary moment, without pauses."""
+        return self._counted_s + min(self._clock() - self._looked_at_s, self._longest_s)
+
+    async def run(self) -> None:
+        """Look periodically until cancelled: without looks the clock stops."""
+        while True:
+            self.look()
+            await self._sleep(self._longest_s / LOOKS_PER_STRETCH)
+
+    def look(self) -> None:
+        """The event loop runs: count the time since the last look."""
+        now_s = self._clock()
+        elapsed_s = now_s - self._looked_at_s
+        if elapsed_s > 2 * self._longest_s:
+            log.warning("this process was paused for %.1f s: this does not count as silence of others", elapsed_s)
+        self._counted_s, self._looked_at_s = self(), now_s
+
+
+# --------------------------------------------------------------------------------------------------------- credit queue
+#
+# Generators ordered by credit: how many more samples each is willing to hold.
+#
+# Input: names whose credit may have changed.  Output: the generator with most credit, of equals the first by name, so
+# that who is granted what is the same in every run.  Pure.  A change and a question cost O(log n) of n generators.
+
+
+SPARE = 16  # entries that are out of date, before they are counted as too many
+
+
+class CreditQueue:
+    """A heap of credits as they were when they were last looked at; what comes out is looked at again."""
+
+    def __init__(self, credit_of: Callable[[str], int]) -> None:
+        """credit_of: a generator's credit now; 0 or less for one that may have nothing."""
+        self._credit_of = credit_of
+        self._known: dict[str, int] = {}  # all that had credit
+        self._heap: list[tuple[int, str]] = []  # (−credit, name); out of date where it is not what is known
+
+    def look_at_all(self, names: Iterable[str]) -> None:
+        """Forget what is known: these are all generators that there are."""
+        self._known = {name: credit for name in names if (credit := self._credit_of(name)) > 0}
+        self._heap = [(-credit, name) for name, credit in self._known.items()]
+        heapq.heapify(self._heap)
+
+    def look_at(self, name: str) -> None:
+        """Its credit may have changed."""
+        credit = self._credit_of(name)
+        if credit <= 0:
+            self._known.pop(name, None)
+        elif self._known.get(name) != credit:
+            self._known[name] = credit
+            heapq.heappush(self._heap, (-credit, name))
+            if len(self._heap) > 2 * len(self._known) + SPARE:
+                self._heap = [(-credit, name) for name, credit in self._known.items()]
+                heapq.heapify(self._heap)
+
+    def set_aside(self, name: str) -> None:
+        """Leave it out until it is looked at again."""
+        self._known.pop(name, None)
+
+    def most(self) -> tuple[str, int] | None:
+        """The generator with most credit, and that; None if none has any."""
+        while self._heap:
+            credit, name = -self._heap[0][0], self._heap[0][1]
+            if self._known.get(name) != credit:
+                heapq.heappop(self._heap)
+            elif self._credit_of(name) != credit:
+                self.look_at(name)
+            else:
+                return name, credit
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------- process registry
+#
+# Registry of the run's processes, as the controller last heard of them.
+#
+# Input: Hello and Heartbeat.  Output: which processes are registered, and which have gone silent.  Time is passed in.
+
+
+@dataclass(slots=True)
+class RoleProcess:
+    """One process, as last heard of."""
+
+    hello: Hello
+    beat: Heartbeat
+    heard_at: float
+
+
+class ProcessRegistry:
+    """Members by name; a newer incarnation of a name replaces the older one, never one of a later start."""
+
+    def __init__(self, config_hash: str, dead_after_s: float, clock: Clock, code: str = "") -> None:
+        """code: digest of the controller's own; "": not known."""
+        self._config_hash, self._dead_after_s, self._clock, self._code = config_hash, dead_after_s, clock, code
+        self._members: dict[str, RoleProcess] = {}
+        self._latest: dict[str, str] = {}  # name → incarnation, including processes that are gone
+
+    def is_superseded(self, name: str, hello: Hello) -> bool:
+        """True for an incarnation that is older than one registered under this name."""
+        return is_earlier(hello.incarnation, self._latest.get(name, ""))
+
+    def is_of_other_code(self, hello: Hello) -> bool:
+        """Whether this process was started from another version of rlhpc than the controller."""
+        return bool(self._code) and hello.code != self._code
+
+    def register(self, name: str, hello: Hello) -> bool:
+        """Register a process.  False, without effect, if its settings differ or a later incarnation is registered."""
+        if hello.config_hash != self._config_hash:
+            log.error("%s has settings %s, the run has %s: not admitted", name, hello.config_hash, self._config_hash)
+            return False
+        if self.is_superseded(name, hello):
+            log.error("%s, pid %d on %s: refused, a later incarnation is registered", name, hello.pid, hello.host)
+            return False
+        self._latest[name] = hello.incarnation
+        known = self._members.get(name)
+        if known is not None and known.hello.incarnation == hello.incarnation:  # it answers Reregister
+            known.heard_at = self._clock()
+            return True
+        self._members[name] = RoleProcess(hello, Heartbeat("starting", "", -1), self._clock())
+        log.info("%s registered: pid %d on %s", name, hello.pid, hello.host)
+        if self.is_of_other_code(hello):
+            log.warning(
+                "%s, pid %d on %s, runs another version of rlhpc than the controller (code %s and %s): stop the run, "
+                "and resume it when all nodes have the same",
+                *(name, hello.pid, hello.host, hello.code or "without a digest", self._code),
+            )
+        return True
+
+    def record(self, name: str, beat: Heartbeat) -> bool:
+        """Record a heartbeat.  False, without effect, if the sender is not registered with this controller.
+
+        So is one under whose name its predecessor is: its Hello was lost.
+        """
+        member = self._members.get(name)
+        if member is None or beat.incarnation not in ("", member.hello.incarnation):
+            return False
+        member.beat, member.heard_at = beat, self._clock()
+        return True
+
+    def silent(self) -> list[str]:
+        """Names that have been silent for dead_after_s."""
+        oldest = self._clock() - self._dead_after_s
+        return [name for name, member in self._members.items() if member.heard_at < oldest]
+
+    def forget(self, name: str) -> None:
+        """Remove a name.  Idempotent."""
+        self._members.pop(name, None)
+
+    def names(self, role: str | None = None) -> list[str]:
+        """Names of all processes, or of those of one role."""
+        return [name for name, member in self._members.items() if role in (None, member.hello.role)]
+
+    def member(self, name: str) -> RoleProcess | None:
+        """One process, if it is registered."""
+        return self._members.get(name)
+
+    def capacity(self, name: str) -> int:
+        """Samples this generator is willing to hold."""
+        member = self._members.get(name)
+        return member.beat.capacity_samples if member is not None else 0
+
+    def total(self, metric: str, role: str) -> float:
+        """Sum of one heartbeat metric over all members of a role."""
+        return sum(self._members[name].beat.metrics.get(metric, 0.0) for name in self.names(role))
+
+    def totals(self, prefix: str, *roles: str) -> dict[str, float]:
+        """Sums of all heartbeat metrics that begin so, over all members of these roles."""
+        found: dict[str, float] = {}
+        for name in (name for role in roles for name in self.names(role)):
+            for metric, value in self._members[name].beat.metrics.items():
+                if metric.startswith(prefix):
+                    found[metric] = found.get(metric, 0.0) + value
+        return found
+
+    def report(self) -> list[dict[str, Any]]:
+        """One row per process, for status.json."""
+        now = self._clock()
+        return [
+            {
+                "name": name,
+                "state": member.beat.state,
+                "waits_for": member.beat.waits_for,
+                "version": member.beat.policy_version,
+                "silent_s": round(now - member.heard_at, 1),
+                "pid": member.hello.pid,
+                "host": member.hello.host,
+                "metrics": dict(member.beat.metrics),
+            }
+            for name, member in sorted(self._members.items())
+        ]
+
+
+# ----------------------------------------------------------------------------------------------------- lease dispatcher
+
+
+class LivePolicy(Protocol):
+    """What WeightSync knows of generators."""
+
+    live_version: int  # stamped on admission; -1: none yet
+
+    @property
+    def ready_members(self) -> Set[str]:
+        """Generators that may be given leases now."""
+
+    def is_ready(self, name: str) -> bool:
+        """Whether this is one of them."""
+
+
+class Credit(Protocol):
+    """What ProcessRegistry knows of generators."""
+
+    def capacity(self, name: str) -> int:
+        """Samples this generator is willing to hold."""
+
+
+class Brake(Protocol):
+    """What ErrorGate knows of verifiers that fail."""
+
+    def may_lease(self, name: str) -> bool:
+        """Whether this generator may be granted a lease now."""
+
+    def lease_granted(self) -> None:
+        """Call for each that is granted."""
+
+
+class LeaseDispatcher:
+    """Admits and grants whenever it is woken."""
+
+    def __init__(
+        self,
+        leases: ServerChannel,
+        buffer: RolloutBuffer,
+        prompts: PromptSource,
+        policy: LivePolicy,
+        credit: Credit,
+        on_disk: Callable[[], Awaitable[None]] | None = None,
+        fills_slots: bool = False,
+        brake: Brake | None = None,
+    ) -> None:
+        """on_disk: waited for between admission and lease, where another prompt might be drawn after a restart.
+
+        fills_slots: admit as soon as there is a slot, whoever may sample it and when: which prompts are admitted under
+        which version then depends on nothing that takes time.
+        """
+        self._leases, self._buffer, self._prompts = leases, buffer, prompts
+        self._policy, self._credit, self._on_disk = policy, credit, on_disk
+        self._fills_slots, self._brake = fills_slots, brake
+        self._work = asyncio.Event()
+        self._queue = CreditQueue(self._credit_of)
+        self._changed: set[str] = set()  # generators whose credit may be another
+        self._is_all_changed = True
+        self.is_open = True  # False: nothing new is admitted, the run is ending
+
+    def wake(self, name: str = "") -> None:
+        """Call when a slot, a credit, a generator or a version has changed.
+
+        name: of the generator that alone is concerned; the others are not looked at then.
+        """
+        if name:
+            self._changed.add(name)
+        else:
+            self._is_all_changed = True
+        self._work.set()
+
+    async def cancel(self, group_ids: list[int]) -> None:
+        """Tell generators to stop sampling these groups, and empty the list.
+
+        If a message is lost, the group is sampled in vain: nothing breaks.
+        """
+        while group_ids:
+            group_id = group_ids.pop()
+            for name in sorted(self._policy.ready_members):
+                with suppress(ChannelError):
+                    await self._leases.send(name, CancelGroup(group_id))
+
+    async def run(self) -> None:
+        """Admit and grant, endlessly."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            if self.is_open and self._policy.live_version >= 0:
+                self._buffer.readmit(self._policy.live_version)
+                # In quarantine what is free may be for nobody, and says nothing of what others could sample.
+                if self._fills_slots or self._buffer.is_quarantining:
+                    await self._admit(math.inf)
+                await self._grant()
+
+    async def _admit(self, num_samples: float) -> bool:
+        """Draw prompts of which so many samples are wanted, as far as slots are free; whether some may be granted."""
+        is_new = False
+        while num_samples > 0 and self._buffer.has_slot:
+            version = self._policy.live_version
+            prompt = self._prompts.draw(version)
+            size = self._prompts.num_rollouts(prompt.prompt_id)
+            num_samples -= self._buffer.size_of(self._buffer.admit(prompt, version, size))
+            is_new = True
+        if is_new and self._on_disk is not None:
+            # Who samples a group by its id goes on after a restart, and must not find another prompt there.
+            await self._on_disk()
+        return is_new
+
+    async def _grant(self) -> None:
+        """Grant leases, the generator with most credit first, so that replicas stay equally full."""
+        self._look()
+        while self.is_open and (most := self._queue.most()) is not None:  # it may end while something is written
+            name, credit = most
+            lease = self._buffer.grant(name, credit)
+            if lease is not None:
+                await self._send(name, lease)
+            elif self._buffer.is_quarantining:
+                self._leave_out(name)  # there may be something for another one
+            elif not await self._admit(credit):
+                return
+
+    async def _send(self, name: str, lease: Lease) -> None:
+        if self._brake is not None:
+            self._brake.lease_granted()
+        try:
+            await self._leases.send(name, lease)
+        except (PeerUnreachable, ChannelFull) as error:
+            log.warning("lease of group %d not delivered: %s", lease.group_id, error)
+            self._buffer.hand_back(name, lease.group_id, lease.sample_indices, lease.prefixes)
+            self._leave_out(name)
+        else:
+            self._queue.look_at(name)
+
+    def _look(self) -> None:
+        """Look at the credit of whoever may have another than before."""
+        relieved = self._buffer.take_relieved()
+        if self._is_all_changed:
+            self._is_all_changed = False
+            self._queue.look_at_all(self._policy.ready_members)
+        else:
+            for name in self._changed | relieved:
+                self._queue.look_at(name)
+        self._changed.clear()
+
+    def _leave_out(self, name: str) -> None:
+        """Grant it nothing more now; it is looked at again with the next wake."""
+        self._queue.set_aside(name)
+        self._changed.add(name)
+
+    def _credit_of(self, name: str) -> int:
+        if not self._policy.is_ready(name) or (self._brake is not None and not self._brake.may_lease(name)):
+            return 0
+        return self._credit.capacity(name) - self._buffer.outstanding(name)

@@ -1,1 +1,0 @@
-"""Observability of a run: metrics, totals, status.json, timeline, the summary at the end."""

@@ -1,0 +1,439 @@
+"""Records each step: totals, TensorBoard and the progress line.
+
+Input: StepRecord.  Called between steps; nothing is decided from what it measures.
+
+    record ──▶ totals, live line ──▶ unwritten ──▶ figures of every rollout, TensorBoard, in their lane
+
+What a checkpoint holds, the totals, is up to date when `record` returns; what people look at follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhpc.algorithms.guard import (
+    age_figures,
+    completion_lengths,
+    effective_sample_share,
+    length_figures,
+    reward_figures,
+    rewards,
+    staleness,
+    staleness_figures,
+)
+from rlhpc.algorithms.packing import packing_fill, tokens_trained
+from rlhpc.metrics.meters import Eta, LoopLag, Rate
+from rlhpc.metrics.tensorboard import Recorder, Sample
+from rlhpc.protocol.contracts import Clock, ServerChannel
+from rlhpc.protocol.types import Rollout, RolloutGroup
+from rlhpc.rewards.outcomes import JUDGED, PREFIX, SECONDS, by_task
+from rlhpc.roles.controller.batches import StepRecord
+from rlhpc.roles.controller.dispatcher import ProcessRegistry
+from rlhpc.roles.controller.persistence import DiskLane
+from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
+from rlhpc.roles.controller.run_status import LiveFigures
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.weight_sync import WeightSync
+from rlhpc.roles.lifecycle import RoleContext
+
+# --------------------------------------------------------------------------------------------------------- step figures
+#
+# The metrics of a step, under the stable names of docs/metrics.md.
+#
+# Input: StepRecord and the rollouts since the previous step.  Output: scalars.  No decisions are made from these.
+
+
+# What the trainer reports, and its name in the table; every other name is the loss's own.
+_REPORTED = {
+    "loss": "trainer/loss",
+    "grad_norm": "trainer/grad_norm",
+    "entropy": "trainer/entropy",
+    "learning_rate": "trainer/learning_rate",
+    "step_s": "trainer/step_s",
+    "wait_for_batch_s": "time/wait_for_batch_s",
+    "clip_low": "policy/clip_low_share",
+    "clip_high": "policy/clip_high_share",
+    "ratio": "policy/ratio_mean",
+    "importance_weight": "policy/importance_weight_mean",
+    "importance_capped": "policy/importance_capped_share",
+    "importance_masked": "policy/importance_masked_share",
+    "mismatch_abs": "policy/mismatch_abs_mean",
+}
+
+_OF_DATASETS = {
+    "reward/mean": "dataset_reward",
+    "reward/correct_share": "dataset_correct_share",
+    "length/completion_mean": "dataset_length",
+    "length/truncated_share": "dataset_truncated_share",
+}
+
+
+def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
+    """Metrics of the batch and of the optimiser step; what a loss reports under a new name NAME is policy/NAME."""
+    report = dict(record.report.metrics)
+    squares = report.pop("importance_weight_squared", None)
+    by_age = {name: report.pop(name) for name in list(report) if name.startswith("age_")}
+    # A loss of the user's own names a family itself.
+    names = {name: _REPORTED.get(name, name if "/" in name else f"policy/{name}") for name in report}
+    figures = {names[name]: value for name, value in report.items()} | age_figures(by_age)
+    if squares is not None:  # the report holds means: n of each cancels in the ratio
+        figures["policy/ess"] = effective_sample_share(record.report.metrics, 1)
+    return (
+        figures
+        | staleness_figures(record.groups, record.trained_version)
+        | {
+            "packing/fill": packing_fill(record.batch, token_budget),
+            "packing/num_microbatches": float(sum(len(minibatch.ranks[0]) for minibatch in record.batch.minibatches)),
+            "packing/lockstep_slowdown": record.lockstep_slowdown,
+            "trainer/step_parts": float(record.batch.num_parts_before + 1),
+            "time/wait_for_groups_s": record.wait_for_groups_s,
+            "time/pack_s": record.pack_s,
+            "time/wait_for_weights_s": record.until_live_s,
+            "time/checkpoint_s": record.checkpoint_s,
+            "time/checkpoint_write_s": record.checkpoint_write_s,
+            "guard/action": float(record.guard.action),
+            "guard/alarm_steps": float(record.guard.num_bad_steps),
+        }
+    )
+
+
+def sampling_figures(stats: IntakeStats) -> dict[str, float]:
+    """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
+    shaped = {"reward/shaped_mean": float(np.mean(stats.shaped_rewards))} if stats.shaped_rewards else {}
+    return reward_figures(stats.groups) | length_figures(stats.groups) | shaped
+
+
+def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of each task: what failures.py counts, and the mean time of a completion."""
+    found: dict[str, float] = {}
+    for task, figures in tasks.items():
+        found |= {f"verifier_{name}/{task}": value for name, value in figures.items() if name != SECONDS}
+        found[f"verifier_mean_s/{task}"] = figures.get(SECONDS, 0.0) / max(1.0, figures.get(JUDGED, 0.0))
+    return found
+
+
+def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, float]:
+    """The same of every dataset by its name, where there are several; none of one of which no group is finished."""
+    figures: dict[str, float] = {}
+    for place, name in enumerate(names if len(names) > 1 else ()):
+        own = [group for group in groups if group.prompt.prompt_id % len(names) == place]
+        found = reward_figures(own) | length_figures(own)
+        shown = {f"{family}/{name}": found[metric] for metric, family in _OF_DATASETS.items() if metric in found}
+        figures |= shown | {f"dataset_share/{name}": len(own) / len(groups)} if own else {}
+    return figures
+
+
+def histograms(record: StepRecord) -> dict[str, np.ndarray]:
+    """Distributions over the rollouts of the batch."""
+    return {
+        "reward/histogram": rewards(record.groups),
+        "length/completion_histogram": completion_lengths(record.groups),
+        "staleness/histogram": staleness(record.groups, record.trained_version),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- recorder
+
+
+RATE_WINDOW_S = 20.0
+DETAILS_EVERY_STEPS = 10  # histograms and completions: large beside the numbers, and segments hold everything
+NUM_SAMPLES = 2  # completions
+NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, and plans must allow for them
+MAX_UNWRITTEN = 4  # steps, with their rollouts: if the lane is slower than steps are, these wait for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwritten:
+    """A step, as `record` leaves it."""
+
+    record: StepRecord
+    stats: IntakeStats
+    figures: dict[str, float]  # those that are known already
+    samples: list[Sample]  # none: this step shows none
+
+
+class RunRecorder:
+    """Keeps the totals of a run and writes metrics for people."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        state: ControllerState,
+        live: LiveFigures,
+        registry: ProcessRegistry,
+        weight_sync: WeightSync,
+        sink: RolloutSink,
+        lane: DiskLane,
+        *,
+        channels: Sequence[ServerChannel],
+        clock: Clock,
+    ) -> None:
+        self._config, self._totals, self._live = context.config, state.totals, live
+        self._buffer, self._prompts, self._tokenizer = state.buffer, state.prompts, state.tokenizer
+        self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
+        self._channels, self._lane = channels, lane
+        self.lag = LoopLag(clock)  # of the event loop, while its run() runs
+        self._clock = clock
+        self._recorder = Recorder(context.layout.tensorboard, seam=state.step if context.attempt > 0 else None)
+        self._recorder.config(context.layout.config.read_text())
+        if context.resume_step is not None:
+            self._recorder.resumed(context.resume_step, context.attempt)
+        self._generators = GeneratorMeter(registry)
+        self._eta = Eta(context.config.run.num_steps)
+        now = self._clock()
+        self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
+        self._wall_from = now - state.totals.wall_s
+        self._last_step_at: float | None = None
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
+        self._unwritten: deque[_Unwritten] = deque()
+        self._has_work, self._has_room = asyncio.Event(), asyncio.Event()
+        live.attempt, live.resume_step = context.attempt, context.resume_step
+        live.step, live.version = state.step, state.policy_version
+        self._show_totals()
+
+    def training_begins(self) -> None:
+        """Call when the first weights are live: training time is counted from here."""
+        now = self._clock()
+        self._last_step_at = now
+        self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
+        self._generators.look()
+        self._live.phase = "training"
+
+    async def record(self, record: StepRecord) -> None:
+        """Record one step; wait while many are unwritten."""
+        now, stats = self._clock(), self._sink.drain()
+        step_s = now - (self._last_step_at if self._last_step_at is not None else now)
+        self._last_step_at = now
+        self._recent_s.append(step_s)
+        figures = self._account(record, stats, step_s) | self._situation()
+        has_details = record.report.step % DETAILS_EVERY_STEPS == 0
+        samples = self._samples(record.groups) if has_details else []
+        self._show(record, stats, figures, now)
+        self._unwritten.append(_Unwritten(record, stats, figures, samples))
+        self._has_work.set()
+        while len(self._unwritten) > MAX_UNWRITTEN:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    async def run(self) -> None:
+        """Write what was recorded, endlessly."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            await self._write_all()
+
+    def close_totals(self) -> None:
+        """Update the seconds in the totals."""
+        self._totals.wall_s = self._clock() - self._wall_from
+
+    async def close(self) -> None:
+        """Write what is left, and flush."""
+        await self._write_all()
+        await self._lane.run(self._recorder.close)
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    async def _write_all(self) -> None:
+        while self._unwritten:
+            step = self._unwritten.popleft()
+            self._has_room.set()
+            await self._lane.run(self._write, step)
+
+    def _write(self, step: _Unwritten) -> None:
+        record, stats = step.record, step.stats
+        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
+        figures |= dataset_figures(stats.groups, [dataset.title for dataset in self._config.data]) | step.figures
+        number = record.report.step
+        self._recorder.step(number, figures)
+        if record.guard.text:
+            self._recorder.guard(number, record.guard.text)
+        if number % DETAILS_EVERY_STEPS == 0:
+            for name, values in histograms(record).items():
+                self._recorder.histogram(name, number, values)
+            self._recorder.samples(number, step.samples)
+
+    def _account(self, record: StepRecord, stats: IntakeStats, step_s: float) -> dict[str, float]:
+        """Add one step to the totals; return the metrics derived from them."""
+        totals, now = self._totals, self._clock()
+        rollouts = [member.rollout for group in record.groups for member in group.members]
+        num_tokens = tokens_trained(record.batch)
+        idle_s = record.report.metrics.get("wait_for_batch_s", 0.0)
+        generator_s, generator_idle_s = self._generators.look()
+        self._trained.add(now, num_tokens)
+        self._generated.add(now, stats.num_tokens)
+        totals.steps += 1
+        totals.skipped_steps += not record.report.applied
+        totals.rollouts_trained += len(rollouts)
+        totals.rollouts_spanning_update += sum(r.versions.item(0) != r.versions.item(-1) for r in rollouts)
+        oldest = min(group.admitted_version for group in record.groups)
+        totals.staleness_max = max(totals.staleness_max, record.trained_version - oldest)
+        totals.tokens_trained += num_tokens
+        stats.add_to(totals)
+        totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
+        totals.trainer_idle_s += min(idle_s, step_s)
+        totals.generator_idle_s += generator_idle_s
+        totals.generator_s += generator_s
+        totals.training_s += step_s
+        totals.canaries_failed += self._weight_sync.take_failed_canaries()
+        self.close_totals()
+        return {
+            "trainer/idle_ratio": min(1.0, idle_s / step_s) if step_s else 0.0,
+            "generator/idle_ratio": generator_idle_s / generator_s if generator_s else 0.0,
+            **self._generators.decoding.figures(),
+            "trainer/tokens_per_s": self._trained.per_second(now),
+            "generator/tokens_per_s": self._generated.per_second(now),
+            "trainer/skipped_steps": float(totals.skipped_steps),
+            "time/step_s": step_s,
+            "tokens/generated_total": float(totals.tokens_generated),
+            "tokens/trained_total": float(totals.tokens_trained),
+            "group/dropped_total": float(totals.groups_dropped),
+            "group/replaced_total": float(totals.groups_without_spread * self._config.admission.active_sampling),
+            "group/regranted_total": float(totals.leases_regranted),
+            "generator/tokens_lost_total": float(totals.tokens_lost),
+            "checkpoint/failed_total": float(totals.checkpoints_failed),
+            "weights/canary_failed_total": float(totals.canaries_failed),
+            "wall_s": totals.wall_s,
+        }
+
+    def _situation(self) -> dict[str, float]:
+        """Current state: queues, weights, engines."""
+        counts = self._buffer.counts()
+        are_there = self._registry.names("generator")
+        acks = [ack for name, ack in self._weight_sync.last_acks.items() if name in are_there and not ack.error]
+        channels = [channel.statistics for channel in self._channels]
+        num_generators = max(1, len(are_there))
+        return {
+            **self._prompts.figures(),
+            "staleness/bound": float(self._buffer.staleness_bound),
+            "queue/slots_free": float(counts["free_slots"]),
+            "queue/in_flight": float(counts["in_flight"]),
+            "queue/finished": float(counts["finished"]),
+            "queue/taken": float(counts["taken"]),
+            "weights/publish_s": self._weight_sync.publish_s,
+            "weights/sent_share": self._weight_sync.sent_share,
+            "weights/receive_s": max((ack.receive_s for ack in acks), default=0.0),
+            "weights/pause_s": max((ack.pause_s for ack in acks), default=0.0),
+            "weights/canary_logratio": self._weight_sync.canary_logratio,
+            "weights/checksums_differed": float(self._weight_sync.num_checksums_differed),
+            "weights/version": float(self._weight_sync.live_version),
+            "weights/epoch": float(self._weight_sync.epoch),
+            "weights/members": float(len(self._weight_sync.ready_members)),
+            "generator/live": float(len(are_there)),
+            "generator/tokens_unreported": self._registry.total("tokens_unreported", "generator"),
+            "generator/running": self._registry.total("running", "generator"),
+            "generator/waiting": self._registry.total("waiting", "generator"),
+            "generator/preemptions": self._registry.total("preemptions", "generator"),
+            "generator/kv_usage": self._registry.total("kv_usage", "generator") / num_generators,
+            "reward/verifier_error_share": self._sink.verifier_error_share,
+            "reward/queued": self._registry.total("queued", "reward"),
+            "reward/worker_restarts": self._registry.total("restarts", "reward"),
+            "reward/retries": self._registry.total("reward_retries", "generator"),
+            **verifier_figures(by_task(self._registry.totals(PREFIX, "reward", "generator"))),
+            "transport/lost_total": float(sum(one.messages_lost for one in channels)),
+            "transport/rejected_total": float(sum(one.messages_rejected for one in channels)),
+            "transport/denied_total": float(sum(one.connections_denied for one in channels)),
+            "event_loop/lag_s": self.lag.take(),
+        }
+
+    def _samples(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
+        chosen = groups[:NUM_SAMPLES]
+        return [
+            Sample(
+                prompt=self._tokenizer.decode(group.prompt.token_ids),
+                completion=self._completion(group.members[0].rollout),
+                reward=group.members[0].reward,
+                reference=group.prompt.reference,
+            )
+            for group in chosen
+        ]
+
+    def _completion(self, rollout: Rollout) -> str:
+        """Of several turns with the special tokens that tell them apart."""
+        return self._tokenizer.decode(rollout.token_ids, keep_special_tokens=not rollout.loss_mask.all())
+
+    def _show_totals(self) -> None:
+        """What a resume knows before its first step; where none is left, the rates are those of the whole run."""
+        live, totals = self._live, self._totals
+        live.reward, live.staleness_max = totals.last_reward, totals.staleness_max
+        live.checkpoints_failed = totals.checkpoints_failed
+        if live.step >= self._config.run.num_steps and totals.training_s:
+            live.trainer_tokens_per_s = totals.tokens_trained / totals.training_s
+            live.generator_tokens_per_s = totals.tokens_generated / totals.training_s
+
+    def _show(self, record: StepRecord, stats: IntakeStats, figures: dict[str, float], now: float) -> None:
+        live, values = self._live, rewards(stats.groups)
+        self._eta.step_done(record.report.step + 1, now)
+        live.step, live.version = record.report.step + 1, record.report.policy_version
+        live.step_s, live.save_s = max(self._recent_s), record.longest_save_s
+        live.reward = self._totals.last_reward = float(values.mean()) if len(values) else live.reward
+        live.staleness_max = self._totals.staleness_max
+        live.checkpoints_failed = self._totals.checkpoints_failed
+        live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
+        live.generator_tokens_per_s = figures["generator/tokens_per_s"]
+        live.eta_s = self._eta.remaining_s()
+
+
+@dataclass(slots=True)
+class Decoding:
+    """What engines did between two readings, summed over them."""
+
+    busy_s: float = 0.0
+    decoding_s: float = 0.0  # of busy_s, counted for each rollout that was decoded
+    num_tokens: float = 0.0
+
+    def figures(self) -> dict[str, float]:
+        """Metrics; of an interval without a token none."""
+        if not (self.busy_s > 0 and self.num_tokens > 0):
+            return {}
+        return {
+            "generator/decoded_together": self.decoding_s / self.busy_s,
+            "generator/token_s": self.decoding_s / self.num_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    incarnation: str
+    heard_at: float
+    busy_s: float
+    decoding_s: float
+    num_tokens: float
+
+
+class GeneratorMeter:
+    """How busy the generators were between two readings of the counters in their heartbeats.
+
+    Counters start at 0 with every incarnation; the first reading of an incarnation counts nothing.
+    """
+
+    def __init__(self, registry: ProcessRegistry) -> None:
+        self._registry = registry
+        self._last: dict[str, _Reading] = {}
+        self.decoding = Decoding()  # before the last look
+
+    def look(self) -> tuple[float, float]:
+        """Return seconds since the previous reading and those of them that were idle, summed over generators."""
+        seconds = idle_s = 0.0
+        self.decoding = Decoding()
+        for name in self._registry.names("generator"):
+            member = self._registry.member(name)
+            if member is None:
+                continue
+            counters = (member.beat.metrics.get(each, 0.0) for each in ("busy_s", "decoding_s", "tokens"))
+            now = _Reading(member.hello.incarnation, member.heard_at, *counters)
+            before = self._last.get(name)
+            self._last[name] = now
+            if before is None or before.incarnation != now.incarnation:
+                continue
+            elapsed = now.heard_at - before.heard_at
+            seconds += elapsed
+            idle_s += max(0.0, elapsed - (now.busy_s - before.busy_s))
+            self.decoding.busy_s += now.busy_s - before.busy_s
+            self.decoding.decoding_s += now.decoding_s - before.decoding_s
+            self.decoding.num_tokens += now.num_tokens - before.num_tokens
+        return seconds, idle_s

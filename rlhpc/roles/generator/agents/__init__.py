@@ -1,1 +1,0 @@
-"""Agents: programs of the user's own that sample over HTTP, each in a session that is one leased rollout."""

@@ -1,0 +1,462 @@
+"""What trainer backends have in common: one device, copies of the parameters, a state that is saved and loaded.
+
+Input: parts that a backend opens.  Output: the methods of the contract that are the same on them.  StatefulBackend
+knows nothing of layouts; on a ReplicatedBackend every rank is a replica of the model, however its state is shared out.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhpc.protocol.contracts import PolicyLoss, TrainerBackend
+from rlhpc.protocol.types import PackedMicrobatch
+from rlhpc.training.checkpoint_tensors import ShardedTensorSpec
+from rlhpc.training.logprob import MetricSums, all_but_first, of_row, sums_over_ranks, token_row
+from rlhpc.training.trainer_state import STATE_KINDS, TrainerCheckpoint, on_all_ranks, read_checkpoint
+
+# ---------------------------------------------------------------------------------------------------------- determinism
+#
+# Make this process compute the same bits from the same inputs: for run.deterministic.
+#
+# On CPU it does so anyway, with the same number of threads.  On CUDA some kernels add up in the order in which threads
+# arrive, and cuBLAS and NCCL choose algorithms as they go along.  An operation that has no deterministic implementation
+# raises RuntimeError, which names it.
+
+
+# Read by libraries when they are first used.  What the user has set is kept: they may know their interconnect.
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one of the two values that torch accepts
+    "NCCL_ALGO": "Ring",  # sums in the order of ranks, whatever the size of a message
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # TransformerEngine's attention
+}
+
+
+def compute_deterministically() -> None:
+    """Compute deterministically for the rest of this process.  Call it before anything is computed on a GPU."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
+    torch.use_deterministic_algorithms(True)
+
+
+# -------------------------------------------------------------------------------------------------------- pinned memory
+#
+# Page-locked host memory of exactly the requested size, for direct copies from and to a GPU.
+#
+# torch's own pinned memory is rounded up to powers of two, up to twice the requested size.
+
+
+def pin(buffer: Tensor) -> int:
+    """Pin a buffer of the host; return its address, for unpin()."""
+    address = buffer.data_ptr()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, buffer.numel() * buffer.element_size(), 0))  # type: ignore[no-untyped-call]
+    return address
+
+
+def unpin(address: int) -> None:
+    """Undo pin(), before the buffer is freed."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+# ------------------------------------------------------------------------------------------------------ held parameters
+#
+# A frozen copy of a model's parameters (the reference), swapped with them while it computes.
+#
+# Input: this rank's tensors, as its backend keeps them.  Output: the same tensors, holding the copy's numbers
+# meanwhile. Guarantees: extra memory besides model and copy is one tensor of the largest size; it is allocated before
+# anything changes, so that swapping back cannot run out of memory; after swapping back every bit is restored.
+
+
+ALIGNMENT = 512  # bytes at which a tensor begins in the copy
+
+
+class HeldParameters:
+    """Nothing at first, then copies of all tensors in one buffer."""
+
+    def __init__(
+        self,
+        live: Callable[[], Sequence[Tensor]],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """live: the tensors, each once, always in the same order.  around: context in which to write to them."""
+        self._live, self._around = live, around
+        self._held: list[Tensor] = []
+        self._pinned: int | None = None  # address
+
+    @torch.no_grad()
+    def hold(self, memory: str) -> None:
+        """Copy the parameters as they are now; memory: "device" (theirs) or "host".  Replaces an earlier copy."""
+        live = self._live()
+        device = torch.device("cpu") if memory == "host" else live[0].device
+        if not self._held or self._held[0].device != device:
+            self._allocate(live, device)
+        for tensor, held in zip(live, self._held, strict=True):
+            held.copy_(tensor)
+
+    def _allocate(self, live: Sequence[Tensor], device: torch.device) -> None:
+        self.release()
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in live]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        self._held = [_like(tensor, part) for tensor, part in zip(live, buffer.split_with_sizes(sizes), strict=True)]
+        if device.type == "cpu" and live[0].is_cuda:
+            self._pinned = pin(buffer)
+
+    @contextmanager
+    def in_place(self, is_wanted: bool = True) -> Iterator[None]:
+        """Swap the copy in if that is wanted, and out again at the end, whatever is raised."""
+        if not is_wanted:
+            yield
+            return
+        assert self._held, "no reference is held"
+        live = self._live()
+        largest = max(live, key=lambda tensor: tensor.nbytes)
+        spare = torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device)
+        self._exchange(spare)
+        try:
+            yield
+        finally:
+            self._exchange(spare)
+
+    @torch.no_grad()
+    def _exchange(self, spare: Tensor) -> None:
+        """The copies run in order on the device's stream; the host waits for none of them."""
+        with self._around():
+            for tensor, held in zip(self._live(), self._held, strict=True):
+                between = _like(tensor, spare).copy_(tensor)
+                tensor.copy_(held, non_blocking=True)
+                held.copy_(between, non_blocking=True)
+
+    def release(self) -> None:
+        """Forget the copy.  Idempotent."""
+        if self._pinned is not None:
+            torch.cuda.synchronize()
+            unpin(self._pinned)
+        self._held, self._pinned = [], None
+
+
+def _like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """The beginning of uint8 memory, as a tensor of the same dtype and shape."""
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+# ------------------------------------------------------------------------------------------------------------------ rng
+#
+# The state of torch's random number generators, as text that fits a JSON file.
+
+
+def read_rng(device: torch.device) -> dict[str, str]:
+    """Return the generators' states by device type, base64."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def write_rng(states: dict[str, str], device: torch.device) -> None:
+    """Restore the states of read_rng; states of a device type that is missing here are skipped."""
+    for name, text in states.items():
+        state = torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif name == device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+
+
+# ------------------------------------------------------------------------------------------------------- weight average
+#
+# An exponential moving average of float32 master weights, shared out over ranks as a checkpoint's are.
+#
+# Input: this rank's live shards of masters, as its backend keeps them.  Output: float32 shards of the average, for a
+# checkpoint.  With weights w_v after version v and decay d: e_v = d · e_(v−1) + (1 − d) · w_v, and e = w where it
+# begins (Polyak & Juditsky 1992; Tarvainen & Valpola 2017, arXiv:1703.01780), so that there is no bias to correct.
+# Guarantees: each number of the average is on one rank, even if replicas keep the same masters; no communication; the
+# same bits in every layout that has the same masters.
+
+
+log = logging.getLogger("rlhpc.training")
+AVERAGE = "average"  # kind of tensors in a checkpoint, beside optimizer.STATE_KINDS
+
+
+class WeightAverage:
+    """Nothing at first, then a copy of this rank's shards that follows them."""
+
+    def __init__(self, items: Sequence[ShardedTensorSpec], own: Callable[[int], Sequence[Tensor]]) -> None:
+        """own(index): this rank's live float32 masters of items[index], as for a BackgroundSaver."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._live = own
+        self._mine = [i for i, item in enumerate(items) if any(shard.rank == rank for shard in item.shards)]
+        self._held: dict[int, list[Tensor]] = {}
+        self.is_held = False
+
+    def hold(self, memory: str) -> None:
+        """Begin at the weights as they are now; memory: where, "device" (theirs) or "host"."""
+        self._held = {
+            index: [
+                live.detach().to("cpu" if memory == "host" else live.device, copy=True) for live in self._live(index)
+            ]
+            for index in self._mine
+        }
+        self.is_held = True
+
+    @torch.no_grad()
+    def move(self, decay: float) -> None:
+        """Update the average with the current weights."""
+        assert self.is_held, "no average is held"
+        for held, live in self._pairs():
+            held.lerp_(live.to(held.device), 1 - decay)
+
+    def own(self, index: int) -> Sequence[Tensor]:
+        """This rank's live shards."""
+        return self._held[index]
+
+    def restore(self, kinds: Collection[str], read_weights: Callable[[str], None]) -> None:
+        """Go on from a checkpoint with these kinds of tensors, if there is an average.
+
+        read_weights(kind): fill this rank's masters from tensors of a kind.  At the end the masters are the
+        checkpoint's weights, whatever they were before.
+        """
+        if self.is_held and AVERAGE in kinds:
+            read_weights(AVERAGE)
+            self._begin()
+        read_weights("weights")
+        if self.is_held and AVERAGE not in kinds:
+            log.info("the checkpoint has no weight average: the average begins at the weights of this checkpoint")
+            self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        for held, live in self._pairs():
+            held.copy_(live)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [pair for i in self._mine for pair in zip(self._held[i], self._live(i), strict=True)]
+
+
+# ----------------------------------------------------------------------------------------------------- stateful backend
+
+
+NoneOrRows = Sequence[Tensor] | None
+
+
+class StateSaver(Protocol):
+    """Writes the state of a model; BackgroundSaver is one."""
+
+    def add(self, kind: str, own: Callable[[int], Sequence[Tensor]]) -> None:
+        """Save tensors of another kind, too."""
+
+    def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
+        """See TrainerBackend.save."""
+
+    def close(self) -> None:
+        """Wait for a running save."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """What the micro-batches of a step add up to besides their gradient."""
+
+    divisor: int  # of every micro-batch's loss: the number of loss tokens of the step, or an estimate of it
+    metrics: MetricSums = field(default_factory=MetricSums)
+
+
+class StatefulBackend(TrainerBackend):
+    """Backends whose constructor sets these parts."""
+
+    _device: torch.device
+    _reference: HeldParameters
+    _average: WeightAverage
+    _saver: StateSaver
+    _accumulated: StepSums | None = None  # of the parts of a step that its last part has yet to follow
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self._device.type
+
+    def hold_reference(self, memory: str) -> None:
+        """See TrainerBackend; every rank holds the parameters that it has."""
+        self._reference.hold(memory)
+
+    def hold_average(self, memory: str) -> None:
+        """See TrainerBackend; every rank holds what it sends to a checkpoint."""
+        self._average.hold(memory)
+        self._saver.add(AVERAGE, self._average.own)
+
+    def move_average(self, decay: float) -> None:
+        """See TrainerBackend."""
+        self._average.move(decay)
+
+    def accumulate(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
+        num_loss_tokens: int,
+        is_first: bool,
+    ) -> None:
+        """See TrainerBackend; no rank waits for another replica except as it does within a step."""
+        if is_first:
+            self._zero_gradients()
+            self._accumulated = StepSums(num_loss_tokens)
+        assert self._accumulated, "the first part of a step says so"
+        assert self._accumulated.divisor == num_loss_tokens, "the parts of a step have the same estimate"
+        self._add_gradients(
+            microbatches,
+            loss,
+            {"proximal": proximal, "reference": reference},
+            self._accumulated,
+            has_entropy_gradient=has_entropy_gradient,
+            is_last_part=False,
+        )
+
+    def _begin_last_part(self, num_loss_tokens: int) -> StepSums:
+        """Sums for the rest of a step, which is all of it if nothing is accumulated: gradients are then zero."""
+        accumulated, self._accumulated = self._accumulated, None
+        if accumulated is None:
+            self._zero_gradients()
+            return StepSums(num_loss_tokens)
+        return accumulated
+
+    def save(self, directory: Path) -> Future[dict[str, int]]:
+        """See TrainerBackend; every number comes from the lowest rank that keeps it."""
+        return self._saver.save(directory, num_steps_applied=self.num_steps_applied, rng=read_rng(self._device))
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """See TrainerBackend; every rank verifies its share of the files, and reads its own part of them.
+
+        A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
+        """
+        # Ranks share the reading: one alone would take longer than the others wait (72B at 0.5 GB/s: half an hour).
+        share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        read = partial(read_checkpoint, directory, self.tensor_specs(), share=share)
+        checkpoint = on_all_ranks(read)
+        on_all_ranks(partial(self._take, checkpoint))
+        self._accumulated = None  # gradients of other weights
+        self._continue_from(checkpoint.num_steps_applied, checkpoint.rng)
+
+    def _take(self, checkpoint: TrainerCheckpoint) -> None:
+        self._average.restore(checkpoint.kinds, lambda kind: self._read(checkpoint, kind, "weights"))
+        for kind in STATE_KINDS[1:]:
+            self._read(checkpoint, kind, kind)
+
+    def _continue_from(self, num_steps_applied: int, rng: dict[str, str]) -> None:
+        self._publish(num_steps_applied)
+        write_rng(rng, self._device)
+
+    @abstractmethod
+    def _zero_gradients(self) -> None:
+        """Drop whatever is accumulated."""
+
+    @abstractmethod
+    def _add_gradients(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        anchors: Mapping[str, NoneOrRows],
+        sums: StepSums,
+        *,
+        has_entropy_gradient: bool,
+        is_last_part: bool,
+    ) -> None:
+        """Add the gradient of the loss divided by sums.divisor, and the metrics.  is_last_part: the step follows."""
+
+    @abstractmethod
+    def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
+        """Fill this rank's part of the state `into` with the checkpoint's tensors of `kind`."""
+
+    @abstractmethod
+    def _publish(self, num_steps_applied: int) -> None:
+        """Copy the masters that were read into the parameters, and set the step counter."""
+
+
+class ReplicatedBackend(StatefulBackend):
+    """Backends with data parallelism alone."""
+
+    _rank: int
+    _world_size: int
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's rank: there is only data parallelism."""
+        return self._rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of processes."""
+        return self._world_size
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """True on rank 0."""
+        return self._rank == 0
+
+    @torch.no_grad()
+    def logprobs(
+        self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
+    ) -> list[Tensor]:
+        """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
+        with self._reference.in_place(of_reference):
+            return [
+                self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature)[0]
+                for microbatch in microbatches
+            ]
+
+    def sum_over_replicas(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """See TrainerBackend; every rank is a replica."""
+        return sums_over_ranks(figures, self._device)
+
+    def _add_gradients(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        anchors: Mapping[str, NoneOrRows],
+        sums: StepSums,
+        *,
+        has_entropy_gradient: bool,
+        is_last_part: bool,
+    ) -> None:
+        for index, microbatch in enumerate(microbatches):
+            current, entropy, entropy_sum = self._token_logprobs(
+                microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
+            )
+            of_this_row = {name: of_row(rows, index) for name, rows in anchors.items()}
+            loss_sum, metrics = loss(current, token_row(microbatch, entropy, **of_this_row))
+            is_last = is_last_part and index == len(microbatches) - 1
+            self._backward(loss_sum, current, sums.divisor, is_last=is_last)
+            sums.metrics.add({**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()})
+
+    @abstractmethod
+    def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:
+        """Add the gradient of loss_sum / divisor.  is_last: no micro-batch of this step follows."""
+
+    @abstractmethod
+    def _token_logprobs(
+        self,
+        microbatch: PackedMicrobatch,
+        wanted: NDArray[np.bool_],
+        *,
+        want_entropy: bool = False,
+        has_entropy_gradient: bool = False,
+        temperature: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies float32 [T], 0 where not wanted, and the latter's sum, without gradient."""

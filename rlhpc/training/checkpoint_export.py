@@ -1,0 +1,209 @@
+"""Turn the trainer's part of a checkpoint into an HF checkpoint that others can load.
+
+Input: a checkpoint and the directory of the model that was trained.  Output: a directory with the new weights and
+everything else of the old one: tensors that are not trained, configuration, tokenizer, chat template, licence.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhpc.base.files import write_atomically
+from rlhpc.protocol.contracts import TrainerBackend
+from rlhpc.protocol.errors import CheckpointError, ConfigError
+from rlhpc.protocol.types import TensorSpec
+from rlhpc.training.backends import AVERAGE
+from rlhpc.training.checkpoint_tensors import INDEX_FILE, TensorSource, plan_shards, size_in_bytes, write_safetensors
+from rlhpc.training.trainer_state import open_checkpoint
+
+# --------------------------------------------------------------------------------------------------------------- export
+
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
+CHAT_TEMPLATES = "additional_chat_templates"  # transformers keeps all but the default one there
+SHARD_BYTES = 4 << 30
+DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the second is the older spelling
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_hf(
+    checkpoint_dir: Path,
+    model_dir: Path,
+    out_dir: Path,
+    *,
+    is_average: bool = False,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Write an HF checkpoint into out_dir, which must not exist; return the dtype of what was written.
+
+    checkpoint_dir: the trainer's part, or the step directory around it.  is_average: export the moving average of its
+    weights.  dtype: a key of DTYPES; None: what model_dir's config.json names.
+    Reads and verifies only what it exports, once: moments are two thirds of a checkpoint.
+    Raises DamagedCheckpoint if that is not what was written, CheckpointError if it cannot be read or written, there is
+    no average or a weight is too large for the dtype, ConfigError if model_dir or out_dir cannot be used.  If it fails
+    or is interrupted after creating out_dir, it deletes it; a killed process leaves an out_dir without config.json,
+    which nothing loads.
+    """
+    if (checkpoint_dir / "trainer").is_dir():
+        checkpoint_dir = checkpoint_dir / "trainer"
+    checkpoint = open_checkpoint(checkpoint_dir)
+    kind = AVERAGE if is_average else "weights"
+    if kind not in checkpoint.kinds:
+        raise CheckpointError(f"{checkpoint_dir}: has no weight average: trainer.ema_decay was off")
+    named = _dtype_of(model_dir / "config.json")
+    dtype = dtype or named
+    untrained = _untrained(model_dir, [spec.name for spec in checkpoint.specs])
+    try:
+        out_dir.mkdir(parents=True)
+    except FileExistsError as error:
+        raise ConfigError(f"{out_dir}: exists already; nothing is overwritten") from error
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, out_dir, ignore_errors=True)
+        specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
+        tensors = _rounded(checkpoint.verified_tensors(kind), tuple(specs))
+        specs += [TensorSpec(name, _word(tensor.dtype), tuple(tensor.shape)) for name, tensor in untrained.items()]
+        try:
+            write_hf_weights(out_dir, specs, chain(tensors, untrained.values()), shard_bytes=shard_bytes)
+            _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
+        except OSError as error:
+            raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
+        undo.pop_all()
+    return dtype
+
+
+def _rounded(tensors: Iterator[Tensor], specs: Iterable[TensorSpec]) -> Iterator[Tensor]:
+    """In the dtypes of specs.  Raises CheckpointError for a finite number that becomes inf, beyond 65504 in float16."""
+    for tensor, spec in zip(tensors, specs, strict=True):
+        rounded = tensor.to(DTYPES[spec.dtype])
+        if tensor.numel() and rounded.dtype != tensor.dtype:
+            extremes = torch.stack(tensor.aminmax())
+            lost = extremes[extremes.isfinite() & extremes.to(rounded.dtype).isinf()]
+            if len(lost):
+                raise CheckpointError(
+                    f"{spec.name} holds {float(lost.abs().max()):.6g}, and {spec.dtype} ends at "
+                    f"{torch.finfo(rounded.dtype).max:g}: it would be inf; "
+                    "export with --dtype bfloat16 or --dtype float32"
+                )
+        yield rounded
+
+
+def _dtype_of(config_file: Path) -> str:
+    try:
+        config = json.loads(config_file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config_file}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{config_file}: holds no JSON object")
+    dtype = next((config[key] for key in DTYPE_KEYS if config.get(key)), "float32")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{config_file}: dtype={dtype!r}; legal: {', '.join(DTYPES)}")
+    return str(dtype)
+
+
+def _untrained(model_dir: Path, trained: Sequence[str]) -> dict[str, Tensor]:
+    """What modules with trained tensors have besides on disk: correction biases of routers (GLM 4.5), scales of layers.
+
+    Not a head that is tied, nor modules of which nothing is trained, such as layers that predict several tokens.
+    Raises ConfigError.
+    """
+    if not any(model_dir.glob("*.safetensors")):  # deleted since
+        return {}
+    modules = {name[:end] for name in trained for end, sign in enumerate(name) if sign == "."}
+    with TensorSource.of_model(model_dir) as source:
+        names = sorted(name for name in source.names - set(trained) if name.rpartition(".")[0] in modules)
+        tensors = {name: source.read(name).clone() for name in names}
+    return {name: tensor for name, tensor in tensors.items() if _word(tensor.dtype) in DTYPES}
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write_hf_weights(
+    out_dir: Path, specs: Sequence[TensorSpec], tensors: Iterator[Tensor], *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write tensors that come in the order of specs as the weights of an HF checkpoint.
+
+    Raises CheckpointError, OSError.
+    """
+    shards = plan_shards(specs, shard_bytes)
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        write_safetensors(out_dir / name, shard, tensors)
+        index.update({spec.name: name for spec in shard})
+    if len(shards) > 1:
+        content = {"metadata": {"total_size": sum(map(size_in_bytes, specs))}, "weight_map": index}
+        write_atomically(out_dir / INDEX_FILE, json.dumps(content, indent=2).encode())
+
+
+def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
+    """Copy all files but weights, config.json last; dtype: the one that config.json must name, if it differs.
+
+    Of directories only the one that belongs to the tokenizer: others have weights in other formats, or a cache.
+    """
+    if (templates := model_dir / CHAT_TEMPLATES).is_dir():
+        (out_dir / CHAT_TEMPLATES).mkdir()
+        for path in templates.glob("*.jinja"):
+            shutil.copyfile(path, out_dir / CHAT_TEMPLATES / path.name)
+    files = [path for path in model_dir.iterdir() if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES)]
+    for path in sorted(files, key=lambda path: path.name == "config.json"):
+        if dtype is not None and path.name == "config.json":
+            config = json.loads(path.read_bytes())
+            # Under the spelling that is there: what reads the old one need not know the other.
+            config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], dtype)
+            (out_dir / path.name).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        else:
+            shutil.copyfile(path, out_dir / path.name)
+
+
+# ------------------------------------------------------------------------------------------------------- held reference
+#
+# The reference model of a run that renews it: a separate HF checkpoint next to the trainer's part of a checkpoint.
+#
+# Input: a backend that holds a reference.  Output: a directory with its weights in the dtype of the forward pass, and
+# config.json.  After a resume, such a backend is opened on that directory instead of model.path, and keeps the loaded
+# weights as its reference: the bits are the same, whatever layout wrote them.
+
+
+REFERENCE_DIRECTORY = "reference"  # beside the trainer's part of a checkpoint directory
+CONFIG_FILE = "config.json"
+
+
+def save_reference(backend: TrainerBackend, model_dir: Path, directory: Path) -> Future[dict[str, int]]:
+    """Write the reference into `directory`; model_dir: where the model's config.json is.  A collective; training waits
+    for the disk.
+
+    The future is done: {file name: bytes} on rank 0 and {} elsewhere, or rank 0's CheckpointError.
+    """
+    done: Future[dict[str, int]] = Future()
+    weights = backend.weights(of_reference=True)
+    try:
+        files = _write(backend, (tensor for _, tensor in weights), model_dir, directory) if backend.is_rank_zero else {}
+    except CheckpointError as error:
+        done.set_exception(error)
+    else:
+        done.set_result(files)
+    for _ in weights:  # after an error the other ranks still send, and the end puts the policy back
+        pass
+    return done
+
+
+def _write(backend: TrainerBackend, tensors: Iterator[Tensor], model_dir: Path, directory: Path) -> dict[str, int]:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_hf_weights(directory, backend.tensor_specs(), tensors)
+        shutil.copyfile(model_dir / CONFIG_FILE, directory / CONFIG_FILE)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: the reference cannot be written: {error}") from error
+    return {f"{directory.name}/{path.name}": path.stat().st_size for path in sorted(directory.iterdir())}

@@ -1,0 +1,218 @@
+"""The trainer contract in plain PyTorch: every rank holds the whole model, gradients are summed over ranks.
+
+Input: packed micro-batches.  Output: optimiser steps.  The reference that other backends are compared with, and the
+trainer for models that fit one GPU or for tests on CPU.  Forward and backward run in the model's dtype on copies of
+float32 master weights; log-probabilities, loss, gradient sums and moments are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhpc.config.rules import Config
+from rlhpc.models.shape import LOGPROB_CHUNK_TOKENS
+from rlhpc.protocol.contracts import PolicyLoss, StepGate, StepResult
+from rlhpc.protocol.types import PackedMicrobatch, TensorSpec
+from rlhpc.training.backends import HeldParameters, ReplicatedBackend, WeightAverage
+from rlhpc.training.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint_tensors import Shard
+from rlhpc.training.hf_model import (
+    CausalLM,
+    cast_parameters,
+    load_causal_lm,
+    named_on_disk,
+    on_disk,
+    sharded_on_disk,
+    with_value_head,
+)
+from rlhpc.training.logprob import all_ranks_agree, on_device, scattered
+from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training.ranks import DTYPES, RankContext, close_process_group, device_of, open_process_group
+from rlhpc.training.trainer_state import FlatAdamW, TrainerCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceSettings:
+    """Settings that do not change between steps."""
+
+    dtype: torch.dtype
+    temperature: float
+    chunk_tokens: int
+    betas: tuple[float, float]
+    eps: float
+
+
+class ReferenceBackend(ReplicatedBackend):
+    """Data parallelism by one all-reduce of one flat float32 gradient."""
+
+    def __init__(
+        self, model: CausalLM, settings: ReferenceSettings, *, rank: int, world_size: int, owns_group: bool = False
+    ) -> None:
+        """Take over a float32 model; with more than one rank the default process group must be up.
+
+        owns_group: whether close() closes that group, too.
+        """
+        self._model, self._settings = model, settings
+        self._rank, self._world_size, self._owns_group = rank, world_size, owns_group
+        self._device = model.head_weight.device
+        self._optimizer = FlatAdamW(model.parameters, betas=settings.betas, eps=settings.eps)
+        if settings.dtype != torch.float32:
+            cast_parameters(model, settings.dtype)
+        self._reference = HeldParameters(lambda: [p.detach() for p in model.parameters.values()])
+        names = list(model.parameters)
+        items = [
+            sharded_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Shard(0, parameter.numel())])
+            for name, parameter in model.parameters.items()
+        ]
+        self._saver = BackgroundSaver(
+            items,
+            lambda kind, index: (self._optimizer.state(kind)[names[index]],),
+            device=self._device,
+            group=open_save_group(),
+        )
+        self._average = WeightAverage(items, lambda index: (self._optimizer.state("weights")[names[index]],))
+
+    @classmethod
+    def open(cls, config: Config, context: RankContext, *, has_value_head: bool = False) -> ReferenceBackend:
+        """Load config.model on this rank's device and connect to the other ranks.
+
+        An existing default process group is used and stays open.
+        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
+        """
+        device = device_of(config.trainer.device, context.rank)
+        torch.manual_seed(config.run.seed)
+        model = load_causal_lm(
+            config.model.path,
+            device=device,
+            recompute_activations=config.trainer.recompute_activations == "full",
+            max_tokens=config.generation.max_tokens,
+        )
+        model = with_value_head(model) if has_value_head else model
+        owns_group = context.world_size > 1 and not dist.is_initialized()
+        if owns_group:
+            open_process_group(context, device)
+        settings = ReferenceSettings(
+            dtype=DTYPES[config.model.dtype],
+            temperature=config.generation.temperature,
+            chunk_tokens=LOGPROB_CHUNK_TOKENS,
+            betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
+            eps=config.trainer.adam_eps,
+        )
+        return cls(model, settings, rank=context.rank, world_size=context.world_size, owns_group=owns_group)
+
+    @property
+    def num_steps_applied(self) -> int:
+        """Read from the optimiser, which skipped steps do not touch."""
+        return self._optimizer.num_steps_applied
+
+    def step(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
+        num_loss_tokens: int,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        may_apply: StepGate | None = None,
+    ) -> StepResult:
+        """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
+        sums = self._begin_last_part(num_loss_tokens)
+        anchors = {"proximal": proximal, "reference": reference}
+        self._add_gradients(
+            microbatches, loss, anchors, sums, has_entropy_gradient=has_entropy_gradient, is_last_part=True
+        )
+        metrics = sums.metrics.over_ranks(self._device)
+        if sums.divisor != num_loss_tokens:
+            self._optimizer.gradients.mul_(sums.divisor / num_loss_tokens)
+        if self._world_size > 1:
+            dist.all_reduce(self._optimizer.gradients)
+        grad_norm = self._optimizer.gradient_norm()
+        is_finite = math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
+        is_allowed = may_apply is None or may_apply(metrics, grad_norm)
+        applied = all_ranks_agree(is_finite and is_allowed, self._device)
+        if applied:
+            self._optimizer.clip(grad_norm, max_grad_norm)
+            self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        is_known = applied or (is_finite and not is_allowed)
+        return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
+
+    def _zero_gradients(self) -> None:
+        self._optimizer.zero_gradients()
+
+    def _backward(self, loss_sum: Tensor, current: Tensor, divisor: int, *, is_last: bool) -> None:
+        if loss_sum.requires_grad:  # not so for a row without loss tokens
+            (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
+
+    def _token_logprobs(
+        self,
+        microbatch: PackedMicrobatch,
+        wanted: NDArray[np.bool_],
+        *,
+        want_entropy: bool = False,
+        has_entropy_gradient: bool = False,
+        temperature: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies float32 [T], 0 where not wanted, and the latter's sum, without gradient.
+
+        Only wanted tokens pass through the head, which costs as much as many layers if the vocabulary is large.
+        """
+        positions = np.flatnonzero(wanted)
+        if not len(positions):
+            nothing = torch.zeros(len(microbatch.token_ids), device=self._device)
+            return nothing, nothing, nothing.sum()
+        token_ids = on_device(microbatch.token_ids.astype(np.int64), self._device)
+        hidden = self._model.hidden_states(
+            token_ids,
+            on_device(microbatch.position_ids.astype(np.int64), self._device),
+            SegmentPlan.of(microbatch.cu_seqlens, self._device),
+        )
+        tokens = on_device(positions, self._device)
+        logprobs, entropy = self._model.head(
+            hidden.index_select(0, tokens - 1),  # the state before a token predicts it
+            self._model.head_weight,
+            token_ids.index_select(0, tokens),
+            temperature=self._settings.temperature if temperature is None else temperature,
+            chunk_tokens=self._settings.chunk_tokens,
+            want_entropy=want_entropy,
+            has_entropy_gradient=has_entropy_gradient,
+        )
+        return scattered(logprobs, entropy, tokens, len(microbatch.token_ids))
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
+        return tuple(spec for parameter in self._model.tensor_specs() for spec in on_disk(parameter))
+
+    def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """See TrainerBackend; views of the parameters themselves, no copies: not to be written to."""
+        with self._reference.in_place(of_reference):
+            for parameter in self._model.tensor_specs() if self.is_rank_zero else ():
+                yield from named_on_disk(parameter, self._model.parameters[parameter.name].detach())
+
+    def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
+        parameters = self._optimizer.state(into)
+        here = dict(pair for spec in self._model.tensor_specs() for pair in named_on_disk(spec, parameters[spec.name]))
+        for _, name, tensor in checkpoint.tensors(kind):
+            here[name].copy_(tensor)
+
+    def _publish(self, num_steps_applied: int) -> None:
+        self._optimizer.num_steps_applied = num_steps_applied
+        self._optimizer.publish()
+
+    def close(self) -> None:
+        """Wait for a running save, then leave the process group.  Idempotent."""
+        self._saver.close()
+        self._reference.release()
+        if self._owns_group:
+            close_process_group()

@@ -1,1 +1,0 @@
-"""The trainer backend in plain PyTorch, against which the others are tested."""
