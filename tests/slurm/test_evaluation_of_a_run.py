@@ -93,7 +93,7 @@ def test_it_frees_its_node_while_the_run_waits_in_the_queue(
     slurm.run("scancel", str(waiting))
     for name, value in slurm.environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(job, "PATIENCE_S", job_patience_s := ASK_S + 5)
+    monkeypatch.setattr(job, "FOLLOW_PATIENCE_S", job_patience_s := ASK_S + 5)
     run.site_file.write_text(run.site_file.read_text().replace('extra = ["--begin=now+1hour"]', "extra = []"))
     assert main(["evaluate", str(run.layout.root), "--follow", "--site", str(run.site_file)]) == 0
     first = evaluation_job(run)

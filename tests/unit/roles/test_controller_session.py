@@ -25,7 +25,7 @@ OTHER_LEARNING_RATE = 0.5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhpc.roles.lifecycle.LOOK_S", 0.02)
+    monkeypatch.setattr("rlhpc.roles.lifecycle.ADDRESS_LOOK_S", 0.02)
 
 
 @pytest.fixture
