@@ -13,7 +13,7 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     reference   4·Ψ master, 4·Ψ gradients, 8·Ψ moments, and b·Ψ of a copy below float32; every rank holds all.
     With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
     With a critic all of this but the reference twice; it is taken to be of the policy's size.
-Activations and the head: activations.py.
+Activations and the head: memory_plan.py.
 Host memory while a model is loaded: DeepSpeed has all Ψ on every rank in float32 and then in model.dtype too, before
 anything is cut; the reference has them in float32.  Megatron reads slices.
 """
@@ -42,7 +42,7 @@ from rlhpc.weights.buckets import plan_buckets
 # The method is that of Korthikanti et al. 2022 (arXiv:2205.05198), §4, for one row of T tokens (batch 1), with these
 # differences: (1) SwiGLU instead of GeLU; (2) grouped-query attention; (3) flash attention: no term in T²; (4) no
 # dropout, so no masks; (5) RMSNorm; (6) context parallelism.
-# Legend: T tokens of a rank, t tensor ranks, b bytes of the dtype, H, A, K, D, F, V, E as in model_shape.py.
+# Legend: T tokens of a rank, t tensor ranks, b bytes of the dtype, H, A, K, D, F, V, E as in models/shape.py.
 #
 # Kept of a dense layer, bytes a token (u = t under sequence parallelism, otherwise 1):
 #     norms, two            2·n·H / u                       Megatron: the input, n = b; in transformers' layers 4 + b

@@ -6,7 +6,7 @@
     data.environment   begins with the first record, and takes one turn, after which more may follow, and then none;
                        all of it a second time
     agent.function     imported, by the process that would start agents, and its parameters are counted
-    algorithm.loss, algorithm.advantage   imported and tried as when a run starts (own_formulas.py)
+    algorithm.loss, algorithm.advantage   imported and tried as when a run starts
 
 Input: Config.  Output: lines for people, warnings of what is legal and seldom meant (rewards that change, that are
 always the same, huge, or slow) among them; a ConfigError with the key, the record, and what was raised or returned.

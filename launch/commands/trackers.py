@@ -6,7 +6,7 @@ Guarantees: no network is used, whatever wandb's variables say; of one run there
 earlier one is removed when the new one is whole.
 
 Why not from within, while the run trains: nothing that waits for a service may stand in the way of a run.  A run that
-goes on is sent by a command beside it (wandb_follow.py).
+goes on is sent by a command beside it.
 """
 
 from __future__ import annotations

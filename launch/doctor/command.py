@@ -128,7 +128,7 @@ def _without_value(found: re.Match[str]) -> str:
 #
 # The file of `rlhpc doctor … --report FILE`: the information that others need to diagnose a site.
 #
-# Input: findings, the probes' reports, site file and run file.  Output: text without secrets (redaction.py), to be
+# Input: findings, the probes' reports, site file and run file.  Output: text without secrets, to be
 # reviewed and sent.  Guarantees: only the user can read the file (mode 600); it is written completely or not at all.
 
 

@@ -220,7 +220,7 @@ def _lowest_ephemeral_port() -> int:
 # The network of a dev cluster: a switch, and for every node a namespace with its own address and host name.
 #
 # Input: the daemons' records.  Each namespace is held by an otherwise idle process that is recorded, watched, restarted
-# and ended like any daemon; namespaces.py has the commands.
+# and ended like any daemon; private_slurm/processes.py has the commands.
 
 
 class Network:

@@ -89,7 +89,7 @@ class ResumePoint:
 
     from_start: bool = False
     step: int | None = None
-    no_replay: bool = False  # steps after the checkpoint are not trained again from the journal (journal_aside.py)
+    no_replay: bool = False  # steps after the checkpoint are not trained again from the journal
     lift_quarantine: bool = False  # prompts that were given up are sampled again
 
 

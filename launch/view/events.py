@@ -1,7 +1,7 @@
 """The events of a run in order of time, from the records of supervisors, controllers, launchers and the guard.
 
 Input: jobs/*.events.jsonl, timeline.jsonl, attempts.jsonl, guard.jsonl, jobs/*.json of a run directory.
-Output: Happening, oldest first, and what each process did when (spells.py).  Lines that cannot be read are
+Output: Happening, oldest first, and what each process did when.  Lines that cannot be read are
 skipped: this is for viewing only.
 """
 

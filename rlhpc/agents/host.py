@@ -192,7 +192,7 @@ async def _why_not_ready(host: Process) -> str:
 
 
 MOST_KEPT = 1 << 16  # bytes of what an agent prints, from the end
-LONGEST_TEXT = 500  # characters of a text that an agent's function returns; of a detail no more is kept (reports.py)
+LONGEST_TEXT = 500  # characters of a text that an agent's function returns; of a detail no more is kept (session.py)
 _PIECE = 1 << 16
 _PARENT_DIED = signal.SIGHUP
 _LEFT_TO_THE_GENERATOR = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals every process

@@ -67,7 +67,7 @@ class Asked:
     model: str = ""  # as it was called
     is_streamed: bool = False
     with_usage: bool = False  # at the end of a stream
-    plain: str | tuple[int, ...] | None = None  # the prompt of a text completion (text_completions.py), not of a chat
+    plain: str | tuple[int, ...] | None = None  # the prompt of a text completion, not of a chat
 
 
 @dataclass(frozen=True, slots=True)

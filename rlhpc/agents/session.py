@@ -2,7 +2,7 @@
 
     agent   ── request ──▶ ask() ─ waits ─────────────────▶ reply       any number of times
                              │                    ▲
-    rollout ◀─ messages ── __call__() ── turn ────┘      as an environment of roles/common/dialogue.py, and its template
+    rollout ◀─ messages ── __call__() ── turn ────┘      as an environment of environments/dialogue.py, and its template
     agent   ── report, or its end ──▶ __call__() ──▶ reward
 
 A session is one line: each request has to say again all that was said before, and more.  Tokens of older messages are

@@ -276,7 +276,7 @@ def rloo(rewards: Float32, lengths: Int32) -> Float32:
 # taken off.
 #
 # Differs from it: (1) divided by N, and nothing is added to the variance; what has no spread is zero; (2) no KL cost in
-# the rewards of REINFORCE++, whose KL term is that of the loss (losses/regularised.py).
+# the rewards of REINFORCE++, whose KL term is that of the loss (algorithms/policy_loss.py).
 
 
 def normalize(

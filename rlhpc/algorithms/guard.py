@@ -121,7 +121,7 @@ def effective_sample_share(metrics: Mapping[str, float], num_loss_tokens: float)
 
 
 def age_figures(sums: Mapping[str, float]) -> dict[str, float]:
-    """What tokens of each age are like; sums: "age_FIGURE/AGE" of losses/figures.py, over one denominator.
+    """What tokens of each age are like; sums: "age_FIGURE/AGE" of algorithms/policy_loss.py, over one denominator.
 
     Nothing for an age that no token has.
     """

@@ -328,7 +328,7 @@ def _costliest_first(row_costs: Float64) -> Int64:
 
 # --------------------------------------------------------------------------------------------------------------- layout
 #
-# Pack the samples of one minibatch into rows for each rank: plan them (planner.py), then lay them end to end.
+# Pack the samples of one minibatch into rows for each rank: plan them, then lay them end to end.
 #
 # Input: TrainingSample.  Output: PackedMinibatch.  A pure function of its arguments: no clock, no randomness, no
 # state, so that the same samples in the same order give the same batch after a restart.  No token is dropped, doubled

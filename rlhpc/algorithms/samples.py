@@ -261,7 +261,7 @@ class SampleMaker:
         """One sample per member, in the order of groups and members, with advantages as `spread` says.
 
         A zero-variance group gives samples whose advantages are zero: whether to train on them is the caller's choice
-        (advantages/spread.py).
+        (algorithms/estimators.py).
         Raises ValueError for what must not be trained on: a member without a verdict or cut off, arrays that do not
         match, an empty prompt.  Raises RoleFailed if [shaping] does not fit the verdicts.
         """

@@ -18,7 +18,7 @@ from pathlib import Path
 #
 # What other users of a machine can do to a run directory, and core files of processes with keys in memory.
 #
-# Standard library.  Keys have stricter rules: they are refused if others can read them (transport/keys.py).
+# Standard library.  Keys have stricter rules: they are refused if others can read them (transport/security.py).
 
 
 PRIVATE = 0o700

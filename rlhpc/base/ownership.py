@@ -9,7 +9,7 @@ from writing into that attempt's timeline:
 2. Segments, checkpoints and status are prepared in a staging directory of their owner and renamed from there.  A new
 owner writes its own name first and then deletes the staging directories of all others: from then on their renames fail,
 however late, and files renamed before are visible and can be checked.
-3. A thread of each role looks at owner.json every second and ends its process (roles/common/guard.py).
+3. A thread of each role looks at owner.json every second and ends its process (roles/lifecycle.py).
 
 Needs no locks and compares no clocks: owner.json is opened again for each check, so that an NFS client asks the server.
 """

@@ -176,7 +176,7 @@ class ResolvedGroup:
 # Tell from counts alone whether a batch, or a part of one, can be formed, so that groups are scanned only if one can.
 #
 # Input: groups, as they are admitted, finish and leave.  Output: how many more have to end first, and how many a part
-# of the batch may have meanwhile.  A scan of all groups (batch_choice.py) costs a microsecond per group; with
+# of the batch may have meanwhile.  A scan of all groups costs a microsecond per group; with
 # thousands that finish one by one, it would dominate.
 
 
@@ -251,7 +251,7 @@ class UntakenTally:
         return most
 
     def _by_spare(self, by_due: Mapping[int, int], num_taken: int) -> Counter[int]:
-        """Counts by the number of batches that may still come before a group's own (batch_choice.py)."""
+        """Counts by the number of batches that may still come before a group's own."""
         counts: Counter[int] = Counter()
         for due, count in by_due.items():
             counts[max(0, (due - num_taken) // self._groups_per_step)] += count

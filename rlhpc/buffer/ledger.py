@@ -586,7 +586,7 @@ class AdmissionLedger:
         self._dropped[reason.value] += 1
 
     def upcoming(self, num_groups: int) -> list[int] | None:
-        """Ids of the groups that a batch would take now, ascending; None: it has to wait (batch_choice.py)."""
+        """Ids of the groups that a batch would take now, ascending; None: it has to wait (buffer/batches.py)."""
         if self.num_missing(num_groups):
             return None
         return self._choice.batch(list(self._untaken.values()), num_groups, self._num_taken)

@@ -2,7 +2,7 @@
 
     rollouts/partials_000000.bin, partials_000001.bin …      records, one after the other:
 
-    b"RLP1" │ crc32 u32 │ attempt u32 │ bytes u32 │ bytes before deflating u32 │ pieces (partial_codec.py)
+    b"RLP1" │ crc32 u32 │ attempt u32 │ bytes u32 │ bytes before deflating u32 │ pieces
 
 The checksum covers all that follows it.  A file begins with everything known so far, then new pieces are appended; once
 it has grown to several times its first size, the next file begins, and older ones are deleted: disk use is never much

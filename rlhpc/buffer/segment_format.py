@@ -176,7 +176,7 @@ def _layout(chunk: int) -> h5p.PropDCID:
     if chunk:
         creation.set_chunk((chunk,))
         creation.set_shuffle()
-        creation.set_deflate(1)  # tells readers the filter; deflated_chunks.py compresses
+        creation.set_deflate(1)  # tells readers the filter; segment_format.py compresses
     return creation
 
 

@@ -1,7 +1,7 @@
 """The settings of a run: a whole run file, and the rules that tie one of its keys to another.
 
-Input: the tables of config_sections.py.  Output: Config.  A rule is one function, which raises ValueError naming keys,
-values and what is legal.  EFFECTS (config_effects.py) are the rules that each key does something beside the others.
+Input: the tables of tables.py.  Output: Config.  A rule is one function, which raises ValueError naming keys,
+values and what is legal.  EFFECTS (effects.py) are the rules that each key does something beside the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tables of a run file, one class each: what is trained, on what, how.  Where it runs is the site file's subject.
 
-Frozen; unknown keys are refused; defaults are the recommended values.  Loads without torch.  config.py puts the tables
-together and ties their keys; config_file.py reads files and overrides.  Units are part of names: _s, _bytes, _tokens,
+Frozen; unknown keys are refused; defaults are the recommended values.  Loads without torch.  rules.py puts the tables
+together and ties their keys; file.py reads files and overrides.  Units are part of names: _s, _bytes, _tokens,
 _steps, _samples.
 """
 
@@ -357,7 +357,7 @@ class TransportConfig(Section):
 
 # ---------------------------------------------------------------------------------------------------------- config data
 #
-# The tables [data] of a run file, and their rules; see config_sections.py.  Loads without torch.
+# The tables [data] of a run file, and their rules.  Loads without torch.
 
 
 WHOLE_RECORD = "*"  # as reference_field

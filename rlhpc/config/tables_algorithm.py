@@ -1,4 +1,4 @@
-"""The tables [algorithm] and [shaping] of a run file; see config_sections.py.  Loads without torch."""
+"""The tables [algorithm] and [shaping] of a run file; see tables.py.  Loads without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------------------------------------------- config curriculum
 #
-# The table [curriculum] of a run file, and its rules; see config_sections.py.  Loads without torch.
+# The table [curriculum] of a run file, and its rules; see tables.py.  Loads without torch.
 
 
 Ascending = Annotated[tuple[float, ...], Field(strict=False)]  # a run file has lists
@@ -87,7 +87,7 @@ def no_prompt_is_solved_and_hopeless(config: Config) -> None:
 
 # --------------------------------------------------------------------------------------------------------- config guard
 #
-# [guard]: what follows when training leaves its bounds; see config_sections.py.  Loads without torch.
+# [guard]: what follows when training leaves its bounds; see tables.py.  Loads without torch.
 
 
 class GuardConfig(Section):

@@ -188,7 +188,7 @@ def environment_has_its_keys(config: Config) -> None:
 
 # ---------------------------------------------------------------------------------------------------- config evaluation
 #
-# The table [evaluation] of a run file, and its rules; see config_sections.py.  Loads without torch.
+# The table [evaluation] of a run file, and its rules; see tables.py.  Loads without torch.
 
 
 class EvaluationConfig(Section):

@@ -168,7 +168,7 @@ def _picture_field(record: Record) -> str:
 # that a million prompts are checked only once.  Faults are not cached.
 
 
-_CODE = ("data/*.py", "rewards/*.py", "tool_schemas.py")  # the code that determines the result
+_CODE = ("data/*.py", "rewards/*.py", "protocol/environment.py")  # the code that determines the result
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 

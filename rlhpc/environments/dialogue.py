@@ -4,7 +4,7 @@
              no loss   loss   no loss       loss       loss
 
 The engine goes on from the tokens so far, as from a Prefix; they are what is trained.  Observations are rendered by the
-chat template, only what is new (data/dialogue_template.py), and have log-probability 0 and the version of the token
+chat template, only what is new (data/prompt_form.py), and have log-probability 0 and the version of the token
 before them.
 
 A dialogue that was handed back goes on from its prefix: the turns in it are played to the environment again, and what

@@ -3,7 +3,7 @@
 vLLM's layerwise reload costs 0.3 to 0.9 ms of Python for each tensor, whatever its size, while nobody samples, and two
 copies of each.  In a model that only moves its tensors (unquantised, no experts, no layer that computes something from
 its weights) the places are always the same.  They are found by letting the model's own loaders work on tensors without
-memory, and looking at every operation on them (reload_trace.py); whatever is no plain data movement means no plan.
+memory, and looking at every operation on them; whatever is no plain data movement means no plan.
 
 Input: a vLLM model that holds a version, and that version.  Output: a ReloadPlan, or NoPlan with the reason.
 Guarantee: finding a plan changes nothing of the model, also when it fails.

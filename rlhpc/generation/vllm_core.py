@@ -324,7 +324,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 def _engine_core(vllm_config: Any) -> Any:
-    # vLLM is imported after its environment is set (vllm_process.py).
+    # vLLM is imported after its environment is set (vllm_start.py).
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 

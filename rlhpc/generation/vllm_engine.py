@@ -113,7 +113,7 @@ ABORT_AGAIN_S = 0.05  # an abort may overtake its request
 
 
 class VllmEngine(GenerationEngine):
-    """A vLLM AsyncLLM and its processes, or the thread that stands for them (core_thread.py)."""
+    """A vLLM AsyncLLM and its processes, or the thread that stands for them (vllm_core.py)."""
 
     def __init__(
         self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock, decode: Decode = no_text

@@ -342,7 +342,7 @@ def vllm_sampling_params(
     run_seed: makes the draw reproducible for the same request; None: the engine's own randomness.  is_streamed: there
     is an output, of all tokens so far, after every step; otherwise only the last one.
     """
-    # vLLM is imported after its environment is set (vllm_process.py).
+    # vLLM is imported after its environment is set (vllm_start.py).
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -433,7 +433,7 @@ class PartialCompletion:
 
 def num_tokens(llm: Any, request_id: str) -> int:
     """Number of tokens sampled for this request; 0: none, or this vLLM does not report it."""
-    if (own := getattr(llm, "num_tokens", None)) is not None:  # of core_thread.py, which stands for vLLM's front end
+    if (own := getattr(llm, "num_tokens", None)) is not None:  # of vllm_core.py, which stands for vLLM's front end
         return int(own(request_id))
     detokenizer = getattr(_state_of(llm, request_id), "detokenizer", None)
     return len(detokenizer.output_token_ids) if detokenizer is not None else 0

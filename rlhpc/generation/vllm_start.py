@@ -83,7 +83,7 @@ class EngineProfile:
 
     engine_args: dict[str, Any]  # for AsyncEngineArgs
     environment: dict[str, str]  # to be set before vllm is imported
-    # Its core runs in this process (core_thread.py).  Not on CUDA: there it has not been tried.
+    # Its core runs in this process (vllm_core.py).  Not on CUDA: there it has not been tried.
     is_in_process: bool = False
 
 
@@ -265,7 +265,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
     """Start an engine; blocks for seconds (CPU) to minutes (CUDA).  Sets the profile's variables in os.environ.
 
-    It has processes of its own, unless the profile says that its core runs in this one (core_thread.py).
+    It has processes of its own, unless the profile says that its core runs in this one (vllm_core.py).
 
     Must run on the main thread: the engine's process is set to die with the thread that started it.
     Raises EngineError if the engine does not start; its processes are gone then.

@@ -215,9 +215,9 @@ class WeightUpdateExtension:
     _rlhpc_shield: SignalShield | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
-        """Follow the generator, which has this pid (signal_shield.py); start counting.
+        """Follow the generator, which has this pid (vllm_start.py); start counting.
 
-        Where it has several workers their core obeys, too (shielded_executor.py).
+        Where it has several workers their core obeys, too (vllm_start.py).
         """
         self._rlhpc_preemptions = PreemptionCount(self.model_runner)
         self._rlhpc_shield = SignalShield()
@@ -259,7 +259,7 @@ class WeightUpdateExtension:
         return self._rlhpc_link.begin_join(group, group.first_rank(member) + self.rank)
 
     def rlhpc_begin_receive(self, manifest_json: str, staging: str) -> tuple[str, str]:
-        """Start receiving, into a "shadow" or "paused" (weight_link.py).  Returns what rlhpc_poll would."""
+        """Start receiving, into a "shadow" or "paused".  Returns what rlhpc_poll would."""
         if self._rlhpc_link is None:
             return NO_GROUP
         manifest = msgspec.json.decode(manifest_json, type=WeightManifest)
@@ -268,7 +268,7 @@ class WeightUpdateExtension:
         return self._rlhpc_link.begin_paused(manifest, self._rlhpc_load_arriving)
 
     def rlhpc_poll(self) -> tuple[str, str]:
-        """State and message of what was begun last (weight_link.py)."""
+        """State and message of what was begun last."""
         return NO_GROUP if self._rlhpc_link is None else self._rlhpc_link.poll()
 
     def rlhpc_load(self) -> tuple[float, dict[str, int] | None]:
@@ -320,7 +320,7 @@ class WeightUpdateExtension:
             torch.cuda.synchronize(self.device)
 
     def rlhpc_held_checksum(self) -> tuple[int, dict[str, int]]:
-        """Checksum of this worker's parameters, and numbers of each dtype (weights/held_checksum.py)."""
+        """Checksum of this worker's parameters, and numbers of each dtype (weights/checksums.py)."""
         return checksum_of(parameter.detach() for parameter in self.model_runner.get_model().parameters())
 
     def rlhpc_leave(self) -> None:

@@ -32,7 +32,7 @@ from rlhpc.protocol.errors import ConfigError, DataError
 # What an evaluation samples: written once to its directory, read by its processes.
 #
 # evaluation.json     these settings
-# samples-0.jsonl     samples of its first process (samples_file.py)
+# samples-0.jsonl     samples of its first process
 # summary.json        the figures, once all samples are there
 
 

@@ -254,7 +254,7 @@ def _later_than_all(directory: Path, now: int) -> int:
 # Write scalars, histograms, texts and a dashboard layout that TensorBoard shows.
 #
 # Input: plain numbers and text.  Output: events.  Uses tensorboard's own message builders, which need numpy only:
-# neither TensorFlow nor torch is imported.  Nothing here stops a run; see event_file.py.
+# neither TensorFlow nor torch is imported.  Nothing here stops a run.
 #
 # A resumed run repeats the steps since its last checkpoint in a new file.  TensorBoard's data server lets a later
 # point replace the earlier ones from its step on; its other loader does where a SessionLog says that a run starts

@@ -234,7 +234,7 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def weight_devices(self) -> tuple[str, ...]:
-        """Devices of the workers in a weight group, by rank, as device_id.py calls them; "" for the CPU."""
+        """Devices of the workers in a weight group, by rank, as weights/memory.py calls them; "" for the CPU."""
 
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> Rollout:
@@ -398,7 +398,7 @@ class RewardFunction(Protocol):
     """
 
     def __call__(self, completion: str, reference: str, /) -> object:
-        """Return a RewardOutcome, a number, a bool or a dict with a reward (rewards/returned.py).
+        """Return a RewardOutcome, a number, a bool or a dict with a reward (rewards/outcomes.py).
 
         An exception is a verifier error, never a reward of zero: raise what cannot be judged.
         """

@@ -3,7 +3,7 @@
     reset(record) ─▶ messages ─▶ the policy's turn ─▶ step(completion) ─▶ messages ─▶ the policy's turn ─▶ … ─▶ done
 
 An environment reads and writes text; tokenisation, and which tokens are trained, is handled elsewhere
-(roles/common/dialogue.py).  It runs in a worker process of the reward service, which may be killed at any moment.
+(environments/dialogue.py).  It runs in a worker process of the reward service, which may be killed at any moment.
 """
 
 from __future__ import annotations

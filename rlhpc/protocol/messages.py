@@ -1,4 +1,4 @@
-"""Messages between roles, besides the data types themselves.  Sent over the channels of topology.py."""
+"""Messages between roles, besides the data types themselves.  Sent over the channels below them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Hello:
     pid: int
     host: str
     num_weight_ranks: int = 0  # engine workers that receive weights; 0 for roles that receive none
-    weight_devices: tuple[str, ...] = ()  # of these workers, as device_id.py calls them; "" for the CPU
-    code: str = ""  # digest of the package that this process runs (code_digest.py); "": not known
+    weight_devices: tuple[str, ...] = ()  # of these workers, as weights/memory.py calls them; "" for the CPU
+    code: str = ""  # digest of the package that this process runs (user_code.py); "": not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class LeaseReturn:
 class LeaseProgress:
     """Generator → controller: tokens of running rollouts since the last report, kept in case the generator dies."""
 
-    pieces: UInt8  # buffer/partial_codec.py
+    pieces: UInt8  # buffer/prefixes.py
     num_bytes: int  # size of these before compression
     timeline: int  # of the weights that sample them (JoinGroup)
 
@@ -129,7 +129,7 @@ class RewardReply:
     reward_parts: dict[str, float]
     detail: str
     rewards_at: dict[int, float] = field(default_factory=dict)  # characters of the completion → reward
-    failure: str = ""  # of a verifier_error, its kind (rewards/failures.py)
+    failure: str = ""  # of a verifier_error, its kind (rewards/outcomes.py)
 
 
 @dataclass(frozen=True, slots=True)

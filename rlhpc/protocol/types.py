@@ -127,7 +127,7 @@ class ScoredRollout:
     reward_parts: dict[str, float] = field(default_factory=dict)  # named addends, for metrics
     detail: str = ""  # one line for people: what was extracted, or what went wrong
     token_rewards: dict[int, float] = field(default_factory=dict)  # completion token index → its part of the reward
-    failure: str = ""  # of a VERIFIER_ERROR, its kind (rewards/failures.py); not kept on disk
+    failure: str = ""  # of a VERIFIER_ERROR, its kind (rewards/outcomes.py); not kept on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class TrainingSample:
     behaviour_logprobs: Float32  # [L] 0 where loss_mask is False
     advantages: Float32  # [L] 0 where loss_mask is False
     versions: Int32  # [L] -1 on the prompt
-    loss_weight: float = 1.0  # weight of its loss tokens in the loss of the batch (algorithms/aggregation.py)
+    loss_weight: float = 1.0  # weight of its loss tokens in the loss of the batch (algorithms/samples.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class PackedMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits on metrics, by short name (algorithms/step_limits.py); outside them all ranks skip the optimiser step."""
+    """Limits on metrics, by short name (algorithms/guard.py); outside them all ranks skip the optimiser step."""
 
     lows: dict[str, float] = field(default_factory=dict)
     highs: dict[str, float] = field(default_factory=dict)
@@ -246,7 +246,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class HeldChecksum:
-    """Checksum of the parameters that an engine holds, over all its workers.  Made by weights/held_checksum.py."""
+    """Checksum of the parameters that an engine holds, over all its workers.  Made by weights/checksums.py."""
 
     value: int  # 64 bits
     layout: str  # device, workers, numbers of each dtype: checksums of other layouts are not comparable

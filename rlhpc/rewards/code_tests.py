@@ -37,7 +37,7 @@ from rlhpc.sandbox import call_functions, values
 # Task "code_stdin": does the program print what it should, for each input?
 #
 # Input: a completion whose last fenced block is a program in a language of sandbox.languages; reference: JSON,
-# {"inputs": […], "outputs": […]}, with language and limits of its own (code_limits.py) or without, or a list of
+# {"inputs": […], "outputs": […]}, with language and limits of its own (code_place.py) or without, or a list of
 # {"input", "output"}, all of them texts.  Output: a RewardOutcome of 1.0 or 0.0.  Outputs are compared here, outside
 # the sandbox, where the program cannot see what is expected: by lines, without trailing blanks and blank lines at the
 # end.  Where a decimal fraction is expected, a number close to it is as good: judges of contests ask for 1e-6.

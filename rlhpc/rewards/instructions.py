@@ -45,7 +45,7 @@ _QUOTES = "\"'“”‘’"
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """How one instruction is checked, and its arguments: name → kind (instruction_following.py checks them)."""
+    """How one instruction is checked, and its arguments: name → kind (instructions.py checks them)."""
 
     follows: Callable[[str, Arguments], bool]
     arguments: Mapping[str, str] = field(default_factory=dict)

@@ -5,7 +5,7 @@ Output: a RewardOutcome of 1.0 or 0.0; part `json` says whether it is JSON at al
 
 The last fenced block is judged, if it is marked json or not at all, or the whole completion if nothing is fenced.
 Nothing is fetched: a $ref leads to a place in the schema.  Differs from jsonschema: (1) multipleOf is exact, 19.99 is a
-multiple of 0.01; (2) formats are those of json_formats.py; (3) an object that constrains nothing is no schema, and one
+multiple of 0.01; (2) formats are those of json_schema.py; (3) an object that constrains nothing is no schema, and one
 around a schema, as APIs of models have it ({"name", "strict", "schema"}), is taken off.
 """
 

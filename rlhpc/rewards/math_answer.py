@@ -2,9 +2,9 @@ r"""Task "math_answer": does the final answer equal the reference, as mathematic
 
 Input: a completion and a reference.  Output: a RewardOutcome of 1.0 or 0.0.
 
-Which text is the answer is decided strictly: the last marked answer of the completion (marked_answer.py).  Earlier ones
+Which text is the answer is decided strictly: the last marked answer of the completion (text_answer.py).  Earlier ones
 do not count, and a completion without a mark is wrong however right its prose is.  Plain numbers, which is what GSM8K
-has, are compared at once (plain_numbers.py); everything else is read into a term (math_reading.py) and compared as one
+has, are compared at once (math_values.py); everything else is read into a term (math_reading.py) and compared as one
 (math_equality.py).  Every verdict is bounded: nothing here takes longer than a fraction of a second.
 """
 

@@ -1,6 +1,6 @@
 """Whether two answers of mathematics are equal.
 
-Input: two terms (math_terms.py) and the rules of the run.  Output: bool.
+Input: two terms (math_values.py) and the rules of the run.  Output: bool.
 
 Nothing is rewritten and nothing is expanded: numbers are compared exactly where they are fractions (math_values.py),
 otherwise to a hundred digits, and expressions with letters at several points where both are real.  So the time is

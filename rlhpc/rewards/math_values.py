@@ -1,6 +1,6 @@
 """Compute the value of a term, within bounds.
 
-Input: a term (math_terms.py) and a point, which gives letters their values.  Output: a Fraction if it is rational,
+Input: a term and a point, which gives letters their values.  Output: a Fraction if it is rational,
 else a number of mpmath to 160 digits.  Numbers of more than _MOST_BITS are not computed (TooLarge), sums of more than
 _MOST_STEPS steps neither; what is undefined, as 1/0, is Undefined.
 """

@@ -110,7 +110,7 @@ def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 # Input: verdicts, and groups that are refused because their prompt is quarantined.  Output: whether leases may be
 # granted; StarvedError or RoleFailed.  Looks at the last `window` verdicts; the limit is a share of the whole window,
 # so that one early error does not stop a run, while a verifier that always fails is found after max_share · window.
-# Errors are counted by cause: the kind of failure (failures.py), QUARANTINED, LEASES_LOST.
+# Errors are counted by cause: the kind of failure, QUARANTINED, LEASES_LOST.
 #
 #     open ── too many errors ──▶ waiting: a lease now and then ── a verdict, or patience_s are over ──▶ trying
 #      ▲                             ▲                                                                     │
@@ -458,7 +458,7 @@ def _as_float(value: Real) -> float:
 #
 # Each parameter is given by name, and is a list as long as the batch.  `prompts` is the field prompt; a parameter with
 # a default keeps it if a record lacks the field; **kwargs gets every other field that all records have. It returns a
-# list of what a function of one completion may return (returned.py), in the same order; async def is allowed.
+# list of what a function of one completion may return, in the same order; async def is allowed.
 
 
 COMPLETIONS, REFERENCES, RECORDS = "completions", "references", "records"

@@ -4,7 +4,7 @@ Input: (task, completion, reference).  Output: Judgement.  Each worker has one c
 verifier_error is always assigned to the completion that caused it.  A hung worker is killed, a dead one is replaced;
 the others continue.  A verifier's failure is never a reward of zero.
 
-    judge() ── takes an idle worker (turns.py) ── asks ── gives it back
+    judge() ── takes an idle worker ── asks ── gives it back
                                                    └ lost: killed, replaced in the background, verdict verifier_error
 """
 

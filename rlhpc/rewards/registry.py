@@ -358,7 +358,7 @@ def _field(record: Mapping[str, Any], name: str | None, whole: str) -> str:
         raise ValueError(f"the record has no field {name!r}, which composite.fields names; it has {', '.join(record)}")
     value = record[name]
     if isinstance(value, float) and math.isfinite(value):
-        return format(Decimal(repr(value)), "f")  # as data/records.py has it, without an exponent
+        return format(Decimal(repr(value)), "f")  # as data/record_source.py has it, without an exponent
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -8,7 +8,7 @@ that is nothing but articles or punctuation keeps them, or else saying nothing w
 letters are compared however they are composed (NFC), and quotes, dashes and other punctuation beyond ASCII counts as
 punctuation, too.
 
-The answer is the last marked one of the completion, or all of it where nothing is marked (marked_answer.py).
+The answer is the last marked one of the completion, or all of it where nothing is marked.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _letter(text: str) -> str | None:
 # Input: a completion and a reference, which is a Python regular expression.  Output: a RewardOutcome of 1.0 or 0.0.
 #
 # The whole answer must match, flags stand in the pattern ("(?i)yes").  The answer is the last marked one, or all of the
-# completion (marked_answer.py).  A pattern that takes exponential time is ended by rewards.timeout_s: a verifier error.
+# completion.  A pattern that takes exponential time is ended by rewards.timeout_s: a verifier error.
 
 
 def regex(completion: str, reference: str) -> RewardOutcome:

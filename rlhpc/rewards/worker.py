@@ -1,7 +1,7 @@
 """Score completions one after the other, in a separate process that may be killed at any moment.
 
 Input: Request, Batch and Dialogue frames from its standard input.  Output: Reply, Replies and Turn frames on what was
-its standard output.  Started by worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES
+its standard output.  Started by pool.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES
 TASK…`.  Ends when the pipe closes or its parent dies.  Whatever a reward function or an environment raises becomes a
 Reply or a Turn with an error; whatever it prints goes to standard error.
 """

@@ -2,7 +2,7 @@
 
 Input: RewardRequest and TurnRequest from generators.  Output: RewardReply and TurnReply.  Calls are idempotent: what is
 kept between the turns of a dialogue can be made anew from a request.  A service keeps its processes when the controller
-is replaced (controller_session.py).
+is replaced (lifecycle.py).
 """
 
 from __future__ import annotations

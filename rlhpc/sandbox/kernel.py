@@ -143,7 +143,7 @@ def drop_capabilities() -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """Have every further system call of this process and its children judged by a BPF program (filter.py)."""
+    """Have every further system call of this process and its children judged by a BPF program."""
     instructions = ctypes.create_string_buffer(program, len(program))
     described = _Filter(len(program) // 8, ctypes.cast(instructions, ctypes.c_void_p))
     result = _LIBC.prctl(

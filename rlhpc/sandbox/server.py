@@ -1,6 +1,6 @@
 """The warm process that runs programs: isolated once at its start, then forks for each request.
 
-    worker ── S (this loop; never reads a request) ── P (run_one.py; init of a PID namespace) ── Q (the program)
+    worker ── S (this loop; never reads a request) ── P (server.py; init of a PID namespace) ── Q (the program)
 
 Started as `python -I -X utf8 -c "…; main(FD)"` over a SOCK_SEQPACKET socket pair, with an empty environment.  It ends
 when the other end closes.  S's memory, which every program inherits, holds nothing but this code and preloaded modules.

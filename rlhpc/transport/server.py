@@ -62,7 +62,7 @@ class ZmqServer(ServerChannel):
     ) -> None:
         """Bind.
 
-        name: of this role instance.  secrets: see keys.py; not read without CURVE.  interface: see sockets.bind.
+        name: of this role instance.  secrets: see security.py; not read without CURVE.  interface: see sockets.bind.
         Raises RunDirectoryError for keys, ConfigError for an address.
         """
         self.name = checked_name(name)

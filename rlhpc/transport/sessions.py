@@ -5,7 +5,7 @@ ROUTER's routing id, so every message identifies its session.  The random number
 (routing ids are claimed, not proved), and lets a reopened channel start from sequence 0.
 
 Guarantees: only a peer's newest session is accepted; an incarnation that was replaced by another is fenced permanently,
-and so is any from an earlier start than the latest known of that name (incarnation.py), even when first seen: a node
+and so is any from an earlier start than the latest known of that name, even when first seen: a node
 that was cut off must not take over from its replacement.  Per session and direction, sequence numbers count from 0, so
 that losses are counted and duplicates rejected.
 """

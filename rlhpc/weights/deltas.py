@@ -286,7 +286,7 @@ def send_deltas(
         for each in arrivals:
             _finish(each)
     finally:
-        arrivals.clear()  # as in group_publisher.py
+        arrivals.clear()  # as in publisher.py
     return sums, num_bytes
 
 

@@ -2,7 +2,7 @@
 
 Input: an address, a rank and a world size.  Output: a group with broadcast from rank 0 and a sum.  The trainer's and
 vLLM's own process groups are in torch's global state and are not touched.  Every failure is a GroupFailed.  Guarantee:
-rank 0 detects within seconds that another rank is gone, and all others that rank 0 is (lifeline.py).
+rank 0 detects within seconds that another rank is gone, and all others that rank 0 is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlhpc.protocol.errors import GroupFailed
 # Detect within seconds that another member of a weight group is gone, independently of the group's connections.
 #
 # Input: the group's store.  Output: a text naming who is gone, "" while all are there.  An NCCL collective without its
-# watchdog (nccl_group.py) reports nothing: the GPU kernel keeps waiting for a dead peer until the time-out.  So every
+# watchdog reports nothing: the GPU kernel keeps waiting for a dead peer until the time-out.  So every
 # receiver keeps a TCP connection to the publisher on which, after a password, nothing is ever sent.  The operating
 # system closes it when a process ends; keepalive probes detect a lost host.  A hung process is not detected here, but
 # by the time-out.
@@ -160,7 +160,7 @@ class Lifeline:
 # Input: a store, a rank, a device; output: a ProcessGroupNCCL.  torch's watchdog thread rethrows errors of collectives
 # (TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default), and an exception that leaves a thread ends the process: the death
 # of a generator would end the trainer.  Guarantee: this group has no watchdog and no heartbeat monitor.  Waits and the
-# rendezvous end at their time-out, or when another rank is gone (lifeline.py); a rank that gives up aborts the
+# rendezvous end at their time-out, or when another rank is gone; a rank that gives up aborts the
 # communicator.  Other groups of the process keep their watchdogs.
 
 

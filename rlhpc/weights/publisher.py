@@ -3,7 +3,7 @@
 Input: a WeightManifest and an iterator of tensors.  Two blocks of bytes alternate: one is filled while the other is
 sent, so that the extra memory is two buckets.  Protocol of one publication, from rank 0 unless noted: header, and the
 identity of the base version for deltas; a sum in which every receiver says whether it can take the version, whether it
-will keep it, and whether it has the base version (group_votes.py); blocks, or deltas if all have it (group_deltas.py);
+will keep it, and whether it has the base version; blocks, or deltas if all have it (deltas.py);
 checksums of the whole buckets; a sum in which every receiver says whether its checksums agree.  A publication that
 returns has arrived everywhere.
 """

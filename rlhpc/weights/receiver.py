@@ -2,7 +2,7 @@
 
 Input: a WeightManifest and memory; output: one block of bytes after the other; the next one is received while the last
 is used.  Failures on this side (no room, another version than announced, a consumer that gives up) are reported in one
-of the two votes of the protocol (group_publisher.py), so that no other rank has to wait for a time-out.
+of the two votes of the protocol (publisher.py), so that no other rank has to wait for a time-out.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Guarantees: one checkpoint is written at a time; nothing that an older checkpoint needs is deleted before the new one is
 complete, for a run that is killed in between goes on from the older one; a checkpoint that cannot be written to disk is
 skipped and another is tried soon; only when this has gone on for long is it an error.  All input and output is done in
-lanes (disk_writer.py): the event loop must receive rollouts and heartbeats, however slow the disk.
+lanes (persistence.py): the event loop must receive rollouts and heartbeats, however slow the disk.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ their channel, the last one for the clock.  The others wait for each other (a te
     CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
 
 The train loop waits for the trainer's answers besides (trainer_link.py), for weights to be live before it saves, and
-for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of disk_writer.py.
+for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of persistence.py.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def sampling_figures(stats: IntakeStats) -> dict[str, float]:
 
 
 def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of each task: what failures.py counts, and the mean time of a completion."""
+    """Of each task: what rewards/outcomes.py counts, and the mean time of a completion."""
     found: dict[str, float] = {}
     for task, figures in tasks.items():
         found |= {f"verifier_{name}/{task}": value for name, value in figures.items() if name != SECONDS}

@@ -113,7 +113,7 @@ def compare(
 # Input: finished RolloutGroup, from the buffer, which keeps them until the batch is taken with them in it.  Output:
 # none; the ranks hold gradients until the step's last part.  The same step as on the whole batch at once: no weight
 # changes in between.  A part is begun only where the ledger can still complete the batch without making others late
-# (buffer/batch_choice.py).  StreamRL (Zhong et al. 2025, arXiv:2504.15930) calls it stream generation.
+# (buffer/batches.py).  StreamRL (Zhong et al. 2025, arXiv:2504.15930) calls it stream generation.
 
 
 LOOK_AGAIN_AT = 8  # when this part of the groups has come in addition: a look takes as long as there are groups

@@ -1,11 +1,11 @@
 """A generator: samples the prompts it holds leases for, has rollouts scored, delivers them, and receives new weights
 meanwhile.
 
-Input: Lease.  Output: ScoredRollout.  It keeps what it has delivered until the controller has it on disk (outbox.py);
+Input: Lease.  Output: ScoredRollout.  It keeps what it has delivered until the controller has it on disk (sampling.py);
 whatever else it loses is granted again to another.  It states how many samples it is willing to hold; the controller
 never grants it more.
 
-When the controller is replaced (controller_session.py) a generator keeps its engine, which takes minutes to start, and
+When the controller is replaced (lifecycle.py) a generator keeps its engine, which takes minutes to start, and
 goes on sampling (sampling.py).  Its weights do not count as a version of the next controller, which grants it no new
 lease before it has received new ones.
 """

@@ -3,7 +3,7 @@
     Lease ─▶ engine ─▶ verdict ─▶ outbox
 
 While there is no controller, sampling goes on, and what is finished waits for the reward services of the next session.
-The next controller learns from a report what is being sampled, and counts it as leased (buffer/partial_intake.py).
+The next controller learns from a report what is being sampled, and counts it as leased (buffer/prefixes.py).
 
 What is sampled counts as long as the weights that sample it do: in one *timeline* every controller repeats the steps of
 the one before.  A controller that cannot begins another, whose number comes with its first weights; what was sampled

@@ -335,7 +335,7 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
     """float32 [head size / 2] radians per token, as transformers computes them, of one of ROPE_TYPES."""
     parameters = model.rope_parameters
     if parameters["rope_type"] != "default":
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow: see model_file.py
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow: see model_config.py
 
         scaled: Tensor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](model, device=torch.device("cpu"))[0]
         return scaled
