@@ -17,18 +17,10 @@ from rlhpc.config.rules import Config
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.data.validation import DatasetSummary
+from tests import build
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
 
-CONFIG = Config.model_validate(
-    {
-        "run": {"name": "test", "num_steps": 1},
-        "model": {"path": "model"},
-        "data": {"path": "train.jsonl", "task": "regex", "max_completion_tokens": 7},
-        "generation": {"max_prompt_tokens": 8, "max_completion_tokens": 8},
-        "admission": {"groups_per_step": 2, "group_size": 2},
-        "trainer": {"token_budget": 64},
-    }
-)
+CONFIG = build.config(data={"path": "train.jsonl", "task": "regex", "max_completion_tokens": 7})
 
 
 def found(text: str, longer: int = 0) -> DatasetSummary:
@@ -94,9 +86,7 @@ def test_fewer_records_than_a_step_takes_are_a_warning() -> None:
 
 def test_tools_that_no_prompt_names_are_a_warning() -> None:
     settings = {"task": "regex", "environment": "tools", "use_chat_template": True}
-    config = Config.model_validate(
-        CONFIG.model_dump() | {"data": {"path": "train.jsonl"} | settings, "environment": {"tools": ["calculator"]}}
-    )
+    config = build.config(data=settings, environment={"tools": ["calculator"]})
     (line,) = untold_tools(config, [found("Q")])
     assert "the prompt names no calculator" in line
     assert untold_tools(config, [found("You have a calculator.")]) == []

@@ -16,6 +16,7 @@ from launch.plan.processes import describe_plan, local_plan_document
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import Config
 from rlhpc.protocol.errors import ConfigError
+from tests import build
 
 TWO_WHOLE = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
@@ -33,17 +34,8 @@ OLD_PART = "MIG-GPU-1a2b3c4d-d33d-2b2c-524d-9e3d8d2b8a77/1/0"  # as drivers befo
 
 
 def config_of(*, trainer: Any = None, generation: Any = None, weights: Any = None, evaluation: Any = ()) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "r", "num_steps": 1},
-            "model": {"path": "model"},
-            "data": {"path": "data", "task": "math_answer"},
-            "generation": {"max_prompt_tokens": 8, "max_completion_tokens": 8, **(generation or {})},
-            "admission": {"groups_per_step": 1, "group_size": 2},
-            "trainer": {"token_budget": 64, **(trainer or {})},
-            "weights": weights or {},
-            "evaluation": evaluation,
-        }
+    return build.config(
+        generation=generation or {}, trainer=trainer or {}, weights=weights or {}, evaluation=evaluation
     )
 
 

@@ -19,6 +19,7 @@ from rlhpc.config.file import load_config
 from rlhpc.config.rules import Config, with_values
 from rlhpc.models.shape import ModelShape, ParallelLayout, layers_of_stage
 from rlhpc.protocol.errors import EXIT_CONFIG, ConfigError
+from tests import build
 from tests.unit.launch.public_models import (
     CONFIGS,
     LARGE_RUNS,
@@ -35,15 +36,11 @@ H100 = Site.model_validate({"trainer": {"gpu": "h100"}, "generation": {"gpu": "h
 
 def config_of(backend: str = "megatron", *, dtype: str = "bfloat16", **trainer: Any) -> Config:
     """A run that nothing but the trainer's keys matters of; samples of up to 1024 + 3072 tokens."""
-    return Config.model_validate(
-        {
-            "run": {"name": "plan", "num_steps": 10},
-            "model": {"path": "model", "dtype": dtype},
-            "data": {"path": "data", "task": "math_answer"},
-            "generation": {"max_prompt_tokens": 1024, "max_completion_tokens": 3072, "tensor_parallel": 4},
-            "admission": {"groups_per_step": 8, "group_size": 8},
-            "trainer": {"backend": backend, "token_budget": 8192, **trainer},
-        }
+    return build.config(
+        model={"dtype": dtype},
+        generation={"max_prompt_tokens": 1024, "max_completion_tokens": 3072, "tensor_parallel": 4},
+        admission={"groups_per_step": 8, "group_size": 8},
+        trainer={"backend": backend, "token_budget": 8192, **trainer},
     )
 
 
