@@ -1,8 +1,8 @@
 """Compiled numeric loops: numba behind one decorator.
 
-Trap: numba decides where its cache lives when a function is decorated, at import.  It takes ``__pycache__`` beside the
-source if that is writable, else the user's cache directory (``NUMBA_CACHE_DIR`` sets another), and raises RuntimeError
-if neither is: an import that works for one user of a shared install and fails for the next.  In that case the function
+Trap: numba decides where its cache lives when it decorates a function.  It takes ``__pycache__`` beside the source if
+that is writable, else the user's cache directory (``NUMBA_CACHE_DIR`` sets another), and raises RuntimeError
+if neither is: a call that works for one user of a shared install and fails for the next.  In that case the function
 is compiled without a cache here, once per process.
 
 Trap: numba replaces a function's index before its code, and takes a source of the same size and time for the same.
@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, update_wrapper
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from llvmlite import binding
-from numba import njit
 from zlib_ng.zlib_ng import crc32
 
 # ------------------------------------------------------------------------------------------------------------------ crc
@@ -69,19 +68,53 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Return `function`, compiled at its first call; cached on disk where a directory is writable.
+    """Return `function`, which its first call compiles, with all others of its module; cached on disk where possible.
 
     It runs without the GIL, so an engine decodes while a checksum is computed.  Of other modules it may use only what
-    never changes: only its own source is looked at.
+    never changes: only its own source is looked at.  numba is loaded by the first call: it takes half a second.
     """
+    return cast(Function, _Uncompiled(function))
+
+
+_COMPILING = threading.RLock()
+
+
+class _Uncompiled:
+    """A function before its first call, which puts numba's in its place: compiled functions call each other by name."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
+        self._function = function
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        names = self._function.__globals__
+        with _COMPILING:
+            for name, value in list(names.items()):
+                if isinstance(value, _Uncompiled):
+                    names[name] = value._compile()
+            function = self._compile()
+        return function(*arguments)
+
+    def _compile(self) -> Callable[..., Any]:
+        if self._compiled is None:
+            self._compiled = _by_numba(self._function)
+        return self._compiled
+
+
+def _by_numba(function: Callable[..., Any]) -> Callable[..., Any]:
+    from numba import njit
+
     function.__qualname__ += f"_{_digest(function.__code__.co_filename):08x}"
     try:
-        return cast(Function, njit(cache=True, nogil=True)(function))
+        return cast(Callable[..., Any], njit(cache=True, nogil=True)(function))
     except RuntimeError:  # "cannot cache function …: no locator available"
-        return cast(Function, njit(nogil=True)(function))
+        return cast(Callable[..., Any], njit(nogil=True)(function))
 
 
 @cache
 def _digest(source: str) -> int:
+    from llvmlite import binding
+
     processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     return zlib.crc32(Path(source).read_bytes() + processor.encode())

@@ -25,7 +25,7 @@ from rlhpc.protocol.types import HeldChecksum
 #
 # The lanes of a checksum, compiled: on data in the cache three times as fast as torch's int64 products.
 #
-# Importing it loads numba, which takes half a second, and compiles once per installation.
+# The first call loads numba, which takes half a second, and compiles once per installation.
 
 
 def fold(words: Tensor, lanes: Tensor, factor: int) -> None:

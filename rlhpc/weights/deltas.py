@@ -10,8 +10,7 @@ two bytes instead of the four for its position and value:
     uint8 [skips] numbers to skip before the next change; 255: skip 255, and read on
     uint8 [n]     difference to the old value, 1 … 254 as zigzag (1 → −1, 2 → 1, 3 → −2, …), else 0
 
-Guarantee: malformed input is rejected before the block is touched, whatever the bytes are.  Numba compiles at the first
-call (rlhpc/base/native.py); importing it takes half a second, so other modules import this one lazily.
+Guarantee: malformed input is rejected before the block is touched, whatever the bytes are.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def test_an_engine_of_two_workers_ends_with_its_generator(tmp_path: Path) -> Non
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, check=False
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr  # vLLM's workers write to stdout
     (said,) = (line for line in done.stdout.splitlines() if line.startswith("processes "))
     pids = [int(word) for word in said.split()[1:]]
     assert len(pids) == 3

@@ -42,3 +42,21 @@ def test_whoever_has_switched_it_off_finds_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.starts
+def test_numba_is_loaded_by_the_first_call_of_what_it_compiles() -> None:
+    """vLLM 0.32 looks for kernels in every module that is loaded and fails at llvmlite's (triton_utils/dispatcher.py):
+    an engine's workers, which import the main module of whoever spawns them, did not start.
+    """
+    code = (
+        "import sys\n"
+        "import rlhpc.roles.controller.controller, rlhpc.transport.codec\n"
+        "import rlhpc.weights.checksums, rlhpc.weights.deltas\n"
+        "assert 'llvmlite' not in sys.modules\n"
+        "import torch\n"
+        "from rlhpc.weights.checksums import checksum64\n"
+        "checksum64(torch.zeros(1 << 22, dtype=torch.uint8))\n"
+        "assert 'llvmlite' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
