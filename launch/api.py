@@ -385,7 +385,7 @@ class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
         return path.read_text(errors="replace") if path.exists() else None
 
     def stderr(self) -> str | None:
-        """The same as stdout: both are one file."""
+        """stdout again: both streams go into one file."""
         return self.stdout()
 
     def _newest(self) -> JobRecord:

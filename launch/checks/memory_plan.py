@@ -74,7 +74,7 @@ class RowMemory:
 
     @property
     def num_tokens(self) -> int:
-        """Of a full row on one context rank, padding included."""
+        """Tokens of a full row on one context rank, padding included."""
         multiple = self.layout.row_multiple
         return -(-self.trainer.token_budget // multiple) * multiple // self.layout.context
 
@@ -84,7 +84,7 @@ class RowMemory:
 
     @property
     def _norm_bytes(self) -> int:
-        """For each number of a norm's input: Megatron's layers keep it alone, transformers' a float32 copy, too."""
+        """Bytes kept for each number of a norm's input: Megatron keeps it alone, transformers a float32 copy, too."""
         return self.element_bytes if self._is_megatron else 4 + self.element_bytes
 
     @property
@@ -222,7 +222,7 @@ class RankMemory:
 
     @property
     def allowance(self) -> int:
-        """For what no tensor accounts for; a guess."""
+        """A guess at what no tensor accounts for."""
         return FIXED_ALLOWANCE + int(FRAGMENTATION * (self.resident + self.moment)) if self.is_on_gpu else 0
 
     @property
@@ -242,7 +242,7 @@ class RankMemory:
 
     @property
     def host_training(self) -> int:
-        """While it trains and saves."""
+        """Host memory while it trains and saves."""
         copies = self.host_reference + self.host_average + self.host_image
         return self.host_optimizer + self.host_snapshot + copies
 
@@ -472,7 +472,7 @@ def _cache_bytes(config: Config, shape: ModelShape, num_tokens: int) -> int:
 
 
 def staging_bytes(config: Config, shape: ModelShape) -> int:
-    """On each GPU of an engine, at the fullest moment of an update."""
+    """Return the bytes that an update stages on each GPU of an engine, at its fullest moment."""
     buckets = bucket_sizes(config, shape)
     module = ELEMENT_BYTES[config.model.dtype] * shape.largest_module
     shadow = max(buckets[0::2], default=0) + max(buckets[1::2], default=0)

@@ -156,7 +156,7 @@ def _trainer_changes(config: Config) -> Iterator[Change]:
 
 
 def cheap_changes(config: Config) -> Iterator[Change]:
-    """On the same ranks, in the order of what they cost; what is set already or legal nowhere here drops out."""
+    """Changes on the same ranks, cheapest first; what is set already or legal nowhere here drops out."""
     trainer = config.trainer
     longest = config.generation.max_tokens
     changes: tuple[Change, ...] = (
@@ -331,7 +331,7 @@ class Share:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """In GiB, part by part."""
+        """The memory in GiB, part by part."""
         parts = ", ".join(f"{words} {value / GIB:.1f}" for words, value in self.parts.items() if value)
         return f"{self.process} {self.total / GIB:.1f} ({parts})"
 
@@ -570,7 +570,7 @@ def describe_memory(plan: tuple[RankMemory, ...]) -> str:
 
 
 def describe_engine(need: EngineMemory) -> str:
-    """The same for one GPU of a generator."""
+    """A table for one GPU of a generator."""
     rows = {
         "weights": need.weights,
         "KV cache, at least": need.kv_cache,

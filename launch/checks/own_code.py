@@ -133,7 +133,7 @@ def untried_code(config: Config) -> list[str]:
 
 
 def _trials(config: Config) -> Iterator[_Trial]:
-    """Of tasks that are of the user's own, or have such a part; of others too where their parts have weights."""
+    """Trials of tasks that are of the user's own, or have such a part; of others too where their parts have weights."""
     seen = set[str]()
     for dataset in config.data:
         wanted = [task for task in dataset.all_tasks if task not in seen and _is_tried(config, task)]
@@ -387,7 +387,7 @@ def _refuse_missing_parts(config: Config, found: Judgement, where: str) -> None:
 
 
 def _cause(said: str) -> str:
-    """Without who was told it by whom."""
+    """The cause alone, without who was told it by whom."""
     return said.removeprefix("reward pool: ").removeprefix("worker cannot start: ").removeprefix("ConfigError: ")
 
 

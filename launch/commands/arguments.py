@@ -181,7 +181,7 @@ def takes_run_file(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_site_file(parser: argparse.ArgumentParser) -> None:
-    """Where a run runs."""
+    """Add the option that says where a run runs."""
     parser.add_argument("site_file", type=Path, metavar="SITE.toml", help="site file: partitions, GPUs, time")
 
 
@@ -251,7 +251,7 @@ def takes_rollouts(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_list(parser: argparse.ArgumentParser) -> None:
-    """Where to look for runs, and which to show."""
+    """Add the options that say where to look for runs, and which to show."""
     text = "default: runs/ if it exists, else the current directory"
     parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="DIR", help=text)
     parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
@@ -284,7 +284,7 @@ def resume_point(options: argparse.Namespace) -> ResumePoint:
 
 
 def refuse_resume_point(options: argparse.Namespace) -> None:
-    """For several runs at once.  Raises ConfigError if one of the options is given."""
+    """Raise ConfigError if an option that makes sense for one run alone is given for several."""
     if option := _spelt(options):
         raise ConfigError(f"{option} applies to one run; use `rlhpc resume RUN_DIR` for each")
 
@@ -362,7 +362,7 @@ def refuse_without_predict(options: argparse.Namespace) -> None:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Of all commands."""
+    """Make the parser of all commands."""
     parser = argparse.ArgumentParser(prog="rlhpc", description="Asynchronous RL post-training of language models.")
     parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

@@ -87,7 +87,7 @@ def check_run_file(options: argparse.Namespace) -> int:
 
 
 def _refuse_place(directory: Path) -> None:
-    """Where a run cannot make its directory, or would not take the one that is there."""
+    """Raise ConfigError if a run cannot make its directory, or would not take the one that is there."""
     if long := [part for part in directory.parts if len(os.fsencode(part)) > _LONGEST_NAME]:
         raise ConfigError(
             f"run.directory={str(directory)!r}: {long[0][:20]!r}… is too long for a name, {len(os.fsencode(long[0]))} "

@@ -135,7 +135,7 @@ def convert(source: Source, out: Path, options: argparse.Namespace) -> list[str]
 
 
 def _files(out: Path, validation: float | None) -> dict[bool, Path]:
-    """By whether it is the part for validation.  Raises ConfigError for a file that exists, or of another form."""
+    """Files to write, by whether they are for validation.  Raises ConfigError: one exists, or has another form."""
     if validation is None:
         if out.suffix not in WRITTEN:
             raise ConfigError(f"{out}: legal is a {' or '.join(WRITTEN)} file")

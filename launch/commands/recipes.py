@@ -26,7 +26,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """As people give it."""
+        """The recipe's name as people give it."""
         return self.path.stem
 
     @property
@@ -55,14 +55,14 @@ class Recipe:
 
 
 def known_recipes(directory: Path = DIRECTORY) -> dict[str, Recipe]:
-    """By name, the smallest first."""
+    """Recipes by name, the smallest first."""
     paths = (directory / "gsm8k.toml", *sorted((directory / "recipes").glob("*.toml")))
     recipes = [Recipe(path) for path in paths]
     return {recipe.name: recipe for recipe in sorted(recipes, key=lambda each: sum(num_gpus(each.config)))}
 
 
 def num_gpus(config: Config) -> tuple[int, int]:
-    """Of trainer ranks, of engines."""
+    """Numbers of GPUs of trainer ranks, of engines."""
     return config.trainer.num_ranks, config.generation.num_replicas * config.generation.tensor_parallel
 
 

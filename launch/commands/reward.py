@@ -148,7 +148,7 @@ async def _judge(
 
 
 def _document(record: Record, judgement: Judgement) -> dict[str, Any]:
-    """For programs; a verifier that failed has said nothing of a reward."""
+    """The judgement for programs; a verifier that failed has said nothing of a reward."""
     is_judged = judgement.verdict is not Verdict.VERIFIER_ERROR
     return {
         "line": _line_of(record),

@@ -118,7 +118,7 @@ class EvaluationBesideRun:
 
 
 def _begin(parent: int, niceness: int) -> None:
-    """In the child between fork and exec; this process has one thread."""
+    """Set up the child between fork and exec; this process has one thread."""
     die_with(parent)
     os.nice(niceness)
 

@@ -218,7 +218,7 @@ def roles_run_here(prologue: PrologueConfig) -> bool:
 
 
 def refuse_small_memory(config: Config, findings: Findings, site: Site, site_file: Path, tell: Tell) -> None:
-    """As `rlhpc check --site`; GPUs if the site file describes them, and host memory.  Raises ConfigError."""
+    """Refuse what `rlhpc check --site` does: too little host memory, or GPU memory.  Raises ConfigError."""
     if findings.shape is None or config.trainer.device == "cpu":
         return
     sections: tuple[GpuConfig, ...] = (site.trainer, site.generation)

@@ -195,7 +195,7 @@ def columns_of(text: str) -> int:
 
 
 def cut_to(text: str, width: int) -> str:
-    """As much of its beginning as has room in so many columns."""
+    """As much of the text's beginning as has room in so many columns."""
     while columns_of(text) > width:
         text = text[:-1]
     return text
@@ -250,7 +250,7 @@ def shortened(text: str, most: int = 400) -> str:
 
 
 def print_whatever_happens() -> None:
-    """Of letters that the locale lacks (LANG=en_US is Latin-1) print the numbers; of closed streams make empty ones.
+    """Print numbers for letters that the locale lacks (LANG=en_US is Latin-1); replace closed streams by empty ones.
 
     Python has None in the place of a stream that is closed (`2>&-`, or a daemon's), and the next file that is opened
     would take its descriptor: a socket of this process would become the standard error of those that it starts.
@@ -281,7 +281,7 @@ def print_or_lose(text: str) -> None:
 
 
 def say_or_lose(text: str) -> None:
-    """The same on standard error, which may be a pipe that nobody reads any more, or a full disk."""
+    """Print it on standard error; where nobody can read it any more (a closed pipe, a full disk) it is lost."""
     with suppress(OSError, ValueError):  # ValueError: closed
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -257,7 +257,7 @@ def read_marker(marker: Path, fingerprint: str) -> WarmStart | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """With more, the order of additions, and so the weights, would depend on their number."""
+    """Compute on one thread: with more, the order of additions, and so the weights, would depend on their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -54,14 +54,14 @@ def main(arguments: list[str]) -> int:
 
 
 def name_host() -> None:
-    """As launch/supervisor/role_task.py does it for roles: a probe is a job of one component."""
+    """Name the host to NCCL as launch/supervisor/role_task.py does for roles: a probe is a job of one component."""
     node, job = os.environ.get("SLURMD_NODENAME") or platform.node(), os.environ.get("SLURM_JOB_ID", "")
     if not os.environ.setdefault("NCCL_HOSTID", f"{node}.{job}"):
         del os.environ["NCCL_HOSTID"]
 
 
 def tell_gloo() -> None:
-    """As rlhpc/base/host_address.py does it for roles: the first interface of RLHPC_INTERFACE that is here."""
+    """Tell gloo its interface, as host_address.py does for roles: the first of RLHPC_INTERFACE that is here."""
     here = {name for _, name in socket.if_nameindex()}
     named = [name.strip() for name in os.environ.get("RLHPC_INTERFACE", "").split(",")]
     for name in (name for name in named if name in here):

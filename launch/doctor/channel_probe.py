@@ -28,7 +28,7 @@ CONNECT_S = 15.0
 
 
 def channel_layout(directory: Path) -> RunLayout:
-    """Where keys and addresses of the probe are: as in a run directory, below the doctor's own."""
+    """Lay out keys and addresses of the probe as in a run directory, below the doctor's own."""
     return RunLayout(directory / "channel")
 
 

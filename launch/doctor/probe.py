@@ -196,7 +196,7 @@ def letters(directory: Path, name: str) -> dict[str, Any]:
 
 
 def address() -> dict[str, Any]:
-    """Where other nodes reach this one: as the roles themselves find it, if they are installed here."""
+    """The address at which other nodes reach this one: as the roles find it, if they are installed here."""
     if importlib.util.find_spec("rlhpc") is not None:
         program = "import json, rlhpc.base.host_address as h; print(json.dumps({'address': h.host_address()}))"
         return child(["-c", program], 30)

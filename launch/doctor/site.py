@@ -213,7 +213,7 @@ def check_clock(facts: ClusterFacts, asked: float) -> Finding:
 
 
 def skew_verdict(skew_s: float) -> Verdict:
-    """Of a difference between clocks: what compares times of files wants a few seconds, munge five minutes."""
+    """Judge a difference between clocks: what compares times of files wants a few seconds, munge five minutes."""
     return "fail" if skew_s > SKEW_FAIL_S else "warn" if skew_s > SKEW_WARN_S else "pass"
 
 
@@ -478,7 +478,7 @@ class Forecast:
 
 
 def forecast(config: Config) -> Forecast:
-    """From the run file, and the model's config.json where it can be read."""
+    """Foresee it from the run file, and the model's config.json where it can be read."""
     tokens = config.generation.max_tokens
     rollouts = config.run.num_steps * config.admission.groups_per_step * config.largest_group
     parameters = _num_parameters(config.model.path / "config.json")

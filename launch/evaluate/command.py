@@ -73,7 +73,7 @@ class Comparison:
     figures: dict[str, tuple[float, float, Estimate]]  # of the first, of the second, and the difference
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The comparison for programs."""
         figures = {
             name: {"first": one, "second": other, "difference": asdict(change)}
             for name, (one, other, change) in self.figures.items()
@@ -167,7 +167,7 @@ def _judged(samples: Sequence[EvaluatedSample], num_parts: int) -> dict[str, lis
 
 
 def _file_of(source: str) -> Path:
-    """Without the line."""
+    """The file of a source, without the line."""
     return Path(source.rpartition(":")[0])
 
 

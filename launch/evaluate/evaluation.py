@@ -112,7 +112,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def unlike_samples(directory: Path, settings: EvaluationSettings) -> set[str]:
-    """By what samples that are there differ from those of these settings.  Raises ConfigError."""
+    """Name the settings in which samples that are there differ from these.  Raises ConfigError."""
     before = read_settings(directory)
     return set() if before is None else _unlike(before, settings)
 
@@ -207,7 +207,7 @@ END_S = 10.0  # for a process that was asked to end; then it is killed
 
 @contextmanager
 def caches_on_this_node() -> Iterator[None]:
-    """In a job of Slurm's: engines started meanwhile compile once, and not into a home directory on a network.
+    """Keep caches on this node in a Slurm job: engines started meanwhile compile once, not into a home on a network.
 
     Like those of a run (role_task.py).  What the user's environment says of a cache is left as it is.
     """
@@ -478,7 +478,7 @@ class Evaluation:
         return report
 
     def _how_far(self) -> str:
-        """For whoever has interrupted it; nothing that is wrong with the samples may come between."""
+        """Progress, for whoever interrupted it; nothing that is wrong with the samples may come between."""
         try:
             number = sum(1 for _ in read_samples(self.directory))
         except (DataError, OSError):

@@ -252,7 +252,7 @@ def _keep_if_best(
 
 
 def _kept_value(layout: RunLayout, place: Path, figure: str) -> float:
-    """Of the model that is kept; −∞: none is, or one of a step that has been undone."""
+    """The figure of the model that is kept; −∞: none is, or one of a step that has been undone."""
     try:
         document = json.loads((place / FIGURES).read_bytes())
         is_undone = Timeline.read(layout.attempts).undone_by(document["step"], document["attempt"]) is not None
@@ -316,5 +316,5 @@ class Life:
 
     @property
     def _was_asked(self) -> bool:
-        """To stop."""
+        """Whether it was asked to stop."""
         return wants_stop(self._layout) or wants_abort(self._layout)

@@ -183,7 +183,7 @@ def end_following(layout: RunLayout, tell: Tell) -> None:
 
 
 class TimeWarning:
-    """In that job: hears Slurm say that its time is nearly over, and raises TimeIsUp in `remind`.
+    """Hears Slurm say in that job that its time is nearly over, and raises TimeIsUp in `remind`.
 
     Not at once: what a signal raises within pydantic or torch comes out as an error of theirs, and Python drops what it
     raises while an object is being finalised.

@@ -48,7 +48,7 @@ class Target:
 
     @property
     def digest(self) -> Any:
-        """Of everything that the model is.  Raises OSError, RunDirectoryError."""
+        """Digest of everything that the model is.  Raises OSError, RunDirectoryError."""
         if self.checkpoint is None:
             return {name: entry.digest for name, entry in look_at_model(self.model).items()}
         return checkpoint_digest(self.checkpoint) + ("-average" if self.is_average else "")
@@ -71,7 +71,7 @@ class Target:
 
 
 def checkpoint_digest(checkpoint: Path) -> str:
-    """Of all its files, by the record of their checksums.  Raises OSError."""
+    """Digest of all files of a checkpoint, by the record of their checksums.  Raises OSError."""
     return hashlib.blake2b((checkpoint / COMPLETE).read_bytes(), digest_size=16).hexdigest()
 
 

@@ -138,7 +138,7 @@ class VisibleGpus:
     memory_gib: Mapping[str, float] = field(default_factory=dict)  # word → GiB, for GPUs whose memory is known
 
     def describe(self) -> str:
-        """For messages: how many there are, and what limits them."""
+        """Describe for messages how many GPUs there are, and what limits them."""
         variable = f"{VARIABLE} is not set" if self.shown is None else f"{VARIABLE}={self.shown!r}"
         return f"{len(self.words)} visible ({variable})"
 

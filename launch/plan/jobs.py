@@ -35,7 +35,7 @@ CPUS_PER_GPU = 4  # a trainer rank has its writer of checkpoints, an engine its 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Where and for how long a component runs; None: the site's default."""
+    """The place and the time limit of a component; None: the site's default."""
 
     time_s: int
     partition: str | None = None
@@ -68,7 +68,7 @@ class Component:
 
     @property
     def num_tasks(self) -> int:
-        """As Slurm counts them."""
+        """Number of tasks as Slurm counts them."""
         return self.nodes * self.tasks_per_node
 
     @property
@@ -102,7 +102,7 @@ class JobPlan:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """Of all jobs, in order."""
+        """The components of all jobs, in order."""
         return tuple(component for job in self.jobs for component in job.components)
 
     @property

@@ -98,7 +98,7 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
 
 
 def _describe_algorithm(config: Config) -> str:
-    """By which names a step is computed: advantage, loss, divergence from a reference; and who is interacted with."""
+    """Names by which a step is computed: advantage, loss, divergence from a reference; and who is interacted with."""
     algorithm = config.algorithm
     divergence = "no KL term"
     if algorithm.kl_coefficient:

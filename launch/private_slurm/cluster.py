@@ -65,7 +65,7 @@ class DevCluster:
     """A cluster in a directory.  As a context manager it is started on entry and ended on exit."""
 
     def __init__(self, root: Path, description: Description, *, dies_with_parent: bool = False) -> None:
-        """For `create` and `open` alone."""
+        """Called by `create` and `open` alone."""
         self.layout = ClusterLayout(root)
         self.shape = description.shape
         self.installation = Installation(Path(description.prefix) if description.prefix else None)
@@ -151,7 +151,7 @@ class DevCluster:
         return missing
 
     def revive(self, wait_s: float = 30.0) -> list[str]:
-        """The same, without waiting for the nodes."""
+        """Repair without waiting for the nodes."""
         strays = self.network.end_strays() if self.network else []
         missing = [name for name in self.daemon_names if name in strays or not self.daemons.is_alive(name)]
         for name in missing:

@@ -1,4 +1,4 @@
-"""Where Slurm's programs come from: this machine, or Debian packages unpacked into a private prefix, without root.
+"""Find Slurm's programs: this machine's, or Debian packages unpacked into a private prefix, without root.
 
 Input: PATH, apt's lists, or the name of a Debian suite.  Output: Installation.  Prefixes are in the user's cache, one
 per distribution, release and processor; each appears complete or not at all, and nothing outside it is written.
@@ -48,7 +48,7 @@ class Installation:
 
     @property
     def directories(self) -> list[Path]:
-        """Where programs are looked for."""
+        """The directories in which programs are looked for."""
         if self.prefix:
             return [found for name in DIRECTORIES if (found := self.prefix / name).is_dir()]
         return [Path(entry) for entry in [*os.get_exec_path(), "/usr/sbin", "/usr/local/sbin", "/sbin"]]
@@ -125,7 +125,7 @@ _ELF = b"\x7fELF"
 
 
 def checked(suite: str | None) -> str | None:
-    """The same.  Raises ConfigError: no such suite."""
+    """Return the suite.  Raises ConfigError: no such suite."""
     if suite is not None and suite not in RELEASES:
         legal = ", ".join(f"{name} (Slurm {version})" for name, version in RELEASES.items())
         raise ConfigError(f"release {suite!r}: legal: {legal}")
@@ -219,7 +219,7 @@ class _Apt:
 
 
 def _archive() -> str:
-    """Where this machine's own packages come from: there other suites lie too.  Raises SlurmMissing."""
+    """The archive that this machine's own packages come from: other suites lie there too.  Raises SlurmMissing."""
     fields = "$(RELEASE) $(COMPONENT) $(REPO_URI) $(ORIGIN)"  # the last is there once lists have been fetched
     wanted = ("apt-get", "indextargets", "--format", fields, "Created-By: Packages")
     done = subprocess.run(wanted, capture_output=True, text=True, check=False)

@@ -338,12 +338,12 @@ class Description:
     first_job_id: int
 
     def encode(self) -> str:
-        """As JSON."""
+        """The shape as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """From JSON."""
+        """Read the shape from JSON."""
         raw = json.loads(text)
         shape = ClusterShape(
             tuple(NodeGroup(**{**each, "features": tuple(each["features"])}) for each in raw["shape"]["groups"]),

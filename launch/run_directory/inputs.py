@@ -233,7 +233,7 @@ def _samples_of(path: Path) -> Iterator[bytes]:
 
 
 def _tensor_spans(path: Path) -> Sequence[tuple[int, int]]:
-    """Where tensors begin and end, in bytes from the beginning of the file; empty without such a header.
+    """Begin and end of each tensor, in bytes from the beginning of the file; empty without such a header.
 
     The first one begins where the header ends.
     """

@@ -74,7 +74,7 @@ class ProcessIdentity:
         return cls(str(document["host"]), str(document["boot_id"]), int(document["pid"]), int(document["start_ticks"]))
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Make a JSON object for a file."""
         return asdict(self)
 
     @property
@@ -221,7 +221,7 @@ class Holder:
         return cls(ProcessIdentity.parse(document), float(document["unix_time_s"]))
 
     def to_json(self) -> str:
-        """For a file."""
+        """Make a JSON text for a file."""
         return json.dumps({**self.process.to_json(), "unix_time_s": self.unix_time_s})
 
     def is_gone(self, age_s: float) -> bool:
@@ -299,7 +299,7 @@ def _read(lock: Path) -> tuple[bytes, Holder | None] | None:
 
 
 def _age_s(lock: Path) -> float:
-    """By the clock of the file server alone: those of two hosts may differ by minutes."""
+    """Age by the clock of the file server alone: those of two hosts may differ by minutes."""
     now = lock.with_name(f"{lock.name}.{socket.gethostname()}.{os.getpid()}.now")
     try:
         now.touch()

@@ -85,7 +85,7 @@ class UnreadableCheckpoint(RunDirectoryError):
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a resume begins: by default at the newest sound checkpoint.  And whether it samples all prompts again."""
+    """Where a resume begins, by default at the newest sound checkpoint, and whether it samples all prompts again."""
 
     from_start: bool = False
     step: int | None = None
@@ -263,7 +263,7 @@ def set_journal_aside(
 
 
 def _why_not(resume_from: ResumePoint, changed: Sequence[str]) -> str:
-    """In words; "": steps are repeated."""
+    """The reason against it in words; "": steps are repeated."""
     if resume_from.from_start:
         return "--from-start"
     if resume_from.step is not None:
@@ -346,7 +346,7 @@ def prepare_run_dir_for_jobs(
     resume_from: ResumePoint = NEWEST,
     tell: Tell = log.info,
 ) -> tuple[str, ...]:
-    """The same for a run whose jobs are about to be submitted; returns the settings that differ from before.
+    """Prepare a run whose jobs are about to be submitted; returns the settings that differ from before.
 
     No attempt begins: the controller's job does that.  A directory in which no attempt ever began may be reused without
     options.  Raises RunDirectoryError as prepare_run_dir does, and on resume of a run that is complete.

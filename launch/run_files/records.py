@@ -59,7 +59,7 @@ class JobRecord:
         return task is None or self.tasks is None or task in self.tasks
 
     def label(self, task: int | None) -> str:
-        """As squeue writes it: JOB, or JOB_TASK."""
+        """The name as squeue writes it: JOB, or JOB_TASK."""
         return str(self.job_id) if task is None else f"{self.job_id}_{task}"
 
     def roles_of(self, task: int | None) -> list[str]:
@@ -160,7 +160,7 @@ class ExitRecord:
 
     @property
     def cause(self) -> str:
-        """In words.  Not every status above 128 is a signal's: a container that cannot be made ends with 255."""
+        """The cause in words.  Not every status above 128 is a signal's: a container that fails ends with 255."""
         number = self.status - 128
         is_signal = number in set(signal.Signals)
         how = f"signal {signal.Signals(number).name}" if is_signal else f"exit status {self.status}"

@@ -107,7 +107,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def certain_document(path: Path) -> dict[str, Any]:
-    """The same for what is decided by: {} only if there is none.  Raises OSError."""
+    """A JSON object that decisions rest on: {} only if there is none.  Raises OSError."""
     try:
         document = {} if is_absent(path) else json.loads(path.read_bytes())
     except ValueError:
@@ -174,7 +174,7 @@ class Outcome:
     status: int | None = None  # as in a shell, of the process that failed, or of a stopped controller that did
 
     def __post_init__(self) -> None:
-        """Without details, the text of the cause."""
+        """Take the cause's text where there are no details."""
         self.text = self.text.strip() or self.cause.words
 
 

@@ -78,7 +78,7 @@ class NodeFacts:
 
     @property
     def num_gpus(self) -> int:
-        """Of all types."""
+        """Number of GPUs of all types."""
         return sum(self.gpus.values())
 
 
@@ -153,7 +153,7 @@ class ClusterFacts:
         return frozenset(words)
 
     def partition(self, name: str) -> PartitionFacts | None:
-        """By name; None: there is none."""
+        """The partition of that name; None: there is none."""
         return next((partition for partition in self.partitions if partition.name == name), None)
 
     def nodes_of(self, partition: str) -> tuple[NodeFacts, ...]:

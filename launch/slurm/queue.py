@@ -153,7 +153,7 @@ class ThisJob:
 
     @property
     def name(self) -> str:
-        """As squeue writes it: JOB, or JOB_TASK."""
+        """The name as squeue writes it: JOB, or JOB_TASK."""
         return str(self.job_id) if self.array_task is None else f"{self.array_id}_{self.array_task}"
 
     def incarnation(self, start: int) -> str:
@@ -166,7 +166,7 @@ class ThisJob:
         requeue(self.name, REQUEUE_PATIENCE_S)
 
     def requeue_and_end(self) -> None:
-        """The same, and wait for that end.  Raises SlurmError."""
+        """Put this job back into the queue and wait until its batch step has ended.  Raises SlurmError."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and need not wait for its KillWait
         self.requeue()
         time.sleep(REQUEUED_S)
@@ -199,7 +199,7 @@ class ThisJob:
 
 
 class NoTimeLimit:
-    """For a life without a time limit."""
+    """Stands for a life without a time limit."""
 
     began = 0.0  # s, monotonic
 
@@ -334,7 +334,7 @@ class JobRow:
 
     @property
     def tasks(self) -> list[int]:
-        """Of an array, those of this line."""
+        """Tasks of an array that this line stands for."""
         return task_numbers(self.waiting_tasks) if self.array_task is None else [self.array_task]
 
 

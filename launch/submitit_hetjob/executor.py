@@ -92,7 +92,7 @@ class Part:
 
     @property
     def num_tasks(self) -> int:
-        """Of all its nodes."""
+        """Number of tasks on all its nodes."""
         return self.nodes * self.tasks_per_node
 
     @property
@@ -102,12 +102,12 @@ class Part:
 
     @property
     def tasks_per_node(self) -> int:
-        """On each of its nodes."""
+        """Number of tasks on each of its nodes."""
         return max(1, int(self.parameters.get("ntasks_per_node") or 1))
 
     @property
     def runs_in_batch_step(self) -> bool:
-        """As requested, or if possible; only the first component has a batch step."""
+        """Whether it runs in the batch step, as requested or if possible; only the first component has one."""
         wish = self.component.in_batch_step
         return (self.num_tasks == 1 and not self._has_gpus) if wish is None else wish
 
@@ -143,7 +143,7 @@ def check_parts(parts: Sequence[Part]) -> None:
 
 
 def script_text(parts: Sequence[Part], folder: Path, *, batch_python: str, code: Path | None) -> str:
-    """For sbatch.  code: a directory that Python needs in order to find `launch`; None: it is installed."""
+    """The script for sbatch.  code: a directory that Python needs in order to find `launch`; None: it is installed."""
     job = parts[0].parameters
     names = ", ".join(part.component.name for part in parts)
     lines = ["#!/bin/bash", f"# {len(parts)} component(s): {names}.  Written by rlhpc."]
@@ -197,7 +197,7 @@ def _component_directives(part: Part, folder: Path, *, is_first: bool) -> Iterat
 
 
 def _warn_s(part: Part) -> int:
-    """At most half of the time limit: a job warned right after its start would do nothing else."""
+    """Seconds of warning, at most half of the time limit: a job warned right after its start would do nothing else."""
     asked_s, time_s = (
         part.parameters.get("signal_delay_s", DEFAULT_WARN_S),
         60 * part.parameters.get("time", DEFAULT_MINUTES),

@@ -153,7 +153,7 @@ class TaskEnvironment(submitit_slurm.SlurmJobEnvironment):
 
 
 def warning_signal_name() -> str:
-    """As sbatch writes it: USR2."""
+    """The warning signal's name as sbatch writes it: USR2."""
     return job_environment.JobEnvironment.USR_SIG
 
 
@@ -250,7 +250,7 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def _let_finish() -> None:
-    """From here on the supervisor's request to exit does not interrupt cleaning up; after a while it kills."""
+    """Let the supervisor's request to exit no longer interrupt cleaning up; after a while it kills."""
     signal.signal(LEAVE_SIGNAL, signal.SIG_IGN)
 
 
@@ -298,7 +298,7 @@ class HeterogeneousSlurmJob(SlurmJob[R]):
 
     @property
     def state(self) -> str:
-        """Of this component, as of the last look at Slurm."""
+        """State of this component, as of the last look at Slurm."""
         return self.watcher.get_state(self.slurm_id)
 
     def get_info(self, mode: str = "force") -> dict[str, str]:

@@ -93,7 +93,7 @@ class Step:
 
     @property
     def exit_status(self) -> int | None:
-        """Of its last process; None: it runs, or there was none."""
+        """Exit status of its last process; None: it runs, or there was none."""
         return None if self._process is None else self._process.poll()
 
     @property

@@ -85,7 +85,7 @@ class Gone:
 
     @property
     def label(self) -> str:
-        """As squeue writes it: JOB, or JOB_TASK."""
+        """The name as squeue writes it: JOB, or JOB_TASK."""
         return self.record.label(self.task)
 
     @property

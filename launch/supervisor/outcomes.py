@@ -115,7 +115,7 @@ class AwakeTime:
         self._counted_s = self._called_s = clock()
 
     def __call__(self) -> float:
-        """Since an arbitrary moment; of the time between two calls, LONGEST_LOOK_S at most."""
+        """Seconds since an arbitrary moment; of the time between two calls, LONGEST_LOOK_S at most."""
         now_s = self._clock()
         self._counted_s += min(now_s - self._called_s, LONGEST_LOOK_S)
         self._called_s = now_s

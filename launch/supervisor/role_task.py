@@ -185,7 +185,7 @@ def name_host(environment: dict[str, str], job_id: int, component: str) -> None:
 
 
 def node_name(environment: Mapping[str, str]) -> str:
-    """Of this node, as Slurm calls it."""
+    """This node's name, as Slurm calls it."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 

@@ -81,7 +81,7 @@ class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
     """Leaves out what is no HTTP: whoever reaches the port could fill the log with tracebacks."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """As that of a logger."""
+        """Log as a logger does."""
         if not isinstance(kwargs.get("exc_info"), HttpProcessingError):
             super().log(level, msg, *args, **kwargs)
 
@@ -130,7 +130,7 @@ class Endpoint:
             await self._runner.cleanup()
 
     def admit(self, session: AgentSession) -> Access:
-        """From now on it can be reached, with this key."""
+        """Let a session be reached from now on, with this key."""
         self._sessions[session.name] = session
         return Access(f"{self.address}/{session.name}/v1", self._key_of(session.name))
 
@@ -225,7 +225,7 @@ async def _json(request: web.Request) -> Any:
 
 
 def _without_halves(body: Any) -> Any:
-    """The same.  Raises Refused: JSON can spell half a surrogate pair, which no tokenizer reads."""
+    """Return the body.  Raises Refused: JSON can spell half a surrogate pair, which no tokenizer reads."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -253,7 +253,7 @@ MOST_TEMPLATES = 64  # sets of tools
 
 
 class Agents:
-    """Of one generator; outlives its sessions with controllers."""
+    """The agents of one generator; outlives its sessions with controllers."""
 
     def __init__(self, config: Config, tokenizer: PromptTokenizer) -> None:
         agent = config.agent

@@ -224,7 +224,7 @@ class Host:
         self._unread, self._is_open = b"", True
 
     def run(self) -> None:
-        """Until the inbox ends."""
+        """Serve until the inbox ends."""
         self._selector.register(self._inbox, selectors.EVENT_READ, self._obey)
         self._selector.register(_woken_by_children(), selectors.EVENT_READ, self._bury)
         try:
@@ -302,7 +302,7 @@ class Host:
     # --------------------------------------------------------------------------------------------------- in the agent
 
     def _become(self, record: str, variables: Mapping[str, str], output: int) -> NoReturn:
-        """In the fork: be an agent, and nothing else."""
+        """Be an agent, and nothing else, in the fork."""
         status = 70
         try:
             os.setsid()
@@ -379,7 +379,7 @@ def _call(function: Callable[[Any], object] | None, record: str, output: int) ->
 
 
 def _returned(function: Callable[[Any], object], record: str) -> str:
-    """In JSON."""
+    """What the function returned, in JSON."""
     returned = function(json.loads(record))
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)

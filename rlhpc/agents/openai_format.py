@@ -98,7 +98,7 @@ def asked_of(
     tools: tuple[Mapping[str, Any], ...] = (),
     plain: str | tuple[int, ...] | None = None,
 ) -> Asked:
-    """With what a body says beside them, of a chat and of a text alike.  Raises Refused."""
+    """Read what a body says beside its messages, of a chat and of a text alike.  Raises Refused."""
     options = body.get("stream_options") or {}
     return Asked(
         messages=messages,
@@ -179,7 +179,7 @@ def _message(place: int, message: object) -> Message:
 
 
 def _text(where: str, content: object) -> str:
-    """Of a text, or of parts that are texts."""
+    """The text of a content, or of parts that are texts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = _listed(where, content)
@@ -233,7 +233,7 @@ class Turn:
 
     @property
     def message(self) -> Message:
-        """As a history has it, normalised."""
+        """The message as a history has it, normalised."""
         calls = [
             {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
             for name, call in zip(self._names, self.calls, strict=True)
@@ -297,7 +297,7 @@ def completion(session: str, turn: Turn, asked: Asked) -> dict[str, Any]:
 
 
 def chunks(session: str, turn: Turn, asked: Asked) -> Iterator[dict[str, Any]]:
-    """The same as objects chat.completion.chunk."""
+    """The answer as objects chat.completion.chunk."""
     head = _head(session, turn, asked, "chat.completion.chunk")
     spoken = dict(turn.spoken)
     if "tool_calls" in spoken:
@@ -373,7 +373,7 @@ def _prompt(prompt: object) -> Plain:
 
 
 def piece(plain: Plain | None, token_ids: Sequence[int]) -> Message:
-    """As a history has it; plain: None where only the token ids are known."""
+    """The piece as a history has it; plain: None where only the token ids are known."""
     return {"role": PIECE, "content": (plain,), "token_ids": tuple(token_ids)}
 
 
@@ -400,7 +400,7 @@ def text_completion(session: str, turn: Turn, asked: Asked) -> dict[str, Any]:
 
 
 def text_chunks(session: str, turn: Turn, asked: Asked) -> Iterator[dict[str, Any]]:
-    """The same as a stream, of one chunk."""
+    """The answer as a stream of one chunk."""
     yield _text_head(session, turn, asked) | {"choices": [_choice(turn, turn.content, turn.finish_reason)]}
     if asked.with_usage:
         yield _text_head(session, turn, asked) | {"choices": [], "usage": turn.usage}

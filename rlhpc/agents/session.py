@@ -66,7 +66,7 @@ def outcome_of(reported: object) -> RewardOutcome | None:
 
 
 def last_line(output: str) -> RewardOutcome | None:
-    """Of a program that has ended well: its last line, where that is JSON; None: it has said nothing of a reward.
+    """Read the last line of a program that has ended well, where that is JSON; None: it has said nothing of a reward.
 
     Raises NoReward as outcome_of does.
     """
@@ -252,7 +252,7 @@ class AgentSession:
         return new
 
     def _new_piece(self, plain: Plain) -> Message:
-        """The same of a text completion."""
+        """The new piece of a text completion."""
         new, template = added(self._history, plain), self._template
         if new is None:
             raise self._changed("its prompt does not begin with all that was said before")
@@ -277,7 +277,7 @@ class AgentSession:
         return said
 
     def _tokens_of(self, messages: Sequence[Message]) -> Int32:
-        """Of a whole dialogue, without the prompt, which is the beginning of every dialogue.  Raises ConfigError."""
+        """Tokens of a whole dialogue but the prompt, which every dialogue begins with.  Raises ConfigError."""
         tokens = self._template.whole(messages)
         beginning = self._template.tokens_of_beginning
         if tokens[: len(beginning)].tolist() != beginning.tolist():

@@ -212,7 +212,7 @@ def has_reward_variance(rewards: Float32) -> bool:
 
 
 def have_reward_variance(rewards: Float32, starts: NDArray[np.int64]) -> Bool:
-    """The same of groups that stand one after the other in rewards [N], each from one of starts [G] on; [G]."""
+    """has_reward_variance [G] of groups one after the other in rewards [N], each from one of starts [G] on."""
     if rewards.ndim != 1 or len(rewards) == 0 or not np.isfinite(rewards).all():
         raise ValueError(f"rewards of a group: {rewards.tolist()}; legal: one finite number per member")
     highest = np.maximum.reduceat(rewards, starts).astype(np.float64)
@@ -398,7 +398,7 @@ def make_estimator(config: AlgorithmConfig, group_size: int | None = None) -> Ad
 
 
 def normalization(config: AlgorithmConfig) -> str:
-    """Over what advantages are normalised before they are packed: "off", "batch", "task"."""
+    """The scope in which advantages are normalised before they are packed: "off", "batch", "task"."""
     if config.advantage == "gae":
         return "off"  # the trainer does it
     return "batch" if config.advantage in OVER_BATCH else config.advantage_normalization

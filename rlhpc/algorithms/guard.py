@@ -175,7 +175,7 @@ def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def _groups_without_variance(groups: Sequence[RolloutGroup], values: Float32) -> tuple[Bool, Bool]:
-    """Of each group that has a reward: whether they are all alike, and whether the first answer is correct.
+    """Tell of each group that has a reward whether they are all alike, and whether the first answer is correct.
 
     values: of all members that have one.  Their size says nothing: a reward for parts of an answer is above 0 too.
     """
@@ -243,7 +243,7 @@ TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution, over its median abso
 
 
 class Action(IntEnum):
-    """By strength; the names are those of guard.action."""
+    """Actions by strength; the names are those of guard.action."""
 
     OFF = 0
     WARN = 1
@@ -253,7 +253,7 @@ class Action(IntEnum):
 
     @property
     def word(self) -> str:
-        """As in a run file, and in guard.jsonl."""
+        """The action's name in a run file, and in guard.jsonl."""
         return self.name.lower()
 
 
@@ -292,7 +292,7 @@ class StepGuard:
         return self._rung(self.num_bad_steps)
 
     def bounds(self) -> StepLimits:
-        """Of the next step."""
+        """Limits of the next step."""
         settings = self.settings
         highs = {"mismatch_kl": settings.max_mismatch_kl, "entropy": settings.max_entropy}
         if len(self._norms) >= MIN_NORMS:
@@ -300,7 +300,7 @@ class StepGuard:
         return StepLimits({"ess": settings.min_ess, "entropy": settings.min_entropy}, highs)
 
     def limits(self) -> StepLimits:
-        """Outside which the next step is to be skipped."""
+        """Limits outside which the next step is to be skipped."""
         return self.bounds() if self._rung(self.num_bad_steps + 1) >= Action.SKIP else StepLimits()
 
     def judge(self, step: int, figures: Mapping[str, float], *, applied: bool) -> Judgement:

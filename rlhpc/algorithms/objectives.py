@@ -189,7 +189,7 @@ def _changed(current: Tensor, row: TokenRow) -> str:
 
 
 def _broken_promise(loss: PolicyLoss, current: Tensor, row: TokenRow) -> str:
-    """Of sum, mask and nan, in words; "": none is broken."""
+    """The broken promise of sum, mask and nan, in words; "": none is broken."""
     whole = _value_and_gradient(loss, current, row)
     if not torch.isfinite(whole).all():
         return "loss or gradient is not finite for finite numbers; legal: finite ones"
@@ -292,7 +292,7 @@ MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond any sensible ratio, and 
 
 @dataclass(frozen=True, slots=True)
 class TokenObjective:
-    """Of every token of a row, [T] each.  Whatever stands off the loss mask counts for nothing."""
+    """The terms of every token of a row, [T] each.  Whatever stands off the loss mask counts for nothing."""
 
     values: Tensor  # to be maximised; carries the gradient
     ratio: Tensor  # that was held against the bounds, without gradient

@@ -72,7 +72,7 @@ from rlhpc.protocol.contracts import PolicyLoss, TokenRow
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of every token [T], without gradient."""
+    """Weights of every token [T], without gradient."""
 
     used: Tensor  # what the objective is multiplied with
     capped: Tensor  # w before anything is masked
@@ -99,7 +99,7 @@ class ImportanceWeight:
 
     @classmethod
     def of(cls, config: AlgorithmConfig) -> ImportanceWeight:
-        """As the run file says."""
+        """Make what the run file says."""
         return cls(
             level=config.importance_level,
             cap=None if config.importance_cap == "off" else config.importance_cap,

@@ -129,7 +129,7 @@ class RewardShaping:
 
     @classmethod
     def of(cls, config: Config) -> RewardShaping:
-        """As the run file says."""
+        """Make what the run file says."""
         return cls(config.shaping, config.max_completion_tokens)
 
     def rewards(self, group: RolloutGroup) -> Float32:
@@ -236,7 +236,7 @@ class SampleMaker:
 
     @classmethod
     def of(cls, config: Config) -> SampleMaker:
-        """As the run file says."""
+        """Make what the run file says."""
         algorithm = config.algorithm
         return cls(
             make_estimator(algorithm, config.admission.group_size),

@@ -46,7 +46,7 @@ def learning_rate(at: Progress, config: TrainerConfig, num_steps: int) -> float:
 
 
 def _fallen(at: Progress, config: TrainerConfig, num_steps: int) -> float:
-    """Without warm-up."""
+    """The rate without warm-up."""
     progress = _progress(at, config, num_steps)
     if config.lr_schedule == "constant" or progress < 0:
         return config.learning_rate
@@ -55,7 +55,7 @@ def _fallen(at: Progress, config: TrainerConfig, num_steps: int) -> float:
 
 
 def _progress(at: Progress, config: TrainerConfig, num_steps: int) -> float:
-    """From 0 to 1 over the fall; below 0 before it."""
+    """Progress from 0 to 1 over the fall; below 0 before it."""
     if config.decay_tokens is not None:
         return min(1.0, at.num_tokens / config.decay_tokens)
     if config.decay_hours is not None:

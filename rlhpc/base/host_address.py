@@ -132,7 +132,7 @@ def _address_of_default_route() -> str | None:
 
 
 def _address_of_any() -> str | None:
-    """Of a host without a default route: a real device before bridges and tunnels, one that is up before others."""
+    """An address of a host without a default route: real devices before bridges and tunnels, those up first."""
     found = interface_addresses().items()
     ranked = [(_rank(name, address), address) for name, address in found if not address.startswith("127.")]
     return min(ranked)[1] if ranked else None

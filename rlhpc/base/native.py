@@ -103,7 +103,7 @@ class _Uncompiled:
 
 
 def _by_numba(function: Callable[..., Any]) -> Callable[..., Any]:
-    from numba import njit
+    from numba import njit  # half a second, and vLLM's workers do not start where it is loaded before them
 
     function.__qualname__ += f"_{_digest(function.__code__.co_filename):08x}"
     try:
@@ -114,7 +114,7 @@ def _by_numba(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _digest(source: str) -> int:
-    from llvmlite import binding
+    from llvmlite import binding  # as above
 
     processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     return zlib.crc32(Path(source).read_bytes() + processor.encode())

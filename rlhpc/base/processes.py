@@ -135,7 +135,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def die_with(parent: int) -> None:
-    """In a child between fork and exec: be killed when `parent`, the process that forked it, ends."""
+    """Be killed, in a child between fork and exec, when `parent`, the process that forked it, ends."""
     end_with_parent()
     if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(1)

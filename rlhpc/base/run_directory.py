@@ -175,12 +175,12 @@ class RunLayout:
 
     @property
     def stop_request(self) -> Path:
-        """While it exists, supervisors finish the step, save and end all jobs (`rlhpc stop`)."""
+        """A file; while it exists, supervisors finish the step, save and end all jobs (`rlhpc stop`)."""
         return self.root / "STOP"
 
     @property
     def abort_request(self) -> Path:
-        """While it exists, supervisors end all jobs at once (`rlhpc stop --now`, or `touch`)."""
+        """A file; while it exists, supervisors end all jobs at once (`rlhpc stop --now`, or `touch`)."""
         return self.root / "ABORT"
 
     def job_record(self, job_id: int) -> Path:

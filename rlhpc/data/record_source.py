@@ -239,7 +239,7 @@ def names_of(source: str) -> list[str]:
 
 
 def library_version() -> str:
-    """Of reasoning-gym; "" where it is not installed."""
+    """The version of reasoning-gym; "" where it is not installed."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -359,7 +359,7 @@ def _fields(name: str, settings: dict[str, Any], level: int | None, entry: dict[
 
 
 def _plain(value: Any) -> Any:
-    """Of the built-in types only; anything else as text."""
+    """The value in built-in types only; anything else as text."""
     if isinstance(value, dict):
         return {key if isinstance(key, str | int) else str(key): _plain(each) for key, each in value.items()}
     if type(value) in (list, tuple, set, frozenset):

@@ -305,7 +305,7 @@ class PromptTokenizer:
         return self.measured(texts)[0]
 
     def measured(self, texts: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-        """The same, and the highest token of each text, -1 of one without."""
+        """Like `lengths`, with the highest token of each text, -1 of one without."""
         lengths, highest = [0] * len(texts), [-1] * len(texts)
         is_whole = [rendered or self._has_bos(text) for text, rendered in texts]
         for is_rendered in set(is_whole):
@@ -478,7 +478,7 @@ class PromptTokenizer:
         return tuple(sorted(ends))
 
     def _today(self) -> datetime:
-        """For the chat template."""
+        """Today, for the chat template."""
         self._was_asked_the_date = True
         return self._now()
 

@@ -1,4 +1,4 @@
-"""Where each tensor of a version goes in vLLM's running model, so that later versions are loaded by copies alone.
+"""Plan where each tensor of a version goes in vLLM's running model, so that later versions are loaded by copies alone.
 
 vLLM's layerwise reload costs 0.3 to 0.9 ms of Python for each tensor, whatever its size, while nobody samples, and two
 copies of each.  In a model that only moves its tensors (unquantised, no experts, no layer that computes something from
@@ -268,7 +268,7 @@ def _is_run(cut: Cut) -> bool:
 
 
 def put_back(model: Any, model_config: Any) -> None:
-    """After initialize_layerwise_reload: give layers that are not finished the tensors that they had.
+    """Give layers that initialize_layerwise_reload left unfinished the tensors that they had.
 
     Those that came for them are views of blocks that are freed; and a layer that has got some of its tensors would be
     called finished.
@@ -282,7 +282,7 @@ def put_back(model: Any, model_config: Any) -> None:
 
 
 def repack(model: Any) -> None:
-    """On CPU: a tied lm_head keeps a copy of the old embedding, and the kernel of a mixture one of its experts."""
+    """Renew copies on CPU: a tied lm_head keeps one of the old embedding, a mixture's kernel one of its experts."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -294,7 +294,7 @@ def repack(model: Any) -> None:
 
 
 def unwrap_loaders(model: Any) -> None:
-    """After initialize_layerwise_reload: let loaders fill parameters at once, and not layers when they are whole."""
+    """Let loaders, after initialize_layerwise_reload, fill parameters at once, and not layers when they are whole."""
     for layer in model.modules():
         for parameter in layer.parameters(recurse=False):
             loader: Any = getattr(parameter, "weight_loader", None)
@@ -354,7 +354,7 @@ def specs_of(weights: NamedTensors) -> Specs:
 
 
 class ReloadPlan:
-    """Of one model, for versions with the same tensors in the same order."""
+    """The plan of one model, for versions with the same tensors in the same order."""
 
     def __init__(
         self,
@@ -503,7 +503,7 @@ def _keeps_parameters(module: Any) -> bool:
 
 
 def _own_names(kind: type) -> set[str]:
-    """Of a kernel's class and those above it, but for vLLM's base."""
+    """Names of a kernel's class and those above it, but for vLLM's base."""
     return {name for each in kind.__mro__ if not each.__name__.startswith("AttentionImpl") for name in vars(each)}
 
 
@@ -520,7 +520,7 @@ def _own_names(kind: type) -> set[str]:
 
 
 class WeightReload:
-    """Of one worker's model."""
+    """Loads versions into one worker's model."""
 
     def __init__(self, model: Any, vllm_config: Any, model_config: Any, device: torch.device) -> None:
         self._model, self._vllm_config, self._model_config = model, vllm_config, model_config

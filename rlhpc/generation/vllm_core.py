@@ -76,7 +76,7 @@ class _Sample:
         return reason
 
     def so_far(self, first: int, reason: str = "abort") -> PartialCompletion | None:
-        """From token `first` on; None: there is none."""
+        """The completion from token `first` on; None: there is none."""
         num_known = min(len(self.token_ids), len(self.logprobs))  # the thread may be between the two
         if num_known <= first and reason == "abort":
             return None

@@ -210,7 +210,7 @@ class VllmEngine(GenerationEngine):
             flight.end()
 
     async def score(self, token_ids: Int32) -> RowScore:
-        """By vLLM's log-probabilities of a prompt, which stands before all others in the queue; see GenerationEngine.
+        """Score a row by vLLM's prompt log-probabilities, ahead of all others in the queue; see GenerationEngine.
 
         Raises ValueError for a row that leaves no room for the one token that vLLM samples after it.
         """

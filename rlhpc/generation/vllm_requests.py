@@ -49,7 +49,7 @@ class FinishedRequest:
         return cls(token_ids=tokens, logprobs=logprobs, versions=versions, reason=completion.finish_reason)
 
     def up_to(self, end: int) -> FinishedRequest:
-        """Without what was sampled after its first `end` tokens, of which the last completes a stop string."""
+        """The request up to its first `end` tokens, of which the last completes a stop string."""
         return FinishedRequest(self.token_ids[:end], self.logprobs[:end], self.versions[:end], "stop")
 
     @classmethod
@@ -112,7 +112,7 @@ def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
 
 
 def prefix_of(rollout: Rollout) -> Prefix:
-    """The same tokens as a prefix of a rollout that another generator continues."""
+    """The rollout's tokens as a prefix of one that another generator continues."""
     return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
 
 
@@ -280,7 +280,7 @@ class InFlight:
         self.came_back.set()
 
     def weights_changed(self, policy_version: int, has_begun: bool | None) -> None:
-        """Without a token it begins anew: keys and values of its prompt would be of older weights than its tokens."""
+        """Begin anew without a token: keys and values of its prompt would be of older weights than its tokens."""
         if has_begun:
             return
         self.beginning = Beginning.DOUBTED if has_begun is None else Beginning.ANEW

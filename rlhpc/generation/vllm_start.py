@@ -242,7 +242,7 @@ class ShieldedExecutor(MultiprocExecutor):
         kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """As vLLM's, on the core's main thread; the two calls about the generator are obeyed here as well."""
+        """Do as vLLM's on the core's main thread; the two calls about the generator are obeyed here as well."""
         if method == "rlhpc_follow_parent":
             self._rlhpc_shield = SignalShield()
             self._rlhpc_shield.follow(*args)
@@ -304,7 +304,7 @@ def _start(profile: EngineProfile, before: set[psutil.Process]) -> tuple[Any, li
 
 @contextlib.contextmanager
 def _children_search_no_directory() -> Iterator[None]:
-    """Of Pythons that start meanwhile: vLLM looks at a model by `python -m`, which would import a random.py here."""
+    """Let Pythons that start meanwhile import no random.py from here: vLLM looks at a model by `python -m`."""
     theirs = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:

@@ -122,7 +122,7 @@ class _Written:
                 )
 
     def curves(self) -> dict[str, Curve]:
-        """Of a step that was written twice, the newer point.  Hands the points over."""
+        """Curves by name; of a step that was written twice, the newer point.  Hands the points over."""
         steps, times = np.array(self._steps), np.array(self._times)
         shared: dict[bytes, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
         found: dict[str, Curve] = {}

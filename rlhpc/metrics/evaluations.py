@@ -73,7 +73,7 @@ class EvaluationSettings:
 
     @property
     def num_samples(self) -> int:
-        """Of all prompts."""
+        """Number of samples of all prompts."""
         return self.num_prompts * self.samples_per_prompt
 
     def write(self, directory: Path) -> None:

@@ -243,7 +243,7 @@ def parts_of(progress: Progress) -> list[str]:
 
 
 def fitting(parts: Sequence[str], width: int) -> str:
-    """As many parts as there is room for, whole; the first one is cut off where even that is too long."""
+    """Join as many whole parts as there is room for; the first one is cut off where even that is too long."""
     line = parts[0]
     for part in parts[1:]:
         if len(line) + len(" | ") + len(part) > width:

@@ -232,7 +232,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Of the checkpoint, a tied head counted once."""
+        """Number of parameters of the checkpoint, a tied head counted once."""
         head = 0 if self.is_tied else self.vocabulary * self.hidden
         layers = sum(self._layer(layer, 1) + self._experts(layer) for layer in range(self.num_layers))
         return self.vocabulary * self.hidden + layers + self.hidden + head

@@ -215,7 +215,7 @@ def _prefix(stored: StoredTensors, missing: list[str]) -> str:
 
 
 def _missing_layer(model: Mapping[str, Any], stored: StoredTensors) -> str:
-    """Of which layer there is nothing, where there are others; with {files} to be filled in."""
+    """The layers of which there is nothing, where there are others; with {files} to be filled in."""
     layers = {int(found[1]) for name in stored if (found := _LAYER.match(name))}
     absent = sorted({*range(model.get("num_hidden_layers", 0))} - layers) if layers else []
     if not absent:
@@ -275,7 +275,7 @@ def _names(files: list[Path]) -> str:
 
 
 def _tensors_in(file: Path) -> dict[str, StoredTensor]:
-    """By name, of a file that is whole."""
+    """Tensors of a file that is whole, by name."""
     if is_lfs_pointer(file):
         raise ConfigError(f"{file}: a pointer of Git LFS, not the weights; fetch them: git lfs pull")
     try:

@@ -62,7 +62,7 @@ class ServerChannel(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where clients connect, e.g. ``ipc:///…`` or ``tcp://host:port``; the port is never fixed."""
+        """The address that clients connect to, e.g. ``ipc:///…`` or ``tcp://host:port``; the port is never fixed."""
 
     @abstractmethod
     async def receive(self, timeout_s: float | None = None) -> tuple[str, Any]:

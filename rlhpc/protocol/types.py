@@ -141,7 +141,7 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Of all its samples, each with its prompt."""
+        """Number of tokens of all its samples, each with its prompt."""
         return sum(len(each.rollout.prompt.token_ids) + len(each.rollout.token_ids) for each in self.members)
 
 
@@ -200,7 +200,7 @@ class PackedMinibatch:
 
     @property
     def rows(self) -> list[PackedMicrobatch]:
-        """Of all ranks."""
+        """Rows of all ranks."""
         return [row for rows in self.ranks for row in rows]
 
 
@@ -221,7 +221,7 @@ class PackedBatch:
 
     @property
     def rows(self) -> list[PackedMicrobatch]:
-        """Of all minibatches and ranks, each once."""
+        """Rows of all minibatches and ranks, each once."""
         return [row for minibatch in self.minibatches for row in minibatch.rows]
 
 

@@ -117,7 +117,7 @@ def _read(reference: str) -> tuple[list[tuple[str, str]], OwnLimits]:
 
 
 def _calls_a_function(test: Mapping[str, Any]) -> bool:
-    """As APPS, TACO and DeepCoder (fn_name, type) and LiveCodeBench (testtype) say it: texts, but of arguments."""
+    """Whether it calls a function, as APPS, TACO and DeepCoder (fn_name, type) and LiveCodeBench (testtype) say it."""
     return (
         bool(test.get("fn_name")) or {"functional", "function_call"} & {test.get("type"), test.get("testtype")} != set()
     )
@@ -258,7 +258,7 @@ def _largest_set_said(said: Any) -> int:
 
 
 def _largest_set(value: Any) -> int:
-    """The same of a value, where every dict counts."""
+    """Members of the largest set, or dict, in a value."""
     if isinstance(value, list | tuple):
         return max(map(_largest_set, value), default=0)
     if isinstance(value, set | frozenset):
@@ -270,7 +270,7 @@ def _largest_set(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Of a returned value with the one that was wanted; tolerance: None for that of rounding errors."""
+    """Compares a returned value with the one that was wanted; tolerance: None for that of rounding errors."""
 
     tolerance: float | None
 

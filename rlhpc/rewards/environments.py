@@ -210,7 +210,7 @@ class EnvironmentHost:
 
 
 async def _close(environment: Environment) -> None:
-    """Of a dialogue that nobody goes on with; what it raises would hide why."""
+    """Close a dialogue that nobody goes on with; what it raises would hide why."""
     try:
         await environment.close()
     except Exception as error:  # noqa: BLE001  of the user's own: what comes after it counts

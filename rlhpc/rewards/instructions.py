@@ -297,7 +297,7 @@ def check_instruction_following(reference: str) -> None:
 
 
 def followed(texts: Sequence[str], wanted: Wanted) -> list[bool]:
-    """For each instruction: does one of the texts follow it?"""
+    """Tell of each instruction whether one of the texts follows it."""
     return [
         any(text.strip() != "" and INSTRUCTIONS[name].follows(text, arguments) for text in texts)
         for name, arguments in wanted

@@ -78,7 +78,7 @@ def _is_date(text: str) -> bool:
 
 
 def _is_time(text: str) -> bool:
-    """With its offset; a leap second is the last one of a day in UTC."""
+    """Whether it is a time with its offset; a leap second is the last one of a day in UTC."""
     if (match := _TIME.fullmatch(text)) is None:
         return False
     hours, minutes, seconds, sign, ahead_hours, ahead_minutes = match.groups()
@@ -312,7 +312,7 @@ def _exact(kind: Any) -> Any:
 
 
 def _is_multiple(validator: Any, divisor: Any, value: Any, _schema: Any) -> Iterator[ValidationError]:
-    """As written: a binary fraction is the shortest decimal that stands for it."""
+    """Check multiples as written: a binary fraction is the shortest decimal that stands for it."""
     if validator.is_type(value, "number") and Fraction(_decimal(value)) % Fraction(_decimal(divisor)):
         yield ValidationError(f"{value!r} is not a multiple of {divisor!r}")
 

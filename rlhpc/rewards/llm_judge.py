@@ -101,7 +101,7 @@ class JudgeCache:
 
 
 class _File:
-    """Where each reply in one file begins."""
+    """One file, with where each reply in it begins."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -495,7 +495,7 @@ def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
 
 
 def _end_of_braces(text: str, begin: int) -> int:
-    """Where the brace at `begin` is closed, or where the text ends; braces in strings do not count."""
+    """The place where the brace at `begin` is closed, or the text ends; braces in strings do not count."""
     depth = 0
     for token in _BRACES.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(token[0], 0)

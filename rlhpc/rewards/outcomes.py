@@ -89,7 +89,7 @@ class TaskCounts:
         return self._figures.get((task, name), 0.0)
 
     def as_metrics(self) -> dict[str, float]:
-        """For a heartbeat: "task:NAME:TASK", of what has happened."""
+        """Figures for a heartbeat, by "task:NAME:TASK"."""
         return {f"{PREFIX}{name}:{task}": value for (task, name), value in self._figures.items()}
 
 
@@ -233,7 +233,7 @@ class ErrorGate:
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
 
     def document(self) -> dict[str, Any]:
-        """For status.json: errors of the attempt by cause, the last one; how long it has waited, and who pauses."""
+        """Errors of the attempt by cause, the last one, how long it has waited and who pauses, for status.json."""
         more: dict[str, Any] = {}
         if self.is_waiting:
             more |= {"waited_s": round(self._waited_s), "patience_s": self._patience_s}
@@ -401,7 +401,7 @@ def fault_of(name: str, value: object) -> str:
 
 
 def sendable(text: str) -> str:
-    """The same; half a surrogate pair, which JSON and programs can spell and no message can have, is spelt out."""
+    """The text with halves of surrogate pairs, which JSON and programs can spell and no message can have, spelt out."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -471,7 +471,7 @@ class RewardPool:
     async def _judge_together(
         self, task: str, worker: WorkerProcess, batch: Sequence[Asked[Judgement]]
     ) -> list[Judgement] | None:
-        """For Batches: None if a batch has failed; the failure of a single completion is its verdict."""
+        """Judge a batch for Batches: None if it has failed; the failure of a single completion is its verdict."""
         began, said = time.monotonic(), Replies()
         try:
             said = await self._ask_together(task, worker, batch)

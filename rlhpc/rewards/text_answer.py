@@ -245,7 +245,7 @@ def references(reference: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """As SQuAD compares: lower case, no punctuation, no articles, single blanks; what nothing is left of keeps them."""
+    """The text as SQuAD compares it: lower case, no punctuation or articles, single blanks; if empty, as it was."""
     lower = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).translate(_SAME).lower())
     bare = _without_punctuation(lower)
     forms = (" ".join(form.split()) for form in (_ARTICLES.sub(" ", bare), bare, lower))

@@ -324,7 +324,7 @@ def _send(replies: BinaryIO, message: Ready | Reply | Replies | Turn) -> None:
 
 
 def _spelt_out(value: Any) -> Any:
-    """The same of lists, dicts and texts, with what UTF-8 cannot have as in ascii()."""
+    """Lists, dicts and texts with what UTF-8 cannot have spelt as in ascii()."""
     match value:
         case str():
             return sendable(value)

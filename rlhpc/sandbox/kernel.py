@@ -67,7 +67,7 @@ def unshare(flags: int) -> None:
 
 
 def fork_into(namespaces: int) -> int:
-    """As os.fork, the child in new namespaces: with CLONE_NEWPID as the first process of its own.  Needs CAP_SYS_ADMIN.
+    """Fork, the child in new namespaces: with CLONE_NEWPID as the first process of its own.  Needs CAP_SYS_ADMIN.
 
     Neither the C library nor Python learns of it: no hook runs, and the C library still has the parent's thread id.  So
     the child should do little but call os.fork, which corrects both.

@@ -132,7 +132,7 @@ def _give_up_privileges(program: Program) -> None:
 
 
 def _run_python(source: bytes, arguments: Tuple[str, ...]) -> NoReturn:
-    """As `python program.py ARGUMENT…` does, in the interpreter that is here already."""
+    """Do what `python program.py ARGUMENT…` does, in the interpreter that is here already."""
     # Kept, since taking them apart would cost time.
     _hidden = [sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "rlhpc"]
     module: Any = types.ModuleType("__main__")
@@ -356,7 +356,7 @@ def main(descriptor: int) -> None:
 
 
 def _be_the_first_to_end() -> None:
-    """Where memory is used up, the kernel ends a program, and neither the trainer nor the service on its node."""
+    """Be the first to end where memory is used up: the kernel then spares the trainer and the service on the node."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 

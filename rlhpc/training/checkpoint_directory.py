@@ -166,7 +166,7 @@ class KnownCheckpoints:
     """Verifies checkpoints; remembers which were read completely and are unchanged since."""
 
     def __init__(self, checkpoints: Path, *, read_up_to_bytes: float = math.inf) -> None:
-        """For a checkpoint of more than read_up_to_bytes only sizes are compared."""
+        """read_up_to_bytes: of a checkpoint with more only sizes are compared."""
         self._checkpoints, self._read_up_to_bytes = checkpoints, read_up_to_bytes
         self._read: dict[Path, tuple[object, ...]] = {}  # stamps of files when they were read
 

@@ -82,7 +82,7 @@ def export_hf(
 
 
 def _rounded(tensors: Iterator[Tensor], specs: Iterable[TensorSpec]) -> Iterator[Tensor]:
-    """In the dtypes of specs.  Raises CheckpointError for a finite number that becomes inf, beyond 65504 in float16."""
+    """Round to the dtypes of specs.  Raises CheckpointError: a finite number becomes inf (float16 ends at 65504)."""
     for tensor, spec in zip(tensors, specs, strict=True):
         rounded = tensor.to(DTYPES[spec.dtype])
         if tensor.numel() and rounded.dtype != tensor.dtype:

@@ -17,7 +17,7 @@ from rlhpc.training.layer_kernels import NUM_PROGRAMS, load_halves, rounded, sto
 
 @triton.jit
 def _weights_of(query_weight, key_weight, columns, half, is_query, is_inside):
-    """Of each slot's norm, in halves; what the value's slot gets is not used."""
+    """Weights of each slot's norm, in halves; what the value's slot gets is not used."""
     query_low, query_high = load_halves(query_weight, columns, half, is_inside & is_query)
     key_low, key_high = load_halves(key_weight, columns, half, is_inside & ~is_query)
     return query_low + key_low, query_high + key_high
@@ -122,7 +122,7 @@ def rotated_heads_gradient(
     eps: float,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of mixed and of the two weights.  mixed: None without weights, where it is not needed."""
+    """Gradients of mixed and of the two weights.  mixed: None without weights, where it is not needed."""
     of_query, of_key, of_value = gradients
     tokens, groups, head_size = of_key.shape
     slots = of_query.shape[1] // groups + 2
@@ -150,7 +150,7 @@ def _heads_block(slots: int, head_size: int, num_kept: int = 1) -> dict[str, int
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """As that of layer_kernels."""
+    """Try the kernels of this file, as layer_kernels.try_out does."""
     mixed, rotation = (
         torch.ones(1, 1, 3, 2, device=device, dtype=dtype),
         torch.ones(2, 1, 1, device=device, dtype=dtype),

@@ -190,7 +190,7 @@ def cast_parameters(model: CausalLM, dtype: torch.dtype) -> None:
 
 
 def with_value_head(model: CausalLM) -> CausalLM:
-    """The same trunk with a value head; the module's own head is gone, unless it is the embedding too."""
+    """Give the trunk a value head; the module's own head is gone, unless it is the embedding too."""
     head, embedding = model.head_weight, model.module.get_input_embeddings()  # type: ignore[operator]
     weight = nn.Parameter(torch.zeros(1, head.shape[1], device=head.device, dtype=head.dtype))
     is_tied = embedding.weight is head

@@ -50,7 +50,7 @@ def _norm_by_torch(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _norm_gradient_by_torch(hidden: Tensor, weight: Tensor, eps: float, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """In float32, with x̂ = x / rms(x) and g = gradient · weight: (g − x̂ · mean(g · x̂)) / rms(x), Σ gradient · x̂.
+    """Return in float32, x̂ = x / rms(x) and g = gradient · weight: (g − x̂ · mean(g · x̂)) / rms(x), Σ gradient · x̂.
 
     Autograd of _norm_by_torch takes three times as long on a CPU: it computes forward again, an operation a pass.
     """

@@ -134,7 +134,7 @@ def _weighted_gate_gradient_kernel(
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Like hidden: weight [H] times the last dimension of `hidden` over its root mean square."""
+    """Weight [H] times the last dimension of `hidden` over its root mean square; the shape is that of `hidden`."""
     normed, size = torch.empty_like(hidden), hidden.shape[-1]
     if hidden.numel():
         block = triton.next_power_of_2(size)
@@ -145,7 +145,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_gradient(hidden: Tensor, weight: Tensor, eps: float, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `hidden` and of the weight, from that of rms_norm's result."""
+    """Gradients of `hidden` and of the weight, given that of rms_norm's result."""
     of_hidden, size = torch.empty_like(hidden), hidden.shape[-1]
     num_rows = hidden.numel() // size
     sums = torch.empty(min(num_rows, NUM_PROGRAMS), size, dtype=torch.float32, device=hidden.device)
@@ -171,7 +171,7 @@ def gated_silu(gate_and_up: Tensor, factors: Tensor | None = None) -> Tensor:
 
 
 def gated_silu_gradient(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
-    """Like gate_and_up, from the gradient [..., F] of gated_silu's result."""
+    """Gradient of gate_and_up, in its shape, given the gradient [..., F] of gated_silu's result."""
     of_both, size = torch.empty_like(gate_and_up), gate_and_up.shape[-1] // 2
     if of_both.numel():
         grid = (gradient.numel() // size, triton.cdiv(size, BLOCK))
@@ -182,7 +182,7 @@ def gated_silu_gradient(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
 
 
 def weighted_gated_silu_gradient(gate_and_up: Tensor, factors: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Of gate_and_up and of the factors, from the gradient [T, F] of gated_silu's result with them."""
+    """Gradients of gate_and_up and of the factors, given the gradient [T, F] of gated_silu's result with them."""
     of_both, of_factors = torch.empty_like(gate_and_up), torch.zeros_like(factors)
     if of_both.numel():
         _weighted_gate_gradient_kernel[(len(gradient),)](

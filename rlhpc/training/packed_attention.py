@@ -37,7 +37,7 @@ HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Where the segments of one packed row lie, and how they are padded together.  Made once, used in every layer."""
+    """The place of each segment of a packed row, and how they are padded together.  Made once, used in every layer."""
 
     cu_seqlens: Tensor  # int32 [S + 1], on the device
     max_tokens: int  # of the longest segment
@@ -159,7 +159,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any)
 
 
 def group_by_group(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The same without torch's groups: each group is a row of the batch, and shares one key head without copies."""
+    """grouped_attention without torch's groups: each group is a row of the batch and shares a key head, uncopied."""
     size = query.shape[1] // key.shape[1]  # of a group
     groups = query.reshape(-1, size, *query.shape[2:])
     key, value = (tensor.flatten(0, 1).unsqueeze(1).expand(-1, size, -1, -1) for tensor in (key, value))

@@ -180,7 +180,7 @@ class TrainerCheckpoint:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of tensors that are there: STATE_KINDS, and perhaps weight_average.AVERAGE."""
+        """Kinds of tensors that are there: STATE_KINDS, and perhaps weight_average.AVERAGE."""
         return frozenset(kind for kind, _ in self.shards.values())
 
     def tensors(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:

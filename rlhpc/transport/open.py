@@ -44,7 +44,7 @@ QUICK_S = 10.0  # after that poll slowly: a server may take hours, and many clie
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server end listens."""
+    """The place where a server end listens."""
 
     channel: str
     role: str
@@ -121,7 +121,7 @@ async def await_endpoint(
 def await_endpoint_blocking(
     directory: Path, channel: str, role: str, replica: int = 0, *, deadline: Deadline
 ) -> Endpoint:
-    """Like await_endpoint, without an event loop."""
+    """Do what await_endpoint does, without an event loop."""
     while (endpoint := find(directory, channel, replica)) is None:
         _raise_if_unopened(deadline, directory, channel, peer_name(role, replica))
         time.sleep(_poll_interval_s(deadline))
@@ -278,7 +278,7 @@ def connect_blocking(
     server_replica: int = 0,
     timeout_s: float,
 ) -> BlockingClientChannel:
-    """Like connect, for a role without an event loop."""
+    """Do what connect does, for a role without an event loop."""
     deadline = Deadline(timeout_s)
     while True:
         endpoint = await_endpoint_blocking(layout.rendezvous, spec.name, spec.server, server_replica, deadline=deadline)

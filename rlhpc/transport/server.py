@@ -88,7 +88,7 @@ class ZmqServer(ServerChannel):
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
+        """The address that clients connect to."""
         return self._binding.address
 
     @property
@@ -135,7 +135,7 @@ class ZmqServer(ServerChannel):
         self._binding.remove()
 
     def close_now(self) -> None:
-        """Like close, where nobody can have connected and nothing was sent, so that there is nothing to wait for."""
+        """Close where nobody can have connected and nothing was sent, so that there is nothing to wait for."""
         self._end()
         terminate(self._context)
         self._binding.remove()

@@ -289,7 +289,7 @@ def secure_client(socket: Socket, secret: bytes, server: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where a server listens."""
+    """The place where a server listens."""
 
     address: str
     directory: Path | None  # of the unix socket

@@ -176,7 +176,7 @@ def lanes_in_order(words: Tensor, lanes: Tensor) -> Tensor:
 
 
 def lanes_by_halves(words: Tensor, lanes: Tensor) -> Tensor:
-    """The same in few launches: adjacent rows are combined, then adjacent pairs, and so on."""
+    """lanes_in_order in few launches: adjacent rows are combined, then adjacent pairs, and so on."""
     num_whole = words.numel() // NUM_LANES
     rows = words[: num_whole * NUM_LANES].view(num_whole, NUM_LANES)
     while len(rows):

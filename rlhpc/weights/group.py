@@ -468,7 +468,7 @@ def _gloo_group(store: Any, rank: int, world_size: int, timeout: datetime.timede
 
 
 def _gloo_devices(host: str) -> list[Any]:
-    """Where gloo listens: on the interfaces of GLOO_SOCKET_IFNAME, as in torch, else at this address.
+    """Devices on which gloo listens: the interfaces of GLOO_SOCKET_IFNAME, as in torch, else this address.
 
     torch's default is the address of the host name, which many distributions map to 127.0.1.1.
     """

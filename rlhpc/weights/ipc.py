@@ -81,7 +81,7 @@ class Line:
         return message
 
     def close(self) -> None:
-        """For any thread: one that waits here for the other end is woken, and loses it.  Idempotent."""
+        """Close it, from any thread: one that waits here for the other end is woken, and loses it.  Idempotent."""
         with contextlib.suppress(OSError):  # not connected any more; to close a file is to wait for who reads it
             self._connection.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):  # bytes left to flush to a peer that is gone
@@ -128,7 +128,7 @@ def make_block(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, 
 
 
 def open_block(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """The same bytes in another process, uint8 [num_bytes].  Raises RuntimeError or OSError if the handle is stale."""
+    """Open a block of another process, uint8 [num_bytes].  Raises RuntimeError or OSError if the handle is stale."""
     num_bytes = int(handle["num_bytes"])
     if "file" in handle:
         descriptor = os.open(handle["file"], os.O_RDWR)
@@ -143,7 +143,7 @@ def open_block(handle: dict[str, Any], device: torch.device) -> Tensor:
 
 
 def discard_block(handle: dict[str, Any]) -> None:
-    """In the process that made a block: stop others from opening it.  Its tensors still keep the memory."""
+    """Stop others from opening a block, in the process that made it.  Its tensors still keep the memory."""
     if "descriptor" in handle:
         os.close(handle["descriptor"])
 

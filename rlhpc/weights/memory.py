@@ -190,7 +190,7 @@ def room_for(what: str) -> Iterator[None]:
 
 
 def give_back_unused(device: torch.device) -> None:
-    """On a GPU, return the memory that torch's allocator caches but no tensor uses to the driver.
+    """Return the GPU memory that torch's allocator caches but no tensor uses to the driver.
 
     After steps of many lengths that can be a whole GPU, which no other process could use.
     """

@@ -57,7 +57,7 @@ class Votes:
 
     @classmethod
     def of(cls, total: int) -> Votes:
-        """From the sum of all votes."""
+        """Read them from the sum of all votes."""
         return cls(total & _MASK, total >> _BITS & _MASK, total >> 2 * _BITS & _MASK)
 
     def mean_a_delta(self, offered: int, world_size: int) -> bool:

@@ -128,7 +128,7 @@ class CommandQueue:
         return self._waiting.popleft()
 
     def _newest_epoch(self) -> int:
-        """Of the groups that are still to be joined; -1: there is none."""
+        """The newest epoch of the groups that are still to be joined; -1: there is none."""
         return max((each.group.epoch for each in self._waiting if isinstance(each, JoinGroup)), default=-1)
 
     async def _tell(self, epoch: int, version: int, error: str) -> None:

@@ -277,7 +277,7 @@ class Sampling:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of finished rollouts, in the last seconds."""
+        """Tokens a second of finished rollouts, in the last seconds."""
         return self._rate.per_second(self._now())
 
     # ----------------------------------------------------------------------------------------------------- sessions

@@ -61,7 +61,7 @@ class BatchFigures:
         self._parts.append((result, num_loss_tokens))
 
     def means(self) -> dict[str, float]:
-        """Over the loss tokens of all optimiser steps, and the mean gradient norm.
+        """Means over the loss tokens of all optimiser steps, and the mean gradient norm.
 
         One that was not finite counts only if none was: its figures would hide those of the others.
         """
@@ -192,7 +192,7 @@ class Critic:
         rows: Sequence[Sequence[PackedMicrobatch]],
         found: Sequence[Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]],
     ) -> tuple[float, float, dict[str, float]]:
-        """By what advantages are shifted and scaled, and figures, over the loss tokens of all replicas."""
+        """Shift and scale of advantages, and figures, over the loss tokens of all replicas."""
         masks = np.concatenate([row.loss_mask for of_rows in rows for row in of_rows])
         advantages, returns = (
             np.concatenate([each[part] for of_rows in found for each in of_rows])[masks] for part in (0, 1)
@@ -253,7 +253,7 @@ def open_models(context: RoleContext, stack: ExitStack) -> tuple[TrainerBackend,
 
 
 def open_policy(context: RoleContext) -> TrainerBackend:
-    """As the reference is to be: what is loaded is held before the policy of a checkpoint takes its place."""
+    """Open the policy as the reference is to be: it is held before the policy of a checkpoint takes its place."""
     config = context.config
     if config.algorithm.reference_every and context.resume_step is not None:
         saved = context.layout.checkpoint(context.resume_step) / REFERENCE_DIRECTORY
@@ -265,7 +265,7 @@ def open_policy(context: RoleContext) -> TrainerBackend:
 
 
 def _open_critic(context: RoleContext) -> Critic | None:
-    """On the ranks that the policy's backend has connected."""
+    """Open the critic on the ranks that the policy's backend has connected."""
     config = context.config
     if not config.has_critic:
         return None

@@ -254,7 +254,7 @@ class PackedCoreAttention(nn.Module):
 
 
 class TransformerEngineAttention(nn.Module):
-    """The same through TransformerEngine's kernels, for rows that are not cut.  Never run: that was not available."""
+    """Core attention by TransformerEngine's kernels, for rows that are not cut.  Never run: it was not available."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **others: Any) -> None:
         """Signature given by Megatron."""
@@ -272,7 +272,7 @@ class TransformerEngineAttention(nn.Module):
         packed_seq_params: RowPlan,
         **_: Any,
     ) -> Tensor:
-        """As PackedCoreAttention.forward."""
+        """Do what PackedCoreAttention.forward does."""
         borders, longest = packed_seq_params.borders, packed_seq_params.max_tokens
         packed = PackedSeqParams(
             qkv_format="thd",

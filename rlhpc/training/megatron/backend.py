@@ -330,7 +330,7 @@ class MegatronBackend(StatefulBackend):
 
     @property
     def dp_rank(self) -> int:
-        """The same on all ranks that share one replica of the model."""
+        """Rank among the replicas of the model; all ranks of one replica share it."""
         return self._dp_rank
 
     @property
@@ -434,7 +434,7 @@ class MegatronBackend(StatefulBackend):
         return HeadRequest(temperature, self._settings.chunk_tokens, want_entropy, has_entropy_gradient)
 
     def _summed(self, sums: MetricSums) -> dict[str, float]:
-        """Over micro-batches and replicas, on the last stage; nothing on other stages."""
+        """Sums over micro-batches and replicas, on the last stage; nothing on other stages."""
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
         return sums.over_ranks(self._device, group=parallel_state.get_data_parallel_group())

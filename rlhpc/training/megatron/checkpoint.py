@@ -119,7 +119,7 @@ class ShardedState:
         self._entries = {names[key]: entry for key, entry in entries.items()}
 
     def to_read(self, kind: str) -> dict[str, Any]:
-        """For dist_checkpointing.load: room in host memory for every tensor of which this rank keeps a part."""
+        """Room for dist_checkpointing.load in host memory, for every tensor of which this rank keeps a part."""
         return {
             name: place.filled(kind, torch.empty(place.shard.parameter.shape), place.entry.replica_id)
             for name, place in self._places.items()
@@ -159,7 +159,7 @@ class WritePlan:
         self._places, self._writers, self._sharded = places, writers, sharded
 
     def to_write(self, kind: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """For dist_checkpointing's savers: what this rank writes, views of its shards where they are whole.
+        """Tensors for dist_checkpointing's savers: what this rank writes, views of its shards where they are whole.
 
         group: gloo, of all ranks.  A collective.  Needs host memory for gathered tensors.
         """
@@ -390,7 +390,7 @@ def _write_shards(directory: Path, tensors: dict[str, Any], group: dist.ProcessG
 
 
 def _reasons(error: CheckpointException) -> str:
-    """Without the traceback of every rank, which the exception's own text has; they are in its chain."""
+    """Reasons without the traceback of every rank, which the exception's own text has; they are in its chain."""
     return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
 
 

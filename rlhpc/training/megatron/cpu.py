@@ -144,7 +144,7 @@ class Stream:
 
 
 class TensorsAsOnCuda(TorchFunctionMode):
-    """Inside, type() of a tensor names the CUDA type, which Megatron compares with literals; cuda() moves nothing."""
+    """Makes type() of a tensor name the CUDA type, which Megatron compares with literals; cuda() moves nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Two answers differ from torch's."""

@@ -34,7 +34,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def critic_of(model: Any) -> Any:
-    """The same configuration, of a model whose head has one output; see logprob.py."""
+    """The configuration of a model whose head has one output; see logprob.py."""
     critic = copy.deepcopy(model)
     critic.tie_word_embeddings, critic.has_value_head = False, True
     return critic

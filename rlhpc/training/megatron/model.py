@@ -61,7 +61,7 @@ class HeadRequest:
 
 
 class _ValueHead(nn.Module):
-    """In the place of the output layer; every tensor rank has the whole weight."""
+    """Stands in the place of the output layer; every tensor rank has the whole weight."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         self._frequencies = rotary_frequencies(model).to(device)
 
     def forward(self, row: LocalRow, request: HeadRequest) -> Tensor:
-        """On the last stage float32 [2, L]: log-probabilities and entropies; elsewhere hidden states for the next.
+        """Return float32 [2, L], log-probabilities and entropies, on the last stage; elsewhere hidden states.
 
         The entry of the token before a wanted one is the wanted one's log-probability, and the entropy of its
         distribution if that is wanted; all others are 0.  The same on all ranks of the tensor group.

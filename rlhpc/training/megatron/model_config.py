@@ -148,7 +148,7 @@ class RMSNorm(nn.Module):
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core is untyped
-    """For training alone.  Key heads must divide by the number of tensor ranks (ParallelLayout.refuse_unfit)."""
+    """Attention for training alone.  Key heads divide by the number of tensor ranks (ParallelLayout.refuse_unfit)."""
 
     def forward(
         self,
@@ -242,7 +242,7 @@ class ModelFile(SimpleNamespace):
     pad_token_id: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As PretrainedConfig.to_dict."""
+        """Do what PretrainedConfig.to_dict does."""
         return dict(vars(self))
 
 

@@ -68,7 +68,7 @@ class OptimizerShard:
             self.group["step"] = value  # Transformer Engine counts once per group
 
     def publish_to_device(self) -> None:
-        """After a write to tensor("weights"): copy it to where the model reads it, if that is elsewhere."""
+        """Copy what was written to tensor("weights") to where the model reads it, if that is elsewhere."""
         if self.stepped is not self.main:
             self.main.detach().copy_(self.stepped)
 
