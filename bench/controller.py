@@ -3,8 +3,8 @@
     python -m bench.controller [--tokens 64,4096] [--generators 4] [--seconds 20] [--place /dev/shm]
     python -m bench.controller --tokens 64 --generators 4,512
 
-This process is the controller of roles/controller/role.py, with its channels (TCP, CURVE), journal, segments, recorder
-and TensorBoard; a second one plays trainer and generators, whose rollouts are made already: each of these has its own
+This process is the controller of roles/controller/, with its channels (TCP, CURVE), journal, segments, recorder and
+TensorBoard; a second one plays trainer and generators, whose rollouts are made already: each of these has its own
 connections, and a step takes at least sixteen rollouts from each.  What is counted is this process's CPU time between
 two steps, over the rollouts trained between them, by thread: "loop" is the main thread, "zmq" ZeroMQ's, "helpers" all
 others (journal, segments, samples, metrics).  CPU time holds on a busy machine, too.  Beside it stands what the same
@@ -56,7 +56,7 @@ from rlhpc.protocol.messages import (
     WeightsLive,
 )
 from rlhpc.protocol.types import Lease, TensorSpec, WeightManifest
-from rlhpc.roles.controller.controller import Controller
+from rlhpc.roles.controller.controller import assemble
 from rlhpc.roles.lifecycle import RoleContext, StopRequest, beat, hello
 from rlhpc.transport.open import connect, open_server
 from rlhpc.transport.security import mint_run_keys
@@ -214,9 +214,9 @@ async def measure(layout: RunLayout, config: Config, seconds: float) -> tuple[Ma
     """Return CPU seconds by thread, rollouts, seconds."""
     context, stop = context_of("controller", 0, layout, config), StopRequest()
     channels = [open_server(spec, **context.listener) for spec in (CONTROL, LEASES, BATCHES)]
-    controller = Controller(context, *channels)
+    controller = assemble(context, *channels)
     running = asyncio.create_task(controller.run(stop))
-    loop = controller._loop
+    loop = controller.loop
 
     async def done(step: int) -> None:
         deadline = Deadline(LONG_S)

@@ -313,7 +313,7 @@ class Instant:
         return f"{self.at_s:.3f} s after {since}, patience {self.patience_s:.1f} s, again after {self.again_s:.3f} s"
 
     async def stop(self, attempted: Attempted) -> None:
-        figures = attempted.controller._board.figures
+        figures = attempted.controller.board.figures
         while self.is_late and not figures.is_ending:  # noqa: ASYNC110  nothing tells
             await asyncio.sleep(0.002)
         await asyncio.sleep(self.at_s)

@@ -72,12 +72,12 @@ class Invariants:
     ) -> None:
         """is_hindered: whether a generator, with this outbox, cannot be answered, for a reason that is no bug."""
         self._controller, self._known = controller, known
-        state: Any = controller._state
+        state: Any = controller.state
         self._for_a_group: set[tuple[str, int]] = set()  # deliveries whose group was there when they were heard
         self._buffer, self._ledger, self._journal = state.buffer, state.buffer._ledger, state.journal
         self._timeline = state.replay.timeline
-        self._weight_sync: Any = controller._weight_sync
-        self._config = controller._context.config
+        self._weight_sync: Any = controller.weight_sync
+        self._config = controller.context.config
         self._seen: tuple[int, ...] = ()
         self._num_slots_taken = len(self._ledger.groups)
         self._taken: dict[int, int | None] = {}  # group → version that its step makes, once it is known
@@ -102,8 +102,8 @@ class Invariants:
             ledger._num_released,
             self._journal._last,
             sync.live_version,
-            self._controller._loop.version,
-            self._controller._loop.step,
+            self._controller.loop.version,
+            self._controller.loop.step,
             ledger._leases.num_held,
         )
         if seen == self._seen:
@@ -116,8 +116,8 @@ class Invariants:
         self._check_arrived()
         self._check_slots()
         self._check_taken()
-        if sync.live_version > self._controller._loop.version:
-            raise Violation(f"version {sync.live_version} is live, and {self._controller._loop.version} is the newest")
+        if sync.live_version > self._controller.loop.version:
+            raise Violation(f"version {sync.live_version} is live, and {self._controller.loop.version} is the newest")
 
     def _check_slots(self) -> None:
         num_taken, limit = len(self._ledger.groups), self._config.admission.num_slots
@@ -127,7 +127,7 @@ class Invariants:
 
     def _check_taken(self) -> None:
         """Groups are fresh and whole when they are taken, and released when the weights of their step are live."""
-        taken, loop = self._ledger._taken, self._controller._loop
+        taken, loop = self._ledger._taken, self._controller.loop
         for group_id in [group_id for group_id in self._taken if group_id not in taken]:
             made, live = self._taken.pop(group_id), self._weight_sync.live_version
             is_replay = live < 0
@@ -232,7 +232,7 @@ def check_totals(controller: Controller, rollouts: Path) -> None:
     groups = [resolved for path in segment_paths(rollouts) for resolved in read_segment(path)]
     num_tokens = sum(len(member.rollout.token_ids) for resolved in groups for member in resolved.group.members)
     num_dropped = sum(resolved.drop_reason is not None for resolved in groups)
-    totals = controller._sink.counted_in(controller._state.totals)
+    totals = controller.sink.counted_in(controller.state.totals)
     if (totals.tokens_generated, totals.groups_dropped) != (num_tokens, num_dropped):
         told = f"{totals.tokens_generated} tokens and {totals.groups_dropped} dropped groups"
         raise Violation(f"totals tell of {told}, segments have {num_tokens} and {num_dropped}")

@@ -27,7 +27,7 @@ from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import write_resolved
 from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
 from rlhpc.protocol.types import PackedBatch, ScoredRollout
-from rlhpc.roles.controller.controller import Controller
+from rlhpc.roles.controller.controller import Controller, assemble
 from rlhpc.roles.lifecycle import RoleContext, StopRequest, exit_status_of
 from tests.engines.memory_channel import MemoryServer
 from tests.engines.scripted_engine import Script
@@ -89,11 +89,11 @@ class RealTime:
         return "; ".join(f"{check.name}: {offence}" for check in audit.checks for offence in check.offences)
 
     async def _attempt(self, disturb: Callable[[Attempted], Coroutine[Any, Any, None]]) -> None:
-        """As roles/controller/role.py."""
+        """As roles/controller/controller.py."""
         context, stop = begin(self.layout, self.config), StopRequest()
         self.broadcasts = Broadcasts(self.rng)
         self._servers = {spec.name: MemoryServer(spec) for spec in (CONTROL, LEASES, BATCHES)}
-        controller = ClosingController(context, *self._servers.values())
+        controller = ClosingController(**vars(assemble(context, *self._servers.values())))
         self.controller_incarnation = context.incarnation
         attempted = Attempted(controller, stop)
         around = [asyncio.ensure_future(each) for each in (disturb(attempted), *self._others(context))]

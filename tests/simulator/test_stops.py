@@ -51,7 +51,7 @@ def test_a_stop_in_the_middle_of_a_write_neither_overlaps_nor_loses_it(
     run, disk = RealTime(tmp_path / "run", 1, **SECTIONS), WatchedDisk(held=held)
 
     async def stop(attempted: Attempted) -> None:
-        attempted.controller._state.lost_leases.record_death([(prompt(0), 1)])
+        attempted.controller.state.lost_leases.record_death([(prompt(0), 1)])
         await until(disk)
         attempted.stop._request(0.0)  # as when the patience of an interrupt is over
         while not attempted.is_closing:  # noqa: ASYNC110

@@ -1,9 +1,9 @@
 """One run: a controller with everything that it needs, faults that a schedule brings, and what must hold.
 
 Input: a seed and a list of faults.  Output: Outcome: whether every invariant held to its end, and a trace.
-The controller is the product's (roles/controller/role.py), with its ledger, buffer, journal, checkpoints and channels;
-what begins an attempt are the launcher's functions.  Whatever else is in here a supervisor does: starting again what
-died.  TensorBoard alone is left out: nothing is decided by it, and it starts threads.
+The controller is the product's (roles/controller/), with its ledger, buffer, journal, checkpoints and channels; what
+begins an attempt are the launcher's functions.  Whatever else is in here a supervisor does: starting again what died.
+TensorBoard alone is left out: nothing is decided by it, and it starts threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlhpc.protocol.errors import ChannelTimeout, CheckpointError, JournalError,
 from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
 from rlhpc.protocol.types import PackedBatch, ScoredRollout
 from rlhpc.roles.controller import batches
-from rlhpc.roles.controller.controller import Controller
+from rlhpc.roles.controller.controller import assemble
 from rlhpc.roles.lifecycle import RoleContext, StopRequest, first_leaf
 from tests.engines.scripted_engine import Script
 from tests.simulator.disk import SimulatedDisk
@@ -237,9 +237,9 @@ class World:
                 self.loop.call_later(self.rng.random(), setattr, client, "is_gone", True, context=Context())
 
     async def _control(self, context: RoleContext) -> None:
-        """As roles/controller/role.py."""
+        """As roles/controller/controller.py."""
         stop = StopRequest()
-        controller = Controller(context, *(self.servers[spec.name] for spec in (CONTROL, LEASES, BATCHES)))
+        controller = assemble(context, *(self.servers[spec.name] for spec in (CONTROL, LEASES, BATCHES)))
         self.invariants = Invariants(controller, self.known, self.loop.time, self._is_hindered)
         self._check_totals = partial(check_totals, controller, self.layout.rollouts)  # of the one that ends the run
         await controller.run_and_close(stop)

@@ -6,8 +6,9 @@
     train loop   ─▶ batches out, reports back   a step, its weights, its slots
     watch                                       what is overdue, silent, poisoned, due on disk
 
-All five run in one event loop and share the buffer; none of them awaits while it changes it.  The first two wait for
-their channel, the last one for the clock.  The others wait for each other (a test holds this table true):
+All five run in one event loop and share the buffer; none of them awaits while it changes it.  `assemble` builds every
+part once.  The first two loops wait for their channel, the last one for the clock.  The others wait for each other (a
+test holds this table true):
 
     who waits                   for               which is called by
     LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
@@ -25,6 +26,7 @@ import asyncio
 import json
 import logging
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from rlhpc.algorithms.packing import FlopCost, warm_up
@@ -33,6 +35,7 @@ from rlhpc.base.patience import patiently, patiently_awaited, patiently_here
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.lost_leases import LostLeaseFile
 from rlhpc.buffer.prefixes import PartialIntake, PartialLog
+from rlhpc.config.rules import Config
 from rlhpc.protocol.contracts import ServerChannel
 from rlhpc.protocol.errors import (
     ChannelError,
@@ -62,7 +65,7 @@ from rlhpc.rewards.outcomes import ErrorGate
 from rlhpc.roles.controller.batches import RANK_0, TrainerLink
 from rlhpc.roles.controller.checkpoints import CheckpointWriter, LastSave
 from rlhpc.roles.controller.dispatcher import AwakeClock, LeaseDispatcher, ProcessRegistry
-from rlhpc.roles.controller.guard import Guarding
+from rlhpc.roles.controller.guard import GuardFile, Guarding
 from rlhpc.roles.controller.persistence import DiskLane, DiskWriter, Journaling, PartialKeeping, PatientSealing
 from rlhpc.roles.controller.recorder import RunRecorder
 from rlhpc.roles.controller.rollout_sink import RolloutSink
@@ -74,6 +77,340 @@ from rlhpc.roles.lifecycle import RoleContext, StopRequest, run_loop
 from rlhpc.transport.open import open_server
 from rlhpc.transport.sessions import is_same_start
 
+log = logging.getLogger("rlhpc.controller")
+WATCH_INTERVAL_S = 0.5
+PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
+CLOSE_S = 15.0  # for a disk that refuses at the end of a run that has failed, or was stopped
+FAREWELL_S = 2.0  # for StopRole to reach the others
+SHOWN_S = 10.0  # for the disk to take the status by which the others are told to leave
+CLOSING_S = 60.0  # for the disk to take what only this process has
+ANSWER_S = 1.0  # for a process to receive a message: the loop that sends it waits
+OUTLIVES_CONTROLLERS = ("generator-", "reward-")  # a trainer that is taken for dead ends the attempt
+
+
+def run(context: RoleContext) -> None:
+    """Run to the last step, or until asked to stop; then stop all other roles."""
+    run_loop(_control(context))
+
+
+async def _control(context: RoleContext) -> None:
+    stop = StopRequest()
+    async with AsyncExitStack() as stack:
+        channels: list[ServerChannel] = []
+        for spec in (CONTROL, LEASES, BATCHES):
+            opening = partial(open_server, spec, **context.listener)
+            channel = await patiently_here(opening, context.layout.rendezvous)
+            stack.push_async_callback(channel.close)
+            channels.append(channel)
+        await assemble(context, *channels).run_and_close(stop)
+
+
+def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel) -> Controller:
+    """Build every part once, along the way of a prompt; blocks.  Raises CheckpointError, ConfigError, OwnershipLost."""
+    config, layout, fence, clock = context.config, context.layout, context.fence, asyncio.get_running_loop().time
+    awake = AwakeClock(clock, longest_s=config.transport.dead_after_s / PAUSE_COUNTS_FOR)
+    state = patiently(partial(open_controller_state, context, awake), layout.root)
+    buffer, prompts, timeline, disk = state.buffer, state.prompts, state.replay.timeline, DiskWriter()
+    # Who is there, and samples with which weights.
+    registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, clock=awake, code=context.code)
+    trainer = TrainerLink(batches)
+    weight_sync = WeightSync(
+        control=control, trainer=trainer, membership=state.membership, choose=transport_choice(config),
+        timeline=timeline, limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+        canary=open_canary(config, prompts), clock=awake,
+    )  # fmt: skip
+    processes = RunProcesses(context, control, registry, weight_sync, state, lane=disk.notes)
+    # Prompts go out, rollouts come back.
+    journaling = Journaling(state.journal, leases, clock=awake, lane=disk.journal)
+    gate = ErrorGate(config.rewards.max_error_share, patience_s=config.rewards.error_patience_s, clock=awake)
+    dispatcher = LeaseDispatcher(
+        leases=leases, buffer=buffer, prompts=prompts, policy=weight_sync, credit=registry, brake=gate,
+        on_disk=journaling.durable if config.curriculum.goes_by_memory else None, fills_slots=config.run.deterministic,
+    )  # fmt: skip
+    sink = RolloutSink(
+        buffer=buffer, gate=gate, admission=config.admission, shaping=RewardShaping.of(config), prompts=prompts,
+        lost_leases=state.lost_leases, of_one_version=config.run.deterministic,
+    )  # fmt: skip
+    # Batches are trained, weights are published, slots come free.
+    guarding = Guarding(
+        guard=state.guard, buffer=buffer, admission=config.admission, file=GuardFile(layout.guard, fence),
+        lane=disk.notes, attempt=context.attempt, may_tighten=not config.run.deterministic,
+    )  # fmt: skip
+    loop = TrainLoop(
+        config=config, buffer=buffer, trainer=trainer, weight_sync=weight_sync, cost=_cost_of(config), step=state.step,
+        version=state.policy_version, made=state.replay.version, wake=dispatcher.wake, durable=journaling.durable,
+        guarding=guarding, progress=state.progress,
+    )  # fmt: skip
+    partials = PartialKeeping(
+        intake=PartialIntake(buffer, config.generation.max_completion_tokens),
+        files=PartialLog(layout.rollouts, context.attempt, fence), leases=leases, lane=disk.partials,
+        timeline=timeline, newest_version=loop.newest_version, commit_groups=journaling.commit_soon,
+    )  # fmt: skip
+    # What a resume needs, and what people look at.
+    sealing = PatientSealing(state.segments, clock=awake)
+    checkpoints = CheckpointWriter(
+        layout=layout, keep=config.checkpoint.keep, trainer=trainer, state=state, disk=disk, fence=fence,
+        durable=journaling.durable, totals=partial(sink.counted_in, state.totals),
+    )  # fmt: skip
+    last_save = LastSave(control, registry, checkpoints, journaling, awake)
+    board = StatusBoard(layout, config, registry, buffer, fence, writers=(journaling, sealing, checkpoints), gate=gate)
+    open_recorder = partial(
+        RunRecorder, context=context, state=state, live=board.figures, registry=registry, weight_sync=weight_sync,
+        sink=sink, lane=disk.metrics, channels=(control, leases, batches), clock=clock,
+    )  # fmt: skip
+    recorder = patiently(open_recorder, layout.tensorboard)
+    return Controller(
+        context=context, control=control, leases=leases, awake=awake, state=state, disk=disk, registry=registry,
+        trainer=trainer, weight_sync=weight_sync, processes=processes, journaling=journaling, dispatcher=dispatcher,
+        sink=sink, loop=loop, partials=partials, sealing=sealing, checkpoints=checkpoints, last_save=last_save,
+        board=board, recorder=recorder,
+    )  # fmt: skip
+
+
+def _cost_of(config: Config) -> FlopCost:
+    """Work of a row, by the model's config.json."""
+    path = config.model.path / "config.json"
+    return FlopCost.from_hf_config(json.loads(patiently(path.read_bytes, path)))
+
+
+@dataclass(kw_only=True, eq=False)
+class Controller:
+    """Runs the parts that `assemble` has built: all loops at once, then what ends a run."""
+
+    context: RoleContext
+    control: ServerChannel
+    leases: ServerChannel
+    awake: AwakeClock
+    state: ControllerState
+    disk: DiskWriter
+    registry: ProcessRegistry
+    trainer: TrainerLink
+    weight_sync: WeightSync
+    processes: RunProcesses
+    journaling: Journaling
+    dispatcher: LeaseDispatcher
+    sink: RolloutSink
+    loop: TrainLoop
+    partials: PartialKeeping
+    sealing: PatientSealing
+    checkpoints: CheckpointWriter
+    last_save: LastSave
+    board: StatusBoard
+    recorder: RunRecorder
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    async def run_and_close(self, stop: StopRequest) -> None:
+        """Run; whatever ends it, tell the others to leave, then write what is only in memory."""
+        try:
+            try:
+                await self.run(stop)
+            finally:
+                await self.say_farewell()
+        finally:
+            await self.close()
+
+    async def run(self, stop: StopRequest) -> None:
+        """Run until the last step or `stop`; then finish the records."""
+        try:
+            await self._run_loops(stop)
+        except BaseExceptionGroup:
+            await self.last_save.outlast(stop.event)
+            raise
+        await self._close_run()
+
+    async def _run_loops(self, stop: StopRequest) -> None:
+        async with asyncio.TaskGroup() as group:
+            loops = [
+                group.create_task(loop)
+                for loop in (
+                    self._hear(),  # waits for the control channel
+                    self._take_in(),  # for the channel of leases
+                    self.dispatcher.run(),  # for wake()
+                    self._watch(),  # for the clock, and its writes
+                    self.journaling.run(),  # for received(), durable(), commit_soon(); then for its lane
+                    self.partials.run(),  # for receive(), handed_back(); then for its lane
+                    self.recorder.run(),  # for record(); then for its lane
+                    self.recorder.lag.run(),  # for the clock
+                    self.awake.run(),  # for the clock
+                )
+            ]
+            training, stopped = group.create_task(self._train(stop.event)), group.create_task(stop.event.wait())
+            await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
+            self.dispatcher.is_open = False
+            await self.weight_sync.stop_waiting()
+            if self.board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
+                await stop.wait_for(training)
+            for task in (*loops, stopped, training):
+                task.cancel()
+
+    async def _train(self, stop: asyncio.Event) -> None:
+        """Repeat recorded steps, publish, train to the last step.  Waits for the trainer, groups and live weights."""
+        await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
+        ready = await self.trainer.ready(self.context.meet_timeout_s, self._missing_trainers)
+        if ready.policy_version != self.loop.version:
+            theirs, ours = ready.policy_version, self.loop.version
+            raise CheckpointError(f"the trainer is at policy version {theirs}, the controller at {ours}")
+        self.weight_sync.describe(ready.manifest, ready.device)
+        if self.state.replay.steps:
+            self.recorder.training_begins()
+            self.board.figures.phase = "replaying"  # which is no progress for those who wait for some
+        await self.loop.replay(self.state.replay, stop, self.sink.restored, self.recorder.record)
+        if stop.is_set():
+            return  # nothing is saved: the checkpoint before it and the journal hold all of it
+        self.board.figures.phase = "waiting for generators"
+        await self.loop.begin()
+        self.recorder.training_begins()
+        await self.loop.run(stop, self.recorder.record, self.checkpoints)
+
+    def _missing_trainers(self) -> list[str]:
+        ranks = (f"trainer-{rank}" for rank in range(self.context.config.trainer.num_ranks))
+        return [name for name in ranks if self.registry.member(name) is None]
+
+    async def _hear(self) -> None:
+        """Receive control messages of all roles.  Waits for their channel; wakes dispatcher and train loop."""
+        while True:
+            name, message = await self.control.receive()
+            if isinstance(message, Hello):
+                if await self.processes.greet(name, message):
+                    self.loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
+                    self.dispatcher.wake()
+            elif isinstance(message, Heartbeat):
+                await self.processes.beat(name, message)
+                self.dispatcher.wake(name)  # its credit may have grown
+            elif isinstance(message, WeightsLive):
+                await self.weight_sync.acknowledge(name, message)
+                self.dispatcher.wake(name)
+            elif isinstance(message, CanaryTaken):
+                await self.weight_sync.scored(name, message)
+                self.loop.groups_changed()  # nobody may be trusted any more
+                self.dispatcher.wake()  # or one more
+            elif isinstance(message, SaveReport):
+                self.checkpoints.reported(message)
+
+    async def _take_in(self) -> None:
+        """Receive rollouts and progress from generators.  Waits for their channel; wakes dispatcher and train loop."""
+        while True:
+            name, message = await self.leases.receive()
+            if isinstance(message, Delivery):
+                has_changed = self._counts(message) and self.sink.receive(name, message.scored)
+                self.journaling.received(name, message)
+                if not has_changed:
+                    continue
+                await self.dispatcher.cancel(self.sink.cancelled)
+            elif isinstance(message, LeaseReturn) and self._counts(message):
+                self.state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+                self.partials.handed_back(message)
+            elif isinstance(message, LeaseProgress):
+                await self.partials.receive(name, message)
+                continue
+            self.loop.groups_changed()
+            self.dispatcher.wake(name)
+
+    def _counts(self, message: Delivery | LeaseReturn) -> bool:
+        """Whether the weights that sampled it are among those that this controller's trainer makes, or makes again."""
+        return message.timeline == self.state.replay.timeline
+
+    async def _watch(self) -> None:
+        """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due.
+
+        Waits for the clock and for each of its writes; wakes dispatcher and train loop.
+        """
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if await self.processes.lose_silent():
+                self.loop.groups_changed()  # perhaps only generators without weights are left
+            self.state.totals.leases_regranted += self.state.buffer.expire()
+            for group_id in self.state.buffer.poisoned():
+                self.sink.refuse(group_id)
+                self.loop.groups_changed()
+            await self.disk.segments.run(self.sealing.tick)
+            await self.processes.write()
+            self.dispatcher.wake()
+            await self._show()
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+
+    async def _close_run(self) -> None:
+        """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
+        context, state = self.context, self.state
+        is_complete = self.loop.step >= context.config.run.num_steps
+        if is_complete:
+            for group_id in state.buffer.open_groups():
+                self.sink.drop(group_id, DropReason.CANCELLED)
+            lane, layout = self.disk.segments, context.layout
+            await patiently_awaited(lambda: lane.run(state.segments.seal_all), layout.rollouts)
+            self.recorder.close_totals()
+            facts = state.totals, state.buffer.staleness_bound, context.config.admission.group_size, context.fence
+            await patiently_awaited(lambda: lane.run(summarise, layout, *facts), layout.summary)
+        self.board.figures.phase = "complete" if is_complete else "stopped"
+
+    async def say_farewell(self) -> None:
+        """Send StopRole to every process, and whether another controller will follow."""
+        self.board.figures.is_ending = True
+        with suppress(OwnershipLost):  # first: whoever sees a process end knows that it was told to
+            await self._show(SHOWN_S)
+        is_complete = self.board.figures.phase == "complete"
+        farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
+        ranks = self.registry.names("trainer")
+        others = [name for name in self.registry.names() if not (self.trainer.obeys and name in ranks)]
+        for name in others:
+            with suppress(ChannelError):  # it is gone already
+                await self.control.send(name, farewell, timeout_s=FAREWELL_S)
+        if self.trainer.obeys and RANK_0 in ranks:  # which tells the other ranks
+            with suppress(ChannelError):
+                await self.trainer.tell(farewell)
+        await self._show(SHOWN_S)
+
+    async def close(self) -> None:
+        """Write to disk what is only in memory: rollouts that a failed run still holds, lost leases, metrics.
+
+        Whatever becomes of one of them, all are tried; then the first failure is raised.  RunDirectoryError: the disk
+        has not answered for CLOSING_S.
+        """
+        self.checkpoints.give_up()
+        is_complete = self.board.figures.phase == "complete"
+        last = [
+            asyncio.ensure_future(each)
+            for each in (
+                self._keep_rollouts(),
+                self.partials.close(is_complete=is_complete),
+                self.processes.write(),
+                self.recorder.close(),
+            )
+        ]
+        _, late = await asyncio.wait(last, timeout=CLOSING_S)
+        unfinished = await self.disk.close(0.0 if late else CLOSING_S)
+        if late or unfinished:
+            for each in late:
+                each.cancel()
+            names = ", ".join(unfinished)
+            raise RunDirectoryError(
+                f"{self.context.layout.root}: the disk has not answered for {CLOSING_S:g} s: {names}"
+            )
+        for each in last:
+            each.result()
+
+    async def _keep_rollouts(self) -> None:
+        journal, segments = self.state.journal, self.state.segments
+        try:
+            for write in (
+                lambda: self.disk.journal.run(journal.commit),
+                lambda: self.disk.segments.run(segments.seal_all),
+            ):
+                await patiently_awaited(write, self.context.layout.rollouts, limit_s=CLOSE_S)
+        except (JournalError, SegmentError, OwnershipLost, OSError):
+            log.exception("%d groups could not be sealed", segments.num_pending)
+        finally:
+            await self.disk.journal.run(journal.close)
+
+    async def _show(self, limit_s: float | None = None) -> None:
+        """Write the status; after limit_s leave it to be written.  Raises OwnershipLost."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self.disk.notes.run(self.board.write, self.board.document())
+
+
 # -------------------------------------------------------------------------------------------------------- run processes
 #
 # Admit the processes of a run, and remove those that died or left.
@@ -82,11 +419,6 @@ from rlhpc.transport.sessions import is_same_start
 # A death is noticed by silence, or by the Hello of a successor.  The run survives the loss of generators, not of other
 # roles.  The prompts that a lost generator sampled each lose a lease, which is recorded on disk before anything else
 # (rlhpc/buffer/lost_leases.py).
-
-
-log = logging.getLogger("rlhpc.controller")
-ANSWER_S = 1.0  # for a process to receive a message: others are heard meanwhile by nobody
-OUTLIVES_CONTROLLERS = ("generator-", "reward-")  # a trainer that is taken for dead ends the attempt
 
 
 class RunProcesses:
@@ -179,325 +511,3 @@ class RunProcesses:
         """Reclaim the leases of a generator that is dead, or silent for too long, or has left."""
         self._state.totals.leases_regranted += self._state.buffer.forget_holder(name, is_dead=is_dead)
         await self.write()
-
-
-# ----------------------------------------------------------------------------------------------------------------- role
-
-
-WATCH_INTERVAL_S = 0.5
-PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
-CLOSE_S = 15.0  # for a disk that refuses at the end of a run that has failed, or was stopped
-FAREWELL_S = 2.0  # for StopRole to reach the others
-SHOWN_S = 10.0  # for the disk to take the status by which the others are told to leave
-CLOSING_S = 60.0  # for the disk to take what only this process has
-
-
-def run(context: RoleContext) -> None:
-    """Run to the last step, or until asked to stop; then stop all other roles."""
-    run_loop(_control(context))
-
-
-async def _control(context: RoleContext) -> None:
-    stop = StopRequest()
-    async with AsyncExitStack() as stack:
-        channels: list[ServerChannel] = []
-        for spec in (CONTROL, LEASES, BATCHES):
-            opening = partial(open_server, spec, **context.listener)
-            channel = await patiently_here(opening, context.layout.rendezvous)
-            stack.push_async_callback(channel.close)
-            channels.append(channel)
-        await Controller(context, *channels).run_and_close(stop)
-
-
-class Controller:
-    """Wires the parts together and runs them."""
-
-    def __init__(
-        self, context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel
-    ) -> None:
-        self._context, self._control, self._leases = context, control, leases
-        config, clock = context.config, asyncio.get_running_loop().time
-        self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
-        # Blocks: nothing is served yet.
-        self._state = patiently(partial(open_controller_state, context, self._awake), context.layout.root)
-        self._disk = DiskWriter()
-        self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake, context.code)
-        self._trainer = TrainerLink(batches)
-        self._weight_sync = WeightSync(
-            control,
-            self._trainer,
-            self._state.membership,
-            choose=transport_choice(config),
-            timeline=self._state.replay.timeline,
-            limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
-            canary=open_canary(config, self._state.prompts),
-            clock=self._awake,
-        )
-        self._journaling = Journaling(self._state.journal, leases, self._awake, self._disk.journal)
-        rewards, is_exact = config.rewards, config.run.deterministic
-        gate = ErrorGate(rewards.max_error_share, patience_s=rewards.error_patience_s, clock=self._awake)
-        buffer, prompts, shaping = self._state.buffer, self._state.prompts, RewardShaping.of(config)
-        self._sink = RolloutSink(buffer, gate, config.admission, shaping, prompts, of_one_version=is_exact)
-        self._sink.lost_leases = self._state.lost_leases
-        saved = self._journaling.durable if config.curriculum.goes_by_memory else None
-        known = prompts, self._weight_sync, self._registry
-        self._dispatcher = LeaseDispatcher(leases, buffer, *known, saved, is_exact, gate)
-        self._guarding = Guarding.of(context, self._state, self._disk.notes)
-        self._loop = self._make_loop()
-        self._partials = self._make_partials()
-        facts = context.layout, config.checkpoint.keep, self._trainer, self._state, self._disk
-        self._checkpoints = CheckpointWriter(
-            *facts,
-            fence=context.fence,
-            durable=self._journaling.durable,
-            totals=lambda: self._sink.counted_in(self._state.totals),
-        )
-        self._sealing = PatientSealing(self._state.segments, self._awake)
-        writers = self._journaling, self._sealing, self._checkpoints
-        self._board = StatusBoard(context.layout, config, self._registry, buffer, context.fence, writers, gate)
-        sync, notes = self._weight_sync, self._disk.notes
-        self._processes = RunProcesses(context, control, self._registry, sync, self._state, notes)
-        met = self._registry, self._weight_sync, self._sink, self._disk.metrics
-        channels = control, leases, batches
-        recording = partial(
-            RunRecorder, context, self._state, self._board.figures, *met, channels=channels, clock=clock
-        )
-        self._recorder = patiently(recording, context.layout.tensorboard)
-
-    def _make_loop(self) -> TrainLoop:
-        config = self._context.config
-        model_file = config.model.path / "config.json"
-        return TrainLoop(
-            config,
-            self._state.buffer,
-            self._trainer,
-            self._weight_sync,
-            FlopCost.from_hf_config(json.loads(patiently(model_file.read_bytes, model_file))),
-            step=self._state.step,
-            version=self._state.policy_version,
-            wake=self._dispatcher.wake,
-            durable=self._journaling.durable,
-            guarding=self._guarding,
-            progress=self._state.progress,
-        )
-
-    def _make_partials(self) -> PartialKeeping:
-        context, state = self._context, self._state
-        return PartialKeeping(
-            PartialIntake(state.buffer, context.config.generation.max_completion_tokens),
-            PartialLog(context.layout.rollouts, context.attempt, context.fence),
-            self._leases,
-            self._disk.partials,
-            timeline=state.replay.timeline,
-            newest_version=lambda: max(self._loop.version, state.replay.version),
-            commit_groups=self._journaling.commit_soon,
-        )
-
-    # ---------------------------------------------------------------------------------------------------------- running
-
-    async def run_and_close(self, stop: StopRequest) -> None:
-        """Run; whatever ends it, tell the others to leave, then write what is only in memory."""
-        try:
-            try:
-                await self.run(stop)
-            finally:
-                await self.say_farewell()
-        finally:
-            await self.close()
-
-    async def run(self, stop: StopRequest) -> None:
-        """Run until the last step or `stop`; then finish the records."""
-        try:
-            await self._run_loops(stop)
-        except BaseExceptionGroup:
-            parts = self._registry, self._checkpoints, self._journaling, self._awake
-            await LastSave(self._control, *parts).outlast(stop.event)
-            raise
-        await self._close_run()
-
-    async def _run_loops(self, stop: StopRequest) -> None:
-        async with asyncio.TaskGroup() as group:
-            loops = [
-                group.create_task(loop)
-                for loop in (
-                    self._hear(),
-                    self._take_in(),
-                    self._dispatcher.run(),
-                    self._watch(),
-                    self._journaling.run(),
-                    self._partials.run(),
-                    self._recorder.lag.run(),
-                    self._recorder.run(),
-                    self._awake.run(),
-                )
-            ]
-            training, stopped = group.create_task(self._train(stop.event)), group.create_task(stop.event.wait())
-            await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
-            self._dispatcher.is_open = False
-            await self._weight_sync.stop_waiting()
-            if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
-                await stop.wait_for(training)
-            for task in (*loops, stopped, training):
-                task.cancel()
-
-    async def _train(self, stop: asyncio.Event) -> None:
-        await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
-        ready = await self._trainer.ready(self._context.meet_timeout_s, self._missing_trainers)
-        if ready.policy_version != self._loop.version:
-            theirs, ours = ready.policy_version, self._loop.version
-            raise CheckpointError(f"the trainer is at policy version {theirs}, the controller at {ours}")
-        self._weight_sync.describe(ready.manifest, ready.device)
-        if self._state.replay.steps:
-            self._recorder.training_begins()
-            self._board.figures.phase = "replaying"  # which is no progress for those who wait for some
-        await self._loop.replay(self._state.replay, stop, self._sink.restored, self._recorder.record)
-        if stop.is_set():
-            return  # nothing is saved: the checkpoint before it and the journal hold all of it
-        self._board.figures.phase = "waiting for generators"
-        await self._loop.begin()
-        self._recorder.training_begins()
-        await self._loop.run(stop, self._recorder.record, self._checkpoints)
-
-    def _missing_trainers(self) -> list[str]:
-        ranks = (f"trainer-{rank}" for rank in range(self._context.config.trainer.num_ranks))
-        return [name for name in ranks if self._registry.member(name) is None]
-
-    async def _hear(self) -> None:
-        """Receive control messages of all roles."""
-        while True:
-            name, message = await self._control.receive()
-            if isinstance(message, Hello):
-                if await self._processes.greet(name, message):
-                    self._loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
-                    self._dispatcher.wake()
-            elif isinstance(message, Heartbeat):
-                await self._processes.beat(name, message)
-                self._dispatcher.wake(name)  # its credit may have grown
-            elif isinstance(message, WeightsLive):
-                await self._weight_sync.acknowledge(name, message)
-                self._dispatcher.wake(name)
-            elif isinstance(message, CanaryTaken):
-                await self._weight_sync.scored(name, message)
-                self._loop.groups_changed()  # nobody may be trusted any more
-                self._dispatcher.wake()  # or one more
-            elif isinstance(message, SaveReport):
-                self._checkpoints.reported(message)
-
-    async def _take_in(self) -> None:
-        """Receive rollouts and progress from generators."""
-        while True:
-            name, message = await self._leases.receive()
-            if isinstance(message, Delivery):
-                has_changed = self._counts(message) and self._sink.receive(name, message.scored)
-                self._journaling.received(name, message)
-                if not has_changed:
-                    continue
-                await self._dispatcher.cancel(self._sink.cancelled)
-            elif isinstance(message, LeaseReturn) and self._counts(message):
-                self._state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
-                self._partials.handed_back(message)
-            elif isinstance(message, LeaseProgress):
-                await self._partials.receive(name, message)
-                continue
-            self._loop.groups_changed()
-            self._dispatcher.wake(name)
-
-    def _counts(self, message: Delivery | LeaseReturn) -> bool:
-        """Whether the weights that sampled it are among those that this controller's trainer makes, or makes again."""
-        return message.timeline == self._state.replay.timeline
-
-    async def _watch(self) -> None:
-        """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            if await self._processes.lose_silent():
-                self._loop.groups_changed()  # perhaps only generators without weights are left
-            self._state.totals.leases_regranted += self._state.buffer.expire()
-            for group_id in self._state.buffer.poisoned():
-                self._sink.refuse(group_id)
-                self._loop.groups_changed()
-            await self._disk.segments.run(self._sealing.tick)
-            await self._processes.write()
-            self._dispatcher.wake()
-            await self._show()
-
-    # ----------------------------------------------------------------------------------------------------------- ending
-
-    async def _close_run(self) -> None:
-        """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
-        context, state = self._context, self._state
-        is_complete = self._loop.step >= context.config.run.num_steps
-        if is_complete:
-            for group_id in state.buffer.open_groups():
-                self._sink.drop(group_id, DropReason.CANCELLED)
-            lane, layout = self._disk.segments, context.layout
-            await patiently_awaited(lambda: lane.run(state.segments.seal_all), layout.rollouts)
-            self._recorder.close_totals()
-            facts = state.totals, state.buffer.staleness_bound, context.config.admission.group_size, context.fence
-            await patiently_awaited(lambda: lane.run(summarise, layout, *facts), layout.summary)
-        self._board.figures.phase = "complete" if is_complete else "stopped"
-
-    async def say_farewell(self) -> None:
-        """Send StopRole to every process, and whether another controller will follow."""
-        self._board.figures.is_ending = True
-        with suppress(OwnershipLost):  # first: whoever sees a process end knows that it was told to
-            await self._show(SHOWN_S)
-        is_complete = self._board.figures.phase == "complete"
-        farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
-        ranks = self._registry.names("trainer")
-        others = [name for name in self._registry.names() if not (self._trainer.obeys and name in ranks)]
-        for name in others:
-            with suppress(ChannelError):  # it is gone already
-                await self._control.send(name, farewell, timeout_s=FAREWELL_S)
-        if self._trainer.obeys and RANK_0 in ranks:  # which tells the other ranks
-            with suppress(ChannelError):
-                await self._trainer.tell(farewell)
-        await self._show(SHOWN_S)
-
-    async def close(self) -> None:
-        """Write to disk what is only in memory: rollouts that a failed run still holds, lost leases, metrics.
-
-        Whatever becomes of one of them, all are tried; then the first failure is raised.  RunDirectoryError: the disk
-        has not answered for CLOSING_S.
-        """
-        self._checkpoints.give_up()
-        is_complete = self._board.figures.phase == "complete"
-        last = [
-            asyncio.ensure_future(each)
-            for each in (
-                self._keep_rollouts(),
-                self._partials.close(is_complete=is_complete),
-                self._processes.write(),
-                self._recorder.close(),
-            )
-        ]
-        _, late = await asyncio.wait(last, timeout=CLOSING_S)
-        unfinished = await self._disk.close(0.0 if late else CLOSING_S)
-        if late or unfinished:
-            for each in late:
-                each.cancel()
-            names = ", ".join(unfinished)
-            raise RunDirectoryError(
-                f"{self._context.layout.root}: the disk has not answered for {CLOSING_S:g} s: {names}"
-            )
-        for each in last:
-            each.result()
-
-    async def _keep_rollouts(self) -> None:
-        journal, segments = self._state.journal, self._state.segments
-        try:
-            for write in (
-                lambda: self._disk.journal.run(journal.commit),
-                lambda: self._disk.segments.run(segments.seal_all),
-            ):
-                await patiently_awaited(write, self._context.layout.rollouts, limit_s=CLOSE_S)
-        except (JournalError, SegmentError, OwnershipLost, OSError):
-            log.exception("%d groups could not be sealed", segments.num_pending)
-        finally:
-            await self._disk.journal.run(journal.close)
-
-    async def _show(self, limit_s: float | None = None) -> None:
-        """Write the status; after limit_s leave it to be written.  Raises OwnershipLost."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._disk.notes.run(self._board.write, self._board.document())

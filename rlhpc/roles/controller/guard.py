@@ -24,8 +24,6 @@ from rlhpc.protocol.errors import GuardStop, TrainingError
 from rlhpc.protocol.messages import StepReport
 from rlhpc.protocol.types import PackedBatch, RolloutGroup, StepLimits
 from rlhpc.roles.controller.persistence import DiskLane
-from rlhpc.roles.controller.state import ControllerState
-from rlhpc.roles.lifecycle import RoleContext
 
 # ----------------------------------------------------------------------------------------------------------- guard file
 #
@@ -131,20 +129,6 @@ class Guarding:
         self._num_refused_in_a_row = self._num_not_finite_in_a_row = 0
         self._ending: GuardStop | None = None
         self._set_admission()
-
-    @classmethod
-    def of(cls, context: RoleContext, state: ControllerState, lane: DiskLane) -> Guarding:
-        """Of a run that begins or goes on."""
-        config = context.config
-        return cls(
-            state.guard,
-            state.buffer,
-            config.admission,
-            file=GuardFile(context.layout.guard, context.fence),
-            lane=lane,
-            attempt=context.attempt,
-            may_tighten=not config.run.deterministic,
-        )
 
     def limit(self, batch: PackedBatch, recorded: Trained | None) -> PackedBatch:
         """The batch with the limits of its step.  recorded: how the step went that is repeated, if it is known."""

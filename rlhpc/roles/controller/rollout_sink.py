@@ -57,13 +57,17 @@ class RolloutSink:
         shaping: RewardShaping | None = None,
         prompts: PromptSource | None = None,
         *,
+        lost_leases: LostLeases | None = None,
         of_one_version: bool = False,
     ) -> None:
-        """prompts: told how groups went.  of_one_version: take only what the weights of its admission sampled whole."""
+        """prompts: told how groups went.  lost_leases: the ledger's; deaths of reward workers are added.
+
+        of_one_version: take only what the weights of its admission sampled whole.
+        """
         self._shaping = shaping or RewardShaping()
         self._buffer, self._gate, self._admission, self._of_one_version = buffer, gate, admission, of_one_version
         self._prompts = prompts
-        self.lost_leases = LostLeases()
+        self._lost_leases = lost_leases or LostLeases()
         self._num_consecutive_zero_variance = 0
         self._last_alike: list[tuple[float, bool]] = []  # reward of all members, and whether one is correct
         self.stats = IntakeStats()
@@ -91,7 +95,7 @@ class RolloutSink:
         if scored.verdict is Verdict.VERIFIER_ERROR:
             log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
             if scored.failure in KILLS_ITS_WORKER:
-                self.lost_leases.record_worker_death(rollout.prompt, scored.detail)
+                self._lost_leases.record_worker_death(rollout.prompt, scored.detail)
         self._gate.check(self._admission.max_groups_without_spread)
         group = self._buffer.deliver(holder, self._with_own_reference(scored))
         if scored.verdict is Verdict.VERIFIER_ERROR:
@@ -99,7 +103,7 @@ class RolloutSink:
             return True
         if group is None:
             return False
-        self.lost_leases.clear_workers(group.prompt)
+        self._lost_leases.clear_workers(group.prompt)
         self._count_finished(group)
         self._check_reward_variance(group)
         return True
@@ -150,11 +154,11 @@ class RolloutSink:
         record = self._buffer.open_record(group_id)
         if record is None:
             return
-        suspicion = self.lost_leases.of(record.prompt)
+        suspicion = self._lost_leases.of(record.prompt)
         if suspicion is not None and suspicion.is_quarantined(self._admission.max_attempts):
             cause, why = QUARANTINED, suspicion.text
         else:
-            name, num_lost = self.lost_leases.record_of(record.prompt.prompt_id), record.attempts - 1
+            name, num_lost = self._lost_leases.record_of(record.prompt.prompt_id), record.attempts - 1
             cause, why = LEASES_LOST, f"{name}: {num_lost} leases of one of its samples expired or ended with a death"
         log.warning("group %d is dropped: %s: %s", group_id, cause.replace("_", " "), why)
         self.drop(group_id, DropReason.POISON)

@@ -219,12 +219,15 @@ class TrainLoop:
         *,
         step: int,
         version: int,
+        made: int = 0,
         wake: Callable[[], None],
         durable: Callable[[], Awaitable[None]] = at_once,
         guarding: Guarding | None = None,
         progress: RunProgress | None = None,
     ) -> None:
         """`step` and `version` are where to continue; `wake` is called when slots or groups have changed.
+
+        made: the newest version that earlier attempts have made, and that generators may still sample with.
 
         durable: returns once all that has happened so far is in the journal.  Weights are published after it, so that a
         restart can make them again.
@@ -239,7 +242,7 @@ class TrainLoop:
         self._wake, self._durable = wake, durable
         self._rates = LearningRates(config, progress or RunProgress())
         self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
-        self.step, self.version = step, version
+        self.step, self.version, self._made = step, version, made
         self._ready, self._stop = asyncio.Event(), asyncio.Event()
         self._going_live: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
@@ -249,6 +252,10 @@ class TrainLoop:
         """Call when a group is finished or dropped (a batch may be full), or a generator came or went (publish?)."""
         self._ready.set()
         self._batches.look_again()
+
+    def newest_version(self) -> int:
+        """The newest version that any generator can have sampled with."""
+        return max(self.version, self._made)
 
     async def replay(
         self,

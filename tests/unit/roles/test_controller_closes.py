@@ -13,7 +13,7 @@ from rlhpc.buffer.segments import read_rollouts_directory
 from rlhpc.config.file import write_resolved
 from rlhpc.protocol.messages import BATCHES, CONTROL, LEASES
 from rlhpc.protocol.types import RolloutGroup
-from rlhpc.roles.controller.controller import Controller
+from rlhpc.roles.controller.controller import assemble
 from tests.engines.memory_channel import MemoryServer
 from tests.unit.roles.small_ring import scored
 
@@ -30,11 +30,11 @@ async def test_metrics_that_cannot_be_written_keep_no_rollouts_from_the_disk(
         path.mkdir()
     write_resolved(config, layout, "")
     channels = [MemoryServer(spec) for spec in (CONTROL, LEASES, BATCHES)]
-    controller = Controller(context_of("controller", 0, layout, config), *channels)
+    controller = assemble(context_of("controller", 0, layout, config), *channels)
     member = scored(7, 0)
     group = RolloutGroup(7, member.rollout.prompt, 0, (member,))
-    controller._state.segments.add(ResolvedGroup(group, consumed_step=0, trained_version=0, applied=True))
-    monkeypatch.setattr(controller._recorder, "close", refuse)
+    controller.state.segments.add(ResolvedGroup(group, consumed_step=0, trained_version=0, applied=True))
+    monkeypatch.setattr(controller.recorder, "close", refuse)
     with pytest.raises(OSError, match="metrics hangs"):
         await controller.close()
     assert [resolved.group.group_id for resolved in read_rollouts_directory(layout.rollouts)] == [7]

@@ -226,8 +226,7 @@ class Judged:
         config = small_config(max_attempts=3, **admission)
         self.book, self.gate = LostLeases(), gate or ErrorGate(1.0)
         self.buffer = make_buffer(config, directory, make_ledger(config, lost_leases=self.book))
-        self.sink = RolloutSink(self.buffer, self.gate, config.admission)
-        self.sink.lost_leases = self.book
+        self.sink = RolloutSink(self.buffer, self.gate, config.admission, lost_leases=self.book)
 
     def admit(self, prompt_id: int = 7) -> int:
         return self.buffer.admit(prompt(prompt_id), 0)
