@@ -50,7 +50,7 @@ soak-hostile: setup  ## 1,000,000 mutated frames and 10,000 hostile connections;
 soak-kills: setup  ## 200 SIGKILLs at random instants, all roles and the launcher; about an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.trials kills --trials 200
 
-soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); ten minutes on two quiet cores
+soak-simulator: setup  ## 10,000 seeds of the simulator (docs/guarantees.md); ten minutes on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulator --seeds 10000 --jobs 2
 
 soak-matrix: setup  ## the cases of long matrices that `make test-all` leaves out, 40 instants in place of 3; an hour
@@ -118,7 +118,7 @@ gpu-dry: setup  ## without a GPU: our adapters beside official wheels, and the C
 	$(BIN)/python -m tests.gpu_dry torch $(if $(GPU_DRY_PYTHON),--python $(GPU_DRY_PYTHON))
 	$(BIN)/python -m tests.gpu_dry kernels $(if $(GPU_DRY_PYTHON),--python $(GPU_DRY_PYTHON))
 
-bench: setup  ## measure every figure of docs/benchmarks.md and write it anew; half an hour on two quiet cores
+bench: setup  ## measure every figure of bench/scoreboard.md and write it anew; half an hour on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.scoreboard
 
 clean:  ## delete the environment and caches, not runs

@@ -1,7 +1,7 @@
 """Every figure that we hold ourselves to, in one table: what peers reach, what we aim at, what this machine shows.
 
 Input: scoreboard.toml and the programs it names, each started by itself.  Output: the table, printed and written into
-docs/benchmarks.md with the machine and the load at each measurement.  Exit status 1: a program failed.
+bench/scoreboard.md with the machine and the load at each measurement.  Exit status 1: a program failed.
 
     python -m bench.scoreboard                       all; half an hour on two quiet cores
     python -m bench.scoreboard --only transport …    some programs; the other rows stay as they are
@@ -29,7 +29,7 @@ from bench.packing import machine
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "bench" / "scoreboard.md"
 FOUND = Path(__file__).with_name("scoreboard.json")  # what was measured last, row by row
 
 
@@ -111,7 +111,7 @@ def run(name: str, program: Program, logs: Path) -> dict[str, float]:
 
 
 def page(programs: Mapping[str, Program], rows: Sequence[Figure], found: Mapping[str, Measured]) -> str:
-    """docs/benchmarks.md."""
+    """bench/scoreboard.md."""
     lines = [
         "# Benchmarks",
         "",

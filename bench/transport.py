@@ -7,7 +7,7 @@ are printed beside the fastest and slowest repeat.  "raw socket" moves the same 
 does nothing else: it is the denominator.  The CPU columns hold on a busy machine too: microseconds of the producing
 thread, of the consuming thread, and of all else (ZeroMQ's threads); the slowest of them bounds the rate wherever each
 thread has a core.  "ZeroMQ" moves the same bytes through a bare pair of sockets: what no codec can be better than, with
-and without CURVE.  Only the contenders named "channel" keep the promises of docs/transport.md
+and without CURVE.  Only the contenders named "channel" keep the promises of docs/design.md
 (checksum over everything, sequence numbers, bounded queues, types); pickle and lists check nothing.
 """
 

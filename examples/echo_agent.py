@@ -1,4 +1,4 @@
-"""An agent of docs/agents.md: it asks the policy to say digits after it, three times, by OpenAI's client.
+"""An agent of docs/environments.md: it asks the policy to say digits after it, three times, by OpenAI's client.
 
 `agent.function = "echo_agent:play"` (examples/agent.toml) trains with it.  The policy learns from nothing:
 `python examples/echo_agent.py echo` makes a tiny model of random weights, and a dataset.

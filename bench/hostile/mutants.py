@@ -19,7 +19,7 @@ import msgspec
 from bench.hostile.specimens import Specimen
 
 Frames = list[bytes]
-PREFIX_BYTES = 32  # docs/transport.md, Frames
+PREFIX_BYTES = 32  # docs/design.md, Frames
 SEQUENCE = slice(16, 24)
 _PREFIX_FIELDS = ((0, 4), (4, 2), (6, 1), (7, 1), (8, 4), (12, 4), (16, 8), (24, 8))  # offset, bytes
 _EDGES = (0, 1, 7, 8, 31, 32, 33, 1 << 12, 1 << 16, 1 << 22, (1 << 22) + 1, 1 << 30, 1 << 31, 1 << 32, 1 << 62)

@@ -1,1 +1,1 @@
-"""A private Slurm in one directory: real daemons, virtual nodes, fake GPUs (docs/dev_cluster.md)."""
+"""A private Slurm in one directory: real daemons, virtual nodes, fake GPUs (docs/slurm.md)."""

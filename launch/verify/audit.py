@@ -188,7 +188,7 @@ def look_before_going_on(layout: RunLayout, resume_from: ResumePoint, tell: Call
 #
 # `rlhpc audit RUN_DIR`: prove from files that every prompt of a run is in exactly one place.
 #
-# Input: a run directory.  Output: a table for people, or JSON (docs/audit.md).
+# Input: a run directory.  Output: a table for people, or JSON (docs/guarantees.md).
 
 
 CLEAN, VIOLATED = 0, 1

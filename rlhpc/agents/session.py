@@ -332,7 +332,7 @@ class AgentSession:
         """A named verifier error: what was sampled before is not what the agent goes on from."""
         said = (
             f"{CHANGED}: {why}; a session is one line, in which each request repeats all messages and adds new ones "
-            "(docs/agents.md)"
+            "(docs/environments.md)"
         )
         self.fail(said, INVALID)
         return Refused(said, status=400, code=CHANGED)

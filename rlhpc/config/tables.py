@@ -394,7 +394,7 @@ class DataConfig(Section):
     environment: str = ""
     """What the policy interacts with over several turns (docs/environments.md): "tools", or package.module:Class;
     "gymnasium" or "verifiers": environment.id of these libraries; "agent": a program of yours that samples over HTTP
-    (docs/agents.md); default: single-turn."""
+    (docs/environments.md); default: single-turn."""
     task_field: str = ""
     """Field of the record whose value `tasks` maps to a reward function; a record without it uses `task`."""
     tasks: dict[str, str] = Field(default={})

@@ -1,1 +1,1 @@
-"""Messages between processes: typed, checked, encrypted.  Roles use open.py; see docs/transport.md."""
+"""Messages between processes: typed, checked, encrypted.  Roles use open.py; see docs/design.md."""

@@ -59,7 +59,7 @@ def fail_if_told() -> None:
 
 
 def play(record: dict[str, Any]) -> float:
-    """One turn, by HTTP; an agent of docs/agents.md."""
+    """One turn, by HTTP; an agent of docs/environments.md."""
     fail_if_told()
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",

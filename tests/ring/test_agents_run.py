@@ -1,4 +1,4 @@
-"""docs/agents.md: its commands are run as printed, and what its agent was given by OpenAI's client is trained."""
+"""docs/environments.md: its commands are run as printed, and what its agent was given by OpenAI's client is trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, assert
 from tests.ring.run_kit import Run, rlhpc
 from tests.unit.doc_pages import ROOT, blocks, commands_of_block
 
-PAGE = ROOT / "docs" / "agents.md"
+PAGE = ROOT / "docs" / "environments.md"
 # The scripted engine draws as the policy of an untaught model would, and needs a second in place of a minute.
 QUICK = ("generation.engine=scripted", "trainer.backend=reference", "trainer.device=cpu", "run.num_steps=100000")
 QUICK += ("admission.groups_per_step=2", "admission.group_size=4")
@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_of_the_page_train_what_a_client_of_openai_was_given_through_the_death_of_a_generator(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = blocks(PAGE, "bash")
+    (block,) = blocks(PAGE, "bash", heading="Agents over HTTP")
     export, make, check, run = commands_of_block("bash", block)
     assert export == "export PYTHONPATH=examples"
     monkeypatch.setenv("PYTHONPATH", f"{place / 'examples'}:{ROOT}")
@@ -98,7 +98,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def test_the_agent_of_the_page_is_the_example() -> None:
-    (shown,) = blocks(PAGE, "python")
+    (shown,) = blocks(PAGE, "python", heading="Agents over HTTP")
     example = (ROOT / "examples" / "echo_agent.py").read_text(encoding="utf-8")
     for part in shown.strip().split("\n\n\n"):
         assert part in example

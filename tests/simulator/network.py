@@ -2,7 +2,7 @@
 
 A message takes a random time, after those sent before it on the same wire.  What was sent to or by a process that dies
 may still arrive.  A connection that breaks loses what is under way in both directions, and nothing else: that is what
-a channel may lose (docs/transport.md).  Everything else (sessions, fences, the codec) is that of rlhpc/transport.
+a channel may lose (docs/design.md).  Everything else (sessions, fences, the codec) is that of rlhpc/transport.
 """
 
 from __future__ import annotations

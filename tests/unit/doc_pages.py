@@ -17,9 +17,24 @@ def blocks_in(text: str) -> Iterator[tuple[str, str]]:
     yield from re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def blocks(page: Path, *languages: str) -> Iterator[str]:
-    """Content of the blocks in one of these languages."""
-    for language, block in blocks_in(page.read_text(encoding="utf-8")):
+def section(page: Path, heading: str) -> str:
+    """The part of a page below one of its headings, with all headings below it."""
+    text = page.read_text(encoding="utf-8")
+    (start,) = re.finditer(rf"^(#+) {re.escape(heading)}\n", text, re.MULTILINE)
+    rest = text[start.end() :]
+    following = re.search(
+        rf"^#{{1,{len(start[1])}}} ", re.sub(r"^```.*?^```$", _blanked, rest, flags=re.S | re.M), re.M
+    )
+    return rest[: following.start()] if following else rest
+
+
+def _blanked(block: re.Match[str]) -> str:
+    return " " * len(block[0])
+
+
+def blocks(page: Path, *languages: str, heading: str = "") -> Iterator[str]:
+    """Content of the blocks in one of these languages, on the page or below one of its headings."""
+    for language, block in blocks_in(section(page, heading) if heading else page.read_text(encoding="utf-8")):
         if language in languages:
             yield block
 

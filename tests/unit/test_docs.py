@@ -58,7 +58,7 @@ NOT_RUN = {
 FILES_OF_THE_READER = {
     "trained-model/", "my_rewards.py", "RUN.toml", "site.toml", "train.jsonl", "slurm/site.toml"
 }  # fmt: skip
-PAGES_ON_OTHERS = {"docs/peers.md"}  # they name files of other projects
+PAGES_ON_OTHERS = {"docs/coming_from.md"}  # they name files of other projects
 DIRECTORIES = {"rlhpc", "launch", "tests", "docs", "configs", "bench", "slurm", "requirements", "examples", ".ci"}
 
 
@@ -187,7 +187,7 @@ def test_every_command_stands_in_the_table_of_commands(capsys: pytest.CaptureFix
         main(["--help"])
     names = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE)
     assert len(names) >= 6
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
     assert [name for name in names if f"| `rlhpc {name} " not in page] == []
 
 

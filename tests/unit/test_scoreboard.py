@@ -1,4 +1,4 @@
-"""The scoreboard's rows fit its programs, and docs/benchmarks.md is what the last measurement wrote."""
+"""The scoreboard's rows fit its programs, and bench/scoreboard.md is what the last measurement wrote."""
 
 from __future__ import annotations
 

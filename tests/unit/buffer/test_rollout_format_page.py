@@ -1,8 +1,7 @@
-"""docs/rollout_format.md is held to what it says: its example runs, and its checksums are those in the file."""
+"""docs/python.md is held to what it says: its example runs, and its checksums are those in the file."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import struct
 import zlib
@@ -11,17 +10,17 @@ from pathlib import Path
 import h5py
 
 from rlhpc.buffer.journal_layout import COLUMNS, PROMPT_ROW, ROLLOUT_ROW
+from tests.unit.doc_pages import ROOT, blocks
 
 GOLDEN = Path(__file__).parent / "golden_segment.h5"
-PAGE = Path(__file__).parents[3] / "docs" / "rollout_format.md"
+PAGE = ROOT / "docs" / "python.md"
 
 
 def test_the_reading_example_runs_on_a_segment(tmp_path, monkeypatch, capsys):
     shutil.copy(GOLDEN, tmp_path / "segment_000000.h5")
     monkeypatch.chdir(tmp_path)
-    example = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert example
-    exec(compile(example[1], str(PAGE), "exec"), {})
+    (example,) = blocks(PAGE, "python", heading="Rollouts on disk")
+    exec(compile(example, str(PAGE), "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "0 0  [0. 1.]"
     assert "2 -1 no_spread [0. 1.]" in printed

@@ -137,7 +137,7 @@ def test_a_gpu_of_unknown_memory_is_not_judged_and_that_is_said() -> None:
 
 
 def test_the_page_on_memory_shows_what_is_said() -> None:
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     assert f"rlhpc: {refusal(recipe('trainer.token_budget=4096'), 23.5)}\n" in page
 
 

@@ -104,7 +104,7 @@ def test_host_memory_that_is_too_small_is_refused_with_key_value_and_what_is_nee
         f"loads the whole model (estimate; 8 of them the process), {need - 96:.1f} GiB more; "
         "would fit: memory_gib_per_gpu=192"
     )
-    assert f"rlhpc: {refused.value}\n" in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert f"rlhpc: {refused.value}\n" in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (fits,) = said(192, num_ranks=8, zero_stage=3)
     assert fits == f"host        192 GiB of trainer.memory_gib_per_gpu: {192 - need:.1f} GiB to spare (an estimate)"
     with pytest.raises(ConfigError, match="while it trains and saves"):

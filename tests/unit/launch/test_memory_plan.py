@@ -523,7 +523,7 @@ def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
 
 
 def test_the_page_on_memory_says_which_gpus_a_model_needs() -> None:
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (7B|32B) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == 5
     for model, said in rows:
@@ -544,7 +544,7 @@ def test_the_page_on_memory_says_which_gpus_a_model_needs() -> None:
 def test_the_page_on_memory_shows_what_is_printed(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (command, output) = re.findall(rf"^\$ rlhpc check configs/{name}.toml (.*)\n((?:.*\n)*?)```", page, re.MULTILINE)[0]
     monkeypatch.chdir(ROOT)
     words = check_words(name, tmp_path)[: -len(["--site", str(EXAMPLE_SITE)])]

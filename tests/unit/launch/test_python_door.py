@@ -34,11 +34,12 @@ from rlhpc.metrics.tensorboard import Recorder
 from rlhpc.protocol.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
 from rlhpc.training.checkpoint_directory import begin, complete
 from tests.ring.run_kit import make_lab
-from tests.unit.doc_pages import ROOT
+from tests.unit.doc_pages import ROOT, blocks
 from tests.unit.launch.runs_kit import Runs
 from tests.unit.launch.seen_runs import TextRun
 
 PAGE = ROOT / "docs" / "python.md"
+HEADINGS = ("Read a run", "Run and evaluate", "Submit runs")
 
 
 class FirstRun(TextRun):
@@ -361,17 +362,14 @@ def test_an_evaluation_from_python_is_the_commands_and_two_are_compared(
         rlhpc.evaluate(lab.model, lab.dataset)
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
 def test_the_page_for_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = FirstRun(tmp_path / "made")
     (tmp_path / "runs").mkdir()
     first.layout.root.rename(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    ours = [block for block in blocks() if not block.startswith("# needs")]
+    shown = [block for heading in HEADINGS for block in blocks(PAGE, "python", heading=heading)]
+    ours = [block for block in shown if not block.startswith("# needs")]
     has_pandas = importlib.util.find_spec("pandas") is not None
     assert ["run.frame(" in block for block in ours] == [False, False, True]
     for block in ours if has_pandas else ours[:-1]:

@@ -1,6 +1,6 @@
 """What a site file may say, what is refused and how, and that the pages list every key.
 
-`python -m tests.unit.launch.test_site_file` prints the tables of docs/slurm.md anew.
+`python -m tests.unit.launch.test_site_file` prints the tables of slurm/README.md anew.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def test_every_fault_of_a_file_is_said_at_once(tmp_path: Path) -> None:
 
 
 def table_of(section: str) -> str:
-    """The table of one section, as docs/slurm.md holds it; keys of [common] stand only there."""
+    """The table of one section, as slurm/README.md holds it; keys of [common] stand only there."""
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     model = SECTIONS[section]
     for name, info in model.model_fields.items():
@@ -286,8 +286,8 @@ def _default_in_words(info: FieldInfo) -> str:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_key_stands_in_the_page_with_its_type_and_default(section: str) -> None:
-    page = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
-    assert table_of(section) in page, f"docs/slurm.md is behind; paste:\n{table_of(section)}"
+    page = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
+    assert table_of(section) in page, f"slurm/README.md is behind; paste:\n{table_of(section)}"
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -1,6 +1,6 @@
 """`rlhpc check` refuses every mistake of the table, with place, value and what is legal, and so does `rlhpc run`.
 
-docs/bad_inputs.md shows the table with all messages, written by `python -m tests.unit.launch.test_table_of_mistakes`.
+tests/golden/mistakes.md has all messages, written by `python -m tests.unit.launch.test_table_of_mistakes`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.unit.doc_pages import ROOT
 from tests.unit.launch.bad_inputs import code_cases, data_cases, model_cases, place_cases, run_file_cases, warned_cases
 from tests.unit.launch.bad_inputs.desk import Case, Desk
 
-PAGE = ROOT / "docs" / "bad_inputs.md"
+PAGE = ROOT / "tests" / "golden" / "mistakes.md"
 TABLES: Mapping[str, tuple[Case, ...]] = {
     "The notation of the run file": run_file_cases.TOML,
     "Names of keys": run_file_cases.KEYS,
@@ -63,7 +63,7 @@ TRIED_BY_A_RUN = (
     "Reward functions: an error on import",
     "Losses and advantages: a loss without weights",
 )
-ANEW = "docs/bad_inputs.md is not of today: python -m tests.unit.launch.test_table_of_mistakes"
+ANEW = "tests/golden/mistakes.md is not of today: python -m tests.unit.launch.test_table_of_mistakes"
 OF_THE_LAB = "AutoTokenizer takes"  # a warning of its tiny model
 # Words of libraries that may change with their versions, and of this machine.
 VARYING = (
@@ -218,7 +218,7 @@ def _cell(text: str) -> str:
 
 
 def page() -> str:
-    """docs/bad_inputs.md."""
+    """tests/golden/mistakes.md."""
     number = sum(map(len, TABLES.values()))
     head, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## ")
     parts = [re.sub(r"\d+ mistakes", f"{number} mistakes", head).rstrip("\n")]

@@ -1,4 +1,4 @@
-"""The table of usual values, and who warns of others; docs/bad_inputs.md shows the warnings of `rlhpc check`."""
+"""The table of usual values, and who warns of others; tests/golden/mistakes.md shows the warnings of `rlhpc check`."""
 
 from __future__ import annotations
 

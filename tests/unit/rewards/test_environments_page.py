@@ -9,7 +9,7 @@ from tests.unit.doc_pages import ROOT, blocks
 
 
 def test_the_environment_of_the_page_plays() -> None:
-    (text,) = blocks(ROOT / "docs" / "environments.md", "python")
+    (text,) = blocks(ROOT / "docs" / "environments.md", "python", heading="Your own environment")
     module: dict[str, type[Environment]] = {}
     exec(compile(text, "environments.md", "exec"), module)
 
