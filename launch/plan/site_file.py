@@ -1,7 +1,7 @@
 """The site file: where runs run.  Partitions, GPUs, time limits, accounts, and the software to load on a node.
 
-Input: TOML.  Output: Site.  Unknown keys are refused.  slurm/sites/example.toml explains every key; slurm/README.md lists
-all.  Keys mean the same as in Slurm; how much a run requests is derived from its run file (jobs.py).
+Input: TOML.  Output: Site.  Unknown keys are refused.  slurm/sites/example.toml explains every key; slurm/README.md
+lists all.  Keys mean the same as in Slurm; how much a run requests is derived from its run file (jobs.py).
 """
 
 from __future__ import annotations

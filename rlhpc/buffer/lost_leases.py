@@ -7,8 +7,8 @@ keeps the counts on disk.
 
 Most deaths are caused by the node or by another prompt, and hit many innocent prompts at once: the first lost lease has
 no consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent
-prompt ever loses enough leases to be dropped (docs/guarantees.md).  A reward worker has one completion at a time: its death
-is that completion's.  Errors of verifiers, environments and agents that kill nothing are not counted here.
+prompt ever loses enough leases to be dropped (docs/guarantees.md).  A reward worker has one completion at a time: its
+death is that completion's.  Errors of verifiers, environments and agents that kill nothing are not counted here.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # --------------------------------------------------------------------------------------------------------- config agent
 #
-# [agent]: programs of the user's own that sample over HTTP (docs/environments.md), and their rules.  Loads without torch.
+# [agent]: programs of the user's own that sample over HTTP (docs/environments.md), and their rules.  No torch.
 
 
 _PROMPT_KEYS = ("prompt_template", "prompt_field", "system_prompt")
