@@ -319,7 +319,7 @@ _CACHE_STEP = 64 << 20  # an advised cache is a multiple of it, so that it can b
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class GpuShare:
     """What one process takes of a GPU."""
 
     process: str  # "trainer-0"
@@ -409,7 +409,7 @@ def _rank(config: Config, shape: ModelShape, process: str) -> RankMemory:
     return plan[int(process.rpartition("-")[2]) * len(plan) // config.trainer.num_ranks]
 
 
-def _shares(config: Config, shape: ModelShape, processes: list[str]) -> list[Share]:
+def _shares(config: Config, shape: ModelShape, processes: list[str]) -> list[GpuShare]:
     return [_share(config, shape, process) for process in processes]
 
 
@@ -417,10 +417,10 @@ def _total(config: Config, shape: ModelShape, processes: list[str]) -> int:
     return sum(share.total for share in _shares(config, shape, processes))
 
 
-def _share(config: Config, shape: ModelShape, process: str) -> Share:
+def _share(config: Config, shape: ModelShape, process: str) -> GpuShare:
     if _is_engine(process):
         need = plan_engine(config, shape)
-        return Share(
+        return GpuShare(
             process,
             {
                 "weights": need.weights,
@@ -430,7 +430,7 @@ def _share(config: Config, shape: ModelShape, process: str) -> Share:
             },
         )
     rank = _rank(config, shape, process)
-    return Share(
+    return GpuShare(
         process,
         {
             "weights": rank.parameters,

@@ -18,7 +18,7 @@ from launch.run_files.records import name_of_jobs, read_job_records
 from launch.run_files.run_state import command_to_continue, what_was_saved
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import PATIENCE_S, JobRow, cancel, look_at_jobs
-from launch.slurm.states import Life
+from launch.slurm.states import JobStage
 from rlhpc.base.files import write_atomically
 from rlhpc.base.patience import Deadline
 from rlhpc.base.run_directory import RunLayout
@@ -140,7 +140,7 @@ def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell, *, 
         if not is_by_signal and not request.exists():
             return list(dict.fromkeys(str(row.job_id) for row in rows))
         controller_jobs = {record.job_id for record in read_job_records(layout) if record.hosts_controller}
-        waiting = [row for row in rows if row.state.life in (Life.WAITING, Life.HELD)]
+        waiting = [row for row in rows if row.state.life in (JobStage.WAITING, JobStage.HELD)]
         if any(row.job_id in controller_jobs for row in rows):
             led_at = time.monotonic()
             if is_by_signal and is_first and not now:
@@ -152,7 +152,7 @@ def _see_to_the_end(layout: RunLayout, now: bool, request: Path, tell: Tell, *, 
             led_at = -FOLLOWERS_S
         is_first = False
         if now or time.monotonic() - led_at > FOLLOWERS_S:
-            cancel((row.job_id for row in rows if row.state.life is not Life.ENDING), patience_s=PATIENCE_S)
+            cancel((row.job_id for row in rows if row.state.life is not JobStage.ENDING), patience_s=PATIENCE_S)
         elif waiting:  # only those that have not started meanwhile
             cancel((row.job_id for row in waiting), "--state=PENDING", patience_s=PATIENCE_S)
         words = ", ".join(dict.fromkeys(map(_describe, rows)))

@@ -19,7 +19,7 @@ from typing import Any
 
 from launch.doctor.channel_probe import ROLES, channel_layout
 from launch.doctor.probe import write
-from launch.plan.jobs import Component, JobPlan
+from launch.plan.jobs import JobComponent, JobPlan
 from launch.plan.script import component_directives, render_command, role_command, srun_sizes
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import cancel, look_at_my_jobs
@@ -51,7 +51,7 @@ class Reports:
 class _Probe:
     """One job."""
 
-    component: Component
+    component: JobComponent
     job_id: str
     state: str = "PENDING"
     reason: str = "None"
@@ -87,7 +87,7 @@ def probe_nodes(plan: JobPlan, timeout_s: float) -> Reports:
     return reports
 
 
-def probe_component(component: Component) -> Component:
+def probe_component(component: JobComponent) -> JobComponent:
     """What one probe asks for: the component's directives on one node, or two of the trainer, for two minutes."""
     nodes = min(component.nodes, 2) if component.name == "trainer" else 1
     return replace(component, nodes=nodes, allocation=replace(component.allocation, time_s=JOB_S))
@@ -98,7 +98,7 @@ def job_name(directory: Path, component: str) -> str:
     return f"{directory.name.removeprefix('.')}.{component}"
 
 
-def probe_script(plan: JobPlan, component: Component, directory: Path) -> str:
+def probe_script(plan: JobPlan, component: JobComponent, directory: Path) -> str:
     """The script of the run with its prologue, and the probe in the supervisor's place."""
     directives = [
         f"--job-name={job_name(directory, component.name)}",

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.doctor.site import Finding, check_directory
-from launch.plan.jobs import Component, Job, JobPlan
+from launch.plan.jobs import Job, JobComponent, JobPlan
 from launch.plan.script import component_directives
 from launch.plan.site_file import slurm_time
 from launch.slurm.cluster_facts import (
@@ -37,9 +37,9 @@ from rlhpc.protocol.errors import ConfigError
 #
 # Hold a plan against the limits of QOS and accounts, which count whether or not the site file names a QOS.  Pure.
 #
-# Input: Component or JobPlan, and ClusterFacts.  Output: Findings.  As in Slurm, the first that sets a limit decides:
-# the partition's QOS, the job's own (before it with the flag OverPartQOS), then the user's share of the account and
-# every account above it.  Slurm takes jobs beyond most limits, and keeps them pending for ever.
+# Input: JobComponent or JobPlan, and ClusterFacts.  Output: Findings.  As in Slurm, the first that sets a limit
+# decides: the partition's QOS, the job's own (before it with the flag OverPartQOS), then the user's share of the
+# account and every account above it.  Slurm takes jobs beyond most limits, and keeps them pending for ever.
 
 
 NORMAL = "normal"  # where neither the site nor the user has chosen a QOS
@@ -49,7 +49,7 @@ _SMALLER = "a smaller size, or another `qos` or `account`"
 
 
 @dataclass(frozen=True)
-class Source:
+class LimitSource:
     """A QOS or an account, and what it allows."""
 
     key: str  # of the site file that chooses it: qos, partition, account
@@ -63,10 +63,10 @@ class Limit:
     """The one that decides, of all that hold for a job."""
 
     most: int
-    source: Source
+    source: LimitSource
 
 
-def qos_of(component: Component, facts: ClusterFacts, partition: str = "") -> Qos | None:
+def qos_of(component: JobComponent, facts: ClusterFacts, partition: str = "") -> Qos | None:
     """Return the QOS that its job has, named or not; None: not known, or the site has none."""
     name = component.allocation.qos
     if name is None:
@@ -76,7 +76,7 @@ def qos_of(component: Component, facts: ClusterFacts, partition: str = "") -> Qo
     return next((qos for qos in facts.qos if qos.name == name), None)
 
 
-def association_of(component: Component, facts: ClusterFacts, partition: str = "") -> Association | None:
+def association_of(component: JobComponent, facts: ClusterFacts, partition: str = "") -> Association | None:
     """Return the user's share of the account that its job is charged to; one of the partition goes first."""
     account = (component.allocation.account or facts.default_account).lower()
     mine = [each for each in facts.associations or () if each.account == account]
@@ -86,27 +86,29 @@ def association_of(component: Component, facts: ClusterFacts, partition: str = "
     return fits[0] if fits else None
 
 
-def sources_of(component: Component, partition: PartitionFacts | None, facts: ClusterFacts) -> list[list[Source]]:
+def sources_of(
+    component: JobComponent, partition: PartitionFacts | None, facts: ClusterFacts
+) -> list[list[LimitSource]]:
     """Return those whose limits hold for a component, by precedence; those in one list hold together."""
     name = partition.name if partition is not None else ""
     found = []
     own = qos_of(component, facts, name)
     if own is not None:
         text = f"QOS {own.name!r}" + ("" if component.allocation.qos else ", its default,")
-        found.append([Source("qos", own.name, text, own.limits)])
+        found.append([LimitSource("qos", own.name, text, own.limits)])
     theirs = next((qos for qos in facts.qos if partition is not None and qos.name == partition.qos), None)
     if theirs is not None:
         text = f"QOS {theirs.name!r} of partition {name!r}"
         place = 1 if own is not None and "OverPartQOS" in own.flags else 0
-        found.insert(place, [Source("partition", name, text, theirs.limits)])
+        found.insert(place, [LimitSource("partition", name, text, theirs.limits)])
     mine = association_of(component, facts, name)
     if mine is not None:
         above = _accounts_from(mine.account, facts)
-        found.append([Source("account", mine.account, f"account {mine.account!r}", mine.limits), *above])
+        found.append([LimitSource("account", mine.account, f"account {mine.account!r}", mine.limits), *above])
     return found
 
 
-def check_limits(component: Component, partition: PartitionFacts | None, facts: ClusterFacts) -> Iterator[Finding]:
+def check_limits(component: JobComponent, partition: PartitionFacts | None, facts: ClusterFacts) -> Iterator[Finding]:
     """Find what one job of this component asks for beyond a limit: it would never start."""
     if "limits" not in facts.enforced:
         return
@@ -198,12 +200,12 @@ class _Sum:
     """Return what components that share a limit ask for."""
 
     def __init__(self) -> None:
-        self.parts: list[Component] = []
+        self.parts: list[JobComponent] = []
         self.limit: Limit | None = None
         self.needed = self.wanted = 0  # without and with every further task of an array
         self.is_told = False  # one alone is beyond it
 
-    def add(self, part: Component, limit: Limit, amount: int, num_tasks: int) -> None:
+    def add(self, part: JobComponent, limit: Limit, amount: int, num_tasks: int) -> None:
         """Count one component."""
         self.parts.append(part)
         self.limit = limit
@@ -212,7 +214,7 @@ class _Sum:
         self.is_told = self.is_told or amount > limit.most
 
 
-def _accounts_from(name: str, facts: ClusterFacts) -> list[Source]:
+def _accounts_from(name: str, facts: ClusterFacts) -> list[LimitSource]:
     """Return an account and those above it: what they allow all their users holds for each."""
     known, found = {each.name: each for each in facts.accounts}, []
     while name in known:
@@ -221,12 +223,12 @@ def _accounts_from(name: str, facts: ClusterFacts) -> list[Source]:
             {key: most for key, most in account.limits.numbers.items() if key[1] == "group"},
             {key: most for key, most in account.limits.resources.items() if key[1] == "group"},
         )
-        found.append(Source("account", name, f"account {name!r}", groups))
+        found.append(LimitSource("account", name, f"account {name!r}", groups))
         name = account.parent
     return found
 
 
-def _limit_of(sources: list[list[Source]], what: str, scope: str, resource: str = "") -> Limit | None:
+def _limit_of(sources: list[list[LimitSource]], what: str, scope: str, resource: str = "") -> Limit | None:
     """Return the limit that decides, the lowest of those that hold together."""
     for together in sources:
         said = [
@@ -243,7 +245,7 @@ def _said(limits: JobLimits, key: tuple[str, str], resource: str) -> int | None:
     return limits.resources.get(key, {}).get(resource) if resource else limits.numbers.get(key)
 
 
-def _wanted(component: Component) -> dict[str, int]:
+def _wanted(component: JobComponent) -> dict[str, int]:
     """Return what one job of the component requests, by resource, without what the site adds."""
     gpus = component.nodes * component.gpus_per_node
     wanted = {
@@ -267,7 +269,7 @@ def _amount(resource: str, amount: int) -> str:
     return f"{amount} {words.removesuffix('s') if amount == 1 else words}"
 
 
-def _key(component: Component, resource: str) -> str:
+def _key(component: JobComponent, resource: str) -> str:
     """Return the key of the site file that a size comes from."""
     has_gpus = component.name in ("trainer", "generation")
     keys = {
@@ -329,7 +331,7 @@ def try_components(plan: JobPlan, facts: ClusterFacts, skip: Collection[str] = (
     return findings
 
 
-def _try(component: Component, script: Path, facts: ClusterFacts, asked: str) -> Finding:
+def _try(component: JobComponent, script: Path, facts: ClusterFacts, asked: str) -> Finding:
     key, value = f"{component.name}", "sbatch --test-only"
     try:
         try_script(script, PATIENCE_S)
@@ -348,7 +350,7 @@ def _try(component: Component, script: Path, facts: ClusterFacts, asked: str) ->
     return Finding(key, value, "pass", "sbatch takes it")
 
 
-def partitions_of(component: Component, facts: ClusterFacts) -> list[PartitionFacts]:
+def partitions_of(component: JobComponent, facts: ClusterFacts) -> list[PartitionFacts]:
     """Return the partitions that are named, or the default one, without those that do not exist."""
     named = component.allocation.partition or facts.default_partition or ""
     return [found for name in named.split(",") if (found := facts.partition(name)) is not None]
@@ -364,7 +366,7 @@ def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------- limits that Slurm does not tell
 
 
-def _in_partitions(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
+def _in_partitions(component: JobComponent, facts: ClusterFacts) -> Iterator[Finding]:
     """Limits beyond which most sites take a job and never start it.
 
     If several partitions are named, what only some of them refuse is a warning.
@@ -377,7 +379,7 @@ def _in_partitions(component: Component, facts: ClusterFacts) -> Iterator[Findin
         yield from some if all(is_refused) else (replace(problem, verdict="warn") for problem in some)
 
 
-def _in_partition(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
+def _in_partition(component: JobComponent, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
     yield from _policy(component, partition, facts)
     yield from check_limits(component, partition, facts)
     qos, name, time_s = qos_of(component, facts), partition.name, component.allocation.time_s
@@ -394,7 +396,7 @@ def _in_partition(component: Component, partition: PartitionFacts, facts: Cluste
         yield Finding(f"{component.name}.nodes", str(component.nodes), "fail", text, f"legal: {least} or more")
 
 
-def _policy(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
+def _policy(component: JobComponent, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
     """Accounts and QOS that it takes.  Newer Slurm includes an account's children: a warning."""
     account, qos = component.allocation.account or facts.default_account, qos_of(component, facts, partition.name)
     if account and not _is_allowed(account.lower(), partition.allowed_accounts, partition.denied_accounts):
@@ -444,7 +446,7 @@ def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
             yield Finding(f"{group[0].name}.partition", _partition_text(group[0]), "warn", text, "it will wait")
 
 
-def _nodes_with_its_gpus(component: Component, facts: ClusterFacts) -> dict[str, NodeFacts]:
+def _nodes_with_its_gpus(component: JobComponent, facts: ClusterFacts) -> dict[str, NodeFacts]:
     """Nodes of its partitions by name, whatever state they are in, that have the GPUs that it needs of one."""
     kind = component.gres_type
     return {
@@ -471,7 +473,7 @@ def _partitions(plan: JobPlan, facts: ClusterFacts) -> dict[str, PartitionFacts 
     return {name: partitions[0] if len(partitions) == 1 else None for name, partitions in found.items()}
 
 
-def _partition_text(component: Component) -> str:
+def _partition_text(component: JobComponent) -> str:
     return component.allocation.partition or "(default)"
 
 

@@ -10,7 +10,7 @@ from launch.checks.memory_plan import GIB
 from launch.common.text import three_digits
 from launch.doctor.probe_jobs import Reports
 from launch.doctor.site import Finding, Verdict, skew_verdict
-from launch.plan.jobs import Component, JobPlan
+from launch.plan.jobs import JobComponent, JobPlan
 from rlhpc.config.rules import Config
 
 # --------------------------------------------------------------------------------------------------------- gpu software
@@ -29,7 +29,9 @@ BFLOAT16_ARCHITECTURE = (8, 0)
 _CONSUMER = re.compile(r"GeForce|TITAN|\bGTX\b", re.IGNORECASE)
 
 
-def judge_gpu_software(key: str, ready: dict[str, Any], component: Component, config: Config | None) -> list[Finding]:
+def judge_gpu_software(
+    key: str, ready: dict[str, Any], component: JobComponent, config: Config | None
+) -> list[Finding]:
     """Findings of one node; nothing for a CPU build of torch, which is reported elsewhere."""
     release = re.match(r"(\d+)\.", ready.get("torch_cuda") or "")
     if not ready.get("gpus") or release is None:
@@ -96,7 +98,7 @@ def _architecture(key: str, ready: dict[str, Any], cuda: int, dtype: str | None)
         yield Finding(key, "", "pass", text)
 
 
-def _compiler(key: str, ready: dict[str, Any], component: Component, config: Config | None) -> Iterator[Finding]:
+def _compiler(key: str, ready: dict[str, Any], component: JobComponent, config: Config | None) -> Iterator[Finding]:
     compiler, has_headers = ready.get("compiler") or "", ready.get("has_python_headers", False)
     missing = ["a C compiler"] * (not compiler) + ["Python.h"] * (not has_headers)
     if not missing:
@@ -166,7 +168,7 @@ def _job(name: str, reports: Reports, timeout_s: float) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------------------ one node
 
 
-def _node(ready: dict[str, Any], reports: Reports, component: Component, config: Config | None) -> Iterator[Finding]:
+def _node(ready: dict[str, Any], reports: Reports, component: JobComponent, config: Config | None) -> Iterator[Finding]:
     key = ready["name"]
     yield Finding(f"{key}: job", "", "pass", f"ran on {ready['node']}")
     yield from _files(key, ready, reports)
@@ -199,7 +201,7 @@ def _files(key: str, ready: dict[str, Any], reports: Reports) -> Iterator[Findin
         )
 
 
-def _python(key: str, ready: dict[str, Any], component: Component, config: Config | None) -> Iterator[Finding]:
+def _python(key: str, ready: dict[str, Any], component: JobComponent, config: Config | None) -> Iterator[Finding]:
     versions = ready["versions"]
     number = tuple(int(part) for part in ready["python"].split(".")[:2])
     cuda = f", torch for CUDA {ready['torch_cuda']}" if ready["torch_cuda"] else ""
@@ -230,7 +232,7 @@ def _needed(component: str, config: Config | None) -> list[str]:
     return []
 
 
-def _gpus(key: str, ready: dict[str, Any], component: Component) -> Iterator[Finding]:
+def _gpus(key: str, ready: dict[str, Any], component: JobComponent) -> Iterator[Finding]:
     place, names = f"{key}: GPUs", ready["gpus"]
     wanted = component.gpus_per_node
     visible = [word for word in (ready["visible"] or "").split(",") if word]
@@ -251,7 +253,7 @@ def _gpus(key: str, ready: dict[str, Any], component: Component) -> Iterator[Fin
         yield Finding(place, "", "pass", text)
 
 
-def _room(key: str, ready: dict[str, Any], component: Component) -> Iterator[Finding]:
+def _room(key: str, ready: dict[str, Any], component: JobComponent) -> Iterator[Finding]:
     tmp, shm = ready["tmp"], ready["shm_bytes"]
     is_low = (tmp["free_bytes"] or 0) < LEAST_TMP or (shm or 0) < LEAST_SHM
     noexec = ", which is mounted noexec: compiled kernels in it cannot be loaded" if tmp["is_noexec"] else ""
@@ -262,7 +264,7 @@ def _room(key: str, ready: dict[str, Any], component: Component) -> Iterator[Fin
     yield _limits(f"{key}: limits", ready["limits"], component)
 
 
-def _limits(key: str, limits: dict[str, int], component: Component) -> Finding:
+def _limits(key: str, limits: dict[str, int], component: JobComponent) -> Finding:
     """Slurm gives a job the limits of the submitting shell, unless the site forbids it (PropagateResourceLimits)."""
     files, locked, remedy = limits["nofile"], limits["memlock"], ""
     text = f"open files {_limit(files)}, locked memory {_limit(locked)}"

@@ -41,7 +41,7 @@ from rlhpc.base.patience import patiently
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.metrics.tensorboard import TensorBoardWriter
 from rlhpc.protocol.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
-from rlhpc.training.checkpoint_directory import KnownCheckpoints, Timeline
+from rlhpc.training.checkpoint_directory import AttemptTimeline, KnownCheckpoints
 
 FIGURES = "rlhpc_figures.json"  # in the best model's directory
 LOOK_S = 5.0
@@ -93,8 +93,8 @@ def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
 
 
 def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Tell, remind: Callable[[], None]) -> int:
-    courses = [Course(layout, request, remind) for request in requests_of(options, target_of_run(layout))]
-    life = Life(layout, options.patience_s)
+    courses = [DatasetFollower(layout, request, remind) for request in requests_of(options, target_of_run(layout))]
+    life = RunLife(layout, options.patience_s)
     delete_exports(layout.evaluations)
     curves = Curves(layout.evaluations / "tensorboard")
     try:
@@ -142,7 +142,7 @@ class Curves:
         self._writer.close()
 
 
-class Course:
+class DatasetFollower:
     """A dataset, from checkpoint to checkpoint."""
 
     def __init__(self, layout: RunLayout, request: Request, remind: Callable[[], None] = lambda: None) -> None:
@@ -255,7 +255,7 @@ def _kept_value(layout: RunLayout, place: Path, figure: str) -> float:
     """The figure of the model that is kept; −∞: none is, or one of a step that has been undone."""
     try:
         document = json.loads((place / FIGURES).read_bytes())
-        is_undone = Timeline.read(layout.attempts).undone_by(document["step"], document["attempt"]) is not None
+        is_undone = AttemptTimeline.read(layout.attempts).undone_by(document["step"], document["attempt"]) is not None
         return -math.inf if is_undone else float(document["figures"][figure]["value"])
     except (OSError, ValueError, KeyError, TypeError):
         return -math.inf
@@ -268,7 +268,7 @@ def _is_no_better(past: dict[int, float], num_evaluations: int) -> bool:
     return max(values[-num_evaluations:]) <= max(values[:-num_evaluations])
 
 
-class Life:
+class RunLife:
     """Whether a run goes on, by the file that its controller writes twice a second."""
 
     def __init__(self, layout: RunLayout, patience_s: float) -> None:

@@ -20,7 +20,7 @@ from typing import Self
 from launch.common.text import quoted, without_dots
 from launch.evaluate.evaluation import Evaluation
 from launch.evaluate.request import evaluation_config, of_run_file, target_of
-from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
+from launch.plan.jobs import Job, JobComponent, JobPlan, plan_jobs
 from launch.plan.script import component_directives, render_command, role_command, shared_layout, warning
 from launch.plan.site_file import Site
 from launch.slurm.commands import SlurmError
@@ -101,7 +101,7 @@ def _script(plan: JobPlan, name: str, directory: Path, words: Sequence[str], dir
     return render_command(plan, lines, [*role_command(plan, component), "-u", "-P", "-m", "launch.cli", *words])
 
 
-def _on_one_node(component: Component) -> Component:
+def _on_one_node(component: JobComponent) -> JobComponent:
     if component.nodes > 1:
         raise ConfigError(
             f"generation.num_replicas={component.num_tasks} need {component.nodes} nodes, and an evaluation has one; "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from launch.plan.site_file import GpuConfig, RewardsConfig
+from launch.plan.site_file import GpuConfig, RewardsSection
 from rlhpc.config.effects import as_toml
 from rlhpc.config.rules import Config, obeys_rules, with_values
 from rlhpc.protocol.errors import ConfigError
@@ -90,7 +90,7 @@ def generation_shape(config: Config, section: GpuConfig) -> Shape:
     return Shape(nodes, generation.num_replicas // nodes, each)
 
 
-def rewards_shape(config: Config, section: RewardsConfig) -> Shape:
+def rewards_shape(config: Config, section: RewardsSection) -> Shape:
     """One service per task.  Raises ConfigError: services do not fill the nodes of the site file."""
     replicas = config.rewards.num_replicas
     nodes = _nodes("rewards.num_replicas", replicas, None, section.nodes, "rewards")

@@ -20,7 +20,7 @@ from launch.plan.site_file import (
     GpuRequest,
     Placement,
     PrologueConfig,
-    RewardsConfig,
+    RewardsSection,
     Site,
     slurm_time,
 )
@@ -49,7 +49,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class JobComponent:
     """A part of a job with separate nodes.  If the job is an array, sizes are those of one array task."""
 
     name: str  # a section of the site file
@@ -82,7 +82,7 @@ class Job:
     """One submission: a job, heterogeneous if it has several components."""
 
     name: str  # also of its script
-    components: tuple[Component, ...]
+    components: tuple[JobComponent, ...]
     array_size: int | None = None  # None: no array
 
 
@@ -101,7 +101,7 @@ class JobPlan:
     is_elastic: bool = False  # added to a run whose plan is another
 
     @property
-    def components(self) -> tuple[Component, ...]:
+    def components(self) -> tuple[JobComponent, ...]:
         """The components of all jobs, in order."""
         return tuple(component for job in self.jobs for component in job.components)
 
@@ -172,7 +172,7 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
 # ---------------------------------------------------------------------------------------------------------- components
 
 
-def _components(config: Config, site: Site) -> tuple[Component, ...]:
+def _components(config: Config, site: Site) -> tuple[JobComponent, ...]:
     trainer, generator = trainer_shape(config, site.trainer), generation_shape(config, site.generation)
     components = (
         _controller(config, site),
@@ -182,11 +182,11 @@ def _components(config: Config, site: Site) -> tuple[Component, ...]:
     return components if site.rewards is None else (*components, _rewards(config, site.rewards, site.common))
 
 
-def _controller(config: Config, site: Site) -> Component:
+def _controller(config: Config, site: Site) -> JobComponent:
     """One task: the batch step, which also runs the reward services if they have no separate nodes."""
     beside = config.rewards.num_replicas if site.rewards is None else 0
     derived = CONTROLLER_CPUS + beside * _reward_cpus(config)
-    return Component(
+    return JobComponent(
         name="controller",
         roles=(Share("controller", 1), *((Share("reward", beside),) if beside else ())),
         nodes=1,
@@ -199,13 +199,13 @@ def _controller(config: Config, site: Site) -> Component:
     )
 
 
-def _trainer(config: Config, shape: Shape, site: Site) -> Component:
+def _trainer(config: Config, shape: Shape, site: Site) -> JobComponent:
     ranks = _gpu_component("trainer", Share("trainer", shape.num_tasks), shape, site.trainer, site.common)
     threads = trainer_threads(config, ranks.cpus_per_task) if ranks.gpus_per_task else 1
     return replace(ranks, hides_gpus=config.trainer.device == "cpu", num_threads=threads)
 
 
-def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, common: CommonConfig) -> Component:
+def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, common: CommonConfig) -> JobComponent:
     each, memory = max(shape.gpus_per_task, 1), section.memory_gib_per_gpu
     allocation = _allocation(name, section, common)
     if shape.gpus_per_task and allocation.gres is not None and re.search(r"(?:^|,)gpu(?:$|[:,=])", allocation.gres):
@@ -213,7 +213,7 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
             f"{name}.gres={allocation.gres!r}: GPUs of this component are requested by gpus_per_node, gres_type and "
             "gpu_request; legal: other resources here, GPUs only in gres of [controller] and [rewards]"
         )
-    return Component(
+    return JobComponent(
         name=name,
         roles=(share,),
         nodes=shape.nodes,
@@ -227,9 +227,9 @@ def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, co
     )
 
 
-def _rewards(config: Config, section: RewardsConfig, common: CommonConfig) -> Component:
+def _rewards(config: Config, section: RewardsSection, common: CommonConfig) -> JobComponent:
     shape = rewards_shape(config, section)
-    return Component(
+    return JobComponent(
         name="rewards",
         roles=(Share("reward", shape.num_tasks),),
         nodes=shape.nodes,
@@ -258,7 +258,7 @@ def _allocation(name: str, section: CommonConfig, common: CommonConfig) -> Alloc
 # ---------------------------------------------------------------------------------------------------------------- jobs
 
 
-def _single_job(component: Component, site: Site) -> Job:
+def _single_job(component: JobComponent, site: Site) -> Job:
     """One job of one component.  Generators are an array: one replica per task, or one node if nodes are exclusive."""
     if component.name != "generation":
         return Job(component.name, (component,))
@@ -303,7 +303,7 @@ def _refuse_directory(layout: RunLayout, cluster: ClusterConfig) -> None:
         )
 
 
-def _refuse_different_times(components: tuple[Component, ...]) -> None:
+def _refuse_different_times(components: tuple[JobComponent, ...]) -> None:
     """A component that reaches its time limit ends alone, and the others would wait for it forever."""
     first = components[0].allocation.time_s
     for component in components[1:]:

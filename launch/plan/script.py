@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.common.text import aligned, counted, without_dots
-from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
+from launch.plan.jobs import Job, JobComponent, JobPlan, plan_jobs
 from launch.plan.processes import NO_GPU, ROLE_ENVIRONMENT, thread_defaults
 from launch.plan.site_file import ClusterConfig, PrologueConfig, Site, slurm_time
 from launch.run_files.plan_file import Limits, plan_text
@@ -70,7 +70,7 @@ def render_command(plan: JobPlan, directives: Iterable[str], words: Sequence[str
     return "\n".join([*lines, "", _OPENING, *_prologue(plan.prologue), f"exec {shlex.join(words)}", ""])
 
 
-def component_directives(component: Component) -> Iterator[str]:
+def component_directives(component: JobComponent) -> Iterator[str]:
     """What one component asks for, one directive each, in a fixed order."""
     allocation = component.allocation
     named = {"partition": allocation.partition, "account": allocation.account, "qos": allocation.qos}
@@ -90,7 +90,7 @@ def component_directives(component: Component) -> Iterator[str]:
     yield from allocation.extra
 
 
-def _generic_resources(component: Component) -> Iterator[str]:
+def _generic_resources(component: JobComponent) -> Iterator[str]:
     """GPUs in the form of the site, and what the site file asks for beside them; sbatch heeds the last --gres alone."""
     request, more = _gpu_request(component) if component.gpus_per_task else "", component.allocation.gres
     if more is None:
@@ -101,7 +101,7 @@ def _generic_resources(component: Component) -> Iterator[str]:
         yield from filter(None, [request, f"--gres={more}"])
 
 
-def _gpu_request(component: Component) -> str:
+def _gpu_request(component: JobComponent) -> str:
     kind = f"{component.gres_type}:" if component.gres_type else ""
     match component.gpu_request:
         case "gres":
@@ -127,7 +127,7 @@ def _job_directives(plan: JobPlan, job: Job) -> Iterator[str]:
         yield f"--mail-type={','.join(plan.cluster.mail_events)}"
 
 
-def warning(cluster: ClusterConfig, component: Component) -> Iterator[str]:
+def warning(cluster: ClusterConfig, component: JobComponent) -> Iterator[str]:
     """The signal before the time limit, as a directive; none in a short job, which reckons its end itself."""
     # To the batch step alone (B:), and USR2: NCCL may catch USR1.  Slurm may send it a minute early, and one that comes
     # before the script runs ends the job.
@@ -238,7 +238,7 @@ def describe_jobs(plan: JobPlan) -> str:
     )
 
 
-def _row(job: Job, component: Component) -> tuple[str, ...]:
+def _row(job: Job, component: JobComponent) -> tuple[str, ...]:
     count = f"{job.array_size} × " if job.array_size is not None else ""
     memory = component.memory_gib_per_task
     return (
@@ -270,7 +270,7 @@ def component_documents(plan: JobPlan, job: Job) -> list[dict[str, Any]]:
     return [_component_document(plan, component) for component in job.components]
 
 
-def _component_document(plan: JobPlan, component: Component) -> dict[str, Any]:
+def _component_document(plan: JobPlan, component: JobComponent) -> dict[str, Any]:
     return {
         "name": component.name,
         "runs_in_batch_step": component.runs_in_batch_step,
@@ -287,7 +287,7 @@ def _component_document(plan: JobPlan, component: Component) -> dict[str, Any]:
     }
 
 
-def srun_sizes(component: Component) -> list[str]:
+def srun_sizes(component: JobComponent) -> list[str]:
     """Sizes given to every srun of the component, whatever Slurm has put into the environment; none in a batch step.
 
     No GPUs: a step then has all of the component's on a node, and every task sees them.  --gpus-per-task would bind
@@ -300,7 +300,7 @@ def srun_sizes(component: Component) -> list[str]:
     return [*sizes, f"--ntasks-per-node={component.tasks_per_node}", f"--cpus-per-task={component.cpus_per_task}"]
 
 
-def role_command(plan: JobPlan, component: Component) -> list[str]:
+def role_command(plan: JobPlan, component: JobComponent) -> list[str]:
     """The words before `-m rlhpc.roles …`: an interpreter, in an image if the site has one."""
     prologue = plan.prologue
     if prologue.image is None:

@@ -293,7 +293,7 @@ class ControllerConfig(CommonConfig):
     """GiB (2^30 bytes) of host memory of one task; 0: all of the node; none: what the partition gives."""
 
 
-class RewardsConfig(ControllerConfig):
+class RewardsSection(ControllerConfig):
     """[rewards]: reward services, without GPUs.  Without this section they run beside the controller."""
 
     nodes: Positive | None = None
@@ -428,7 +428,7 @@ class Site(Section):
     controller: ControllerConfig = ControllerConfig()
     trainer: GpuConfig
     generation: GpuConfig
-    rewards: RewardsConfig | None = None
+    rewards: RewardsSection | None = None
     evaluation: GpuConfig | None = None
     prologue: PrologueConfig = PrologueConfig()
     rates: RatesConfig = RatesConfig()

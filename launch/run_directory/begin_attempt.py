@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from launch.run_directory.inputs import refuse_other_inputs
 from launch.run_directory.prepare import (
     NEWEST,
-    Attempt,
+    AttemptStart,
     UnreadableCheckpoint,
     choose,
     clear_rendezvous,
@@ -71,7 +71,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     patient(lambda: _refuse_complete(layout))  # by a controller that was taken for dead, while inputs were read
     choice = patient(lambda: choose(layout, NEWEST, _unheard))
     aside = patient(lambda: put_aside(choice, _unheard))
-    attempt = Attempt(index, choice.step, owner)
+    attempt = AttemptStart(index, choice.step, owner)
     progress, save_s = read_progress(layout), longest_save_before_s(layout)
     patient(lambda: clear_rendezvous(layout))
     generators = [f"generator-{replica}" for replica in patient(lambda: generator_numbers(layout))]

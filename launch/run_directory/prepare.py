@@ -295,7 +295,7 @@ LIVES_ELSEWHERE_S = 60.0  # if the status file is younger, jobs may be alive alt
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptStart:
     """One start of a run."""
 
     index: int
@@ -312,7 +312,7 @@ def prepare_run_dir(
     fresh: bool,
     resume_from: ResumePoint = NEWEST,
     tell: Tell = log.info,
-) -> Attempt:
+) -> AttemptStart:
     """Create the directory of a new run, or prepare an existing one for a resume; called by the launcher.
 
     A resume may change settings except FIXED_BY_THE_FIRST_START; the changes are recorded with old and new value.
@@ -328,12 +328,12 @@ def prepare_run_dir(
             lambda: take_over(layout, index), layout.root
         ).owner  # from here on no earlier attempt can change what is read next
         step, aside = _go_back(config, layout, resume_from, renewal, tell)
-        attempt = Attempt(index, step, owner, renewal.changed)
+        attempt = AttemptStart(index, step, owner, renewal.changed)
         return briefly(lambda: note_attempt(layout, attempt, set_aside=aside), layout.attempts)
     if exists and fresh:
         _delete_contents(layout)
     _found(config, layout)
-    first = Attempt(0, None, briefly(lambda: take_over(layout, 0), layout.root).owner)
+    first = AttemptStart(0, None, briefly(lambda: take_over(layout, 0), layout.root).owner)
     return briefly(lambda: note_attempt(layout, first), layout.attempts)
 
 
@@ -405,7 +405,7 @@ def mint_keys(config: Config, layout: RunLayout, others: Iterable[str] = ()) -> 
     mint_run_keys(layout.secrets, [*process_names(config), *others])
 
 
-def note_attempt(layout: RunLayout, attempt: Attempt, **more: Any) -> Attempt:
+def note_attempt(layout: RunLayout, attempt: AttemptStart, **more: Any) -> AttemptStart:
     """Append the line of an attempt that begins; `more`: further keys."""
     _touch_what_stays(layout, layout.job_plan if more.get("job_id") else layout.local_plan)
     line = json.dumps(asdict(attempt) | more | {"host": socket.gethostname(), "unix_time_s": time.time()})

@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.slurm.commands import SlurmError, slurm
-from launch.slurm.states import OVER, JobState, Life, duration_s, is_unlimited, state_of, task_numbers, tasks_in_words
+from launch.slurm.states import (
+    OVER,
+    JobStage,
+    JobState,
+    duration_s,
+    is_unlimited,
+    state_of,
+    task_numbers,
+    tasks_in_words,
+)
 
 # -------------------------------------------------------------------------------------------------------------- control
 #
@@ -477,7 +486,7 @@ def _waiting_together(rows: Iterable[JobRow]) -> list[JobRow]:
     """Put tasks of an array that wait for the same into one row."""
     together: dict[JobRow, list[int]] = {}
     for row in rows:
-        waits = row.array_task is not None and row.state.life is Life.WAITING
+        waits = row.array_task is not None and row.state.life is JobStage.WAITING
         together.setdefault(replace(row, array_task=None) if waits else row, []).extend(row.tasks if waits else ())
     found = []
     for row, tasks in together.items():

@@ -224,7 +224,7 @@ def tasks_in_words(tasks: Iterable[int]) -> str:
 # --------------------------------------------------------------------------------------------------------------- states
 
 
-class Life(Enum):
+class JobStage(Enum):
     """Stage of a job."""
 
     WAITING = "waiting"  # in the queue
@@ -252,7 +252,7 @@ class JobState:
 
     name: str
     code: str  # squeue's short form; "" if it has none
-    life: Life
+    life: JobStage
     ended_by: EndedBy
     is_restarted_by_slurm: bool  # it restarts or continues automatically
     is_worth_resuming: bool  # it has ended, and a resume from the last checkpoint can be expected to get further
@@ -267,32 +267,32 @@ class JobState:
     @property
     def is_alive(self) -> bool:
         """True while it runs or may still run under this id."""
-        return self.life is not Life.OVER
+        return self.life is not JobStage.OVER
 
     @property
     def is_known(self) -> bool:
         """False for a word that is not in the table."""
-        return self.life is not Life.UNKNOWN
+        return self.life is not JobStage.UNKNOWN
 
 
 def _waiting(name: str, code: str, sentence: str) -> JobState:
-    return JobState(name, code, Life.WAITING, EndedBy.NOBODY, True, False, sentence)
+    return JobState(name, code, JobStage.WAITING, EndedBy.NOBODY, True, False, sentence)
 
 
 def _held(name: str, code: str, sentence: str) -> JobState:
-    return JobState(name, code, Life.HELD, EndedBy.NOBODY, False, False, sentence)
+    return JobState(name, code, JobStage.HELD, EndedBy.NOBODY, False, False, sentence)
 
 
 def _on_nodes(name: str, code: str, sentence: str, goes_on: bool = True) -> JobState:
-    return JobState(name, code, Life.ON_NODES, EndedBy.NOBODY, goes_on, False, sentence)
+    return JobState(name, code, JobStage.ON_NODES, EndedBy.NOBODY, goes_on, False, sentence)
 
 
 def _ending(name: str, code: str, sentence: str) -> JobState:
-    return JobState(name, code, Life.ENDING, EndedBy.NOBODY, False, False, sentence)
+    return JobState(name, code, JobStage.ENDING, EndedBy.NOBODY, False, False, sentence)
 
 
 def _over(name: str, code: str, ended_by: EndedBy, what: str, remedy: str = "", resume: bool = False) -> JobState:
-    return JobState(name, code, Life.OVER, ended_by, False, resume, what, remedy)
+    return JobState(name, code, JobStage.OVER, ended_by, False, resume, what, remedy)
 
 
 _RELEASE = "`scontrol release JOB` releases it"
@@ -360,7 +360,7 @@ def state_of(word: str) -> JobState:
     return _BY_WORD.get(first) or JobState(
         first or "UNKNOWN",
         "",
-        Life.UNKNOWN,
+        JobStage.UNKNOWN,
         EndedBy.NOBODY,
         False,
         False,

@@ -84,7 +84,7 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NativeComponent:
     """A component with all its parameters, in submitit's native names."""
 
     component: Component
@@ -118,7 +118,7 @@ class Part:
         return any(self.parameters.get(key) for key in named) or any(key.startswith(("gpus", "gres")) for key in extra)
 
 
-def check_parts(parts: Sequence[Part]) -> None:
+def check_parts(parts: Sequence[NativeComponent]) -> None:
     """Raises ConfigError for requests that Slurm would refuse late, or misunderstand."""
     names = [part.component.name for part in parts]
     if not parts or len(set(names)) != len(names):
@@ -142,7 +142,7 @@ def check_parts(parts: Sequence[Part]) -> None:
         raise ConfigError("no component is essential: nothing would tell success from failure")
 
 
-def script_text(parts: Sequence[Part], folder: Path, *, batch_python: str, code: Path | None) -> str:
+def script_text(parts: Sequence[NativeComponent], folder: Path, *, batch_python: str, code: Path | None) -> str:
     """The script for sbatch.  code: a directory that Python needs in order to find `launch`; None: it is installed."""
     job = parts[0].parameters
     names = ", ".join(part.component.name for part in parts)
@@ -156,7 +156,7 @@ def script_text(parts: Sequence[Part], folder: Path, *, batch_python: str, code:
     return "\n".join(lines)
 
 
-def plan_text(parts: Sequence[Part], *, python: str, has_checkpoint: Sequence[bool]) -> str:
+def plan_text(parts: Sequence[NativeComponent], *, python: str, has_checkpoint: Sequence[bool]) -> str:
     """plan.json: what the supervisor (launch/submitit_hetjob/supervisor.py) starts.
 
     If no component has a checkpoint, all receive the warning, and submitit's rule decides whether they restart.
@@ -182,7 +182,7 @@ def plan_text(parts: Sequence[Part], *, python: str, has_checkpoint: Sequence[bo
     return json.dumps(plan, indent=1)
 
 
-def _component_directives(part: Part, folder: Path, *, is_first: bool) -> Iterator[str]:
+def _component_directives(part: NativeComponent, folder: Path, *, is_first: bool) -> Iterator[str]:
     for directive in directives(folder, part.parameters):
         key = directive.removeprefix("--").split("=")[0]
         if key not in _OURS and (is_first or key not in _FIRST_ONLY):
@@ -196,7 +196,7 @@ def _component_directives(part: Part, folder: Path, *, is_first: bool) -> Iterat
         yield f"--signal=B:{warning_signal_name()}@{_warn_s(part)}"
 
 
-def _warn_s(part: Part) -> int:
+def _warn_s(part: NativeComponent) -> int:
     """Seconds of warning, at most half of the time limit: a job warned right after its start would do nothing else."""
     asked_s, time_s = (
         part.parameters.get("signal_delay_s", DEFAULT_WARN_S),
@@ -205,7 +205,7 @@ def _warn_s(part: Part) -> int:
     return int(min(asked_s, time_s // 2))
 
 
-def _srun_sizes(part: Part) -> Iterator[str]:
+def _srun_sizes(part: NativeComponent) -> Iterator[str]:
     """All sizes as explicit options: those in the batch step's environment are the first component's."""
     yield from ("-N", str(part.nodes), "-n", str(part.num_tasks), f"--ntasks-per-node={part.tasks_per_node}")
     for key in ("cpus_per_task", "gpus_per_node", "gpus_per_task", "gres"):
@@ -279,7 +279,7 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         return self.job_class(folder=self.folder, job_id=str(job_id))
 
     def _submit(self, components: Sequence[Component], calls: Sequence[DelayedSubmission]) -> dict[str, Job[Any]]:
-        parts = [Part(component, self._all_parameters(component)) for component in components]
+        parts = [NativeComponent(component, self._all_parameters(component)) for component in components]
         check_parts(parts)
         self.folder.mkdir(parents=True, exist_ok=True)
         staging = self.folder / f".staging-{uuid.uuid4().hex}"
@@ -301,7 +301,7 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
             for index, part in enumerate(parts)
         }
 
-    def _write(self, staging: Path, parts: Sequence[Part], calls: Sequence[DelayedSubmission]) -> None:
+    def _write(self, staging: Path, parts: Sequence[NativeComponent], calls: Sequence[DelayedSubmission]) -> None:
         """Write everything that the job needs, under a temporary name."""
         for part, call in zip(parts, calls, strict=True):
             directory = staging / part.component.name
@@ -319,7 +319,7 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         text = script_text(parts, self.folder, batch_python=self.batch_python, code=_code())
         (staging / "submission.sh").write_text(text, encoding="utf-8")
 
-    def _publish(self, staging: Path, parts: Sequence[Part], job_id: int) -> None:
+    def _publish(self, staging: Path, parts: Sequence[NativeComponent], job_id: int) -> None:
         """Rename the files, now that the job id is known; the job waits for the directory."""
         try:
             for part in parts:

@@ -31,7 +31,7 @@ def note_path(folder: Path, job_id: str) -> Path:
     return folder / f"{job_id}_requeue.json"
 
 
-class Step:
+class ComponentProcess:
     """A component and its current process."""
 
     def __init__(self, plan: Mapping[str, Any], job_folder: Path, job_id: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import component_states, requeue
-from launch.submitit_hetjob.step import RESULT_PATIENCE_S, Step
+from launch.submitit_hetjob.step import RESULT_PATIENCE_S, ComponentProcess
 from rlhpc.base.files import write_atomically
 from rlhpc.base.patience import Deadline
 from rlhpc.base.processes import name_nameless_user
@@ -42,7 +42,7 @@ class CallablesSupervisor:
         """plan: of plan.json."""
         self._job_id = job_id
         self._finished_file = folder / "finished.json"
-        self._steps = [Step(each, folder, job_id) for each in plan["components"]]
+        self._steps = [ComponentProcess(each, folder, job_id) for each in plan["components"]]
         self._warning = getattr(signal, "SIG" + plan["warning"])
         self._checkpoint_s = max(plan["warn_s"] - 15.0, plan["warn_s"] / 2)
         self._is_warned = False  # by Slurm, or by scancel --batch
@@ -75,7 +75,7 @@ class CallablesSupervisor:
             time.sleep(POLL_S)
         return 0
 
-    def _settle(self, step: Step) -> bool:
+    def _settle(self, step: ComponentProcess) -> bool:
         """Handle a component that has ended; False: the job has failed with it."""
         status = step.exit_status
         if status == 0 and step.has_all_results(RESULT_PATIENCE_S):
@@ -95,7 +95,7 @@ class CallablesSupervisor:
         step.is_finished = True  # until a requeue: whatever is ending the whole job may have ended this component first
         return True
 
-    def _finish(self, step: Step) -> None:
+    def _finish(self, step: ComponentProcess) -> None:
         """It has succeeded: it is not restarted after a requeue."""
         step.is_finished = True
         with suppress(OSError):  # a full disk: after a requeue it is run again
@@ -143,7 +143,7 @@ class CallablesSupervisor:
                 step.forget()
         return self._requeue()
 
-    def _is_over(self, silent: list[Step]) -> bool:
+    def _is_over(self, silent: list[ComponentProcess]) -> bool:
         """True if the job must not be requeued.  silent: components that ended on their own, without a checkpoint."""
         for step in silent:
             if step.exit_status == 0 and step.has_all_results(RESULT_PATIENCE_S):
@@ -168,7 +168,7 @@ class CallablesSupervisor:
         _say("requeued")
         return 0
 
-    def _is_running(self, step: Step) -> bool:
+    def _is_running(self, step: ComponentProcess) -> bool:
         """True if Slurm says that this component is running; a requeue would revive a cancelled job."""
         try:
             states = component_states(self._job_id, SLURM_PATIENCE_S)
@@ -177,7 +177,7 @@ class CallablesSupervisor:
             return False
         return states.get(step.group or 0) == "RUNNING"
 
-    def _end(self, steps: list[Step]) -> None:
+    def _end(self, steps: list[ComponentProcess]) -> None:
         """End every process, gracefully if there is time."""
         for step in steps:
             step.leave()

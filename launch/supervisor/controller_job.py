@@ -48,7 +48,7 @@ from launch.supervisor.outcomes import (
     asked_to_end,
     pause_before_another,
 )
-from launch.supervisor.processes import AttemptStarter, BeginError, Processes, Signals, Step, Tether
+from launch.supervisor.processes import AttemptStarter, BeginError, Processes, Signals, StartedProcesses, Tether
 from rlhpc.base.files import write_atomically
 from rlhpc.base.patience import Deadline, patiently
 from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FENCED, RlhpcError
@@ -257,7 +257,7 @@ class ControllerJobSupervisor:
         return self._wind_up(attempt)
 
     @property
-    def _controller(self) -> Step | None:
+    def _controller(self) -> StartedProcesses | None:
         return self._processes.controller
 
     @property
@@ -380,7 +380,7 @@ class ControllerJobSupervisor:
         if self._controller is not None:
             self._controller.kill()
 
-    def _part_ended(self, step: Step) -> None:
+    def _part_ended(self, step: StartedProcesses) -> None:
         """A component has ended without having been asked to."""
         summary, progress = self._certain(lambda: self._classifier.exit_summary(step)), self._progress()
         is_told = progress is not None and progress.is_ending  # by the controller, which is about to end
@@ -397,7 +397,7 @@ class ControllerJobSupervisor:
         else:
             self._end_alone(step, summary, progress)
 
-    def _end_alone(self, step: Step, summary: str, progress: Progress | None) -> None:
+    def _end_alone(self, step: StartedProcesses, summary: str, progress: Progress | None) -> None:
         """A role has no process left: save the trained state, without waiting for roles that cannot come back."""
         has_news = progress is not None and progress.step > self._saved_step()
         cause = Cause.SETTINGS if step.status() == EXIT_CONFIG else Cause.FAILED

@@ -45,7 +45,7 @@ from launch.slurm.queue import (
 from launch.slurm.sbatch import submit_script
 from launch.slurm.states import OVER
 from launch.supervisor.outcomes import AwakeTime, RetryBudget, pause_after
-from launch.supervisor.processes import SlurmSignals, Step, start_part
+from launch.supervisor.processes import SlurmSignals, StartedProcesses, start_part
 from rlhpc.base.files import is_absent, leave_deleted_directory, names_in, write_atomically
 from rlhpc.base.patience import Deadline, patiently
 from rlhpc.base.run_directory import RunLayout
@@ -414,7 +414,7 @@ class WorkerJobSupervisor:
         self._layout, self._part = plan.layout, plan.parts[0]
         self._role = self._part.shares[0].role
         self._follows_attempts = self._role == "trainer"
-        self._step: Step | None = None
+        self._step: StartedProcesses | None = None
         self._attempt: Attempt | None = None  # for which the component was started
         self._starts, self._fruitless, self._seen_step = 0, 0, -1
         self._awake = AwakeTime(lambda: time.monotonic())

@@ -28,7 +28,7 @@ from launch.run_files.run_state import (
 )
 from launch.slurm.commands import SlurmError
 from launch.slurm.queue import NoTimeLimit, ThisJob, component_states
-from launch.supervisor.processes import Step
+from launch.supervisor.processes import StartedProcesses
 from rlhpc.base.files import write_atomically
 from rlhpc.base.patience import patiently
 from rlhpc.base.run_directory import RunLayout
@@ -217,7 +217,7 @@ class OutcomeClassifier:
         # A stale supervisor has replaced the run's keys.
         return Outcome(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
 
-    def exit_summary(self, step: Step) -> str:
+    def exit_summary(self, step: StartedProcesses) -> str:
         """How a component ended: the error of the first of its processes that failed.  Raises OSError."""
         for name in sorted(step.processes):
             record = read_exit_record(self._layout, name, step.attempt.index)

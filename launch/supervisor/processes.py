@@ -123,9 +123,9 @@ class SlurmSignals(Signals):
 #
 # Start the processes of a component: one srun for all its tasks, or each directly in the batch step.
 #
-# Input: Part.  Output: Step, which can be asked to exit, killed, and polled.  Every srun is given its sizes explicitly:
-# otherwise the values that Slurm sets for component 0 would apply to it.  A process that is started directly leaves
-# nothing behind when it ends.
+# Input: Part.  Output: StartedProcesses, which can be asked to exit, killed, and polled.  Every srun is given its sizes
+# explicitly: otherwise the values that Slurm sets for component 0 would apply to it.  A process that is started
+# directly leaves nothing behind when it ends.
 
 
 KILL_PATIENCE_S = 10.0  # for srun to have ended its tasks
@@ -139,7 +139,7 @@ class Tether:
     environment: Mapping[str, str] = field(default_factory=dict)  # on top of the supervisor's
 
 
-class Step:
+class StartedProcesses:
     """Processes that were started together."""
 
     def __init__(
@@ -206,7 +206,7 @@ class Step:
             os.killpg(self._process.pid, number)
 
 
-def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attempt, start: int) -> Step:
+def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attempt, start: int) -> StartedProcesses:
     """Start all tasks of a component by one srun.  het_group: its number in a heterogeneous job.
 
     start: number of its earlier starts in this life of the job.
@@ -217,18 +217,18 @@ def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attemp
     words += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", f"--job-name={part.name}"]
     share = part.shares[0]
     processes = frozenset(f"{share.role}-{share.first_replica + k}" for k in range(share.num_processes))
-    return Step(part.name, [*words, *_task(plan, part, share.role, attempt, start)], processes, attempt)
+    return StartedProcesses(part.name, [*words, *_task(plan, part, share.role, attempt, start)], processes, attempt)
 
 
 def start_beside(
     plan: JobPart, part: Part, role: str, index: int, attempt: Attempt, start: int, tether: Tether | None = None
-) -> Step:
+) -> StartedProcesses:
     """Start one process beside the supervisor: in the batch step, or, tethered, without Slurm."""
     leave_deleted_directory(plan.layout.root)
     name = f"{role}-{part.share_of(role).first_replica + index}"
     words = [*_task(plan, part, role, attempt, start), "--index", str(index)]
     words += ["--hold", *map(str, tether.descriptors)] if tether is not None else []
-    return Step(name, words, frozenset({name}), attempt, tether)
+    return StartedProcesses(name, words, frozenset({name}), attempt, tether)
 
 
 def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) -> list[str]:
@@ -334,8 +334,8 @@ class Processes:
 
     def __init__(self, plan: JobPart, job: ThisJob, log: Log, signals: Signals, tether: Tether | None) -> None:
         self._plan, self._job, self._log, self._signals, self._tether = plan, job, log, signals, tether
-        self.controller: Step | None = None
-        self._steps: dict[str, Step] = {}  # everything else, by name
+        self.controller: StartedProcesses | None = None
+        self._steps: dict[str, StartedProcesses] = {}  # everything else, by name
         self._starts: dict[str, int] = {}  # number of starts of each, in this life
         self._ends: dict[str, int] = {}  # how often each has ended and was started again by its task, as far as seen
         self._reported: set[str] = set()  # those whose end was returned by ended()
@@ -356,7 +356,7 @@ class Processes:
                 for index in range(share.num_processes):
                     self._start_beside(part, share.role, index, attempt)
 
-    def ended(self) -> list[Step]:
+    def ended(self) -> list[StartedProcesses]:
         """Components that ended unasked, each once per attempt; also reports processes that their task restarts."""
         found = []
         for name, step in self._steps.items():
@@ -384,7 +384,7 @@ class Processes:
             if not step.wait(deadline.left_s, self._signals.sleep):
                 step.kill()
 
-    def ask_all_to_leave(self) -> list[Step]:
+    def ask_all_to_leave(self) -> list[StartedProcesses]:
         """Ask everything but the controller to exit; returns what is running."""
         left = [step for step in self._steps.values() if step.status() is None]
         for step in left:
@@ -412,7 +412,7 @@ class Processes:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _of(self, role: str) -> list[Step]:
+    def _of(self, role: str) -> list[StartedProcesses]:
         return [step for step in self._steps.values() if step.role == role]
 
     def _start_beside(self, part: Part, role: str, index: int, attempt: Attempt) -> None:
@@ -439,7 +439,7 @@ class Processes:
         self._starts[name] = self._starts.get(name, -1) + 1
         return self._starts[name]
 
-    def _report_restart(self, name: str, step: Step) -> None:
+    def _report_restart(self, name: str, step: StartedProcesses) -> None:
         """Report that a process beside the supervisor has ended, and that its task restarts it."""
         if step.is_srun:
             return

@@ -16,7 +16,7 @@ from launch.run_directory.owner import launcher_of
 from launch.run_files.records import JobRecord, name_of_jobs, read_job_records
 from launch.run_files.run_state import Event, last_events, read_document, saved_step
 from launch.slurm.queue import ANSWER_S, JobRow, QueueLook, look_at_jobs
-from launch.slurm.states import Life, is_stuck, reason_in_words
+from launch.slurm.states import JobStage, is_stuck, reason_in_words
 from rlhpc.base.run_directory import RunLayout
 
 EARLY_S = 60  # ending this long before the time limit is not due to the limit, which Slurm enforces within seconds
@@ -111,7 +111,7 @@ def _table(view: SlurmView) -> list[str]:
 
 
 def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
-    is_there = row.state.life in (Life.ON_NODES, Life.ENDING)
+    is_there = row.state.life in (JobStage.ON_NODES, JobStage.ENDING)
     return (
         row.label,
         what_it_is(view, row),
@@ -200,7 +200,7 @@ def waits(view: SlurmView) -> list[str]:
     for row in view.look.rows:
         if not _record(view, row.job_id).is_elastic:
             standing.setdefault(part_of(view, row), []).append(row)
-    there = [part for part, rows in standing.items() if any(row.state.life is Life.ON_NODES for row in rows)]
+    there = [part for part, rows in standing.items() if any(row.state.life is JobStage.ON_NODES for row in rows)]
     if not there or view.layout.summary.exists():
         return []
     subject = f"{_and(there)} {'wait' if len(there) > 1 else 'waits'}"
@@ -230,7 +230,7 @@ def upcoming(view: SlurmView) -> list[str]:
     lines += [f"job {job} stays in the queue: {why(view, held[job])}" for job in sorted(held)]
     if view.look.drained:
         lines.append(f"drained nodes: {'; '.join(view.look.drained)}: tell the site's administrators")
-    waiting = {row.job_id for row in view.look.rows if row.state.life is Life.WAITING}
+    waiting = {row.job_id for row in view.look.rows if row.state.life is JobStage.WAITING}
     alive = {row.job_id for row in view.look.rows if row.state.is_alive}
     return lines + [
         f"job {job.job_id} continues the run when job {job.follows} has ended"
@@ -243,9 +243,9 @@ def _limit_line(view: SlurmView, row: JobRow) -> str:
     """What the controller's job does at its time limit, or when it starts."""
     if _is_held(row):
         return ""
-    if row.state.life is Life.WAITING:
+    if row.state.life is JobStage.WAITING:
         return f"when job {row.label} starts, the run {_goes_on(view)}"
-    if row.state.life is not Life.ON_NODES or row.left_s is None:
+    if row.state.life is not JobStage.ON_NODES or row.left_s is None:
         return ""
     followed = any(job.follows == row.job_id for job in view.jobs) or view.plan.get("continuation") == "successor"
     # Whether the site allows a job to requeue itself is known only then; otherwise the job submits a successor.
@@ -271,11 +271,11 @@ def _goes_on(view: SlurmView) -> str:
 
 
 def _is_held(row: JobRow) -> bool:
-    return row.state.life is Life.HELD or (row.state.life is Life.WAITING and is_stuck(row.reason))
+    return row.state.life is JobStage.HELD or (row.state.life is JobStage.WAITING and is_stuck(row.reason))
 
 
 def _has_running_controller(view: SlurmView) -> bool:
-    return any(row.state.life is Life.ON_NODES and _is_controller(view, row) for row in view.look.rows)
+    return any(row.state.life is JobStage.ON_NODES and _is_controller(view, row) for row in view.look.rows)
 
 
 def _is_controller(view: SlurmView, row: JobRow) -> bool:

@@ -26,11 +26,11 @@ from launch.run_directory.prepare import LIVES_ELSEWHERE_S
 from launch.run_files.records import JobRecord, read_failures, read_job_records
 from launch.run_files.run_state import Cause, last_outcome, lines_from_the_end, read_document, run_name, saved_step
 from launch.slurm.queue import JobRow, MyQueue, look_at_my_jobs
-from launch.slurm.states import EndedBy, Life, is_stuck, reason_in_words
+from launch.slurm.states import EndedBy, JobStage, is_stuck, reason_in_words
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.metrics.evaluations import SUMMARY
 from rlhpc.protocol.errors import ConfigError, RunDirectoryError
-from rlhpc.training.checkpoint_directory import Timeline
+from rlhpc.training.checkpoint_directory import AttemptTimeline
 
 # ----------------------------------------------------------------------------------------------------------------- find
 #
@@ -401,7 +401,7 @@ def _alive_here(found: Standing, records: Sequence[JobRecord]) -> Standing | Non
         row for row in living if not row.component and (row.job_id in controller_jobs or not controller_jobs)
     ]
     if controller_rows and not (
-        all(row.state.life is Life.ENDING for row in controller_rows) and _told(found, records)
+        all(row.state.life is JobStage.ENDING for row in controller_rows) and _told(found, records)
     ):
         return _in_slurm(found, living, controller_rows)
     if (pid := launcher_of(found.files.layout)) is not None:
@@ -435,19 +435,19 @@ def _is_submitted(figures: Figures, records: Sequence[JobRecord]) -> bool:
 
 def _in_slurm(found: Standing, living: tuple[JobRow, ...], controller_rows: Sequence[JobRow]) -> Standing:
     """The state by the job with the controller; a successor waits while the one before it runs."""
-    there = [row for row in controller_rows if row.state.life not in (Life.WAITING, Life.HELD)]
+    there = [row for row in controller_rows if row.state.life not in (JobStage.WAITING, JobStage.HELD)]
     controller_row, names = (there or controller_rows)[0], found.files.names
     state, remark = State.QUEUED, ""
     if there:
         is_of_this_life = found.figures.status_unix_s > (controller_row.start_unix_s or 0.0) - _CLOCK_SKEW_S
         state = _phase(found.figures) if is_of_this_life else State.STARTING
-    elif controller_row.state.life is Life.HELD or is_stuck(controller_row.reason):
+    elif controller_row.state.life is JobStage.HELD or is_stuck(controller_row.reason):
         remark = f"stays in the queue: {reason_in_words(controller_row.reason) or controller_row.state.sentence}"
     elif controller_row.reason:
         remark = reason_in_words(controller_row.reason)
     if {"STOP", "ABORT"} & names:
         remark = "is being stopped"
-    waiting = {part for row in living if row.state.life is Life.WAITING and (part := row.partition)}
+    waiting = {part for row in living if row.state.life is JobStage.WAITING and (part := row.partition)}
     if there and waiting and state is State.STARTING and not remark:
         remark = f"waits for jobs in {', '.join(sorted(waiting))}"
     return replace(
@@ -543,7 +543,7 @@ class DoneEvaluation:
 
 def done_evaluations(layout: RunLayout) -> Iterator[DoneEvaluation]:
     """In no order; what is damaged, or begun anew, is left out.  Raises OSError: attempts.jsonl cannot be read."""
-    timeline = Timeline.read(layout.attempts)
+    timeline = AttemptTimeline.read(layout.attempts)
     for path in layout.evaluations.glob(f"*/{SUMMARY}"):
         if match := _DIRECTORY.fullmatch(path.parent.name):
             try:

@@ -24,7 +24,7 @@ from launch.run_directory.owner import launcher_of
 from launch.run_files.records import name_of_jobs, read_job_records
 from launch.run_files.run_state import is_complete, read_document
 from launch.slurm.queue import JobRow, look_at_jobs
-from launch.slurm.states import Life, reason_in_words
+from launch.slurm.states import JobStage, reason_in_words
 from launch.view.jobs import SlurmView, document_of, is_slurm_run, lines_of, look_at_run
 from launch.view.standing import Queue, State, find_runs, standing_of
 from rlhpc.base.files import write_synced
@@ -89,7 +89,7 @@ def lines_about_evaluation_job(layout: RunLayout) -> list[str]:
         return []
     look = look_at_jobs([number])
     living = [row for row in look.rows if row.state.is_alive]
-    if look.trouble or any(row.state.life in (Life.ON_NODES, Life.ENDING) for row in living):
+    if look.trouble or any(row.state.life in (JobStage.ON_NODES, JobStage.ENDING) for row in living):
         return []
     if living:
         why = reason_in_words(living[0].reason).replace("JOB", str(number))

@@ -24,10 +24,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from rlhpc.agents.host import AgentProcesses, Ended
 from rlhpc.agents.openai_format import (
-    Asked,
+    AgentRequest,
+    AgentTurn,
     Refused,
-    Sampled,
-    Turn,
+    SamplingSettings,
     chunks,
     completion,
     event,
@@ -36,7 +36,7 @@ from rlhpc.agents.openai_format import (
     text_chunks,
     text_completion,
 )
-from rlhpc.agents.session import AgentSession, Judge, Rules, last_line, outcome_of
+from rlhpc.agents.session import AgentSession, Judge, SessionRules, last_line, outcome_of
 from rlhpc.base.host_address import host_address
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT
@@ -63,9 +63,9 @@ log = logging.getLogger("rlhpc.agents")
 LOOPBACK = "127.0.0.1"
 IDLE_CONNECTION_S = 75.0
 SHUTDOWN_S = 0.1  # for requests in hand; their sessions are over
-_Read = Callable[[object, Sampled], Asked]
-_Whole = Callable[[str, Turn, Asked], dict[str, Any]]
-_Pieces = Callable[[str, Turn, Asked], Iterator[dict[str, Any]]]
+_Read = Callable[[object, SamplingSettings], AgentRequest]
+_Whole = Callable[[str, AgentTurn, AgentRequest], dict[str, Any]]
+_Pieces = Callable[[str, AgentTurn, AgentRequest], Iterator[dict[str, Any]]]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -86,10 +86,10 @@ class _OnlyOurs(logging.LoggerAdapter[logging.Logger]):
             super().log(level, msg, *args, **kwargs)
 
 
-class Endpoint:
+class AgentServer:
     """One HTTP server; sessions come and go."""
 
-    def __init__(self, *, run: Sampled, max_request_bytes: int) -> None:
+    def __init__(self, *, run: SamplingSettings, max_request_bytes: int) -> None:
         self._run, self._max_request_bytes = run, max_request_bytes
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, AgentSession] = {}
@@ -258,10 +258,10 @@ class Agents:
     def __init__(self, config: Config, tokenizer: PromptTokenizer) -> None:
         agent = config.agent
         self._config, self._tokenizer = config, tokenizer
-        self._endpoint: Endpoint | None = None
+        self._endpoint: AgentServer | None = None
         self._processes = AgentProcesses(agent.function, agent.command)
         self._templates: dict[str, DialogueTemplate] = {}
-        self._rules = Rules(config.environment.call_form, agent.turn_timeout_s, self._template_for)
+        self._rules = SessionRules(config.environment.call_form, agent.turn_timeout_s, self._template_for)
         self.counts = TaskCounts()  # sessions and their failures, under the name "agent"
         self._places, self._opening = asyncio.Semaphore(agent.max_sessions), asyncio.Lock()
         self._placed: set[str] = set()  # sessions
@@ -308,14 +308,15 @@ class Agents:
         if self._endpoint is not None:
             await self._endpoint.close()
 
-    async def _open(self) -> Endpoint:
+    async def _open(self) -> AgentServer:
         async with self._opening:
             if self._endpoint is None:
                 # Its library is of an extra, and nobody else's matter.
 
                 generation, agent = self._config.generation, self._config.agent
-                endpoint = Endpoint(
-                    run=Sampled(generation.temperature, generation.stop), max_request_bytes=agent.max_request_bytes
+                endpoint = AgentServer(
+                    run=SamplingSettings(generation.temperature, generation.stop),
+                    max_request_bytes=agent.max_request_bytes,
                 )
                 await endpoint.open(generation.endpoint)
                 self._endpoint = endpoint

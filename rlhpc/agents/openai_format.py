@@ -1,8 +1,8 @@
 """Parse a chat completion request; refuse parameters that would be ignored or make log-probabilities wrong.
 
-Input: JSON as OpenAI's API has it (platform.openai.com/docs/api-reference/chat/create).  Output: Asked; Refused, with a
-status and a message for people.  All rollouts of a run are sampled alike (docs/design.md, assumptions): a temperature
-other than the run's, or a truncated distribution (top_p, …), is refused.
+Input: JSON as OpenAI's API has it (platform.openai.com/docs/api-reference/chat/create).  Output: AgentRequest; Refused,
+with a status and a message for people.  All rollouts of a run are sampled alike (docs/design.md, assumptions): a
+temperature other than the run's, or a truncated distribution (top_p, …), is refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AgentRequest:
     """A request for the policy's next turn."""
 
     messages: tuple[Message, ...]
@@ -71,14 +71,14 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SamplingSettings:
     """How the run samples, which a request may repeat."""
 
     temperature: float
     stop: tuple[str, ...] = ()
 
 
-def read_request(body: object, run: Sampled) -> Asked:
+def read_request(body: object, run: SamplingSettings) -> AgentRequest:
     """Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
@@ -97,10 +97,10 @@ def asked_of(
     messages: tuple[Message, ...],
     tools: tuple[Mapping[str, Any], ...] = (),
     plain: str | tuple[int, ...] | None = None,
-) -> Asked:
+) -> AgentRequest:
     """Read what a body says beside its messages, of a chat and of a text alike.  Raises Refused."""
     options = body.get("stream_options") or {}
-    return Asked(
+    return AgentRequest(
         messages=messages,
         tools=tools,
         max_tokens=_limit(body),
@@ -129,7 +129,7 @@ def _core(message: Message) -> Any:
 
 
 def refuse_other_distributions(
-    body: Mapping[str, Any], run: Sampled, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    body: Mapping[str, Any], run: SamplingSettings, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 ) -> None:
     """more: other keys, with the only values that change nothing.  Raises Refused."""
     fixed = {**_FIXED, "stop": (list(run.stop), *run.stop[: len(run.stop) == 1]), **more}
@@ -220,7 +220,7 @@ _OPENS = "<tool_call>"  # of the form "hermes"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AgentTurn:
     """One turn of the policy, as the agent sees it."""
 
     number: int  # of the session, from 1
@@ -278,7 +278,7 @@ def turn_of(
     is_cut: bool,
     num_tokens: tuple[int, int],
     token_ids: tuple[int, ...] = (),
-) -> Turn:
+) -> AgentTurn:
     """text: with special tokens, of which calls may consist; answer: without.  What is no whole call stays text."""
     found = FORMS[call_form](text) if has_tools else []
     calls = tuple(call for call in found if isinstance(call, Call) and _is_sayable(call))
@@ -287,16 +287,16 @@ def turn_of(
     content = answer
     if calls:
         content = text.partition(_OPENS)[0].strip() if call_form == "hermes" else ""
-    return Turn(number, content, calls, is_cut, *num_tokens, token_ids)
+    return AgentTurn(number, content, calls, is_cut, *num_tokens, token_ids)
 
 
-def completion(session: str, turn: Turn, asked: Asked) -> dict[str, Any]:
+def completion(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
     """The whole of it, object chat.completion."""
     choice = {"index": 0, "message": turn.spoken, "logprobs": None, "finish_reason": turn.finish_reason}
     return _head(session, turn, asked, "chat.completion") | {"choices": [choice], "usage": turn.usage}
 
 
-def chunks(session: str, turn: Turn, asked: Asked) -> Iterator[dict[str, Any]]:
+def chunks(session: str, turn: AgentTurn, asked: AgentRequest) -> Iterator[dict[str, Any]]:
     """The answer as objects chat.completion.chunk."""
     head = _head(session, turn, asked, "chat.completion.chunk")
     spoken = dict(turn.spoken)
@@ -313,7 +313,7 @@ def event(data: dict[str, Any] | None) -> bytes:
     return f"data: {'[DONE]' if data is None else json.dumps(data)}\n\n".encode()
 
 
-def _head(session: str, turn: Turn, asked: Asked, kind: str) -> dict[str, Any]:
+def _head(session: str, turn: AgentTurn, asked: AgentRequest, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{session}-{turn.number}",
         "object": kind,
@@ -342,7 +342,7 @@ def _json(arguments: Any) -> str:
 # A prompt is a text or a list of token ids, and each prompt of a session begins with all that stands in it already:
 # prompt, completion, prompt, completion.  What it adds is read as it is, without a chat template.  By text, a
 # completion is known without its special tokens, which stay where they were sampled; by token ids it is known exactly.
-# Input: JSON (platform.openai.com/docs/api-reference/completions).  Output: Asked; JSON objects.
+# Input: JSON (platform.openai.com/docs/api-reference/completions).  Output: AgentRequest; JSON objects.
 
 
 PIECE = "piece"  # role of a prompt's part, and of a completion, in the history of a session
@@ -350,7 +350,7 @@ Plain = str | tuple[int, ...]
 _FIXED_FOR_TEXT: Mapping[str, tuple[Any, ...]] = MappingProxyType({"echo": (False,), "best_of": (1,), "suffix": ("",)})
 
 
-def read_text_request(body: object, run: Sampled) -> Asked:
+def read_text_request(body: object, run: SamplingSettings) -> AgentRequest:
     """Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
@@ -391,7 +391,7 @@ def added(history: Sequence[Message], plain: Plain) -> Plain | None:
     return plain[len(ids) :] if plain[: len(ids)] == ids else None
 
 
-def text_completion(session: str, turn: Turn, asked: Asked) -> dict[str, Any]:
+def text_completion(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
     """The whole of it, object text_completion; token_ids: as sampled, for the next prompt."""
     return _text_head(session, turn, asked) | {
         "choices": [_choice(turn, turn.content, turn.finish_reason)],
@@ -399,17 +399,17 @@ def text_completion(session: str, turn: Turn, asked: Asked) -> dict[str, Any]:
     }
 
 
-def text_chunks(session: str, turn: Turn, asked: Asked) -> Iterator[dict[str, Any]]:
+def text_chunks(session: str, turn: AgentTurn, asked: AgentRequest) -> Iterator[dict[str, Any]]:
     """The answer as a stream of one chunk."""
     yield _text_head(session, turn, asked) | {"choices": [_choice(turn, turn.content, turn.finish_reason)]}
     if asked.with_usage:
         yield _text_head(session, turn, asked) | {"choices": [], "usage": turn.usage}
 
 
-def _choice(turn: Turn, text: str, reason: str) -> dict[str, Any]:
+def _choice(turn: AgentTurn, text: str, reason: str) -> dict[str, Any]:
     return {"index": 0, "text": text, "token_ids": list(turn.token_ids), "logprobs": None, "finish_reason": reason}
 
 
-def _text_head(session: str, turn: Turn, asked: Asked) -> dict[str, Any]:
+def _text_head(session: str, turn: AgentTurn, asked: AgentRequest) -> dict[str, Any]:
     name = {"id": f"cmpl-{session}-{turn.number}", "object": "text_completion"}
     return name | {"created": int(time.time()), "model": asked.model or "policy"}

@@ -23,11 +23,11 @@ import numpy as np
 
 from rlhpc.agents.host import LONGEST_TEXT, MOST_KEPT
 from rlhpc.agents.openai_format import (
-    Asked,
+    AgentRequest,
+    AgentTurn,
     Message,
     Plain,
     Refused,
-    Turn,
     added,
     first_difference,
     is_same,
@@ -35,7 +35,7 @@ from rlhpc.agents.openai_format import (
     turn_of,
 )
 from rlhpc.data.prompt_form import DialogueTemplate
-from rlhpc.environments.dialogue import Taken
+from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.protocol.messages import RewardReply, TurnReply
@@ -106,13 +106,13 @@ class Failed:
 class _Pending:
     """A request that waits for its turn."""
 
-    asked: Asked
+    asked: AgentRequest
     new: tuple[Message, ...]  # of its messages
-    turn: asyncio.Future[Turn] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    turn: asyncio.Future[AgentTurn] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SessionRules:
     """What all sessions of a run have in common."""
 
     call_form: str
@@ -126,7 +126,7 @@ class AgentSession:
     def __init__(
         self,
         name: str,
-        rules: Rules,
+        rules: SessionRules,
         judge: Judge | None,
         begin: Callable[[AgentSession], Awaitable[None]] | None = None,
     ) -> None:
@@ -140,7 +140,7 @@ class AgentSession:
         self._piece: Int32 | None = None  # what the request in hand adds, where it is for a text completion
         self._events: asyncio.Queue[_Pending | Reported | Failed] = asyncio.Queue()
         self._pending: _Pending | None = None
-        self._answered: tuple[Asked, Turn] | None = None  # the last one
+        self._answered: tuple[AgentRequest, AgentTurn] | None = None  # the last one
         self._num_turns = 0  # that were answered
         self._is_full, self._over = False, ""
         self.is_settled = False  # rewarded, or failed
@@ -154,7 +154,7 @@ class AgentSession:
 
     # ------------------------------------------------------------------------------------------------- of the endpoint
 
-    async def ask(self, asked: Asked) -> Turn:
+    async def ask(self, asked: AgentRequest) -> AgentTurn:
         """The policy's next turn.  Raises Refused."""
         if self._over:
             raise Refused(self._over, status=410, code="session_over")
@@ -188,7 +188,7 @@ class AgentSession:
 
     # ------------------------------------------------------------------------------------------------ of the dialogue
 
-    async def __call__(self, taken: Taken) -> TurnReply:
+    async def __call__(self, taken: TurnsTaken) -> TurnReply:
         """Answer the request that has asked for the last turn, and wait for the next one, or for the reward."""
         begin, self._begin = self._begin, None
         if begin is not None:
@@ -225,7 +225,7 @@ class AgentSession:
 
     # ---------------------------------------------------------------------------------------------------------- within
 
-    def _new_messages(self, asked: Asked) -> tuple[Message, ...]:
+    def _new_messages(self, asked: AgentRequest) -> tuple[Message, ...]:
         """What a request says beyond the history.  Raises Refused, and ends the session where it says another one."""
         if asked.plain is not None:
             return (self._new_piece(asked.plain),)
@@ -299,7 +299,7 @@ class AgentSession:
             self.waited_s += time.monotonic() - began
         return event
 
-    def _answer(self, taken: Taken) -> None:
+    def _answer(self, taken: TurnsTaken) -> None:
         self._num_turns = len(taken.turns)
         pending, self._pending = self._pending, None
         assert pending is not None, "a turn that nobody has asked for"
@@ -342,7 +342,7 @@ class AgentSession:
             self._over = why
             self._events.put_nowait(event)
 
-    async def _rewarded(self, event: Reported | Failed, taken: Taken) -> TurnReply:
+    async def _rewarded(self, event: Reported | Failed, taken: TurnsTaken) -> TurnReply:
         """The last reply."""
         if isinstance(event, Reported) and not taken.turns:
             event = Failed("the agent has reported a reward and asked for no turn: there is nothing to train", INVALID)

@@ -3,7 +3,7 @@
     warn ─▶ tighten ─▶ skip ─▶ stop          a rung every patience_steps steps that are out of bounds
       ▲─────────────────────────┘            after calm_steps within bounds
 
-Input: the figures of each step, in order.  Output: Judgement.  Pure; all that it remembers is in state().
+Input: the figures of each step, in order.  Output: GuardDecision.  Pure; all that it remembers is in state().
 Guarantees: one step out of bounds has no consequence but a warning; the same figures lead to the same judgements, also
 over a restart that repeats steps; a step is refused only under limits that were known before it.
 
@@ -258,7 +258,7 @@ class Action(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class GuardDecision:
     """What follows from a step."""
 
     action: Action = Action.OFF  # OFF: nothing
@@ -303,7 +303,7 @@ class StepGuard:
         """Limits outside which the next step is to be skipped."""
         return self.bounds() if self._rung(self.num_bad_steps + 1) >= Action.SKIP else StepLimits()
 
-    def judge(self, step: int, figures: Mapping[str, float], *, applied: bool) -> Judgement:
+    def judge(self, step: int, figures: Mapping[str, float], *, applied: bool) -> GuardDecision:
         """Take note of a step that was finite.  applied: False: it was refused."""
         names = broken(self.bounds(), figures) if self.permitted else ()
         if applied and figures.get("grad_norm", 0.0) > 0:
@@ -312,7 +312,7 @@ class StepGuard:
             self._num_calm += 1
             if self._num_calm >= self.settings.calm_steps:
                 self.num_bad_steps, self.first_bad_step = 0, -1
-            return Judgement()
+            return GuardDecision()
         self._num_calm = 0
         before = self.rung
         if not self.num_bad_steps:
@@ -320,7 +320,7 @@ class StepGuard:
         self.num_bad_steps += 1
         action, number = self.rung, self.num_bad_steps
         is_news = action is not before or action >= Action.SKIP or number & (number - 1) == 0  # 1, 2, 4, 8, …
-        return Judgement(action, names, is_news)
+        return GuardDecision(action, names, is_news)
 
     def state(self) -> dict[str, Any]:
         """JSON that load_state takes."""

@@ -19,7 +19,7 @@ SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ScheduleProgress:
     """How far a run is when one of its steps begins."""
 
     step: int  # counted from 0
@@ -27,7 +27,7 @@ class Progress:
     seconds: float = 0.0  # in which the run had trained
 
 
-def learning_rate(at: Progress, config: TrainerConfig, num_steps: int) -> float:
+def learning_rate(at: ScheduleProgress, config: TrainerConfig, num_steps: int) -> float:
     """Learning rate of a step of a run of num_steps.
 
     Warm-up rises linearly from the 0 of a step before the first: (step + 1) / (warmup_steps + 1), so that no step is
@@ -45,7 +45,7 @@ def learning_rate(at: Progress, config: TrainerConfig, num_steps: int) -> float:
     return rate
 
 
-def _fallen(at: Progress, config: TrainerConfig, num_steps: int) -> float:
+def _fallen(at: ScheduleProgress, config: TrainerConfig, num_steps: int) -> float:
     """The rate without warm-up."""
     progress = _progress(at, config, num_steps)
     if config.lr_schedule == "constant" or progress < 0:
@@ -54,7 +54,7 @@ def _fallen(at: Progress, config: TrainerConfig, num_steps: int) -> float:
     return config.min_learning_rate + share * (config.learning_rate - config.min_learning_rate)
 
 
-def _progress(at: Progress, config: TrainerConfig, num_steps: int) -> float:
+def _progress(at: ScheduleProgress, config: TrainerConfig, num_steps: int) -> float:
     """Progress from 0 to 1 over the fall; below 0 before it."""
     if config.decay_tokens is not None:
         return min(1.0, at.num_tokens / config.decay_tokens)

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from rlhpc.config.rules import Config
 from rlhpc.config.tables_algorithm import CurriculumConfig
-from rlhpc.data.prompts import NEVER, Outcome, PromptMemory, SeededPrompts, open_prompts, raw_draws, seed_of_dataset
+from rlhpc.data.prompts import (
+    NEVER,
+    PromptMemory,
+    PromptOutcome,
+    SeededPrompts,
+    open_prompts,
+    raw_draws,
+    seed_of_dataset,
+)
 from rlhpc.data.validation import CheckOf, DatasetSummary, once
 from rlhpc.protocol.contracts import PromptSource, RecordName
 from rlhpc.protocol.errors import CheckpointError, DataError
@@ -96,7 +104,7 @@ class Curriculum(PromptSource):
     def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
         """Remember what a finished group says of its prompt."""
         record, epoch = self._prompts.record_index(prompt_id), prompt_id // self._prompts.num_records
-        self._memory.learn(Outcome(group_id, admitted_version, record, epoch, pass_rate))
+        self._memory.learn(PromptOutcome(group_id, admitted_version, record, epoch, pass_rate))
 
     def figures(self) -> dict[str, float]:
         """Figures of the whole dataset, by name of the metric."""

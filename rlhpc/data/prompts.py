@@ -41,7 +41,7 @@ _LEVEL = 1  # of compression: most of it is the same number over and over
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PromptOutcome:
     """What a finished group says of its prompt."""
 
     group_id: int
@@ -59,13 +59,13 @@ class PromptMemory:
         self.newest: NDArray[np.float32] = self.rates.copy()
         self.epochs: NDArray[np.int32] = np.full(num_records, NEVER, dtype=np.int32)
         self._newest_weight = newest_weight
-        self._unsettled: dict[int, Outcome] = {}  # by group
+        self._unsettled: dict[int, PromptOutcome] = {}  # by group
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: PromptOutcome) -> None:
         """Keep what a group says until `settle` counts it."""
         self._unsettled[outcome.group_id] = outcome
 
-    def settle(self, live_version: int) -> list[Outcome]:
+    def settle(self, live_version: int) -> list[PromptOutcome]:
         """Count what groups admitted before live_version have said, in the order of their ids; return these."""
         ids = sorted(i for i, outcome in self._unsettled.items() if outcome.admitted_version < live_version)
         settled = [self._unsettled.pop(group_id) for group_id in ids]
@@ -98,8 +98,8 @@ class PromptMemory:
         self._unsettled = {outcome.group_id: outcome for outcome in unsettled}
 
 
-def _outcome(group_id: int, version: int, record: int, epoch: int, rate: float) -> Outcome:
-    return Outcome(int(group_id), int(version), int(record), int(epoch), float(rate))
+def _outcome(group_id: int, version: int, record: int, epoch: int, rate: float) -> PromptOutcome:
+    return PromptOutcome(int(group_id), int(version), int(record), int(epoch), float(rate))
 
 
 def _packed(array: NDArray[Any]) -> str:

@@ -41,7 +41,7 @@ log = logging.getLogger("rlhpc.dialogue")
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TurnsTaken:
     """The turns of a dialogue so far, for its environment."""
 
     turns: tuple[str, ...]
@@ -52,7 +52,7 @@ class Taken:
     token_ids: tuple[int, ...] = ()  # of the last of them, as sampled
 
 
-Environment = Callable[[Taken], Awaitable[TurnReply]]
+Environment = Callable[[TurnsTaken], Awaitable[TurnReply]]
 
 
 class Template(Protocol):
@@ -100,7 +100,7 @@ class _Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedDialogue:
     """How a dialogue ended."""
 
     rollout: Rollout  # FinishReason.ABORT: cut off; what there is may be continued
@@ -142,7 +142,7 @@ class Dialogue:
         self._is_cut = asyncio.Event()
         self.request = request  # what is being sampled: without what was given up of its prefix
 
-    async def run(self) -> Finished:
+    async def run(self) -> FinishedDialogue:
         """Talk to the end.  Raises as GenerationEngine.generate and the environment do."""
         reply = await self._ask(is_last=False)
         if reply is None:
@@ -238,7 +238,7 @@ class Dialogue:
 
     async def _ask(self, *, is_last: bool) -> TurnReply | None:
         """The environment's answer; None: cut off meanwhile."""
-        taken = Taken(tuple(self._turns), self._answer, is_last, *self._last_turn)
+        taken = TurnsTaken(tuple(self._turns), self._answer, is_last, *self._last_turn)
         asking = asyncio.ensure_future(self._environment(taken))
         cutting = asyncio.ensure_future(self._is_cut.wait())
         try:
@@ -292,7 +292,7 @@ class Dialogue:
         self._tokens.read(ids, known[-1] if known else version)
         self._tokens.versions[start : start + len(known)] = known
 
-    def _finished(self, reason: FinishReason, reply: TurnReply | None) -> Finished:
+    def _finished(self, reason: FinishReason, reply: TurnReply | None) -> FinishedDialogue:
         tokens, request = self._tokens, self._request
         if reason is FinishReason.ABORT:
             self._keep_the_rest()
@@ -306,7 +306,7 @@ class Dialogue:
             loss_mask=_mask(tokens.mask),
             finish_reason=reason,
         )
-        return Finished(rollout, reply, len(self._turns), self._token_rewards)
+        return FinishedDialogue(rollout, reply, len(self._turns), self._token_rewards)
 
     def _keep_the_rest(self) -> None:
         """Cut off while its turns were played again: what was not reached yet is handed on with the rest."""
@@ -344,7 +344,7 @@ def _failed(reply: TurnReply) -> bool:
 # Generators call over the network, evaluations call a pool of their own, with the same messages.
 
 
-def turn_request(request: RolloutRequest, dataset: DataConfig, taken: Taken) -> TurnRequest:
+def turn_request(request: RolloutRequest, dataset: DataConfig, taken: TurnsTaken) -> TurnRequest:
     """What an environment is asked after the turns so far; request_id 0: the RPC client numbers calls."""
     prompt = request.prompt
     return TurnRequest(

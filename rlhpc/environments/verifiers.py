@@ -34,7 +34,7 @@ _FIELDS = ("prompt", "answer", "info", "example_id", "task")  # of a row, as the
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Turns(Client):
+class TurnClient(Client):
     """A client of the library whose model is the policy: each request waits for a turn."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class VerifiersEnvironment(Environment):
     """One rollout of the library."""
 
     def __init__(self, environment: Any) -> None:
-        self._environment, self._client = environment, Turns()
+        self._environment, self._client = environment, TurnClient()
         self._history: list[Message] = []
         self._rollout: asyncio.Task[Any] | None = None
 

@@ -122,7 +122,7 @@ _MAX_QUEUED = 10_000  # events; a few hundred steps, for a file system that hang
 _Item = bytes | threading.Event | None  # a serialised event, a flush to be answered, or the end
 
 
-class EventFile:
+class RunEventWriter:
     """One file of one attempt; a later attempt makes a later file in the same directory."""
 
     def __init__(self, directory: Path, wall_clock: Callable[[], float]) -> None:
@@ -266,7 +266,7 @@ class TensorBoardWriter:
 
     def __init__(self, directory: Path, wall_clock: Callable[[], float] = time.time) -> None:
         """Create directory and file.  Raises RunDirectoryError if that fails."""
-        self._file = EventFile(directory, wall_clock)
+        self._file = RunEventWriter(directory, wall_clock)
 
     @property
     def path(self) -> Path:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, get_args
 
 from rlhpc.config.tables_services import Language, SandboxConfig
-from rlhpc.sandbox.client import Finished, Kind, Layers, Limits, Sandbox, SandboxSettings
+from rlhpc.sandbox.client import FinishedProgram, Kind, Layers, ProgramLimits, Sandbox, SandboxSettings
 from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler, try_compiler, version_of
 
 # ---------------------------------------------------------------------------------------------------------- code limits
@@ -154,14 +154,14 @@ def described_languages(sandbox: SandboxConfig) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class WrittenProgram:
     """What a completion has written."""
 
     language: Language
     text: str
 
 
-def executable(program: Program, sandbox: Sandbox, settings: SandboxConfig) -> tuple[bytes, Kind, str]:
+def executable(program: WrittenProgram, sandbox: Sandbox, settings: SandboxConfig) -> tuple[bytes, Kind, str]:
     """(what the sandbox is given, of which kind, why it cannot run: "" if it can).  Raises SandboxError."""
     text = program.text.encode(errors="replace")
     if program.language == "python":
@@ -178,27 +178,29 @@ def place() -> tuple[Sandbox, SandboxConfig]:
     return Sandbox(_settings(settings)), settings
 
 
-def limits_of(settings: SandboxConfig, wall_s: float, own: OwnLimits | None = None, *, wanted_bytes: int = 0) -> Limits:
+def limits_of(
+    settings: SandboxConfig, wall_s: float, own: OwnLimits | None = None, *, wanted_bytes: int = 0
+) -> ProgramLimits:
     """Limits of one program.
 
     wall_s: what is left of the completion's time; own: the record's limits; wanted_bytes: length of the right output,
     about, of which a program may write twice as much.
     """
     own = own or OwnLimits()
-    return Limits(
+    return ProgramLimits(
         cpu_s=own.cpu_s or settings.cpu_s,
         wall_s=wall_s,
         memory_bytes=own.memory_bytes or settings.memory_bytes,
-        output_bytes=max(Limits.output_bytes, 2 * wanted_bytes),
+        output_bytes=max(ProgramLimits.output_bytes, 2 * wanted_bytes),
     )
 
 
-def last_program(completion: str, languages: Sequence[Language] = ("python",)) -> Program | None:
+def last_program(completion: str, languages: Sequence[Language] = ("python",)) -> WrittenProgram | None:
     """Return the last fenced block if it is in one of these; None if there is none, or it is not closed."""
     mark, text = last_block(completion) or ("", "")
     for language in languages:
         if mark.lower() in _MARKS[language]:
-            return Program(language, text)
+            return WrittenProgram(language, text)
     return None
 
 
@@ -207,7 +209,7 @@ def no_program(languages: Sequence[Language]) -> str:
     return f"the last fenced block is no {' or '.join(_NAMES[language] for language in languages)} program"
 
 
-def failure(run: Finished) -> str:
+def failure(run: FinishedProgram) -> str:
     """Why a run cannot have been right, for people; "" if it ended well."""
     if run.stopped_for:
         return f"too much {run.stopped_for}"
@@ -217,7 +219,7 @@ def failure(run: Finished) -> str:
     return (f"signal {-run.status}" if run.status < 0 else f"exit status {run.status}") + (f": {last}" if last else "")
 
 
-def _limits_of_compiler(sandbox: SandboxConfig) -> Limits:
+def _limits_of_compiler(sandbox: SandboxConfig) -> ProgramLimits:
     return compile_limits(sandbox.compile_s, sandbox.compile_memory_bytes)
 
 

@@ -1,7 +1,7 @@
 """Messages between a reward pool and its worker processes, over a pair of pipes.
 
 A frame is a length (4 bytes, little-endian) and a msgspec message.  The worker says Ready once; after that one Reply
-answers one Request, and one Turn one Dialogue, strictly in turn.  Nothing here can run code of the other side: no
+answers one JudgeRequest, and one Turn one Dialogue, strictly in turn.  Nothing here can run code of the other side: no
 pickle.
 """
 
@@ -20,7 +20,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     batched: tuple[str, ...] = ()  # of its tasks: those whose function takes many completions at once
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True, tag="judge"):
+class JudgeRequest(msgspec.Struct, array_like=True, frozen=True, tag="judge"):
     """Judge this."""
 
     task: str
@@ -51,7 +51,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag="judge_all"):
     task: str
     completions: list[str]
     references: list[str]
-    memory_limit_bytes: int = 0  # as of a Request
+    memory_limit_bytes: int = 0  # as of a JudgeRequest
 
 
 class Replies(msgspec.Struct, array_like=True, frozen=True, tag="judged_all"):
@@ -76,7 +76,7 @@ class DialogueRequest(msgspec.Struct, array_like=True, frozen=True, tag="dialogu
     answer: str  # the last turn as that function is to read it
     reference: str
     is_last: bool  # there will be no other turn, whether the environment is done or not
-    memory_limit_bytes: int = 0  # as of a Request
+    memory_limit_bytes: int = 0  # as of a JudgeRequest
 
 
 class Turn(msgspec.Struct, array_like=True, frozen=True, tag="turn"):

@@ -181,7 +181,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 @dataclass
-class Endpoint:
+class JudgeConnection:
     """One worker's connection, its share of the rate, and its clock."""
 
     settings: JudgeConfig
@@ -352,13 +352,13 @@ def _judge_of_this_process() -> LlmJudge:
     settings = task_settings()
     cache_at = Path(settings.judge_cache) if settings.judge_cache and settings.judge.cache else None
     rate = settings.judge.requests_per_s / max(1, settings.num_workers)
-    return LlmJudge(settings.judge, Endpoint(settings.judge, rate), JudgeCache(cache_at) if cache_at else None)
+    return LlmJudge(settings.judge, JudgeConnection(settings.judge, rate), JudgeCache(cache_at) if cache_at else None)
 
 
 class LlmJudge:
     """Template, endpoint, cache and grade."""
 
-    def __init__(self, settings: JudgeConfig, endpoint: Endpoint, cached: JudgeCache | None = None) -> None:
+    def __init__(self, settings: JudgeConfig, endpoint: JudgeConnection, cached: JudgeCache | None = None) -> None:
         """Raises ValueError if the template cannot be read."""
         self._settings, self._endpoint, self._cache = settings, endpoint, cached
         self._template = template_of(settings)

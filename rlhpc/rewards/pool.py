@@ -36,10 +36,10 @@ from rlhpc.rewards.frames import (
     HEADER_BYTES,
     Batch,
     DialogueRequest,
+    JudgeRequest,
     Ready,
     Replies,
     Reply,
-    Request,
     Turn,
     body_length,
     encode_frame,
@@ -157,7 +157,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(eq=False, slots=True)
-class Asked(Generic[Found]):
+class WaitingCompletion(Generic[Found]):
     """A completion that waits."""
 
     completion: str
@@ -173,19 +173,19 @@ class Batches(Generic[Worker, Found]):
         turns: Turns[Worker],
         most: int,
         num_workers: int,
-        together: Callable[[str, Worker, Sequence[Asked[Found]]], Awaitable[Sequence[Found] | None]],
+        together: Callable[[str, Worker, Sequence[WaitingCompletion[Found]]], Awaitable[Sequence[Found] | None]],
         alone: Callable[[str, str, str], Awaitable[Found]],
     ) -> None:
         """together: has a worker judge, and gives it back; None: the batch has failed.  alone: takes a worker."""
         self._turns, self._most, self._num_workers = turns, most, num_workers
         self._together, self._alone = together, alone
-        self._waiting: defaultdict[str, deque[Asked[Found]]] = defaultdict(deque)
+        self._waiting: defaultdict[str, deque[WaitingCompletion[Found]]] = defaultdict(deque)
         self._num_serving: defaultdict[str, int] = defaultdict(int)
         self._serving: set[asyncio.Task[None]] = set()
 
     async def judge(self, task: str, completion: str, reference: str) -> Found:
         """Judge a completion.  Cancelling affects no other one.  Raises RoleFailed if the pool has ended."""
-        asked: Asked[Found] = Asked(completion, reference)
+        asked: WaitingCompletion[Found] = WaitingCompletion(completion, reference)
         self._waiting[task].append(asked)
         if self._num_serving[task] < self._num_workers:
             self._num_serving[task] += 1
@@ -199,7 +199,7 @@ class Batches(Generic[Worker, Found]):
         await asyncio.gather(*self._serving)
 
     async def _serve(self, task: str) -> None:
-        batch: list[Asked[Found]] = []
+        batch: list[WaitingCompletion[Found]] = []
         try:
             while self._waiting[task]:
                 worker = await self._turns.take(task)
@@ -215,15 +215,15 @@ class Batches(Generic[Worker, Found]):
         finally:
             self._num_serving[task] -= 1
 
-    def _next(self, task: str) -> list[Asked[Found]]:
-        waiting, batch = self._waiting[task], list[Asked[Found]]()
+    def _next(self, task: str) -> list[WaitingCompletion[Found]]:
+        waiting, batch = self._waiting[task], list[WaitingCompletion[Found]]()
         while waiting and len(batch) < self._most:
             asked = waiting.popleft()
             if not asked.found.done():  # otherwise the caller was cancelled
                 batch.append(asked)
         return batch
 
-    async def _judge(self, task: str, worker: Worker, batch: Sequence[Asked[Found]]) -> None:
+    async def _judge(self, task: str, worker: Worker, batch: Sequence[WaitingCompletion[Found]]) -> None:
         found = await self._together(task, worker, batch)
         if found is None:
             found = await asyncio.gather(*(self._alone(task, each.completion, each.reference) for each in batch))
@@ -236,8 +236,8 @@ class Batches(Generic[Worker, Found]):
 #
 # One worker process as its pool sees it: started, asked, killed.
 #
-# Input: Request, Batch or Dialogue.  Output: Reply, Replies or Turn.  Every way in which a process can fail to answer
-# becomes WorkerLost; after that only kill() may be called.  One question at a time.
+# Input: JudgeRequest, Batch or Dialogue.  Output: Reply, Replies or Turn.  Every way in which a process can fail to
+# answer becomes WorkerLost; after that only kill() may be called.  One question at a time.
 
 
 _READY = msgspec.msgpack.Decoder(Ready)
@@ -294,7 +294,7 @@ class WorkerProcess:
         return ready.batched
 
     async def ask(self, request_frame: bytes, timeout_s: float) -> Reply | Replies | Turn:
-        """Send an encoded Request, Batch or Dialogue; return its answer.
+        """Send an encoded JudgeRequest, Batch or Dialogue; return its answer.
 
         Raises WorkerLost, in `timeout_s` at most, and a moment later where the process has closed its pipe.
         """
@@ -447,7 +447,7 @@ class RewardPool:
         process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker.
         """
         try:
-            frame = encode_frame(Request(task, completion, reference, self._memory_of(task)))
+            frame = encode_frame(JudgeRequest(task, completion, reference, self._memory_of(task)))
         except ValueError as error:  # a lone surrogate, or 64 MiB of text
             self.counts.count(task, 0.0, UNSENT)
             return _failed(f"cannot be sent to a worker: {error}", UNSENT)
@@ -457,7 +457,9 @@ class RewardPool:
 
     async def _judge_alone(self, task: str, completion: str, reference: str) -> Judgement:
         """Judge a completion of a failed batch by itself."""
-        return await self._judge_frame(task, encode_frame(Request(task, completion, reference, self._memory_of(task))))
+        return await self._judge_frame(
+            task, encode_frame(JudgeRequest(task, completion, reference, self._memory_of(task)))
+        )
 
     async def _judge_frame(self, task: str, frame: bytes) -> Judgement:
         worker = await self._turns.take(task)
@@ -469,7 +471,7 @@ class RewardPool:
         return _judgement(task, reply)
 
     async def _judge_together(
-        self, task: str, worker: WorkerProcess, batch: Sequence[Asked[Judgement]]
+        self, task: str, worker: WorkerProcess, batch: Sequence[WaitingCompletion[Judgement]]
     ) -> list[Judgement] | None:
         """Judge a batch for Batches: None if it has failed; the failure of a single completion is its verdict."""
         began, said = time.monotonic(), Replies()
@@ -492,7 +494,9 @@ class RewardPool:
         log.warning("%s failed on a batch of %d completions; judging them again one by one: %s", task, len(batch), why)
         return None
 
-    async def _ask_together(self, task: str, worker: WorkerProcess, batch: Sequence[Asked[Judgement]]) -> Replies:
+    async def _ask_together(
+        self, task: str, worker: WorkerProcess, batch: Sequence[WaitingCompletion[Judgement]]
+    ) -> Replies:
         completions, references = [each.completion for each in batch], [each.reference for each in batch]
         try:
             frame = encode_frame(Batch(task, completions, references, self._memory_of(task)))

@@ -1,7 +1,7 @@
 """Score completions one after the other, in a separate process that may be killed at any moment.
 
-Input: Request, Batch and Dialogue frames from its standard input.  Output: Reply, Replies and Turn frames on what was
-its standard output.  Started by pool.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES
+Input: JudgeRequest, Batch and Dialogue frames from its standard input.  Output: Reply, Replies and Turn frames on what
+was its standard output.  Started by pool.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES
 TASK…`.  Ends when the pipe closes or its parent dies.  Whatever a reward function or an environment raises becomes a
 Reply or a Turn with an error; whatever it prints goes to standard error.
 """
@@ -30,10 +30,10 @@ from rlhpc.rewards.frames import (
     HEADER_BYTES,
     Batch,
     DialogueRequest,
+    JudgeRequest,
     Ready,
     Replies,
     Reply,
-    Request,
     Turn,
     body_length,
     encode_frame,
@@ -123,7 +123,7 @@ def _is_copy(pid: int) -> bool:
 
 _LONGEST_DETAIL = 500  # characters
 _LONGEST_TRACEBACK = 8000  # characters, the last ones
-_Question = Request | Batch | DialogueRequest
+_Question = JudgeRequest | Batch | DialogueRequest
 
 
 def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
@@ -200,7 +200,7 @@ def _answer(
     names = (request.environment, request.task) if isinstance(request, DialogueRequest) else (request.task,)
     try:
         _limit_memory(request.memory_limit_bytes)
-        if isinstance(request, Request):
+        if isinstance(request, JudgeRequest):
             return _judge(request, functions)
         if isinstance(request, Batch):
             return _judge_all(request, functions)
@@ -215,7 +215,7 @@ def _answer(
         return replace(reply, costs=getattr(error, "costs", {}), traceback=_traceback_of(error))
 
 
-def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
+def _judge(request: JudgeRequest, functions: dict[str, RewardFunction]) -> Reply:
     return _reply(_function(request.task, functions)(request.completion, request.reference), request.completion)
 
 
@@ -283,7 +283,7 @@ def _failed_batch(why: str, failure: str) -> Replies:
 
 
 _FAILED: Mapping[type[_Question], Callable[[str, str], Reply | Replies | Turn]] = MappingProxyType(
-    {Request: _error, Batch: _failed_batch, DialogueRequest: _failed_turn}
+    {JudgeRequest: _error, Batch: _failed_batch, DialogueRequest: _failed_turn}
 )
 
 

@@ -25,7 +25,7 @@ from rlhpc.config.tables_services import runs_programs
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import SeededPrompts, dialogue_template, open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer, answer_of
-from rlhpc.environments.dialogue import Dialogue, Taken, answered, turn_request
+from rlhpc.environments.dialogue import Dialogue, TurnsTaken, answered, turn_request
 from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.metrics.evaluations import (
     NAME,
@@ -191,7 +191,7 @@ class Evaluator:
         judgement = Judgement(reply.reward, Verdict(reply.verdict), reply.reward_parts, reply.detail)
         return finished.rollout, judgement
 
-    async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
+    async def _environment_says(self, request: RolloutRequest, taken: TurnsTaken) -> TurnReply:
         """Its answer to the turns so far."""
         return await self._asked_again(partial(answered, self._pool, turn_request(request, self._dataset, taken)))
 

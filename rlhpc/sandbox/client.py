@@ -1,7 +1,7 @@
 """The sandbox as a reward worker sees it: started once, then runs programs one after the other.
 
-Input: a program, its standard input, Limits.  Output: Finished.  A program's failure is never an exception; a failure
-of the sandbox itself is SandboxError, which becomes the verdict verifier_error.
+Input: a program, its standard input, ProgramLimits.  Output: FinishedProgram.  A program's failure is never an
+exception; a failure of the sandbox itself is SandboxError, which becomes the verdict verifier_error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Limits of one program."""
 
     cpu_s: float = 4.0  # of processor time, all its threads together
@@ -70,7 +70,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedProgram:
     """A program that has ended."""
 
     status: int  # its exit status, negative for a signal
@@ -172,12 +172,12 @@ class Sandbox:
         self,
         program: bytes,
         stdin: bytes = b"",
-        limits: Limits | None = None,
+        limits: ProgramLimits | None = None,
         *,
         kind: Kind = "python",
         arguments: Sequence[str] = (),
         wants_results: bool = False,
-    ) -> Finished:
+    ) -> FinishedProgram:
         """Run one program to its end; wants_results: also keep what it writes to descriptor 4.
 
         Raises SandboxError if the sandbox fails; the next call starts another.
@@ -185,7 +185,7 @@ class Sandbox:
         if self._channel is None:
             self.start()
         assert self._channel is not None
-        limits = limits or Limits()
+        limits = limits or ProgramLimits()
         whole = False
         try:
             with contextlib.ExitStack() as stack:
@@ -343,14 +343,14 @@ def _await_answer(channel: socket.socket, pipes: Sequence[_Pipe], deadline: floa
     raise TimeoutError("it did not answer in time")
 
 
-def _finished(answer: dict[str, Any], pipes: Sequence[_Pipe], limits: Limits) -> Finished:
+def _finished(answer: dict[str, Any], pipes: Sequence[_Pipe], limits: ProgramLimits) -> FinishedProgram:
     stopped_for = answer["stopped_for"]
     if any(pipe.is_over for pipe in pipes):
         stopped_for = "output"
     elif answer["cpu_s"] > limits.cpu_s or answer["status"] == -signal.SIGXCPU:
         stopped_for = "time"
     out, errors, *results = (bytes(pipe.taken[: limits.output_bytes]) for pipe in pipes)
-    return Finished(
+    return FinishedProgram(
         status=answer["status"],
         stopped_for=stopped_for,
         stdout=out,

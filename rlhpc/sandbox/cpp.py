@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlhpc.protocol.errors import SandboxError
 from rlhpc.sandbox import compile_program
-from rlhpc.sandbox.client import MIB, Finished, Limits, Sandbox
+from rlhpc.sandbox.client import MIB, FinishedProgram, ProgramLimits, Sandbox
 
 COMPILERS = ("g++", "clang++")  # the first that is there
 FLAGS = ("-O2", "-std=c++17")
@@ -60,14 +60,14 @@ def version_of(compiler: str) -> str:
     return said.stdout.strip().partition("\n")[0]
 
 
-def compile_limits(cpu_s: float, memory_bytes: int) -> Limits:
+def compile_limits(cpu_s: float, memory_bytes: int) -> ProgramLimits:
     """Limits of a compiler and all that it starts; wall time is twice the processor time."""
-    return Limits(
+    return ProgramLimits(
         cpu_s=cpu_s, wall_s=2 * cpu_s, memory_bytes=memory_bytes, box_bytes=_BOX_BYTES, output_bytes=_BINARY_BYTES
     )
 
 
-def compile_cpp(sandbox: Sandbox, compiler: Sequence[str], program: bytes, limits: Limits) -> Compiled:
+def compile_cpp(sandbox: Sandbox, compiler: Sequence[str], program: bytes, limits: ProgramLimits) -> Compiled:
     """Compile a program in the sandbox.  Raises SandboxError if the sandbox fails."""
     words = (*compiler, _FEW_COMPLAINTS["clang" in Path(compiler[0]).name])
     run = sandbox.run(_HARNESS, program, limits, kind="compiler", arguments=words, wants_results=True)
@@ -76,7 +76,7 @@ def compile_cpp(sandbox: Sandbox, compiler: Sequence[str], program: bytes, limit
     return Compiled(run.results, "")
 
 
-def try_compiler(sandbox: Sandbox, compiler: Sequence[str], limits: Limits) -> None:
+def try_compiler(sandbox: Sandbox, compiler: Sequence[str], limits: ProgramLimits) -> None:
     """Compile a small program and run it.  Raises SandboxError with what went wrong, and the remedy."""
     if sandbox.layers.why_not.get("namespaces"):
         raise SandboxError(
@@ -84,14 +84,14 @@ def try_compiler(sandbox: Sandbox, compiler: Sequence[str], limits: Limits) -> N
             f"({sandbox.layers.described()}) does not give: leave 'cpp' out, or allow unprivileged user namespaces"
         )
     made = compile_cpp(sandbox, compiler, _TRIAL.encode(), limits)
-    if why := made.why_not or _fault_of_trial(sandbox.run(made.binary, b"21", Limits(), kind="binary")):
+    if why := made.why_not or _fault_of_trial(sandbox.run(made.binary, b"21", ProgramLimits(), kind="binary")):
         raise SandboxError(
             f"{compiler[0]} does not work in the sandbox: {why}; if it lies outside of /usr, name the directories that "
             "it reads in sandbox.readable_paths, or name another in sandbox.cpp_compiler"
         )
 
 
-def _fault_of_trial(run: Finished) -> str:
+def _fault_of_trial(run: FinishedProgram) -> str:
     """What is wrong with the trial; "": nothing."""
     if run.stdout == b"42\n":
         return ""
@@ -99,7 +99,7 @@ def _fault_of_trial(run: Finished) -> str:
     return said or f"its binary ended with status {run.status}"
 
 
-def _complaint(run: Finished) -> str:
+def _complaint(run: FinishedProgram) -> str:
     """Why there is no binary, for people: the first error, without the path of anything."""
     if run.stopped_for:
         return f"too much {run.stopped_for}"

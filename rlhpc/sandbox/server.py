@@ -32,7 +32,7 @@ from typing import Any, Dict, List, NoReturn, Sequence, Tuple
 
 from rlhpc.sandbox import kernel
 from rlhpc.sandbox import kernel as root
-from rlhpc.sandbox.client import Limits
+from rlhpc.sandbox.client import ProgramLimits
 from rlhpc.sandbox.kernel import BOX, Calls, compile_filter, make_rules, mount_box
 
 # -------------------------------------------------------------------------------------------------------------- program
@@ -60,7 +60,7 @@ class Program:
     user: int  # -1: stay who we are
 
 
-def become(program: Program, told: int, limits: Limits, place: Place) -> NoReturn:
+def become(program: Program, told: int, limits: ProgramLimits, place: Facilities) -> NoReturn:
     """Never returns.  Writes "+" to `told` when every layer is on, else what went wrong."""
     try:
         kernel.forbid_new_privileges()
@@ -187,7 +187,7 @@ _Ended = Tuple[int, Any]  # status of wait(2), resource usage
 
 
 @dataclass(frozen=True)
-class Place:
+class Facilities:
     """What the server found on this node, and what is left to do for each program."""
 
     has_namespaces: bool
@@ -197,7 +197,7 @@ class Place:
     files: int  # descriptor of Landlock's rules; -1 where there is no Landlock
 
 
-def run_one(channel: socket.socket, place: Place, number: int) -> NoReturn:
+def run_one(channel: socket.socket, place: Facilities, number: int) -> NoReturn:
     """P: serve request `number` and end with status 0, or NO_MORE; any other is an unreported failure."""
     code = 1
     try:
@@ -207,7 +207,7 @@ def run_one(channel: socket.socket, place: Place, number: int) -> NoReturn:
         os._exit(code)
 
 
-def _serve_one(channel: socket.socket, place: Place, number: int) -> int:
+def _serve_one(channel: socket.socket, place: Facilities, number: int) -> int:
     message, descriptors = _receive(channel)
     if not message:
         return NO_MORE
@@ -235,9 +235,9 @@ def _receive(channel: socket.socket) -> Tuple[bytes, List[int]]:
 
 
 def _run(
-    channel: socket.socket, place: Place, number: int, request: Dict[str, Any], descriptors: List[int]
+    channel: socket.socket, place: Facilities, number: int, request: Dict[str, Any], descriptors: List[int]
 ) -> Dict[str, Any]:
-    limits = Limits(**request["limits"])
+    limits = ProgramLimits(**request["limits"])
     user = place.first_user + number % USERS if place.first_user >= 0 else -1
     if place.has_namespaces:
         mount_box(limits.box_bytes, _BOX_FILES, user if user >= 0 else place.box_user)
@@ -303,7 +303,7 @@ def _ended(child: int) -> _Ended | None:
             return (status, usage) if pid else None
 
 
-def _end_all(place: Place) -> None:
+def _end_all(place: Facilities) -> None:
     """End what the program has left behind in its PID namespace, whose init this process is."""
     if not place.has_namespaces:
         return
@@ -332,7 +332,7 @@ _INNER_ID = 1000  # how a user namespace shows its only user
 @dataclass(frozen=True)
 class _Isolation:
     layers: Dict[str, str]  # what there is: "" for yes, else why not
-    place: Place
+    place: Facilities
 
 
 def first_user(server_pid: int) -> int:
@@ -373,7 +373,7 @@ def _preload() -> None:
     gc.freeze()
 
 
-def _serve(channel: socket.socket, place: Place) -> int:
+def _serve(channel: socket.socket, place: Facilities) -> int:
     """Serve one request at a time: a child takes it, so that it never enters this process.  Returns the exit status."""
     for number in itertools.count():
         # Blocks without taking; at the end of the stream the child finds nothing.
@@ -400,7 +400,7 @@ def _isolate(readable_paths: Sequence[str]) -> _Isolation:
         kernel.drop_bounding_set()  # of every program; what this process has already, it keeps
     writable = [root.BOXES, "/dev/null"] if has_namespaces else ["/dev/null"]
     shown = [*root.SYSTEM, *root.DEVICES, *readable]
-    place = Place(
+    place = Facilities(
         has_namespaces=has_namespaces,
         has_seccomp=not layers["seccomp"],
         first_user=first_user(os.getpid()) if is_root else -1,

@@ -101,13 +101,13 @@ def of_each_file(read: Callable[[str], Found], names: Iterable[str], num_bytes: 
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class AttemptTimeline:
     """The first step of every attempt."""
 
     begins: tuple[tuple[int, int], ...]  # (attempt, first step), in the order in which they began
 
     @classmethod
-    def read(cls, attempts: Path) -> Timeline:
+    def read(cls, attempts: Path) -> AttemptTimeline:
         """Read attempts.jsonl; lines that are not whole are left out.  Raises OSError if it cannot be read."""
         if is_absent(attempts):
             return cls(())
@@ -175,7 +175,7 @@ class KnownCheckpoints:
 
         Raises OSError if attempts.jsonl or the directory cannot be read.
         """
-        timeline = Timeline.read(RunLayout(self._checkpoints.parent).attempts)
+        timeline = AttemptTimeline.read(RunLayout(self._checkpoints.parent).attempts)
         for step, path in reversed(_steps_below(self._checkpoints)):
             if is_wanted(step):
                 yield self._state_of(step, path, timeline)
@@ -189,7 +189,7 @@ class KnownCheckpoints:
         with suppress(CheckpointError, OSError):  # then it is read again, which reports what is wrong
             self._read[path] = _stamps(path)
 
-    def _state_of(self, step: int, path: Path, timeline: Timeline) -> CheckpointState:
+    def _state_of(self, step: int, path: Path, timeline: AttemptTimeline) -> CheckpointState:
         try:
             attempt = _read_complete(path).get("attempt")
             undone_by = timeline.undone_by(step, attempt if isinstance(attempt, int) else None)

@@ -348,7 +348,7 @@ class IpcReceiver(WeightReceiver):
         """Copy, verify at the end; see WeightReceiver."""
         if self._line is None or self._epoch != manifest.epoch:
             raise GroupFailed(f"not a member of epoch {manifest.epoch}")
-        incoming = _Incoming(self._line, manifest, allocate, self._device, self._opened)
+        incoming = _IncomingBlocks(self._line, manifest, allocate, self._device, self._opened)
         try:
             incoming.open_blocks()
             while incoming.num_left:
@@ -358,7 +358,7 @@ class IpcReceiver(WeightReceiver):
             self.leave()
             raise GroupFailed(str(error)) from error
 
-    def _next_block(self, incoming: _Incoming) -> Generator[Tensor, None, None]:
+    def _next_block(self, incoming: _IncomingBlocks) -> Generator[Tensor, None, None]:
         """Yield one block.  If there is no memory for it, or the consumer stops here, refuse the rest."""
         try:
             yield incoming.next_block()
@@ -378,7 +378,7 @@ class IpcReceiver(WeightReceiver):
         self._line, self._epoch, self._opened = None, -1, {}
 
 
-class _Incoming:
+class _IncomingBlocks:
     """One publication, as it arrives."""
 
     def __init__(

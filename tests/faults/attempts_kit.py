@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from launch.plan.processes import NO_GPU, ROLE_ENVIRONMENT, process_names
-from launch.run_directory.prepare import Attempt, mint_keys, prepare_run_dir
+from launch.run_directory.prepare import AttemptStart, mint_keys, prepare_run_dir
 from rlhpc.config.file import load_config
 from tests.ring.run_kit import Lab, command_environment, trace_of, wait_while_it_moves
 
@@ -30,7 +30,7 @@ class Attempts:
         self.layout = lab.layout(name)
         self._config = load_config(lab.run_file(name, **sections))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._attempt: Attempt | None = None
+        self._attempt: AttemptStart | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -40,15 +40,15 @@ class Attempts:
     ) -> None:
         self.kill(*self._processes)
 
-    def begin(self) -> Attempt:
+    def begin(self) -> AttemptStart:
         """Prepare the directory for the next attempt and mint its keys; start nothing."""
         return self._claim(resume=self._attempt is not None)
 
-    def resume(self) -> Attempt:
+    def resume(self) -> AttemptStart:
         """The same for a directory in which others began."""
         return self._claim(resume=True)
 
-    def _claim(self, *, resume: bool) -> Attempt:
+    def _claim(self, *, resume: bool) -> AttemptStart:
         self._attempt = prepare_run_dir(self._config, self.layout, resume=resume, fresh=False)
         mint_keys(self._config, self.layout)
         return self._attempt
@@ -112,7 +112,7 @@ class Attempts:
         """Forget processes, which others of their names may follow; they are the caller's now."""
         return {name: self._processes.pop(name) for name in names}
 
-    def _spawn(self, name: str, attempt: Attempt, words: list[str]) -> subprocess.Popen[bytes]:
+    def _spawn(self, name: str, attempt: AttemptStart, words: list[str]) -> subprocess.Popen[bytes]:
         role, _, replica = name.rpartition("-")
         path = self.layout.log(role, int(replica), attempt.index)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class Attempts:
                 start_new_session=True,
             )
 
-    def _arguments(self, role: str, replica: str, attempt: Attempt) -> list[str]:
+    def _arguments(self, role: str, replica: str, attempt: AttemptStart) -> list[str]:
         arguments = [role, "--run-dir", str(self.layout.root), "--replica", replica, "--attempt", str(attempt.index)]
         if role == "trainer":
             arguments += ["--num-ranks", str(self._config.trainer.num_ranks)]

@@ -20,7 +20,7 @@ from rlhpc.config.tables import WeightsConfig
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.environments.dialogue import Dialogue, Taken
+from rlhpc.environments.dialogue import Dialogue, TurnsTaken
 from rlhpc.protocol.contracts import GenerationEngine
 from rlhpc.protocol.messages import TurnReply
 from rlhpc.protocol.types import (
@@ -108,7 +108,7 @@ class Running:
         tokenizer = PromptTokenizer(self.checkpoint)
         template = DialogueTemplate(tokenizer)
 
-        async def environment(taken: Taken) -> TurnReply:
+        async def environment(taken: TurnsTaken) -> TurnReply:
             said = taken.answer[::-1][: 2 + len(taken.turns)]
             is_over = taken.is_last or len(taken.turns) == 4
             reply = () if is_over or not taken.turns else ({"role": "tool", "content": said},)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from launch.run_directory.prepare import Attempt, ResumePoint, choose, note_attempt, num_attempts, put_aside
+from launch.run_directory.prepare import AttemptStart, ResumePoint, choose, note_attempt, num_attempts, put_aside
 from rlhpc.base.ownership import take_over
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import config_hash
@@ -54,7 +54,7 @@ def begin(layout: RunLayout, config: Config) -> RoleContext:
     owner = take_over(layout, index).owner
     choice = choose(layout, ResumePoint(), lambda _: None)
     put_aside(choice, lambda _: None)
-    note_attempt(layout, Attempt(index, choice.step, owner))
+    note_attempt(layout, AttemptStart(index, choice.step, owner))
     return RoleContext(
         role="controller", replica=0, num_ranks=1, attempt=index, resume_step=choice.step,
         incarnation=f"0.{index}.0-c", layout=layout, config=config, config_hash=config_hash(config),

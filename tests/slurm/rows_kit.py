@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from launch.slurm.queue import JobRow, look_at_jobs
-from launch.slurm.states import Life, reason_in_words
+from launch.slurm.states import JobStage, reason_in_words
 from launch.view.status import render_status
 from rlhpc.base.patience import Deadline
 from rlhpc.base.run_directory import RunLayout
@@ -43,7 +43,7 @@ def wait_name(job: int, name: str, patience_s: float = PATIENCE_S) -> JobRow:
 
 def wait_reason(job: int, reason: str, patience_s: float = PATIENCE_S) -> JobRow:
     row = wait_row(job, lambda row: row.reason == reason, f"waits for {reason}", patience_s)
-    assert row.state.life is Life.WAITING
+    assert row.state.life is JobStage.WAITING
     assert " " in reason_in_words(reason)
     return row
 

@@ -16,7 +16,7 @@ from launch.commands.logs import show_logs
 from launch.private_slurm.cluster import DevCluster
 from launch.run_files.records import JobRecord, write_job_record
 from launch.slurm.queue import QueueLook, look_at_jobs
-from launch.slurm.states import STATES, EndedBy, Life, is_stuck, reason_in_words
+from launch.slurm.states import STATES, EndedBy, JobStage, is_stuck, reason_in_words
 from launch.view.status import render_status
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import RoleFailed
@@ -107,8 +107,8 @@ def test_a_stopped_and_a_suspended_job_keep_their_nodes(cluster: DevCluster) -> 
         wait_until(lambda job=job: "up" in job_output(cluster, job), "its script runs")  # earlier signals are lost
     cluster.run("scancel", "--signal=STOP", str(stopped))
     cluster.run("scontrol", "suspend", str(suspended))
-    assert wait_name(stopped, "STOPPED").state.life is Life.ON_NODES
-    assert wait_name(suspended, "SUSPENDED").state.life is Life.ON_NODES
+    assert wait_name(stopped, "STOPPED").state.life is JobStage.ON_NODES
+    assert wait_name(suspended, "SUSPENDED").state.life is JobStage.ON_NODES
     cluster.run("scontrol", "resume", str(suspended))
     cluster.run("scancel", "--signal=CONT", str(stopped))
     for job in (stopped, suspended):
@@ -154,7 +154,7 @@ def test_jobs_requeued_and_held_are_alive_and_stuck(cluster: DevCluster) -> None
         wait_name(job, "RUNNING")
     cluster.run("scontrol", "requeuehold", str(held))
     cluster.run("scontrol", "requeuehold", "State=SpecialExit", str(special))
-    assert wait_name(special, "SPECIAL_EXIT").state.life is Life.HELD
+    assert wait_name(special, "SPECIAL_EXIT").state.life is JobStage.HELD
     # Slurm shows the flag for a moment only: the reason tells.
     row = wait_row(held, lambda row: row.state.name == "PENDING" and is_stuck(row.reason), "is held")
     assert "scontrol release" in reason_in_words(row.reason)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
+from launch.run_directory.prepare import AttemptStart, note_attempt, num_attempts
 from rlhpc.base.files import write_atomically
 from rlhpc.base.ownership import Fence, read_owner, take_over
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.segments import set_aside_lost_segments, write_sealed
-from rlhpc.training.checkpoint_directory import Fate, Timeline, begin, complete, set_aside
+from rlhpc.training.checkpoint_directory import AttemptTimeline, Fate, begin, complete, set_aside
 from tests.unit.buffer.rollout_samples import make_prompt
 
 
@@ -119,8 +119,8 @@ def record_lost_lease(fence: Fence) -> Path:
 
 
 def note_an_attempt(fence: Fence) -> Path:
-    note_attempt(fence.layout, Attempt(0, None, fence.owner))
-    note_attempt(fence.layout, Attempt(1, 4, fence.owner))
+    note_attempt(fence.layout, AttemptStart(0, None, fence.owner))
+    note_attempt(fence.layout, AttemptStart(1, 4, fence.owner))
     return fence.layout.attempts
 
 
@@ -155,9 +155,9 @@ def test_a_run_directory_that_was_taken_over_has_its_owner_on_disk(tmp_path: Pat
 
 def test_an_attempt_that_begins_does_not_continue_the_line_of_one_that_a_crash_has_cut_off(fence: Fence) -> None:
     """Else neither had begun: the next had the number of this one, and checkpoints that it undid would count again."""
-    note_attempt(fence.layout, Attempt(0, None, fence.owner))
+    note_attempt(fence.layout, AttemptStart(0, None, fence.owner))
     with fence.layout.attempts.open("a") as file:
         file.write('{"index": 1, "resu')
-    note_attempt(fence.layout, Attempt(2, 4, fence.owner))
+    note_attempt(fence.layout, AttemptStart(2, 4, fence.owner))
     assert num_attempts(fence.layout) == 3
-    assert Timeline.read(fence.layout.attempts).undone_by(6, 0) == 2
+    assert AttemptTimeline.read(fence.layout.attempts).undone_by(6, 0) == 2

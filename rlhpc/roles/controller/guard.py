@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlhpc.algorithms.guard import FIGURES, Action, Judgement, StepGuard, guarded_figures
+from rlhpc.algorithms.guard import FIGURES, Action, GuardDecision, StepGuard, guarded_figures
 from rlhpc.base.ownership import Fence
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.history import Trained
@@ -174,7 +174,7 @@ class Guarding:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _stop(self, judgement: Judgement, text: str) -> GuardStop:
+    def _stop(self, judgement: GuardDecision, text: str) -> GuardStop:
         advice = ADVICE[judgement.broken[0]] if judgement.broken else "look at the steps before"
         return GuardStop(
             f"guard.action: stop: {text}; {advice}; then resume with --step N, a checkpoint from before the alarm, "
@@ -203,7 +203,7 @@ class Guarding:
                 f"{ADVICE.get(report.refused.partition(', ')[0], 'look at guard.jsonl')}; or wider bounds in [guard]"
             )
 
-    def _text(self, judgement: Judgement, bounds: StepLimits, figures: dict[str, float], report: StepReport) -> str:
+    def _text(self, judgement: GuardDecision, bounds: StepLimits, figures: dict[str, float], report: StepReport) -> str:
         broken = ", ".join(
             f"{FIGURES[name]} {figures[name]:.4g} is {_outside(name, figures[name], bounds)}"
             for name in judgement.broken

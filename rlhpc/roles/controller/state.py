@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhpc.algorithms.guard import StepGuard
 from rlhpc.algorithms.packing import tokens_trained
-from rlhpc.algorithms.schedule import Progress, learning_rate, rate_factor_by_age
+from rlhpc.algorithms.schedule import ScheduleProgress, learning_rate, rate_factor_by_age
 from rlhpc.base.files import write_atomically
 from rlhpc.base.patience import patiently
 from rlhpc.base.run_directory import RunLayout
@@ -117,11 +117,11 @@ class LearningRates:
         """A batch was trained, or skipped."""
         self._run.num_tokens += tokens_trained(batch)
 
-    def _progress(self, step: int, recorded: Trained | None) -> Progress:
+    def _progress(self, step: int, recorded: Trained | None) -> ScheduleProgress:
         if recorded is not None:
             self._run.go_on_from(recorded.began_s)
-            return Progress(step, self._run.num_tokens, recorded.began_s)
-        return Progress(step, self._run.num_tokens, self._run.seconds)
+            return ScheduleProgress(step, self._run.num_tokens, recorded.began_s)
+        return ScheduleProgress(step, self._run.num_tokens, self._run.seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------- saved state

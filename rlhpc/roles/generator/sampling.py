@@ -31,7 +31,7 @@ from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.record_source import reference_of
 from rlhpc.data.tokenizer import PromptTokenizer, answer_of
-from rlhpc.environments.dialogue import Dialogue, Environment, Finished, Taken, Template, turn_request
+from rlhpc.environments.dialogue import Dialogue, Environment, FinishedDialogue, Template, TurnsTaken, turn_request
 from rlhpc.generation.vllm_requests import prefix_of, prefix_of_failed, prefix_up_to
 from rlhpc.metrics.meters import Rate
 from rlhpc.protocol.contracts import ClientChannel, Clock, GenerationEngine
@@ -414,7 +414,7 @@ class Sampling:
         parts, token_rewards = reply.reward_parts, finished.token_rewards
         return rollout, ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards, reply.failure)
 
-    async def _with_agent(self, request: RolloutRequest, admitted_version: int) -> Finished:
+    async def _with_agent(self, request: RolloutRequest, admitted_version: int) -> FinishedDialogue:
         """One that fails is started again, as a verifier is asked again, and goes on from the tokens that there are."""
         judge = None if request.prompt.task == OWN_REWARD else partial(self._judge_answer, request)
         for left in reversed(range(self._config.rewards.max_attempts)):
@@ -433,7 +433,7 @@ class Sampling:
         environment: Environment,
         template: Template,
         longest_turn: Callable[[], int | None] = lambda: None,
-    ) -> Finished:
+    ) -> FinishedDialogue:
         dialogue = self._dialogues[request.request_id] = Dialogue(
             request,
             self._engine,
@@ -455,7 +455,7 @@ class Sampling:
             return reply
         return RewardReply(0, 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply), failure=UNANSWERED)
 
-    async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
+    async def _environment_says(self, request: RolloutRequest, taken: TurnsTaken) -> TurnReply:
         """What the environment answers to the turns so far; a failure is a verdict."""
         dataset = self._config.dataset_of(request.prompt.prompt_id)
         reply: TurnReply | ChannelTimeout = await self._ask(turn_request(request, dataset, taken))

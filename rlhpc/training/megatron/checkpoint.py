@@ -81,7 +81,7 @@ METADATA = {"singleton_local_shards": True}
 CPU = torch.device("cpu")
 
 
-class _Kept(NamedTuple):
+class _KeptNumbers(NamedTuple):
     """Numbers [start, end) of one flattened parameter, and the rank that keeps their state."""
 
     start: int
@@ -142,7 +142,7 @@ class ShardedState:
             if any(self._entries[name].replica_id[:-1]):
                 continue  # a copy of what another tensor rank or stage writes
             parameter = self._parameters[name]
-            pieces = [_Kept(*of_ranks[r][name], r) for r in _replicas_of(parameter) if name in of_ranks[r]]
+            pieces = [_KeptNumbers(*of_ranks[r][name], r) for r in _replicas_of(parameter) if name in of_ranks[r]]
             writers[name] = writer = _writer(pieces, index)
             if max(piece.num_elements for piece in pieces) < parameter.numel():
                 sharded.setdefault(writer, []).append(_sharded(name, parameter, sorted(pieces)))
@@ -203,14 +203,14 @@ def _replicas_of(parameter: nn.Parameter) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def _writer(pieces: Sequence[_Kept], index: int) -> int:
+def _writer(pieces: Sequence[_KeptNumbers], index: int) -> int:
     """The rank with most of it; ranks with equal parts take turns."""
     most = max(piece.num_elements for piece in pieces)
     candidates = sorted(piece.rank for piece in pieces if piece.num_elements == most)
     return candidates[index % len(candidates)]
 
 
-def _sharded(name: str, parameter: nn.Parameter, pieces: Sequence[_Kept]) -> ShardedTensorSpec:
+def _sharded(name: str, parameter: nn.Parameter, pieces: Sequence[_KeptNumbers]) -> ShardedTensorSpec:
     """pieces: end to end over the whole parameter."""
     assert sum(piece.num_elements for piece in pieces) == parameter.numel(), f"{name}: {pieces} do not cover it"
     return ShardedTensorSpec(

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.algorithms.schedule import Progress, learning_rate, rate_factor_by_age
+from rlhpc.algorithms.schedule import ScheduleProgress, learning_rate, rate_factor_by_age
 from rlhpc.config.tables import TrainerConfig
 
 
 def rates(num_steps: int, **settings: Any) -> list[float]:
     config = TrainerConfig(token_budget=1, learning_rate=1.0, **settings)
-    return [learning_rate(Progress(step), config, num_steps) for step in range(num_steps)]
+    return [learning_rate(ScheduleProgress(step), config, num_steps) for step in range(num_steps)]
 
 
 def test_warm_up_rises_in_equal_steps_and_no_step_is_spent_on_zero() -> None:
@@ -44,12 +44,12 @@ def test_a_fall_over_steps_may_end_before_the_run_or_after_it() -> None:
 @pytest.mark.parametrize(
     ("key", "at"),
     [
-        ({"decay_tokens": 400}, lambda share: Progress(7, num_tokens=int(400 * share), seconds=1e9)),
-        ({"decay_hours": 0.5}, lambda share: Progress(7, num_tokens=10**9, seconds=1800 * share)),
+        ({"decay_tokens": 400}, lambda share: ScheduleProgress(7, num_tokens=int(400 * share), seconds=1e9)),
+        ({"decay_hours": 0.5}, lambda share: ScheduleProgress(7, num_tokens=10**9, seconds=1800 * share)),
     ],
 )
 def test_over_tokens_or_hours_it_falls_by_their_share_whatever_the_step(
-    key: dict[str, Any], at: Callable[[float], Progress]
+    key: dict[str, Any], at: Callable[[float], ScheduleProgress]
 ) -> None:
     """As linear and cosine over steps do, with warm-up as a factor."""
     for schedule, shape in (("linear", lambda x: 1 - x), ("cosine", lambda x: (1 + math.cos(math.pi * x)) / 2)):
@@ -70,12 +70,12 @@ def test_a_run_of_one_step_trains_at_full_rate(schedule: str) -> None:
 
 def test_steps_past_the_end_stay_at_the_minimum() -> None:
     config = TrainerConfig(token_budget=1, learning_rate=1.0, lr_schedule="linear", min_learning_rate=0.1)
-    assert learning_rate(Progress(99), config, 10) == 0.1
+    assert learning_rate(ScheduleProgress(99), config, 10) == 0.1
 
 
 def test_a_negative_step_is_refused() -> None:
     with pytest.raises(ValueError, match="step=-1"):
-        learning_rate(Progress(-1), TrainerConfig(token_budget=1), 10)
+        learning_rate(ScheduleProgress(-1), TrainerConfig(token_budget=1), 10)
 
 
 def test_a_batch_of_old_tokens_is_learnt_from_at_a_lower_rate() -> None:

@@ -14,7 +14,7 @@ from rlhpc.algorithms.guard import (
     MIN_NORMS,
     NUM_NORMS,
     Action,
-    Judgement,
+    GuardDecision,
     StepGuard,
     broken,
     guarded_figures,
@@ -32,7 +32,7 @@ def guard(action: str = "stop", **settings: Any) -> StepGuard:
     return StepGuard(GuardConfig(action=action, **{"patience_steps": PATIENCE, "calm_steps": CALM, **settings}))  # type: ignore[arg-type]
 
 
-def judge(guard: StepGuard, figures: dict[str, float], step: int = 0) -> Judgement:
+def judge(guard: StepGuard, figures: dict[str, float], step: int = 0) -> GuardDecision:
     """As the trainer does: a step outside the limits that came with it is not applied."""
     applied = not broken(guard.limits(), figures)
     return guard.judge(step, figures, applied=applied)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from launch.run_directory.prepare import (
-    Attempt,
+    AttemptStart,
     ResumePoint,
     choose,
     note_attempt,
@@ -127,7 +127,7 @@ class AuditedRun:
         set_journal_aside(self.layout, point or ResumePoint(), (), index, _unheard)
         if point is not None and point != ResumePoint():
             self.outbox.clear()  # its generators were started anew
-        note_attempt(self.layout, Attempt(index, choice.step))
+        note_attempt(self.layout, AttemptStart(index, choice.step))
         self.attempt = index
         self._open(choice.step)
 

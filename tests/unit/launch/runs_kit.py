@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.run_directory.begin_attempt import begin_attempt
-from launch.run_directory.prepare import Attempt, note_attempt, prepare_run_dir_for_jobs
+from launch.run_directory.prepare import AttemptStart, note_attempt, prepare_run_dir_for_jobs
 from launch.run_files.records import JobRecord, write_job_record
 from launch.run_files.run_state import EventLog
 from rlhpc.base.files import write_atomically
@@ -42,7 +42,7 @@ class Runs:
     def local(self, name: str) -> RunLayout:
         """A run of this machine whose first attempt has begun, and whose launcher is gone."""
         layout = self.prepare(name)
-        note_attempt(layout, Attempt(0, None))
+        note_attempt(layout, AttemptStart(0, None))
         return layout
 
     def submitted(self, name: str, job_id: int, begun: bool = True) -> RunLayout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
+from launch.plan.jobs import Job, JobComponent, JobPlan, plan_jobs
 from launch.plan.site_file import Site
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config
@@ -45,5 +45,5 @@ def job_of(plan: JobPlan, name: str) -> Job:
     return next(job for job in plan.jobs if job.name == name)
 
 
-def component_of(plan: JobPlan, name: str) -> Component:
+def component_of(plan: JobPlan, name: str) -> JobComponent:
     return next(component for job in plan.jobs for component in job.components if component.name == name)

@@ -35,7 +35,7 @@ from launch.evaluate.evaluation import (
     preview_evaluations,
     report_of,
 )
-from launch.evaluate.follow import Course, Curves, Life
+from launch.evaluate.follow import Curves, DatasetFollower, RunLife
 from launch.evaluate.job import _words
 from launch.evaluate.request import (
     Request,
@@ -603,7 +603,7 @@ def test_past_figures_are_read_from_their_directories(model: Path) -> None:
 
 def life_of(layout: RunLayout, phase: str, unix_time_s: float) -> tuple[bool, bool]:
     layout.status.write_text(json.dumps({"phase": phase, "step": 4, "unix_time_s": unix_time_s, "roles": []}))
-    life = Life(layout, patience_s=0.05)
+    life = RunLife(layout, patience_s=0.05)
     time.sleep(0.1)
     return life.is_over, life.shows
 
@@ -613,7 +613,7 @@ def test_a_run_is_over_when_it_has_been_stopped_while_somebody_looked(model: Pat
     assert life_of(layout, "training", time.time()) == (False, True)
     assert life_of(layout, "stopped", time.time() - 100) == (False, True)  # of the attempt before
     assert life_of(layout, "stopped", time.time() + 10) == (True, True)
-    life = Life(layout, patience_s=0.05)
+    life = RunLife(layout, patience_s=0.05)
     assert life.shows
     time.sleep(0.1)
     assert not life.shows
@@ -625,7 +625,7 @@ def test_a_run_is_over_when_it_has_been_stopped_while_somebody_looked(model: Pat
 def test_a_run_that_is_begun_anew_while_somebody_looks_is_followed_all_the_same(tmp_path: Path) -> None:
     """An attempt that begins deletes the status; `--fresh` deletes everything."""
     layout, are_done = RunLayout(tmp_path), threading.Event()
-    life, course = Life(layout, patience_s=600.0), Course(layout, Request("d", tmp_path))
+    life, course = RunLife(layout, patience_s=600.0), DatasetFollower(layout, Request("d", tmp_path))
 
     def begin_anew() -> None:
         while not are_done.is_set():
@@ -657,7 +657,7 @@ def test_a_run_of_jobs_is_over_when_slurm_says_twice_that_none_is_left(
     write_job_record(layout, JobRecord(7, "hetjob", "hetjob", None, "", "", False, 0, 0, None, 0.0))
     layout.status.write_text(json.dumps({"phase": "stopped", "step": 4, "unix_time_s": time.time(), "roles": []}))
     alive = SimpleNamespace(state=SimpleNamespace(is_alive=True))
-    life = Life(layout, patience_s=10.0)
+    life = RunLife(layout, patience_s=10.0)
     looks += [QueueLook((alive,)), QueueLook(()), QueueLook((), trouble="away"), QueueLook(()), QueueLook(())]
     assert [life.is_over for _ in range(4)] == [False] * 4
     assert life.is_over
@@ -678,7 +678,7 @@ def save(layout: RunLayout, step: int, attempt: int = 0) -> None:
 
 def test_a_checkpoint_is_due_that_is_far_enough_from_the_last_one(model: Path) -> None:
     layout = a_run(model, 4, 12)
-    course = Course(layout, Request("d", model.parent / "test.jsonl", every=10))
+    course = DatasetFollower(layout, Request("d", model.parent / "test.jsonl", every=10))
     assert course.due(is_last=False) == 12
     note(layout, "d", 12, reward=0.5)
     for step, due in ((20, None), (22, 22)):
@@ -702,7 +702,7 @@ def test_figures_of_steps_that_were_undone_decide_nothing(model: Path) -> None:
     begins(layout, 0, 50)
     assert list(past_values(layout, "d", "reward")) == [50]
     note(layout, "d", 60, attempt=1, reward=0.4)
-    course = Course(layout, request)
+    course = DatasetFollower(layout, request)
     course.has_new = True
     assert not course.is_no_better(lambda line: None)
     best = layout.evaluations / "best-d"
@@ -731,7 +731,7 @@ def test_the_best_model_is_kept_of_a_checkpoint_that_the_run_has_deleted_meanwhi
 
 def test_a_step_is_due_again_once_it_has_another_model(model: Path) -> None:
     layout = a_run(model, 4, 12)
-    course = Course(layout, Request("d", model.parent / "test.jsonl"))
+    course = DatasetFollower(layout, Request("d", model.parent / "test.jsonl"))
     course._tried.add((12, checkpoint_digest(layout.checkpoint(12))))
     assert course.due(is_last=True) is None
     shutil.rmtree(layout.checkpoint(12))
@@ -775,7 +775,7 @@ def _unheard(line: str) -> None:
 def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(model: Path) -> None:
     layout, said = a_run(model, 4), list[str]()
     request = Request("d", model.parent / "test.jsonl", words=("generation.max_prompt_tokens=12",))
-    course, curves = Course(layout, request), SimpleNamespace()
+    course, curves = DatasetFollower(layout, request), SimpleNamespace()
     evaluation = plan_evaluation(find_target(layout.root, 4), request)
     with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=False, tell=said.append):
         for _ in range(2):
@@ -787,7 +787,7 @@ def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(mod
     other = plan_evaluation(find_target(layout.root, 4), replace(request, temperature=0.0))
     other.settings.write(evaluation.directory)
     before = (evaluation.directory / NAME).read_bytes()
-    course = Course(layout, request)
+    course = DatasetFollower(layout, request)
     assert course.evaluate(4, curves, said.append, said.append)  # type: ignore[arg-type]
     assert "holds samples of other temperature" in said[-1]
     assert (evaluation.directory / NAME).read_bytes() == before
@@ -797,7 +797,7 @@ def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(mod
 def test_a_directory_that_will_never_do_is_not_waited_for(model: Path) -> None:
     """A follower that waited would not end with its run."""
     layout, said = a_run(model, 4), list[str]()
-    course = Course(layout, request := Request("d", model.parent / "test.jsonl", words=(LONGER,)))
+    course = DatasetFollower(layout, request := Request("d", model.parent / "test.jsonl", words=(LONGER,)))
     directory = plan_evaluation(find_target(layout.root, 4), request).directory
     directory.mkdir(parents=True)
     (directory / "notes.txt").touch()
@@ -810,7 +810,7 @@ def test_a_directory_that_will_never_do_is_not_waited_for(model: Path) -> None:
 
 def test_a_disk_that_fails_costs_an_evaluation_and_ends_the_command_only_if_it_goes_on_failing(model: Path) -> None:
     layout, said = a_run(model, 4, 8, 12), list[str]()
-    course = Course(layout, request := Request("d", model.parent / "test.jsonl", words=(LONGER,)))
+    course = DatasetFollower(layout, request := Request("d", model.parent / "test.jsonl", words=(LONGER,)))
     layout.evaluations.mkdir()
     for step in (4, 8, 12):
         plan_evaluation(find_target(layout.root, step), request).directory.touch()  # no directory can be made there
@@ -863,7 +863,7 @@ def test_a_job_that_follows_a_dead_run_without_jobs_gives_its_node_back(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(follow, "LOOK_S", 0.01)
     looks = iter(range(100))
-    monkeypatch.setattr(Life, "is_over", property(lambda life: next(looks) < 0))  # StopIteration: it never ends
+    monkeypatch.setattr(RunLife, "is_over", property(lambda life: next(looks) < 0))  # StopIteration: it never ends
     options = options_of(str(layout.root), str(model.parent / "test.jsonl"), "--follow", "--patience-s", "0.1")
     assert follow.follow_run(options, print, said.append) == 1
     assert "no sign of life" in said[-1]
@@ -877,7 +877,7 @@ def test_a_run_that_is_no_better_for_two_evaluations_is_stopped_by_new_figures(
     model: Path, values: list[float], has_ended: bool
 ) -> None:
     layout, said = a_run(model), list[str]()
-    course = Course(layout, Request("d", model, best="reward", stop_after=2))
+    course = DatasetFollower(layout, Request("d", model, best="reward", stop_after=2))
     for step, value in enumerate(values):
         note(layout, "d", step, reward=value)
     assert not course.is_no_better(said.append)  # it was resumed, and nothing is new

@@ -16,7 +16,7 @@ from launch.slurm.queue import GONE, ask_states
 from launch.submitit_hetjob.executor import (
     Component,
     HeterogeneousSlurmExecutor,
-    Part,
+    NativeComponent,
     check_parts,
     plan_text,
     script_text,
@@ -28,9 +28,9 @@ from rlhpc.protocol.errors import ConfigError
 def nothing() -> None: ...
 
 
-def part(name: str, /, essential: bool = True, in_batch_step: bool | None = None, **parameters: Any) -> Part:
+def part(name: str, /, essential: bool = True, in_batch_step: bool | None = None, **parameters: Any) -> NativeComponent:
     component = Component(name, nothing, {}, essential=essential, in_batch_step=in_batch_step)
-    return Part(component, {"time": 30, **parameters})
+    return NativeComponent(component, {"time": 30, **parameters})
 
 
 THREE = (
@@ -40,7 +40,7 @@ THREE = (
 )
 
 
-def script(parts: tuple[Part, ...] = THREE) -> str:
+def script(parts: tuple[NativeComponent, ...] = THREE) -> str:
     return script_text(parts, Path("/shared/jobs"), batch_python="/usr/bin/python3", code=Path("/shared/code"))
 
 
@@ -76,7 +76,7 @@ def test_a_short_job_is_warned_after_half_of_its_time() -> None:
     assert plan(part("a", time=1))["warn_s"] == 30
 
 
-def plan(*parts: Part, has: tuple[bool, ...] | None = None) -> dict[str, Any]:
+def plan(*parts: NativeComponent, has: tuple[bool, ...] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(plan_text(parts, python="python", has_checkpoint=has or (False,) * len(parts)))
     return result
 
@@ -93,7 +93,7 @@ def test_the_plan_says_all_sizes_of_every_step() -> None:
 
 
 def test_only_a_first_component_of_one_task_and_no_gpu_goes_to_the_batch_step_by_itself() -> None:
-    def goes(*parts: Part) -> list[bool]:
+    def goes(*parts: NativeComponent) -> list[bool]:
         return [each["in_batch_step"] for each in plan(*parts)["components"]]
 
     assert goes(part("a"), part("b")) == [True, False]
@@ -125,7 +125,7 @@ def test_components_without_a_checkpoint_hear_the_warning_only_where_nobody_has_
         ((part("a", essential=False),), "nothing would tell success"),
     ],
 )
-def test_what_contradicts_itself_is_refused_before_slurm_sees_it(parts: tuple[Part, ...], why: str) -> None:
+def test_what_contradicts_itself_is_refused_before_slurm_sees_it(parts: tuple[NativeComponent, ...], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         check_parts(parts)
 

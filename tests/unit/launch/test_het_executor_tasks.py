@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from submitit.core.utils import DelayedSubmission, pickle_load
 
-from launch.submitit_hetjob.executor import Component, Part, plan_text
+from launch.submitit_hetjob.executor import Component, NativeComponent, plan_text
 from launch.submitit_hetjob.step import LEAVES_VARIABLE
 from launch.submitit_hetjob.supervisor import read_plan
 from rlhpc.base.patience import Deadline
@@ -93,7 +93,7 @@ def supervise(
     directory = folder / "5" / "work"
     directory.mkdir(parents=True)
     DelayedSubmission(function).dump(directory / "5_submitted.pkl")
-    text = plan_text([Part(component, {})], python=sys.executable, has_checkpoint=[False])
+    text = plan_text([NativeComponent(component, {})], python=sys.executable, has_checkpoint=[False])
     (folder / "5" / "plan.json").write_text(text)
     before()
     words = [sys.executable, "-m", "launch.submitit_hetjob.supervisor", "--folder", str(folder)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.slurm.queue import look_at_jobs, moment_unix_s
-from launch.slurm.states import Life, duration_s
+from launch.slurm.states import JobStage, duration_s
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
@@ -136,7 +136,7 @@ def test_lines_of_another_form_are_no_rows(commands: Path) -> None:
 
 def test_an_unknown_state_is_a_row_that_lives(commands: Path) -> None:
     prints(commands, "squeue", QUEUE.replace("RUNNING", "DREAMING"))
-    assert look_at_jobs([12]).rows[0].state.life is Life.UNKNOWN
+    assert look_at_jobs([12]).rows[0].state.life is JobStage.UNKNOWN
 
 
 @pytest.mark.parametrize(

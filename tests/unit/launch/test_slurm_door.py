@@ -13,7 +13,7 @@ from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.run_files.run_state import Attempt
 from launch.slurm.commands import clean_environment, slurm, srun_environment
 from launch.slurm.states import task_numbers, tasks_in_words
-from launch.submitit_hetjob.step import Step as ComponentStep
+from launch.submitit_hetjob.step import ComponentProcess as ComponentStep
 from launch.supervisor.processes import start_part
 from rlhpc.base.run_directory import RunLayout
 from tests.unsettling import UNSETTLING

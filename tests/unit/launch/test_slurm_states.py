@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.states import REASONS, STATES, EndedBy, JobState, Life, is_stuck, reason_in_words, state_of
+from launch.slurm.states import REASONS, STATES, EndedBy, JobStage, JobState, is_stuck, reason_in_words, state_of
 
 BASE = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PENDING", "PREEMPTED",
@@ -52,14 +52,14 @@ def test_only_what_the_world_or_the_clock_ended_is_worth_resuming_as_it_is() -> 
 
 
 def test_what_is_held_says_how_it_is_let_go() -> None:
-    held = [state for state in STATES if state.life is Life.HELD]
+    held = [state for state in STATES if state.life is JobStage.HELD]
     assert {state.name for state in held} == {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "LAUNCH_FAILED"}
     assert all("scontrol release" in state.sentence or "rlhpc stop" in state.sentence for state in held)
 
 
 def test_what_waits_starts_by_itself_and_what_is_stopped_does_not() -> None:
     assert named("waiting") == {"PENDING", "REQUEUED", "REQUEUE_FED", "EXPEDITING", "RECONFIG_FAIL"}
-    assert all(state.is_restarted_by_slurm for state in STATES if state.life is Life.WAITING)
+    assert all(state.is_restarted_by_slurm for state in STATES if state.life is JobStage.WAITING)
     assert state_of("SUSPENDED").is_restarted_by_slurm
     assert not state_of("STOPPED").is_restarted_by_slurm
 

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from rlhpc.metrics.curves import read_curves
-from rlhpc.metrics.tensorboard import EventFile, TensorBoardWriter
+from rlhpc.metrics.tensorboard import RunEventWriter, TensorBoardWriter
 from rlhpc.protocol.errors import RunDirectoryError
 
 
@@ -38,7 +38,7 @@ def full_disk(num_bytes: int) -> Iterator[None]:
 
 
 def test_events_are_read_back_in_order(tmp_path):
-    file = EventFile(tmp_path / "a" / "b", lambda: 1000.0)
+    file = RunEventWriter(tmp_path / "a" / "b", lambda: 1000.0)
     for step in range(100):
         file.append(event(step))
     assert file.flush()
@@ -47,7 +47,7 @@ def test_events_are_read_back_in_order(tmp_path):
 
 
 def test_close_writes_what_is_queued_and_later_calls_do_nothing(tmp_path):
-    file = EventFile(tmp_path, lambda: 1000.0)
+    file = RunEventWriter(tmp_path, lambda: 1000.0)
     file.append(event(1))
     file.close()
     file.append(event(2))
@@ -57,7 +57,7 @@ def test_close_writes_what_is_queued_and_later_calls_do_nothing(tmp_path):
 
 
 def test_two_files_that_begin_in_the_same_second_do_not_overwrite_each_other(tmp_path):
-    files = [EventFile(tmp_path, lambda: 1000.0) for _ in range(3)]
+    files = [RunEventWriter(tmp_path, lambda: 1000.0) for _ in range(3)]
     assert len({file.path for file in files}) == 3
     for file in files:
         file.close()
@@ -80,7 +80,7 @@ def test_an_attempt_whose_clock_is_behind_that_of_the_one_before_undoes_its_poin
 
 def test_a_quota_that_refuses_only_when_bytes_go_to_the_server_costs_the_events_of_that_moment(tmp_path, monkeypatch):
     """As on NFS, where zeros remain of what was taken and refused later; every reader would stop there."""
-    file, real = EventFile(tmp_path, lambda: 1000.0), os.fdatasync
+    file, real = RunEventWriter(tmp_path, lambda: 1000.0), os.fdatasync
     file.append(event(0))
     assert file.flush()
     whole = file.path.stat().st_size
@@ -102,11 +102,11 @@ def test_a_quota_that_refuses_only_when_bytes_go_to_the_server_costs_the_events_
 def test_a_directory_that_cannot_be_made_is_the_users_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match="cannot create an event file"):
-        EventFile(tmp_path / "file" / "tensorboard", lambda: 1000.0)
+        RunEventWriter(tmp_path / "file" / "tensorboard", lambda: 1000.0)
 
 
 def test_a_full_disk_costs_the_events_of_that_moment_and_one_warning(tmp_path, caplog):
-    file = EventFile(tmp_path, lambda: 1000.0)
+    file = RunEventWriter(tmp_path, lambda: 1000.0)
     file.append(event(0))
     assert file.flush()
     # Room for a part of the next record, which must not stay in the file.

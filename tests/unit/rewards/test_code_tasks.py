@@ -12,7 +12,7 @@ from rlhpc.protocol.types import Verdict
 from rlhpc.rewards import code_tests
 from rlhpc.rewards.code_place import (
     VARIABLE,
-    Program,
+    WrittenProgram,
     check_sandbox,
     described_languages,
     environment_of,
@@ -119,7 +119,7 @@ def test_blanks_at_the_end_of_lines_do_not_count():
 
 
 def test_the_last_block_counts():
-    assert last_program(fenced("a = 1") + fenced("b = 2")) == Program("python", "b = 2\n")
+    assert last_program(fenced("a = 1") + fenced("b = 2")) == WrittenProgram("python", "b = 2\n")
 
 
 TRICKS = [

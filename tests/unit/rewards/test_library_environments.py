@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlhpc.config.tables_services import EnvironmentConfig
-from rlhpc.environments.dialogue import Taken, answered
+from rlhpc.environments.dialogue import TurnsTaken, answered
 from rlhpc.protocol.errors import ConfigError, RoleFailed
 from rlhpc.protocol.messages import TurnReply, TurnRequest
 from rlhpc.rewards.environments import VARIABLE, resolve_environment
@@ -52,9 +52,9 @@ class Table:
     pool: RewardPool
     library: str
     key: str
-    asked: list[Taken] = field(default_factory=list)
+    asked: list[TurnsTaken] = field(default_factory=list)
 
-    async def __call__(self, taken: Taken) -> TurnReply:
+    async def __call__(self, taken: TurnsTaken) -> TurnReply:
         self.asked.append(taken)
         record = json.dumps(RECORDS[self.library])
         return await answered(
@@ -64,7 +64,7 @@ class Table:
 
 
 async def answer(pool, library, *turns, key="a", is_last=False):
-    return await Table(pool, library, key)(Taken(turns, turns[-1] if turns else "", is_last))
+    return await Table(pool, library, key)(TurnsTaken(turns, turns[-1] if turns else "", is_last))
 
 
 @pytest.mark.starts

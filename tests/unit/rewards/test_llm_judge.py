@@ -17,8 +17,8 @@ from rlhpc.config.tables import CompositeConfig
 from rlhpc.config.tables_services import JudgeConfig
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.llm_judge import (
-    Endpoint,
     JudgeCache,
+    JudgeConnection,
     JudgeFailed,
     LlmJudge,
     check_llm_judge,
@@ -40,7 +40,7 @@ def settings_of(server: JudgeServer | str, **changes: Any) -> JudgeConfig:
 
 def ask(server: JudgeServer | str, completion: str = "4", reference: str = "2+2=4", **changes: Any) -> Any:
     settings = settings_of(server, **changes)
-    return LlmJudge(settings, Endpoint(settings))(completion, reference)
+    return LlmJudge(settings, JudgeConnection(settings))(completion, reference)
 
 
 def test_the_grade_of_the_reply_is_the_reward():
@@ -184,17 +184,17 @@ def test_pauses_double_and_the_endpoint_may_ask_for_another():
     with judging(500) as server:
         settings = settings_of(server, backoff_s=2.0, attempts=5)
         with pytest.raises(JudgeFailed):
-            LlmJudge(settings, Endpoint(settings, sleep=slept.append))("4", "4")
+            LlmJudge(settings, JudgeConnection(settings, sleep=slept.append))("4", "4")
         assert len(slept) == 4
         for pause, longest in zip(slept, (2.0, 4.0, 8.0, 16.0), strict=True):
             assert longest / 2 <= pause <= longest
         server.headers = {"Retry-After": "7"}
         with pytest.raises(JudgeFailed):
-            LlmJudge(settings, Endpoint(settings, sleep=slept.append))("4", "4")
+            LlmJudge(settings, JudgeConnection(settings, sleep=slept.append))("4", "4")
         assert slept[4:] == [7.0] * 4
         server.headers = {"Retry-After": "3600"}  # later than there is time
         with pytest.raises(JudgeFailed, match=r"judge\.timeout_s are over"):
-            LlmJudge(settings, Endpoint(settings, sleep=slept.append))("4", "4")
+            LlmJudge(settings, JudgeConnection(settings, sleep=slept.append))("4", "4")
         assert len(slept) == 8
 
 
@@ -202,7 +202,9 @@ def test_a_worker_keeps_to_its_share_of_the_rate():
     slept: list[float] = []
     with judging("Grade: 5") as server:
         settings = settings_of(server)
-        judge = LlmJudge(settings, Endpoint(settings, requests_per_s=0.5, clock=lambda: 100.0, sleep=slept.append))
+        judge = LlmJudge(
+            settings, JudgeConnection(settings, requests_per_s=0.5, clock=lambda: 100.0, sleep=slept.append)
+        )
         for _ in range(3):
             judge("4", "4")
     assert slept == [2.0, 4.0]
@@ -225,7 +227,7 @@ def test_a_turn_that_comes_too_late_fails_at_once_and_stays_the_next_ones():
     clock = FakeClock()
     with judging("Grade: 5") as server:
         settings = settings_of(server, timeout_s=8.0, requests_per_s=0.1)
-        judge = LlmJudge(settings, Endpoint(settings, requests_per_s=0.1, clock=clock.read, sleep=clock.sleep))
+        judge = LlmJudge(settings, JudgeConnection(settings, requests_per_s=0.1, clock=clock.read, sleep=clock.sleep))
         judge("4", "4")
         for _ in range(3):
             with pytest.raises(JudgeFailed, match=r"judge\.requests_per_s=0\.1 .* judge\.timeout_s=8$") as failed:
@@ -242,7 +244,7 @@ def test_a_second_try_whose_turn_comes_too_late_says_why_it_is_one():
     clock = FakeClock()
     with judging(500) as server:
         settings = settings_of(server, timeout_s=8.0, requests_per_s=0.1)
-        judge = LlmJudge(settings, Endpoint(settings, requests_per_s=0.1, clock=clock.read, sleep=clock.sleep))
+        judge = LlmJudge(settings, JudgeConnection(settings, requests_per_s=0.1, clock=clock.read, sleep=clock.sleep))
         with pytest.raises(JudgeFailed, match=r"status 500: .*; its turn by judge\.requests_per_s") as failed:
             judge("4", "4")
         assert (failed.value.costs["judge_requests"], "judge_retries" in failed.value.costs) == (1, False)
@@ -275,17 +277,17 @@ def test_a_reply_is_kept_and_found_by_others_and_after_a_restart(tmp_path):
     directory = tmp_path / "judge"
     with judging("Grade: 5", "Grade: 6", "Grade: 7") as server:
         settings = settings_of(server)
-        first, second = (LlmJudge(settings, Endpoint(settings), JudgeCache(directory)) for _ in range(2))
+        first, second = (LlmJudge(settings, JudgeConnection(settings), JudgeCache(directory)) for _ in range(2))
         assert first("4", "4").reward == 0.5
         again = second("4", "4")
         assert (again.reward, again.costs) == (0.5, {"judge_cached": 1.0})
         assert first("five", "4").reward == 0.6  # another completion
         (file,) = directory.iterdir()
         file.write_bytes(file.read_bytes() + b'{"digest": "cut o')
-        later = LlmJudge(settings, Endpoint(settings), JudgeCache(directory))
+        later = LlmJudge(settings, JudgeConnection(settings), JudgeCache(directory))
         assert later("five", "4").costs == {"judge_cached": 1.0}
         other = settings_of(server, model="another")
-        assert LlmJudge(other, Endpoint(other), JudgeCache(directory))("4", "4").reward == 0.7
+        assert LlmJudge(other, JudgeConnection(other), JudgeCache(directory))("4", "4").reward == 0.7
         assert len(server.requests) == 3
 
 
@@ -327,7 +329,7 @@ def test_a_cache_that_cannot_be_written_costs_no_judgement(tmp_path):
     (tmp_path / "file").write_text("")
     with judging("Grade: 5") as server:
         settings = settings_of(server)
-        assert LlmJudge(settings, Endpoint(settings), JudgeCache(tmp_path / "file"))("4", "4").reward == 0.5
+        assert LlmJudge(settings, JudgeConnection(settings), JudgeCache(tmp_path / "file"))("4", "4").reward == 0.5
     cache = JudgeCache(tmp_path / "file")
     cache.keep("a" * 64, "Grade: 5")
     assert cache.get("a" * 64) == "Grade: 5"  # paid for once by this worker

@@ -12,12 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rlhpc.agents.agents import Access, Endpoint
-from rlhpc.agents.openai_format import Refused, Sampled, read_request
-from rlhpc.agents.session import AgentSession, Rules
+from rlhpc.agents.agents import Access, AgentServer
+from rlhpc.agents.openai_format import Refused, SamplingSettings, read_request
+from rlhpc.agents.session import AgentSession, SessionRules
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.environments.dialogue import Taken
+from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.messages import TurnReply
 from tests.patience import PATIENCE_S
 from tests.unit.data.chat_models import make_chat_model
@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 class Stand:
     """A session, and a policy that says what a test tells it to."""
 
-    endpoint: Endpoint
+    endpoint: AgentServer
     session: AgentSession
     access: Access
     http: aiohttp.ClientSession
@@ -54,14 +54,14 @@ class Stand:
     async def next(self, *, is_last: bool = False) -> TurnReply:
         """What the agent does after the turns so far."""
         last = self.turns[-1] if self.turns else ""
-        taken = Taken(tuple(self.turns), last, is_last, False, (10, 3))
+        taken = TurnsTaken(tuple(self.turns), last, is_last, False, (10, 3))
         return await asyncio.wait_for(self.session(taken), PATIENCE_S)
 
 
 @asynccontextmanager
 async def stand_of(tokenizer: PromptTokenizer, *, max_request_bytes: int = 1 << 20) -> AsyncIterator[Stand]:
-    rules = Rules("hermes", PATIENCE_S, lambda tools: DialogueTemplate(tokenizer, tools))
-    endpoint = Endpoint(run=Sampled(1.0), max_request_bytes=max_request_bytes)
+    rules = SessionRules("hermes", PATIENCE_S, lambda tools: DialogueTemplate(tokenizer, tools))
+    endpoint = AgentServer(run=SamplingSettings(1.0), max_request_bytes=max_request_bytes)
     await endpoint.open("local")
     session = AgentSession("one", rules, None)
     async with aiohttp.ClientSession() as http:
@@ -393,7 +393,7 @@ def test_wishes_that_would_make_log_probabilities_untrue_are_refused_with_what_i
     wish: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(Refused, match=why) as refused:
-        read_request({"messages": GO} | wish, Sampled(0.7, ("</a>",)))
+        read_request({"messages": GO} | wish, SamplingSettings(0.7, ("</a>",)))
     assert refused.value.status == 400
 
 
@@ -401,6 +401,6 @@ def test_wishes_that_change_nothing_are_granted() -> None:
     idle = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "seed": 5, "user": "x", "tool_choice": "auto",
             "presence_penalty": 0.0, "response_format": {"type": "text"}, "max_completion_tokens": 9}  # fmt: skip
     content = [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]
-    asked = read_request({"messages": [{"role": "developer", "content": content}], **idle}, Sampled(0.7))
+    asked = read_request({"messages": [{"role": "developer", "content": content}], **idle}, SamplingSettings(0.7))
     assert asked.messages == ({"role": "system", "content": "go"},)
     assert asked.max_tokens == 9

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rlhpc.config.tables_services import EnvironmentConfig
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.environments.dialogue import Dialogue, Finished, Taken
+from rlhpc.environments.dialogue import Dialogue, FinishedDialogue, TurnsTaken
 from rlhpc.generation.vllm_requests import prefix_of
 from rlhpc.protocol.environment import TOOL_SCHEMAS, Environment, Message, Step
 from rlhpc.protocol.messages import TurnReply
@@ -56,10 +56,10 @@ class Table:
     most: int
     seed: int = 0
     salt: int = 0
-    asked: list[Taken] = field(default_factory=list)
+    asked: list[TurnsTaken] = field(default_factory=list)
     environment: Babble | None = None
 
-    async def __call__(self, taken: Taken) -> TurnReply:
+    async def __call__(self, taken: TurnsTaken) -> TurnReply:
         await asyncio.sleep(0)
         self.asked.append(taken)
         if self.environment is None:
@@ -130,7 +130,9 @@ def same(mine: Rollout, other: Rollout) -> None:
     assert mine.finish_reason is other.finish_reason
 
 
-def check(finished: Finished, engine: Watched, table: Table, speech, limits: dict[str, int], max_tokens: int) -> None:
+def check(
+    finished: FinishedDialogue, engine: Watched, table: Table, speech, limits: dict[str, int], max_tokens: int
+) -> None:
     """What holds of every dialogue that was not cut off."""
     check_tokens(finished, engine, table, speech, limits, max_tokens)
     if engine.fed:
@@ -141,7 +143,9 @@ def check(finished: Finished, engine: Watched, table: Table, speech, limits: dic
         )
 
 
-def check_tokens(finished: Finished, engine: Watched, table, speech, limits: dict[str, int], max_tokens: int) -> None:
+def check_tokens(
+    finished: FinishedDialogue, engine: Watched, table, speech, limits: dict[str, int], max_tokens: int
+) -> None:
     """The same, whatever its environment gives."""
     rollout, (tokenizer, template) = finished.rollout, speech
     assert finished.reply is not None
@@ -197,7 +201,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-async def converse(speeches, case, *, cut_after: int | None) -> tuple[Finished, Finished | None]:
+async def converse(speeches, case, *, cut_after: int | None) -> tuple[FinishedDialogue, FinishedDialogue | None]:
     """The whole dialogue; and the same one cut off after so many tokens, and continued by another process."""
     speech, max_tokens = speeches[case["family"], case["has_tools"]], case["max_tokens"]
     limits = {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
@@ -316,7 +320,7 @@ async def test_an_environment_that_says_something_else_the_second_time_costs_wha
 async def test_a_failure_of_the_environment_is_no_reward_of_zero(speeches):
     speech = speeches["qwen2.5", False]
 
-    async def fails(taken: Taken) -> TurnReply:
+    async def fails(taken: TurnsTaken) -> TurnReply:
         return TurnReply(0, (), 0.0, "verifier_error", {}, "it fell", is_done=False, is_over=False)
 
     engine = await engine_of(speech, 1, 0.2)
@@ -341,7 +345,7 @@ async def test_an_environment_that_does_not_answer_does_not_hold_up_who_hands_ba
     speech = speeches["qwen2.5", False]
     table, silence = Table(5), asyncio.Event()
 
-    async def slow(taken: Taken) -> TurnReply:
+    async def slow(taken: TurnsTaken) -> TurnReply:
         if taken.turns:
             silence.set()
             await asyncio.sleep(3600)

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.environments.dialogue import Taken
+from rlhpc.environments.dialogue import TurnsTaken
 from rlhpc.protocol.messages import TurnReply
 from tests.unit.data.chat_models import QWEN25, make_chat_model
 from tests.unit.roles.test_dialogue import dialogue_of, engine_of
@@ -24,7 +24,7 @@ async def test_a_message_that_the_chat_template_refuses_is_a_verifier_error(tmp_
     tokenizer = PromptTokenizer(make_chat_model(tmp_path, "qwen2.5", STRICT))
     speech = tokenizer, DialogueTemplate(tokenizer)
 
-    async def environment(taken: Taken) -> TurnReply:
+    async def environment(taken: TurnsTaken) -> TurnReply:
         role = "referee" if len(taken.turns) == refused_turn else "user"
         said: dict[str, Any] = {"messages": ({"role": role, "content": "Go on."},), "reward": 0.25 * len(taken.turns)}
         return TurnReply(0, said["messages"], said["reward"], "wrong", {}, "", is_done=False, is_over=taken.is_last)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from rlhpc.protocol.errors import SandboxError
 from rlhpc.sandbox import kernel
-from rlhpc.sandbox.client import MIB, Finished, Limits, Sandbox, SandboxSettings
+from rlhpc.sandbox.client import MIB, FinishedProgram, ProgramLimits, Sandbox, SandboxSettings
 from rlhpc.sandbox.cpp import compile_cpp, compile_limits, find_compiler
 from rlhpc.sandbox.server import USERS, first_user
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hostile
 import hostile_cpp
 
-LIMITS = Limits(cpu_s=1.0, wall_s=3.0, memory_bytes=256 * MIB, box_bytes=8 * MIB, output_bytes=1 * MIB)
+LIMITS = ProgramLimits(cpu_s=1.0, wall_s=3.0, memory_bytes=256 * MIB, box_bytes=8 * MIB, output_bytes=1 * MIB)
 SECRET = "the-secret-outside"
 BUSY_S = 60.0  # on the clock: for what has to come to its end, also on a busy machine
 COMPILER = replace(compile_limits(cpu_s=2.0, memory_bytes=1 << 30), wall_s=BUSY_S)
@@ -90,12 +90,12 @@ class Outside:
         return "" if after == self.before else f"{self.before} became {after}"
 
 
-def limits_of(name: str) -> Limits:
+def limits_of(name: str) -> ProgramLimits:
     """Of a program."""
     return replace(LIMITS, wall_s=BUSY_S) if name in STATUS else LIMITS
 
 
-def achievement(name: str, run: Finished, outside: Outside, strength: str) -> str:
+def achievement(name: str, run: FinishedProgram, outside: Outside, strength: str) -> str:
     """What a program has reached; "" if nothing."""
     output = run.stdout + run.stderr
     for word in (SECRET, "root:x:0", *(["ESCAPED"] if not run.stopped_for else [])):
@@ -154,7 +154,7 @@ def alone(name: str, outside: Outside) -> str:
     run = subprocess.run(
         [sys.executable, "-c", text], input=b"input", capture_output=True, cwd=outside.directory.parent
     )
-    finished = Finished(run.returncode, "", run.stdout, run.stderr, 0.0, 0.0, 0)
+    finished = FinishedProgram(run.returncode, "", run.stdout, run.stderr, 0.0, 0.0, 0)
     seen = achievement(name, finished, outside, "strong")
     deadline = time.monotonic() + BUSY_S  # a signal may take a while
     while not seen and time.monotonic() < deadline:

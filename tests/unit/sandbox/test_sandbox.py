@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlhpc.protocol.errors import SandboxError
-from rlhpc.sandbox.client import Layers, Limits, Sandbox, SandboxSettings
+from rlhpc.sandbox.client import Layers, ProgramLimits, Sandbox, SandboxSettings
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
-LIMITS = Limits(cpu_s=30.0, wall_s=PATIENCE_S)
+LIMITS = ProgramLimits(cpu_s=30.0, wall_s=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
