@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 KEEPS_COMPILED := PYTHONDONTWRITEBYTECODE=
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 $(KEEPS_COMPILED)  # processes share two cores
 
-.PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator soak-sandbox soak-matrix test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
+.PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator soak-sandbox soak-matrix test test-all quick mutations check fix lint types imports spelling docs resolve locks ring slurm \
     slurm-releases gpu gpu-one-card gpu-dry bench clean
 
 help:  ## show this
@@ -71,7 +71,7 @@ quick: setup  ## tests of units that start no process and wait for nothing
 mutations: setup  ## plant known bugs, one at a time, and show which test finds each; about 20 minutes
 	$(BIN)/python -m bench.mutations --jobs 2
 
-check: setup lint types imports spelling resolve test test-all  ## format, lint, types, import rules, resolver, all tests
+check: setup lint types imports spelling docs resolve test test-all  ## format, lint, types, import rules, site, resolver, all tests
 
 lint:
 	$(BIN)/ruff format --check .
@@ -85,6 +85,14 @@ imports:
 
 spelling:
 	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs configs examples rlhpc launch tests bench
+
+docs: $(VENV)/.docs  ## the documentation as a site in build/site, every link checked
+	$(BIN)/python -m bench.site
+
+# Beside what is there: the versions of both lock files agree.
+$(VENV)/.docs: $(VENV)/.complete requirements/docs.txt
+	@$(PIP) --no-deps -r requirements/docs.txt
+	@touch $@
 
 resolve: setup  # every extra on every Python, and the lock files, as a resolver sees them
 	$(BIN)/python -m bench.locks check

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORM = "x86_64-manylinux_2_28"
 OVERRIDES = ROOT / "requirements" / "cpu.overrides.txt"
-CPU_EXTRAS, GPU_EXTRAS = ("cpu", "demo", "dev"), ("gpu", "demo", "dev")
+CPU_EXTRAS, GPU_EXTRAS, DOCS_EXTRAS = ("cpu", "demo", "dev"), ("gpu", "demo", "dev"), ("docs",)
 NOT_IN_CPU = ("torch", "setuptools")  # make setup takes torch first and alone; setuptools comes with it
 
 CPU_HEAD = """\
@@ -37,6 +37,10 @@ CPU_HEAD = """\
 GPU_HEAD = """\
 # pip install -c {name} '.[gpu]'        (Python {python}, Linux x86-64)
 # Made by 'make locks' from pyproject.toml: one set of versions that a resolver found, and that was installed once.
+"""
+DOCS_HEAD = """\
+# What 'make docs' installs beside requirements/cpu.txt, whose versions it keeps.
+# Made by 'make locks' from pyproject.toml.
 """
 
 
@@ -62,6 +66,11 @@ class Lock:
         """True if the overrides hold."""
         return "cpu" in self.extras
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of packages that are not in the file, since they are there before it is installed."""
+        return () if "gpu" in self.extras else NOT_IN_CPU
+
 
 def locks(directory: Path = ROOT / "requirements") -> list[Lock]:
     """All of them."""
@@ -70,7 +79,7 @@ def locks(directory: Path = ROOT / "requirements") -> list[Lock]:
         path = directory / f"gpu-{python}.txt"
         head = GPU_HEAD.format(name=f"requirements/{path.name}", python=python)
         found.append(Lock(path, (python,), GPU_EXTRAS, head))
-    return found
+    return [*found, Lock(directory / "docs.txt", PYTHONS, DOCS_EXTRAS, DOCS_HEAD)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,7 +117,7 @@ def write(lock: Lock, *, is_upgrade: bool) -> None:
         kept = sorted([*found, *(pin for pin in kept if name_of(pin) not in names and python != lock.pythons[0])])
     for python in lock.pythons:
         resolve(python, lock.extras, constraints=kept, is_for_cpu=lock.is_for_cpu)
-    lock.path.write_text(lock.head + "".join(f"{pin}\n" for pin in kept))
+    lock.path.write_text(lock.head + "".join(f"{pin}\n" for pin in kept if name_of(pin) not in lock.left_out))
 
 
 def check() -> int:

@@ -215,6 +215,29 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(linked), target
 
 
+def test_every_page_that_is_named_anywhere_exists_with_its_heading() -> None:
+    """In code, messages, settings and pages; a file that git does not know, such as a run's, is not read."""
+    folders = [path for path in ROOT.iterdir() if path.name in DIRECTORIES]
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in {"", ".md", ".toml", ".cff", ".yml"}]
+    files += [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in {".py", ".pyi", ".toml", ".md", ".txt", ".html", ".sbatch", ".sh", ".def"}
+    ]
+    missing, found = [], 0
+    for path in files:
+        for name, anchor in re.findall(r"\bdocs/([\w/-]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8")):
+            found += 1
+            page = ROOT / "docs" / name
+            if name == "decisions/README.md" or "recipes" in path.parts:  # bench/site.py writes it; pages of others
+                continue
+            if not page.exists() or (anchor and anchor not in _anchors(page)):
+                missing.append(f"{path.relative_to(ROOT)}: docs/{name}#{anchor}")
+    assert missing == []
+    assert found > 100
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES_OF_PAGES)
 def test_files_and_tests_that_a_page_names_exist(page: Path) -> None:
     if str(page.relative_to(ROOT)) in PAGES_ON_OTHERS:

@@ -39,7 +39,7 @@ def test_a_lock_file_pins_every_direct_requirement_within_its_range(lock, python
     pins = pinned(lock.path)
     left_out = set(NOT_IN_CPU) if lock.is_for_cpu else set()
     wanted = [each for each in direct(lock.extras) if each.name not in left_out]
-    assert len(wanted) > 25
+    assert len(wanted) > 15
     for requirement in wanted:
         assert requirement.marker is None, "a marker would have to be evaluated here"
         version = pins.get(canonicalize_name(requirement.name))
@@ -53,6 +53,13 @@ def test_a_lock_file_holds_exact_versions_and_names_no_index(lock):
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.+]+", pin) for pin in pins_in(text))
     assert "://" not in text
     assert "--" not in "".join(pins_in(text))
+
+
+def test_what_make_docs_installs_changes_nothing_that_make_setup_has_installed():
+    cpu, docs = (pinned(ROOT / "requirements" / f"{name}.txt") for name in ("cpu", "docs"))
+    assert {"zensical", "mkdocstrings-python"} <= docs.keys() - cpu.keys()
+    assert {name: version for name, version in docs.items() if name in cpu and version != cpu[name]} == {}
+    assert not docs.keys() & set(NOT_IN_CPU)
 
 
 def test_a_lock_file_for_cpu_holds_nothing_that_the_overrides_leave_out():
