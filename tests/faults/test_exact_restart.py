@@ -111,6 +111,7 @@ MINIBATCHES = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "
 RENEWED = {"kl_coefficient": 0.5, "reference_every": 4}  # checkpoints hold the reference
 CRITIC = {"advantage": "gae", "advantage_normalization": "batch", "gae_lambda": 0.95}
 LONG = pytest.mark.long
+SOAK = (pytest.mark.long, pytest.mark.soak)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ LONG = pytest.mark.long
             "critic", 2, {"backend": "deepspeed", "zero_stage": 2, **FALLING, **TWO_RANKS}, CRITIC, marks=LONG
         ),
         pytest.param("vllm", 1, {}, {}, marks=LONG),  # a bit that differs would show in every token
-        pytest.param("curriculum", 1, {}, {"kl_coefficient": 0.5, "entropy_coefficient": 1e-3}, marks=LONG),
+        pytest.param("curriculum", 1, {}, {"kl_coefficient": 0.5, "entropy_coefficient": 1e-3}, marks=SOAK),
     ],
 )
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(

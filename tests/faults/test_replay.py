@@ -21,6 +21,7 @@ from tests.ring.rollouts_on_disk import (
 from tests.ring.run_kit import GONE_S, Lab, Run, make_lab
 
 pytestmark = pytest.mark.ring
+SOAK = (pytest.mark.long, pytest.mark.soak)
 NUM_STEPS, KILL_AT = 24, 8
 HELD_STEPS = 20  # at most so many are done before the kill
 
@@ -57,8 +58,8 @@ def assert_nothing_was_sampled_again(layout: RunLayout, num_before: int) -> None
     [
         (("controller", "trainer", "generator"), 1000),  # no checkpoint was ever written
         pytest.param(("controller",), 5, marks=pytest.mark.long),
-        pytest.param(("trainer",), 1000, marks=pytest.mark.long),
-        pytest.param(("generator",), 1000, marks=pytest.mark.long),
+        pytest.param(("trainer",), 1000, marks=SOAK),
+        pytest.param(("generator",), 1000, marks=SOAK),
     ],
 )
 def test_a_run_that_is_killed_between_checkpoints_goes_on_from_its_journal(
@@ -100,7 +101,14 @@ def test_a_run_that_is_killed_between_checkpoints_goes_on_from_its_journal(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victims", [("controller",), ("trainer",), ("generator",), ("launcher",)])
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("controller",),
+        ("launcher",),
+        *(pytest.param((role,), marks=pytest.mark.soak) for role in ("trainer", "generator")),
+    ],
+)
 def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sampled_again(
     lab: Lab, tmp_path: Path, victims: tuple[str, ...]
 ) -> None:

@@ -21,6 +21,7 @@ from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import CEILING_S, GONE_S, Lab, Run, make_lab, rlhpc, summary_of
 
 pytestmark = pytest.mark.ring
+SOAK = (pytest.mark.long, pytest.mark.soak)
 SLOW = {"task": "tests.ring.ring_rewards:slow_parity"}
 ENDLESS = {"num_steps": 100_000}
 EVERYBODY = ("controller-0", "trainer-0", "generator-0", "reward-0")
@@ -56,7 +57,7 @@ def test_a_launcher_that_is_killed_while_roles_start_leaves_nothing_behind(lab: 
         run.assert_nothing_is_left(within_s=GONE_S)
 
 
-@pytest.mark.parametrize("name", ["controller-0", pytest.param("trainer-0", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["controller-0", pytest.param("trainer-0", marks=SOAK)])
 def test_a_resume_ends_what_stands_still_of_the_start_before(lab: Lab, name: str) -> None:
     run_file, layout = lab.run_file(f"left-{name}", run=ENDLESS, data=SLOW), lab.layout(f"left-{name}")
     with Run(run_file, layout) as first:
@@ -74,7 +75,7 @@ def test_a_resume_ends_what_stands_still_of_the_start_before(lab: Lab, name: str
     assert_full_batches_trained_once(layout.rollouts, num_steps, 4, 4)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SOAK)])
 def test_a_controller_that_wakes_in_its_successors_timeline_writes_nothing_and_ends(lab: Lab, seed: int) -> None:
     """As on another machine, whose processes nobody here can end: a node that hung, a cable that was cut."""
     num_steps, chance = 40, random.Random(seed)

@@ -16,7 +16,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from tests.ring.rollouts_on_disk import assert_the_audit_is_clean
 from tests.ring.run_kit import ROOT, Run
 
-pytestmark = [pytest.mark.ring, pytest.mark.vllm, pytest.mark.long]
+pytestmark = [pytest.mark.ring, pytest.mark.vllm, pytest.mark.long, pytest.mark.soak]
 NUM_STEPS = 30
 
 

@@ -197,6 +197,7 @@ def test_settings_that_a_role_refuses_are_not_tried_again(slurm: DevCluster, lab
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_two_runs_at_once_on_the_same_nodes_do_not_touch_each_other(slurm: DevCluster, lab: Lab) -> None:
     runs = [SlurmRun(slurm, lab, f"het-two-{k}", run={"num_steps": 20, "seed": k}, **LASTING) for k in (1, 2)]
     for run in runs:

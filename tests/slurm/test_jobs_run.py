@@ -24,6 +24,7 @@ def jobs_run(slurm: DevCluster, lab: Lab, name: str, **sections: object) -> Slur
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_roles_start_in_any_order_a_minute_apart(slurm: DevCluster, lab: Lab) -> None:
     late = {"extra": [f"--begin=now+{GAP_S}"]}
     runs = [
