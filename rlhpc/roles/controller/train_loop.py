@@ -3,7 +3,7 @@
     full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
                                        └──▶ live ───▶ release   slots come free: new prompts start on the new weights
 
-Input: RolloutGroup.  Output: TrainBatch; its rows go to the ranks ahead of it (batch_maker.py).  Slots are released
+Input: RolloutGroup.  Output: TrainBatch; its rows go to the ranks ahead of it (batches.py).  Slots are released
 only after the weights are live: releasing them earlier would let a prompt start on the old policy and break the
 staleness bound (docs/design.md, "Staleness").
 """
@@ -232,7 +232,6 @@ class TrainLoop:
         durable: returns once all that has happened so far is in the journal.  Weights are published after it, so that a
         restart can make them again.
         """
-        self._saved, self._none_is_live = step, False  # step of the last checkpoint
         make_samples = SampleMaker.of(config)
         self._batches = BatchMaker(config, buffer, trainer, cost, make_samples)
         self._parts = StepParts(config, buffer, trainer, self._batches)
@@ -243,8 +242,11 @@ class TrainLoop:
         self._rates = LearningRates(config, progress or RunProgress())
         self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
         self.step, self.version, self._made = step, version, made
-        self._ready, self._stop = asyncio.Event(), asyncio.Event()
+        self._saved = step  # of the last checkpoint
+        self._ready = asyncio.Event()  # groups or generators have changed, or the run is to stop
+        self._stopped: asyncio.Future[Literal[True]] = asyncio.get_running_loop().create_future()  # run's `stop`
         self._going_live: asyncio.Task[None] | None = None
+        self._none_is_live = False  # all generators have failed to load the last version
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
         self.until_live_s = self.checkpoint_s = 0.0  # of the last version and the last checkpoint: see StepRecord
 
@@ -256,6 +258,8 @@ class TrainLoop:
     def newest_version(self) -> int:
         """The newest version that any generator can have sampled with."""
         return max(self.version, self._made)
+
+    # -------------------------------------------------------------------------------------------- before the first step
 
     async def replay(
         self,
@@ -278,7 +282,7 @@ class TrainLoop:
                 break
             newest = max(recorded.groups)
             restored([left.popleft() for _ in range(sum(group.group.group_id <= newest for group in left))])
-            done = await self._step(self._buffer.take_again(recorded.groups, self.step))
+            done = await self._train(self._buffer.take_again(recorded.groups, self.step))
             self._buffer.release(recorded.groups)
             await record(done)
             self._guarding.enforce()
@@ -295,6 +299,8 @@ class TrainLoop:
             await self._publish()
             await self._wait_until_released()
 
+    # ------------------------------------------------------------------------------------------------------------ steps
+
     async def run(
         self,
         stop: asyncio.Event,
@@ -307,98 +313,76 @@ class TrainLoop:
         publishes before anything else.  A checkpoint that fails is tried again soon.  Returns when the last one is
         complete.  Raises CheckpointError if that fails, or if none succeeds for long.
         """
-        every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
-        saved, self._stop = self._saved, stop
+        last = self._config.run.num_steps
+        self._stopped = asyncio.ensure_future(stop.wait())
+        self._stopped.add_done_callback(lambda _: self._ready.set())
         self._rates.start()
         try:
             while self.step < last and not stop.is_set():
-                groups, waited_s = await self._full_batch(stop)
-                if groups is None:
-                    break
-                await record(await self._train(groups, waited_s, checkpoints))
-                self._guarding.enforce()
-                checkpoints.raise_failure()
-                is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
-                if is_due and self.step < last:
-                    await self._save(checkpoints)
-                    saved = self.step
+                await self._one_step(stop, record, checkpoints)
+            await self._finish(checkpoints)
         finally:
             self._batches.give_up()
-        await self._wait_until_released()
-        if (self.step > saved or checkpoints.has_failed) and self._is_worth_saving(last):
-            await self._save_at_last(checkpoints)
-        await checkpoints.finish()
+            self._stopped.cancel()
 
-    async def _save_at_last(self, checkpoints: Checkpoints) -> None:
-        """Save, again while the disk refuses: no later step would.  Raises CheckpointError if that lasts too long."""
-        await self._save(checkpoints)
-        while not await checkpoints.has_succeeded():
-            checkpoints.raise_failure()
-            if checkpoints.is_overdue:
-                await self._save(checkpoints)
-            else:
-                await asyncio.sleep(LAST_SAVE_POLL_S)
+    async def _one_step(
+        self, stop: asyncio.Event, record: Callable[[StepRecord], Awaitable[None]], checkpoints: Checkpoints
+    ) -> None:
+        """One step, as it happens; nothing if `stop` is set before there is a batch."""
+        # A full batch; while the trainer would wait for it, it trains parts of it.
+        groups, waited_s = await self._full_batch(stop)
+        if groups is None:
+            return
 
-    def _is_worth_saving(self, last: int) -> bool:
-        """False: in lockstep, while the weights before these still have to sample; the journal has it all."""
-        if self._lockstep is None or self.step >= last or self._lockstep.is_settled(self.step):
-            return True
-        log.info("no checkpoint: a resume trains the steps after the last one again, from the journal")
-        return False
+        # Its optimiser step; the next batch is made meanwhile.
+        done = await self._train(groups, goes_on=self.step + 1 < self._config.run.num_steps)
 
-    async def _save(self, checkpoints: Checkpoints) -> None:
-        await self._wait_until_released()
-        began = time.monotonic()
-        await checkpoints.write(self.step, self.version)
-        self.checkpoint_s = time.monotonic() - began
-
-    # ------------------------------------------------------------------------------------------------------ one step
-
-    async def _full_batch(self, stop: asyncio.Event) -> tuple[list[RolloutGroup] | None, float]:
-        """Wait for the groups of one batch; None if `stop` is set first."""
-        began = time.monotonic()  # later: it has not waited while it trained a part
-        stopped = asyncio.ensure_future(stop.wait())
-        try:
-            while True:
-                self._ready.clear()
-                groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
-                if groups is not None:
-                    refuse_stale(groups, self.version, self._buffer.staleness_bound)
-                    return groups, time.monotonic() - began
-                await self._republish_if_deserted()
-                if not stop.is_set() and (trained_s := await self._parts.train(self.step, self.version)):
-                    began += trained_s
-                else:
-                    await self._change(stopped)
-                if stop.is_set():
-                    return None, time.monotonic() - began
-        finally:
-            stopped.cancel()
-
-    async def _change(self, stopped: asyncio.Future[Literal[True]]) -> None:
-        """Wait until groups or generators have changed, or for `stopped`."""
-        ready = asyncio.ensure_future(self._ready.wait())
-        await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-
-    async def _train(self, groups: list[RolloutGroup], waited_s: float, checkpoints: Checkpoints) -> StepRecord:
-        done = await self._step(groups, goes_on=self.step + 1 < self._config.run.num_steps)
-        # The previous version may not be live yet, and would release everything that is listed: list these after it.
+        # New weights.  The version before may not be live yet, and would release all that is listed: list these after.
         await self._wait_until_released()
         self._unreleased += [group.group_id for group in groups]
-        if await self._may_publish():
+        if await self._may_publish(stop):
             await self._durable()
-            await self._publish()
-        return replace(
-            done,
-            wait_for_groups_s=waited_s,
-            until_live_s=self.until_live_s,
-            checkpoint_s=self.checkpoint_s,
-            checkpoint_write_s=checkpoints.write_s,
-            longest_save_s=checkpoints.longest_s,
-        )
+            await self._publish()  # slots come free when it is live, while the next steps run
 
-    async def _step(self, groups: list[RolloutGroup], *, goes_on: bool = False) -> StepRecord:
+        # Metrics and totals, which a checkpoint holds; then the guard may end the run.
+        await record(
+            replace(
+                done,
+                wait_for_groups_s=waited_s,
+                until_live_s=self.until_live_s,
+                checkpoint_s=self.checkpoint_s,
+                checkpoint_write_s=checkpoints.write_s,
+                longest_save_s=checkpoints.longest_s,
+            )
+        )
+        self._guarding.enforce()
+
+        # A checkpoint, where one is due.
+        checkpoints.raise_failure()
+        is_due = (
+            checkpoints.is_overdue if checkpoints.has_failed else self.step % self._config.checkpoint.every_steps == 0
+        )
+        if is_due and self.step < self._config.run.num_steps:
+            await self._save(checkpoints)
+
+    async def _full_batch(self, stop: asyncio.Event) -> tuple[list[RolloutGroup] | None, float]:
+        """Wait for the groups of one batch; None if `stop` is set first.  Returns the seconds that it waited, too."""
+        began = time.monotonic()  # later: it has not waited while it trained a part
+        while True:
+            self._ready.clear()
+            groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
+            if groups is not None:
+                refuse_stale(groups, self.version, self._buffer.staleness_bound)
+                return groups, time.monotonic() - began
+            await self._republish_if_deserted()
+            if not stop.is_set() and (trained_s := await self._parts.train(self.step, self.version)):
+                began += trained_s
+            else:
+                await self._ready.wait()
+            if stop.is_set():
+                return None, time.monotonic() - began
+
+    async def _train(self, groups: list[RolloutGroup], *, goes_on: bool = False) -> StepRecord:
         """Pack, train, consume.  goes_on: the next step's batch is made meanwhile."""
         began = time.monotonic()
         recorded = self._recorded.pop(self.step, None)
@@ -437,30 +421,26 @@ class TrainLoop:
             guard=note,
         )
 
-    # ------------------------------------------------------------------------------------------------- after the step
+    # ---------------------------------------------------------------------------------------------------------- weights
 
-    async def _may_publish(self) -> bool:
+    async def _may_publish(self, stop: asyncio.Event) -> bool:
         """False after `stop`.  In lockstep: wait until the weights before these have sampled all that is theirs.
 
         Raises RoleFailed if no generator is left that has those weights: the trainer has them no more.
         """
-        if self._lockstep is None or self._stop.is_set():
-            return not self._stop.is_set()
+        if self._lockstep is None or stop.is_set():
+            return not stop.is_set()
         if self.step >= self._config.run.num_steps:
             return False  # what these weights would sample is for no step
-        stopped = asyncio.ensure_future(self._stop.wait())
-        try:
-            while not (self._lockstep.is_settled(self.step) or self._stop.is_set()):
-                self._ready.clear()
-                if self._weight_sync.is_deserted:
-                    raise RoleFailed(
-                        f"run.deterministic=true: every generator with weights {self._weight_sync.live_version} is "
-                        f"gone, and the trainer has weights {self.version}; the next attempt makes those again"
-                    )
-                await self._change(stopped)
-        finally:
-            stopped.cancel()
-        return not self._stop.is_set()
+        while not (self._lockstep.is_settled(self.step) or stop.is_set()):
+            self._ready.clear()
+            if self._weight_sync.is_deserted:
+                raise RoleFailed(
+                    f"run.deterministic=true: every generator with weights {self._weight_sync.live_version} is gone, "
+                    f"and the trainer has weights {self.version}; the next attempt makes those again"
+                )
+            await self._ready.wait()
+        return not stop.is_set()
 
     async def _publish(self) -> None:
         """Publish the current version, and go on while the generators load it."""
@@ -491,11 +471,39 @@ class TrainLoop:
         """Wait until the previous version is live and its slots are released; not after `stop`."""
         if self._going_live is None:
             return
-        stopped = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait((self._going_live, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        await asyncio.wait((self._going_live, self._stopped), return_when=asyncio.FIRST_COMPLETED)
         if self._going_live.done():
             self._going_live.result()
         else:
             self._going_live.cancel()
         self._going_live = None
+
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    async def _save(self, checkpoints: Checkpoints) -> None:
+        await self._wait_until_released()
+        began = time.monotonic()
+        await checkpoints.write(self.step, self.version)
+        self.checkpoint_s, self._saved = time.monotonic() - began, self.step
+
+    async def _finish(self, checkpoints: Checkpoints) -> None:
+        """Save what is not saved, again while the disk refuses: no later step would.  Return when it is complete.
+
+        Not saved, in lockstep, while the weights before these still have to sample: the journal has it all.  Raises
+        CheckpointError if the disk refuses for too long.
+        """
+        self._batches.give_up()
+        await self._wait_until_released()
+        if self.step > self._saved or checkpoints.has_failed:
+            is_over = self.step >= self._config.run.num_steps
+            if self._lockstep is None or is_over or self._lockstep.is_settled(self.step):
+                await self._save(checkpoints)
+                while not await checkpoints.has_succeeded():
+                    checkpoints.raise_failure()
+                    if checkpoints.is_overdue:
+                        await self._save(checkpoints)
+                    else:
+                        await asyncio.sleep(LAST_SAVE_POLL_S)
+            else:
+                log.info("no checkpoint: a resume trains the steps after the last one again, from the journal")
+        await checkpoints.finish()
