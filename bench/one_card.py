@@ -307,7 +307,7 @@ def table(machine: Mapping[str, object], results: Sequence[Result]) -> str:
 
 
 def table_of_parts(parts: Sequence[Part] = PARTS) -> str:
-    """Return what each part shows and its limit, as docs/gpu.md has it."""
+    """Return what each part shows and its limit, as Markdown."""
     rows = [f"| {part.name} | {part.shows} | {part.limit_s} |" for part in parts]
     return "\n".join(["| part | what it shows | at most s |", "|---|---|---|", *rows])
 

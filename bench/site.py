@@ -20,6 +20,7 @@ from pathlib import Path
 
 import rlhpc
 from launch.commands.arguments import command_parser
+from rlhpc.metrics.names import table_markdown
 
 ROOT = Path(__file__).parents[1]
 PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
@@ -65,6 +66,7 @@ def write_pages(directory: Path) -> None:
     (directory / "reference").mkdir()
     (directory / "reference" / "commands.md").write_text(page_of_commands(), encoding="utf-8")
     (directory / "reference" / "python.md").write_text(page_of_python(), encoding="utf-8")
+    (directory / "reference" / "metrics.md").write_text(page_of_metrics(), encoding="utf-8")
     (directory / "docs" / "decisions" / "README.md").write_text(page_of_decisions(), encoding="utf-8")
 
 
@@ -85,6 +87,11 @@ def page_of_commands() -> str:
     for name, parser in below.choices.items():
         parts += ["", f"## rlhpc {name}", "", "```text", parser.format_help().rstrip(), "```"]
     return "\n".join(parts) + "\n"
+
+
+def page_of_metrics() -> str:
+    """What `rlhpc schema metrics` prints."""
+    return for_the_site(f"# Names of metrics\n\n[Metrics](../docs/metrics.md) has the terms.\n\n{table_markdown()}\n")
 
 
 def page_of_python() -> str:

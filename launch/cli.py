@@ -309,6 +309,11 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
+    if options.kind == "metrics":
+        from rlhpc.metrics.names import table_markdown
+
+        print(table_markdown())
+        return 0
     from launch.commands.schema import schema_of
 
     print(schema_of(options.kind))

@@ -412,7 +412,7 @@ def _takes_stop(parser: argparse.ArgumentParser) -> None:
 
 
 def _takes_kind_of_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("run", "site"), help="kind of file")
+    parser.add_argument("kind", choices=("run", "site", "metrics"), help="kind of file, or names of metrics")
 
 
 def _takes_shell(parser: argparse.ArgumentParser) -> None:
@@ -513,7 +513,11 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("evaluate", takes_evaluation, "Sample a dataset with a model; print pass@k with confidence intervals."),
     ("compare", _takes_evaluations, "Compare two evaluated models: which is better, with a confidence interval."),
     ("demo", _takes_demo, "Warm-start a tiny model and train it on arithmetic with RL, in minutes, on CPU."),
-    ("schema", _takes_kind_of_file, "Print the JSON schema of run or site files, for editors."),
+    (
+        "schema",
+        _takes_kind_of_file,
+        "Print the JSON schema of run or site files, for editors, or the names of metrics.",
+    ),
     ("completion", _takes_shell, "Print a shell completion script for commands, options and paths."),
     ("recipes", _takes_recipe, "List run files for published runs, or copy one."),
     ("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),

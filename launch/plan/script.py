@@ -195,7 +195,7 @@ def _start(plan: JobPlan, job: Job) -> str:
 # A job plan as text for people and as JSON for the supervisor.
 #
 # Input: JobPlan.  Output: text.  The JSON is an interface: the supervisor reads it with the standard library alone, on
-# a node that may have nothing else.  docs/slurm.md lists the fields; new fields are added at the end.
+# a node that may have nothing else.  launch/run_files/plan_file.py explains them; new ones are added at the end.
 
 
 def plan_report(config: Config, site: Site) -> str:

@@ -1,6 +1,8 @@
 """Write and read job_plan.json: which processes one job of a run starts.
 
-Input: the file written by launch/plan/script.py (docs/slurm.md, "Interface of the supervisor").  Output: JobPart.
+Input: the file written by launch/plan/script.py.  Output: JobPart.  A job's batch step reads it,
+`PYTHON -u -P -m launch.supervisor --run-dir RUN_DIR --plan RUN_DIR/job_plan.json --job JOB`; `rlhpc run` has
+local_plan.json, and generators that are added later have scripts/generation-K.json.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Input: the name of a key that a run file may not have.  Output: our key or command, or why there is none.  The names are
 those of TRL's GRPOConfig and scripts, of verl's ppo_trainer.yaml, and of prime-rl's rl.toml, whose sections are named
-from its root; docs/coming_from.md prints the table (`python -m tests.unit.test_docs`).
+from its root; configs/other_systems.md has the tables (`python -m tests.unit.test_coming_from`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The stable names of the metrics that a run writes, with unit and meaning.
 
-A frozen table.  A name is never reused for something else.  docs/metrics.md holds table_markdown(); a test compares.
+A frozen table.  A name is never reused for something else.  `rlhpc schema metrics` prints the table.
 A name that ends in "/*" stands for a family; what stands there a user chooses, and it may have slashes.
 Shares are 0–1.  "Batch" is the batch of the optimiser step at which the value is written; "Recently finished" is since
 the previous step, zero-variance groups included: what the policy can do now, not what it is trained on.
@@ -205,7 +205,7 @@ def find_metric(name: str) -> Metric:
 
 
 def table_markdown() -> str:
-    """Return both tables as docs/metrics.md holds them."""
+    """Return both tables as `rlhpc schema metrics` prints them."""
     rows = ["| name | unit | meaning |", "|---|---|---|"]
     for name, metric in (*METRICS.items(), *HISTOGRAMS.items()):
         # A bar would end the cell.

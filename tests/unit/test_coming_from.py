@@ -1,6 +1,6 @@
-"""docs/coming_from.md says of keys of other systems what a message about them says: both have one table.
+"""configs/other_systems.md says of keys of other systems what a message about them says: both have one table.
 
-`python -m tests.unit.test_coming_from` prints the page's tables.
+`python -m tests.unit.test_coming_from` prints the tables, and that of reward functions in docs/coming_from.md.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from rlhpc.config.file import sections, settled
 from rlhpc.config.foreign import SYSTEMS, USUAL, Counterpart
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.registry import FOREIGN, Foreign, foreign_reward, wrapper
+from tests.unit.doc_pages import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+PAGE, KEYS = ROOT / "docs" / "coming_from.md", ROOT / "configs" / "other_systems.md"
 LEAST = 40  # keys of each system
 
 
@@ -81,7 +81,7 @@ def test_a_function_of_two_parameters_is_called_as_it_is(names: tuple[str, ...])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_page_has_the_table_that_messages_use(system: str) -> None:
     assert len(SYSTEMS[system]) >= LEAST
-    assert table_of(SYSTEMS[system]) in PAGE.read_text(encoding="utf-8")
+    assert f"## {system}\n\n{table_of(SYSTEMS[system])}\n" in KEYS.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("keys", [*SYSTEMS.values(), USUAL])

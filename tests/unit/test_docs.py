@@ -182,15 +182,6 @@ def test_commands_do_what_the_page_shows(
             assert printed == expected, command
 
 
-def test_every_command_stands_in_the_table_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    names = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE)
-    assert len(names) >= 6
-    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
-    assert [name for name in names if f"| `rlhpc {name} " not in page] == []
-
-
 def test_no_reason_is_given_for_a_command_that_no_page_shows() -> None:
     shown = {command for page in PAGES_WITH_COMMANDS for command, _ in commands(page)}
     assert set(NOT_RUN) <= shown

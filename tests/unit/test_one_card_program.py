@@ -121,9 +121,10 @@ def test_parts_have_names_of_their_own_and_choose_tests_that_are_there() -> None
         one_card.chosen(["luck"])
 
 
-def test_the_page_lists_the_parts_and_their_limits() -> None:
-    """To write it anew: `python -m bench.one_card list`."""
-    assert one_card.table_of_parts() in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+def test_a_command_lists_the_parts_with_what_they_show_and_their_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_card.main(["list"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows == [f"| {part.name} | {part.shows} | {part.limit_s} |" for part in PARTS]
 
 
 @pytest.mark.starts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from launch.slurm.states import REASONS, STATES, EndedBy, JobStage, JobState, is_stuck, reason_in_words, state_of
@@ -96,19 +94,12 @@ def test_an_unknown_state_is_alive_and_says_that_it_is_unknown(word: str) -> Non
     assert "unknown to rlhpc" in state.sentence
 
 
-def test_the_page_lists_the_table_as_it_is() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operating.md").read_text(encoding="utf-8")
+def test_every_state_in_which_a_job_does_not_go_on_says_what_to_do_or_why() -> None:
+    assert len({state.sentence for state in STATES}) == len(STATES)
     for state in STATES:
-        ended_by = "-" if state.ended_by is EndedBy.NOBODY else state.ended_by.value
-        cells = (
-            f"`{state.name}`",
-            f"`{state.code}`" if state.code else "-",
-            state.life.value,
-            ended_by,
-            "yes" if state.is_restarted_by_slurm else "no",
-            state.sentence,
-        )
-        assert f"| {' | '.join(cells)} |\n" in page
+        assert state.sentence, state.name
+        if state.life is JobStage.HELD:
+            assert "`scontrol release JOB`" in state.sentence or "`rlhpc stop`" in state.sentence, state.name
 
 
 # ------------------------------------------------------------------------------------------------------------- reasons
