@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from launch.commands.arguments import (
     command_parser,
     continued,
+    function_of,
     hint_for,
     refuse_resume_point,
     refuse_without_predict,
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if place is not None:
         setattr(options, place, [*getattr(options, place), *rest])
     try:
-        act = _ACTIONS.get(options.command) or resolve_name(_FUNCTIONS[options.command])
+        act = _ACTIONS.get(options.command) or resolve_name(function_of(options.command))
         status: int = act(options)
         sys.stdout.flush()
     except RlhpcError as error:
@@ -379,16 +380,7 @@ def _demo_model(options: argparse.Namespace) -> int:
     return 0
 
 
-# Commands that take the options as they are.  Each is imported when it is called.
-_FUNCTIONS = {
-    "list": "launch.commands.list_runs:list_runs",
-    "rollouts": "launch.commands.show:show_rollouts",
-    "tensorboard": "launch.commands.show:serve_tensorboard",
-    "data": "launch.commands.data:look_at_dataset",
-    "reward": "launch.commands.reward:judge_records",
-    "evaluate": "launch.evaluate.command:evaluate",
-    "compare": "launch.evaluate.command:compare",
-}
+# What arguments.py names no function of.
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "check": _check,

@@ -9,7 +9,7 @@ import argparse
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhpc.protocol.errors import ConfigError
 
@@ -366,9 +366,14 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlhpc", description="Asynchronous RL post-training of language models.")
     parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name, takes, text in _COMMANDS:
-        takes(commands.add_parser(name, help=text, description=text))
+    for command in _COMMANDS:
+        command.takes(commands.add_parser(command.name, help=command.text, description=command.text))
     return parser
+
+
+def function_of(name: str) -> str:
+    """The function of a command that is none of launch/cli.py."""
+    return next(command.function for command in _COMMANDS if command.name == name)
 
 
 def _takes_check(parser: argparse.ArgumentParser) -> None:
@@ -490,38 +495,51 @@ def _takes_evaluations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="JSON output for programs")
 
 
-_COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...] = (
-    ("run", takes_local_run, "Start a run as processes on this machine and watch it."),
-    ("check", _takes_check, "Validate a run file, its model and its data; or verify the files of a run."),
-    ("audit", _takes_audit, "Prove from a run's files that no prompt was lost or trained twice."),
-    ("plan", _takes_plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing."),
-    ("submit", takes_submission, "Check a run, and submit its Slurm jobs."),
-    ("resume", takes_resume, "Submit the jobs of a run again, to continue from its last checkpoint."),
-    ("status", _takes_status, "Show a run: its jobs and roles, their work in progress, what they wait for."),
-    ("list", takes_list, "Show your runs below a directory and in the queue, one line each."),
-    ("stop", _takes_stop, "Finish the step, save, and end every process and job of a run."),
-    ("scale", takes_scale, "Add generators to a submitted run, or remove added ones."),
-    ("logs", takes_logs, "Show the logs of a run's processes."),
-    ("report", takes_report, "Summarise a run: busy and idle times, faults, GPU-hours, advice."),
-    ("rollouts", takes_rollouts, "Show rollouts of a run: prompts, completions, rewards."),
-    ("metrics", takes_metrics, "Print or write a run's metrics as a table, or as files of W&B."),
-    ("tensorboard", takes_charts, "Show runs in TensorBoard under their names."),
-    ("doctor", _takes_doctor, "Check a cluster for problems that would stop runs, and print remedies."),
-    ("data", takes_data, "Show a dataset's prompts or statistics, or convert it to another format."),
-    ("reward", takes_records, "Score the completions in a JSONL file with a reward function."),
-    ("export", takes_export, "Write the trained model as an HF checkpoint."),
-    ("evaluate", takes_evaluation, "Sample a dataset with a model; print pass@k with confidence intervals."),
-    ("compare", _takes_evaluations, "Compare two evaluated models: which is better, with a confidence interval."),
-    ("demo", _takes_demo, "Warm-start a tiny model and train it on arithmetic with RL, in minutes, on CPU."),
-    (
-        "schema",
-        _takes_kind_of_file,
-        "Print the JSON schema of run or site files, for editors, or the names of metrics.",
-    ),
-    ("completion", _takes_shell, "Print a shell completion script for commands, options and paths."),
-    ("recipes", _takes_recipe, "List run files for published runs, or copy one."),
-    ("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),
-)
+class Command(NamedTuple):
+    """A command, as `rlhpc --help` lists it."""
+
+    name: str
+    takes: Callable[[argparse.ArgumentParser], None]  # adds its arguments
+    text: str
+    function: str = ""  # "module:name" of what is called with them, imported then; "": a function of launch/cli.py
+
+
+_COMMANDS = (
+    Command("run", takes_local_run, "Start a run as processes on this machine and watch it."),
+    Command("check", _takes_check, "Validate a run file, its model and its data; or verify the files of a run."),
+    Command("audit", _takes_audit, "Prove from a run's files that no prompt was lost or trained twice."),
+    Command("plan", _takes_plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing."),
+    Command("submit", takes_submission, "Check a run, and submit its Slurm jobs."),
+    Command("resume", takes_resume, "Submit the jobs of a run again, to continue from its last checkpoint."),
+    Command("status", _takes_status, "Show a run: its jobs and roles, their work in progress, what they wait for."),
+    Command("list", takes_list, "Show your runs below a directory and in the queue, one line each.",
+            "launch.commands.list_runs:list_runs"),
+    Command("stop", _takes_stop, "Finish the step, save, and end every process and job of a run."),
+    Command("scale", takes_scale, "Add generators to a submitted run, or remove added ones."),
+    Command("logs", takes_logs, "Show the logs of a run's processes."),
+    Command("report", takes_report, "Summarise a run: busy and idle times, faults, GPU-hours, advice."),
+    Command("rollouts", takes_rollouts, "Show rollouts of a run: prompts, completions, rewards.",
+            "launch.commands.show:show_rollouts"),
+    Command("metrics", takes_metrics, "Print or write a run's metrics as a table, or as files of W&B."),
+    Command("tensorboard", takes_charts, "Show runs in TensorBoard under their names.",
+            "launch.commands.show:serve_tensorboard"),
+    Command("doctor", _takes_doctor, "Check a cluster for problems that would stop runs, and print remedies."),
+    Command("data", takes_data, "Show a dataset's prompts or statistics, or convert it to another format.",
+            "launch.commands.data:look_at_dataset"),
+    Command("reward", takes_records, "Score the completions in a JSONL file with a reward function.",
+            "launch.commands.reward:judge_records"),
+    Command("export", takes_export, "Write the trained model as an HF checkpoint."),
+    Command("evaluate", takes_evaluation, "Sample a dataset with a model; print pass@k with confidence intervals.",
+            "launch.evaluate.command:evaluate"),
+    Command("compare", _takes_evaluations, "Compare two evaluated models: which is better, with a confidence interval.",
+            "launch.evaluate.command:compare"),
+    Command("demo", _takes_demo, "Warm-start a tiny model and train it on arithmetic with RL, in minutes, on CPU."),
+    Command("schema", _takes_kind_of_file,
+            "Print the JSON schema of run or site files, for editors, or the names of metrics."),
+    Command("completion", _takes_shell, "Print a shell completion script for commands, options and paths."),
+    Command("recipes", _takes_recipe, "List run files for published runs, or copy one."),
+    Command("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),
+)  # fmt: skip
 
 
 # What other programs call our commands.
@@ -536,7 +554,7 @@ _ELSEWHERE = {
 
 def similar_command(word: str) -> str:
     """The command that a mistyped word, or one of other programs, may mean; "" for a command, an option, or neither."""
-    names = [name for name, _, _ in _COMMANDS]
+    names = [command.name for command in _COMMANDS]
     if word in names or word.startswith("-"):
         return ""
     return _ELSEWHERE.get(word) or next(iter(difflib.get_close_matches(word, names, n=1)), "")

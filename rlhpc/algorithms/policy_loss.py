@@ -2,7 +2,7 @@
 
     L = − Σ_t  a_t · w_t · f_t          divided by the loss tokens of the whole batch, which is the caller's part
 
-f   objective   algorithm.loss      a file each beside this one; u, the ratio that it bounds, starts at the anchor
+f   objective   algorithm.loss      objectives.py; u, the ratio that it bounds, starts at the anchor
 w   importance  policy_loss.py       how far the sampler was from the anchor
 a   share       samples.py      1 for a mean over tokens
 
