@@ -1,1 +1,1 @@
-"""A private Slurm in one directory: real daemons, virtual nodes, fake GPUs (docs/slurm.md)."""
+"""A private Slurm in one directory: real daemons, virtual nodes, fake GPUs (README.md)."""

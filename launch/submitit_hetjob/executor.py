@@ -2,7 +2,7 @@
 
 Input: components.  Output: one sbatch, and one submitit job per component.  Guarantees: everything that a job needs is
 on disk in FOLDER/JOBID before the job begins; nothing in FOLDER is overwritten; a failed submission leaves nothing
-behind.  docs/python.md explains it; launch/submitit_hetjob/supervisor.py runs in the job.
+behind.  README.md beside it explains it; launch/submitit_hetjob/supervisor.py runs in the job.
 """
 
 from __future__ import annotations

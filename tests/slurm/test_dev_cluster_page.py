@@ -1,4 +1,4 @@
-"""The commands of docs/slurm.md run as printed."""
+"""The commands of launch/private_slurm/README.md run as printed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from launch.private_slurm.packages import Installation
 from tests.unit.doc_pages import ROOT, blocks
 
-PAGE = ROOT / "docs" / "slurm.md"
+PAGE = ROOT / "launch" / "private_slurm" / "README.md"
 
 
 def test_the_commands_of_the_page_run_as_printed(slurm_installation: Installation) -> None:
-    block = next(blocks(PAGE, "bash", heading="A private Slurm"))
+    block = next(blocks(PAGE, "bash"))
     root = Path(f"/tmp/rlhpc-page-{os.getpid()}")
     script = "set -euo pipefail\n" + block.replace("/tmp/my-cluster", str(root))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

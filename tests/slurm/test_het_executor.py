@@ -19,7 +19,6 @@ from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecuto
 from launch.submitit_hetjob.job import HeterogeneousSlurmJob
 from tests.slurm.cluster_kit import PATIENCE_S, directory_of, job_state, submit, wait_until
 from tests.slurm.het_callables import Counts, FailsAfter, FailsFirst, WaitsFor, fail, sleep_long, where_am_i
-from tests.unit.doc_pages import section
 
 ROOT = Path(__file__).parents[2]
 CPU = {"partition": "cpu", "mem_gb": 0.0625}
@@ -188,7 +187,7 @@ def test_cancelling_one_component_is_its_failure_and_not_a_wish_for_another_life
 
 
 def test_the_example_of_the_documentation_runs_as_printed(executor: HeterogeneousSlurmExecutor) -> None:
-    page = section(ROOT / "docs" / "python.md", "The heterogeneous executor")
+    page = (ROOT / "launch" / "submitit_hetjob" / "README.md").read_text(encoding="utf-8")
     program, shown = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("python", "text"))
     executor.folder.mkdir()
     words = [sys.executable, "-c", program]

@@ -27,8 +27,7 @@ SHELL = {
     "python3 -m venv .venv",
     "sudo apt-get install python3-venv make",
 }
-# The first block below a heading: tests/slurm/test_dev_cluster_page.py runs it as a script.
-CALLED_BY_TESTS = {"docs/slurm.md": "A private Slurm"}
+CALLED_BY_TESTS = {"launch/private_slurm/README.md"}  # tests/slurm/test_dev_cluster_page.py runs its first block
 # Commands that are shown with their output, refusals among them: these tests compare every line of it.
 SHOWN_WITH_OUTPUT = {
     "configs/README.md": "tests/unit/test_docs.py",
@@ -143,7 +142,7 @@ def looks_like_a_command(line: str) -> bool:
 def test_every_command_of_a_page_is_known_or_marked(page: Path) -> None:
     name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
     if name in CALLED_BY_TESTS:
-        text = text.replace(next(blocks(page, "bash", heading=CALLED_BY_TESTS[name])), "")
+        text = text.replace(next(blocks(page, "bash")), "")
     assert list(faults_of_page(text, name)) == []
 
 
