@@ -63,29 +63,6 @@ def past_proxies(record: dict[str, Any]) -> dict[str, Any]:
     return {"reward": 0.5, "detail": os.environ["no_proxy"]}
 
 
-def with_openai(record: dict[str, Any]) -> float:
-    """OpenAI's own client, as it is installed: it finds the endpoint in its environment."""
-    from openai import OpenAI
-
-    client = OpenAI()
-    assert [model.id for model in client.models.list()] == ["policy"]
-    messages: list[Any] = [{"role": "user", "content": record["question"]}]
-    for place in range(3):
-        streamed = place == 1
-        if streamed:
-            text = ""
-            for chunk in client.chat.completions.create(model="policy", messages=messages, stream=True):
-                text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-            messages.append({"role": "assistant", "content": text})
-        else:
-            reply = client.chat.completions.create(model="policy", messages=messages, max_tokens=7)
-            assert reply.usage is not None
-            assert reply.usage.completion_tokens <= 7
-            messages.append(reply.choices[0].message)
-        messages.append({"role": "user", "content": "and?"})
-    return float(len(record["question"]) % 2)
-
-
 def by_text(record: dict[str, Any]) -> dict[str, Any]:
     """Text completions by OpenAI's client: by text, streamed, then by token ids; reports all texts and ids."""
     from openai import BadRequestError, OpenAI

@@ -42,17 +42,13 @@ from rlhpc.protocol.messages import (
     WeightsLive,
 )
 from rlhpc.protocol.types import (
-    FinishReason,
     Float32,
     HeldChecksum,
     Int32,
     PackedBatch,
-    Prompt,
-    Rollout,
     SamplingParams,
     ScoredRollout,
     TensorSpec,
-    Verdict,
     WeightManifest,
 )
 from rlhpc.roles.controller.batches import RANK_0, StepRecord, TrainerLink
@@ -60,6 +56,8 @@ from rlhpc.roles.controller.guard import GuardFile, Guarding
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.weight_sync import Canary, WeightSync, WeightSyncLimits, transport_choice
 from rlhpc.weights.choice import Membership
+from tests import build
+from tests.build import prompt
 from tests.engines.memory_channel import MemoryServer
 
 MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
@@ -69,38 +67,17 @@ LIMITS = WeightSyncLimits(first_member_s=5.0, ack_timeout_s=5.0)
 
 def small_config(num_steps: int = 4, **admission: Any) -> Config:
     """Two groups of two a step."""
-    return Config.model_validate(
-        {
-            "run": {"name": "small", "num_steps": num_steps},
-            "model": {"path": "none"},
-            "data": {"path": "none.jsonl", "task": "integer_arithmetic"},
-            "generation": {"max_prompt_tokens": 4, "max_completion_tokens": 8},
-            "admission": {"groups_per_step": 2, "group_size": 2, "max_staleness": 2, "window_groups": 1, **admission},
-            "trainer": {"backend": "reference", "token_budget": 64},
-            "transport": {"kind": "tcp"},
-        }
+    return build.config(
+        run={"num_steps": num_steps},
+        admission={"max_staleness": 2, "window_groups": 1, **admission},
+        trainer={"backend": "reference"},
+        transport={"kind": "tcp"},
     )
 
 
 def scored(group_id: int, sample_index: int, reward: float | None = None, **changes: Any) -> ScoredRollout:
     """A member of three tokens; without `reward` the group has spread."""
-    rollout = Rollout(
-        group_id=group_id,
-        sample_index=sample_index,
-        prompt=prompt(group_id),
-        token_ids=np.arange(5, 8, dtype=np.int32),
-        behaviour_logprobs=np.full(3, -1, np.float32),
-        versions=np.zeros(3, np.int32),
-        loss_mask=np.ones(3, np.bool_),
-        finish_reason=FinishReason.STOP,
-    )
-    reward = float(sample_index % 2) if reward is None else reward
-    verdict = Verdict.CORRECT if reward > 0 else Verdict.WRONG
-    return ScoredRollout(**({"rollout": rollout, "reward": reward, "verdict": verdict} | changes))
-
-
-def prompt(prompt_id: int) -> Prompt:
-    return Prompt(prompt_id, "any", np.array([9, 9], np.int32), "42")
+    return build.scored(build.rollout(group_id, sample_index), reward, **changes)
 
 
 def make_ledger(

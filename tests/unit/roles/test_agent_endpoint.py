@@ -72,6 +72,17 @@ async def stand_of(tokenizer: PromptTokenizer, *, max_request_bytes: int = 1 << 
             await endpoint.close()
 
 
+async def answered(
+    stand: Stand, text: str = "words", *, is_last: bool = False, **wishes: Any
+) -> tuple[dict[str, Any], asyncio.Task[TurnReply]]:
+    """Its first request is answered with this turn; returns what it is told, and what it does next."""
+    asking = asyncio.create_task(stand.ask(GO, **wishes))
+    await stand.next()
+    stand.turns.append(text)
+    following = asyncio.create_task(stand.next(is_last=is_last))
+    return (await asking)[1]["choices"][0]["message"], following
+
+
 # ------------------------------------------------------------------------------------------------------------ strangers
 
 
@@ -85,22 +96,13 @@ async def stand_of(tokenizer: PromptTokenizer, *, max_request_bytes: int = 1 << 
 )  # fmt: skip
 async def test_who_has_no_key_gets_401_and_nothing_else(tokenizer: PromptTokenizer, method: str, path: str) -> None:
     async with stand_of(tokenizer) as stand:
+        assert stand.endpoint.address.startswith("http://127.0.0.1:")  # for this node alone
         key = stand.access.key
         other = stand.endpoint.admit(AgentSession("two", stand.session._rules, None)).key
         if not path.startswith("/one"):
             key, other = other, key
-        wrong = (
-            None,
-            "",
-            "Bearer",
-            "Bearer ",
-            "Bearer wrong",
-            f"Basic {key}",
-            key,
-            f"Bearer {key}x",
-            f"Bearer {other}",
-        )
-        for said in wrong:
+        wrong = (None, "", "Bearer", "Bearer ", "Bearer wrong", f"Basic {key}", key, f"Bearer {key}x")
+        for said in (*wrong, f"Bearer {other}"):
             headers = {} if said is None else {"Authorization": said}
             url = stand.endpoint.address + path
             async with stand.http.request(method, url, data=b"{" * 1000, headers=headers) as reply:
@@ -123,14 +125,10 @@ async def test_a_client_that_asks_before_it_sends_is_refused_before_it_has_sent(
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [
-        ("OPTIONS * HTTP/1.1", b"401"),
-        ("CONNECT one:80 HTTP/1.1", b"401"),
-        ("GET http://one HTTP/1.1", b"401"),
-        ("GET ?one HTTP/1.1", b"400"),
-        ("PRI * HTTP/2.0", b"400"),
-        ("GET /\xff HTTP/1.1", b"400"),
+        ("OPTIONS * HTTP/1.1", b"401"), ("CONNECT one:80 HTTP/1.1", b"401"), ("GET http://one HTTP/1.1", b"401"),
+        ("GET ?one HTTP/1.1", b"400"), ("PRI * HTTP/2.0", b"400"), ("GET /\xff HTTP/1.1", b"400"),
     ],
-)
+)  # fmt: skip
 async def test_strangers_that_speak_badly_get_no_server_error_and_no_room_in_the_log(
     tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture, request_line: str, status: bytes
 ) -> None:
@@ -152,11 +150,6 @@ async def test_a_fault_of_our_own_is_in_the_log(
         assert (await stand.ask(GO))[0] == 500
         monkeypatch.undo()
     assert "has no attribute 'get'" in caplog.text
-
-
-async def test_the_endpoint_listens_for_this_node_alone(tokenizer: PromptTokenizer) -> None:
-    async with stand_of(tokenizer) as stand:
-        assert stand.endpoint.address.startswith("http://127.0.0.1:")
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
@@ -195,23 +188,15 @@ async def test_a_turn_with_calls_is_told_as_openai_tells_it_and_may_come_back_in
 @pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", "no call at all", CALL + "<tool_call>"])
 async def test_what_is_no_whole_call_stays_text(tokenizer: PromptTokenizer, text: str) -> None:
     async with stand_of(tokenizer) as stand:
-        asking = asyncio.create_task(stand.ask(GO, tools=TOOLS))
-        await stand.next()
-        stand.turns.append(text)
-        following = asyncio.create_task(stand.next())
-        _, reply = await asking
-        assert reply["choices"][0]["message"] == {"role": "assistant", "content": text}
+        said, following = await answered(stand, text, tools=TOOLS)
+        assert said == {"role": "assistant", "content": text}
         following.cancel()
 
 
 async def test_a_call_that_nobody_could_say_again_stays_text(tokenizer: PromptTokenizer) -> None:
     text = '<tool_call>{"name": "search", "arguments": {"query": "half of a pair: \\ud83d"}}</tool_call>'
     async with stand_of(tokenizer) as stand:
-        asking = asyncio.create_task(stand.ask(GO, tools=TOOLS))
-        await stand.next()
-        stand.turns.append(text)
-        following = asyncio.create_task(stand.next())
-        said = (await asking)[1]["choices"][0]["message"]
+        said, following = await answered(stand, text, tools=TOOLS)
         assert said == {"role": "assistant", "content": text}
         asking = asyncio.create_task(stand.ask([*GO, said, *GO], tools=TOOLS))
         assert [message["content"] for message in (await following).messages] == ["go"]
@@ -260,41 +245,30 @@ async def test_a_request_that_comes_again_gets_the_same_turn_and_no_other_is_sam
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("said", "tools", "why"),
     [
-        ([{"role": "user", "content": "gone"}], "message 0"),
-        ([*GO, {"role": "assistant", "content": "other words"}, *GO], "message 1"),
-        ([*GO, {"role": "assistant", "content": "words"}, {"role": "assistant", "content": "x"}, *GO], "did not say"),
+        ([{"role": "user", "content": "gone"}], [], "message 0"),
+        ([*GO, {"role": "assistant", "content": "other words"}, *GO], [], "message 1"),
+        (
+            [*GO, {"role": "assistant", "content": "words"}, {"role": "assistant", "content": "x"}, *GO],
+            [],
+            "did not say",
+        ),
+        ([*GO, {"role": "assistant", "content": "words"}, *GO], TOOLS, "tools"),  # other ones than it has read
     ],
 )
 async def test_a_history_that_was_changed_ends_the_session_by_its_name(
-    tokenizer: PromptTokenizer, said: list[dict[str, Any]], why: str
+    tokenizer: PromptTokenizer, said: list[dict[str, Any]], tools: list[dict[str, Any]], why: str
 ) -> None:
     async with stand_of(tokenizer) as stand:
-        asking = asyncio.create_task(stand.ask(GO))
-        await stand.next()
-        stand.turns.append("words")
-        following = asyncio.create_task(stand.next())
-        await asking
-        status, reply = await stand.ask(said)
+        _, following = await answered(stand)
+        status, reply = await stand.ask(said, **({"tools": tools} if tools else {}))
         assert (status, reply["error"]["code"]) == (400, "history_changed")
         assert why in reply["error"]["message"]
         ended = await following
         assert (ended.verdict, ended.is_over) == ("verifier_error", True)
         assert "history_changed" in ended.detail
         assert (await stand.ask(GO))[0] == 410
-
-
-async def test_other_tools_than_those_that_the_policy_has_read_are_another_history(tokenizer: PromptTokenizer) -> None:
-    async with stand_of(tokenizer) as stand:
-        asking = asyncio.create_task(stand.ask(GO))
-        await stand.next()
-        stand.turns.append("words")
-        following = asyncio.create_task(stand.next())
-        await asking
-        status, reply = await stand.ask([*GO, {"role": "assistant", "content": "words"}, *GO], tools=TOOLS)
-        assert (status, reply["error"]["code"]) == (400, "history_changed")
-        assert (await following).verdict == "verifier_error"
 
 
 async def test_two_requests_at_once_are_two_histories(tokenizer: PromptTokenizer) -> None:
@@ -312,11 +286,8 @@ async def test_what_has_no_room_may_be_asked_again_and_again_or_shortened_and_th
     tokenizer: PromptTokenizer,
 ) -> None:
     async with stand_of(tokenizer) as stand:
-        asking = asyncio.create_task(stand.ask(GO))
-        await stand.next()
-        stand.turns.append("words")
-        following = asyncio.create_task(stand.next(is_last=True))
-        said = [*GO, (await asking)[1]["choices"][0]["message"], {"role": "user", "content": "a long question"}]
+        message, following = await answered(stand, is_last=True)
+        said = [*GO, message, {"role": "user", "content": "a long question"}]
         for content in ("a long question", "a long question", "a question"):
             status, reply = await stand.ask([*said[:-1], {"role": "user", "content": content}])
             assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")

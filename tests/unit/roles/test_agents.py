@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,12 +17,16 @@ import numpy as np
 import psutil
 import pytest
 
+from rlhpc.agents.host import MOST_KEPT, AgentProcesses, Ended, Host
+from rlhpc.agents.session import last_line
 from rlhpc.config.rules import Config
 from rlhpc.config.tables import AGENT
 from rlhpc.data.prompt_form import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.protocol.messages import LeaseReturn
 from rlhpc.protocol.types import Prefix, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.rewards.outcomes import NoReward
 from rlhpc.rewards.pool import RewardPool
 from tests.patience import PATIENCE_S
 from tests.unit.data.checkpoints import CHATML, SPECIAL_TOKENS, make_tokenizer_files
@@ -28,6 +34,12 @@ from tests.unit.roles.lone_generator import STOP, LoneGenerator
 from tests.unit.roles.small_ring import small_config
 
 pytestmark = pytest.mark.starts
+
+# ------------------------------------------------------------------------------------------------ agents of a generator
+#
+# Agents sample over HTTP: what they were given is what is trained, and nobody else is given anything.
+
+
 AGENTS = "tests.unit.roles.sample_agents"
 
 
@@ -132,18 +144,6 @@ async def test_a_session_that_is_handed_back_goes_on_elsewhere_as_if_nothing_had
     same(again.rollout, whole.rollout)
 
 
-async def test_an_unmodified_client_of_openai_samples(model: Path) -> None:
-    if importlib.util.find_spec("openai") is None:
-        pytest.skip("openai is not installed (extra 'dev')")
-    async with AgentsHost.running(config_with(model, function("with_openai"))) as host:
-        scored = await host.one()
-    assert scored.verdict is not Verdict.VERIFIER_ERROR, scored.detail
-    turns = turns_of(scored.rollout)
-    assert len(turns) == 3
-    assert max(len(turns[0]), len(turns[2])) <= 7
-    assert scored.reward == len("What is 6 times 7?") % 2
-
-
 @pytest.mark.parametrize(
     ("known", "direct"),
     [("", "127.0.0.1"), ("*", "*"), ("localhost,.example.org", "localhost,.example.org,127.0.0.1")],
@@ -189,33 +189,21 @@ async def test_token_ids_of_a_prompt_are_those_of_the_row(model: Path, monkeypat
     assert len(turns_of(scored.rollout)) == 3
 
 
-async def test_a_prompt_that_changes_what_was_said_ends_the_session_by_its_name(model: Path) -> None:
-    async with AgentsHost.running(config_with(model, function("other_text"))) as host:
+@pytest.mark.parametrize(
+    ("agent", "reward", "detail"),
+    [
+        ({"command": [sys.executable, "-m", AGENTS]}, 1.5, ""),  # it gets the record; its last line is the reward
+        (function("talkative"), 0.5, ("and then " * 100)[:500]),  # a long detail is cut
+    ],
+    ids=["program", "talkative"],
+)
+async def test_what_an_agent_reports_at_its_end_is_the_reward(
+    model: Path, agent: dict[str, Any], reward: float, detail: str
+) -> None:
+    async with AgentsHost.running(config_with(model, agent)) as host:
         scored = await host.one()
-    assert scored.verdict is Verdict.VERIFIER_ERROR
-    assert "history_changed: its prompt does not begin with all that was said before" in scored.detail
-
-
-async def test_a_program_gets_the_record_and_its_last_line_is_the_reward(model: Path) -> None:
-    command = [sys.executable, "-m", AGENTS]
-    async with AgentsHost.running(config_with(model, {"command": command})) as host:
-        scored = await host.one()
-    assert (scored.reward, scored.verdict, len(turns_of(scored.rollout))) == (1.5, Verdict.WRONG, 1)
-
-
-async def test_a_report_with_a_long_detail_is_cut_and_its_reward_counts(model: Path) -> None:
-    async with AgentsHost.running(config_with(model, function("talkative"))) as host:
-        scored = await host.one()
-    assert (scored.reward, scored.verdict) == (0.5, Verdict.WRONG), scored.detail
-    assert scored.detail == ("and then " * 100)[:500]
-
-
-async def test_an_agent_may_report_over_http_and_is_ended_then(model: Path) -> None:
-    async with AgentsHost.running(config_with(model, function("by_post"))) as host:
-        scored = await host.one()
-        await _until(lambda: len(_descendants()) <= 1)  # the host alone
-    assert (scored.reward, scored.verdict) == (0.25, Verdict.CORRECT)
-    assert not _descendants()
+    assert (scored.reward, scored.verdict, len(turns_of(scored.rollout))) == (reward, Verdict.WRONG, 1), scored.detail
+    assert scored.detail == detail
 
 
 async def test_the_task_of_the_dataset_judges_the_last_turn_where_it_is_not_the_agent(model: Path) -> None:
@@ -252,6 +240,7 @@ async def test_an_agent_is_told_when_there_is_no_more_room_and_its_reward_still_
         ("dying_oddly", "died of signal 37"),
         ("idle", "asked for no turn"),
         ("speechless", "reported no reward"),
+        ("other_text", "history_changed: its prompt does not begin with all that was said before"),
     ],
 )
 async def test_a_session_that_fails_is_a_verifier_error_and_never_a_reward_of_zero(
@@ -331,6 +320,9 @@ async def test_no_more_agents_live_at_once_than_may(model: Path) -> None:
 
 async def test_a_rollout_that_waits_for_a_place_is_handed_back_or_cancelled_as_any_other(model: Path) -> None:
     async with AgentsHost.running(config_with(model, function("silent", max_sessions=1))) as host:
+        host.lease(7)
+        await host.sampling.cancel(0)  # before it has begun
+        await _until(lambda: not len(host.sampling))
         host.lease(0, 1, 2)
         await _until(lambda: len(_descendants()) == 2)
         await host.sampling.recall(0)
@@ -344,13 +336,6 @@ async def test_a_rollout_that_waits_for_a_place_is_handed_back_or_cancelled_as_a
         host.lease(5)  # there are places again
         await _until(lambda: len(_descendants()) == 2)
     assert returned == {0, 1, 2}
-
-
-async def test_a_rollout_that_is_cancelled_before_it_has_begun_does_not_begin(model: Path) -> None:
-    async with AgentsHost.running(config_with(model, function("silent"))) as host:
-        host.lease(0)
-        await host.sampling.cancel(0)
-        await _until(lambda: not len(host.sampling))
 
 
 async def test_an_agent_that_cannot_be_imported_ends_the_generator_with_the_reason(model: Path) -> None:
@@ -390,3 +375,118 @@ async def _until(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < end
         await asyncio.sleep(0.02)
+
+
+# --------------------------------------------------------------------------------------- the process that starts agents
+#
+# The process that starts agents: what it cannot start costs it nothing, and what it has loaded its agents share.
+
+
+def test_an_agent_that_cannot_be_forked_leaves_no_open_file_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process() -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    inbox, outbox = os.pipe()
+    host = Host(None, ("true",), inbox, outbox)
+    monkeypatch.setattr(os, "fork", no_process)
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        host._start("one", "{}", {})
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+    said = json.loads(os.read(inbox, 1 << 16).splitlines()[0])
+    assert (said["ended"], said["why"]) == ("one", "no process can be started: Resource temporarily unavailable")
+    for descriptor in (inbox, outbox):
+        os.close(descriptor)
+
+
+async def test_agents_share_what_was_loaded_and_no_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "import os, random, numpy.random\nLOADED_BY = os.getpid()\ndef draw(record):\n"
+    module += "    return {'reward': 0, 'detail': f'{LOADED_BY} {random.random()} {numpy.random.random()}'}\n"
+    (tmp_path / "agents_that_draw.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    processes, told = AgentProcesses("agents_that_draw:draw", ()), asyncio.Queue[Ended]()
+    for session in range(8):
+        await processes.start(str(session), "{}", {}, told.put_nowait)
+    async with asyncio.timeout(PATIENCE_S):
+        ended = [await told.get() for _ in range(8)]
+    await processes.close()
+    hosts, python, numpy = zip(*(json.loads(each.said)["detail"].split() for each in ended), strict=True)
+    assert (len({*hosts}), len({*python}), len({*numpy})) == (1, 8, 8)
+
+
+async def test_agents_of_a_host_that_cannot_be_listened_to_have_ended_and_the_next_one_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agents_that_wait.py").write_text("import time\ndef wait(record):\n    time.sleep(record['s'])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    processes, told = AgentProcesses("agents_that_wait:wait", ()), asyncio.Queue[Ended]()
+
+    def fail(_: Ended) -> None:
+        raise MemoryError
+
+    await processes.start("waits", '{"s": 3600}', {}, told.put_nowait)
+    await processes.start("ends", '{"s": 0}', {}, fail)
+    async with asyncio.timeout(PATIENCE_S):
+        assert "the process that starts agents ended with status" in (await told.get()).fault
+        await processes.start("again", '{"s": 0}', {}, told.put_nowait)
+        assert (await told.get()).fault == ""
+    assert processes.num_hosts == 2
+    await processes.close()
+
+
+async def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    processes, told = AgentProcesses("", (str(tmp_path / "solve"),)), asyncio.Queue[Ended]()
+    await processes.start("one", "{}", {}, told.put_nowait)
+    async with asyncio.timeout(PATIENCE_S):
+        ended = await told.get()
+    await processes.close()
+    assert ended.fault == f"it ended with exit status 127: {tmp_path / 'solve'}: No such file or directory"
+
+
+# -------------------------------------------------------------------------------------------------- reports of programs
+#
+# What a program that is an agent says of its reward: its last line, where that is JSON.
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", " "])
+def test_the_last_line_may_hold_what_ends_a_line_elsewhere(mark: str, end: str) -> None:
+    line = json.dumps({"reward": 0.5, "detail": f"a{mark}b"}, ensure_ascii=False)
+    outcome = last_line(f"begun\n50 %\r100 %\r{line}{end}")
+    assert outcome is not None
+    assert (outcome.reward, outcome.detail) == (0.5, f"a{mark}b")
+
+
+@pytest.mark.parametrize("output", ["", "\n", "1.0\ndone", "{"])
+def test_words_for_people_are_no_reward(output: str) -> None:
+    assert last_line(output) is None
+
+
+HUGE = "9" * 400  # a whole number for JSON; the digits of a model, perhaps
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", HUGE, f"-{HUGE}", "1e39", f'{{"reward": 1, "n": {HUGE}}}', f'{{"reward": 1, "acc": {HUGE}}}']
+)
+def test_what_is_no_reward_is_refused(line: str) -> None:
+    with pytest.raises(NoReward):
+        last_line(f"begun\n{line}\n")
+
+
+def test_half_a_surrogate_pair_in_a_report_is_spelt_out_since_no_message_can_have_it() -> None:
+    found = last_line('{"reward": 1, "detail": "cut \\ud83d", "part\\udfff": 2}')
+    assert found == RewardOutcome(1.0, True, {"part\\udfff": 2.0}, "cut \\ud83d")
+    with pytest.raises(NoReward, match=r"not str \\ud83d"):
+        last_line('{"reward": "\\ud83d"}')
+
+
+def test_a_report_whose_beginning_was_not_kept_is_refused_and_not_overheard() -> None:
+    """Where the task judges as well, the agent's own part would be missing without a word."""
+    line = json.dumps({"reward": 1, "detail": "x" * MOST_KEPT})
+    for kept in (line[-MOST_KEPT:], (line + "\n")[-MOST_KEPT:]):
+        with pytest.raises(NoReward, match="65536 bytes or more"):
+            last_line(kept)
+    assert last_line("words without an end " * 10_000) is None
+    assert last_line("50 % " * 20_000 + '\r{"reward": 1}') == RewardOutcome(1.0, True)

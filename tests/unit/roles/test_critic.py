@@ -28,7 +28,7 @@ from rlhpc.training.factory import open_backend
 from rlhpc.training.ranks import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.algorithms.test_gae import gae_of
-from tests.unit.roles.test_trainer_steps import Ear
+from tests.unit.roles.test_trainer import Ear, copied, same_weights
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
 from tests.unit.training.rank_processes import run_ranks
 
@@ -96,13 +96,6 @@ def test_advantages_are_gae_s_over_the_batch_at_mean_0_and_deviation_1(model: Pa
         critic.learn(judged)
 
 
-def test_without_normalisation_they_are_gae_s(model: Path) -> None:
-    critic = critic_of(config_of(model, normalization="off"))
-    judged = critic.judge(batch_on(1))
-    advantages, _ = gae_of(ROWS[0], judged.values[0][0].numpy(), 1.0, 0.9)
-    np.testing.assert_allclose(judged.batch.minibatches[0].ranks[0][0].advantages, advantages, atol=1e-6)
-
-
 def references_of(batch: PackedBatch) -> list[list[torch.Tensor]]:
     """What some reference would say of every row."""
     generator = torch.Generator().manual_seed(3)
@@ -112,17 +105,19 @@ def references_of(batch: PackedBatch) -> list[list[torch.Tensor]]:
     ]
 
 
+def priced_by(config: Config, estimator: str) -> Config:
+    words = {"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": estimator}
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=words)})
+
+
 @pytest.mark.parametrize(
     ("estimator", "cost"), [("k1", lambda x: -x), ("k2", lambda x: x**2 / 2), ("k3", lambda x: np.expm1(x) - x)]
 )
 def test_a_token_s_reward_is_less_by_its_divergence_from_the_reference(
     model: Path, estimator: str, cost: Callable[[np.ndarray], np.ndarray]
 ) -> None:
-    config, batch = config_of(model, normalization="off"), batch_on(1)
-    words = {"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": estimator}
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=words)})
-    references = references_of(batch)
-    critic = critic_of(config)
+    batch = batch_on(1)
+    critic, references = critic_of(priced_by(config_of(model, "off"), estimator)), references_of(batch)
     judged = critic.judge(batch, references)
     for index, minibatch in enumerate(batch.minibatches):
         for place, row in enumerate(minibatch.ranks[0]):
@@ -139,9 +134,7 @@ def test_a_token_s_reward_is_less_by_its_divergence_from_the_reference(
 def test_rows_are_read_only_as_those_of_a_message_and_nobody_is_warned_of_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, batch = config_of(model), batch_on(1)
-    words = {"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": "k1"}
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=words)})
+    config, batch = priced_by(config_of(model), "k1"), batch_on(1)
     for row in batch.minibatches[0].ranks[0]:
         monkeypatch.setattr(row.behaviour_logprobs.flags, "writeable", False)
     said_always = torch.is_warn_always_enabled()
@@ -152,15 +145,6 @@ def test_rows_are_read_only_as_those_of_a_message_and_nobody_is_warned_of_it(
             critic_of(config).judge(batch, references_of(batch))
     finally:
         torch.set_warn_always(said_always)
-
-
-def test_a_reference_in_the_loss_costs_no_reward(model: Path) -> None:
-    config, batch = config_of(model), batch_on(1)
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.3})})
-    critic = critic_of(config)
-    with_reference, without = critic.judge(batch, references_of(batch)), critic.judge(batch, [None, None])
-    for one, other in zip(with_reference.batch.rows, without.batch.rows, strict=True):
-        np.testing.assert_array_equal(one.advantages, other.advantages)
 
 
 def test_where_the_reward_pays_for_the_reference_the_loss_does_not(model: Path, tmp_path: Path) -> None:
@@ -252,30 +236,17 @@ def trainer_on(
     return trainer, backend
 
 
-def weights_of(backend: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.weights()}
-
-
-def test_policy_and_critic_learn_from_one_batch_and_both_are_reported(model: Path, tmp_path: Path) -> None:
-    ear = Ear()
-    trainer, backend = trainer_on(model, tmp_path, ear)
-    before = weights_of(backend)
-    trainer.obey(batch_on(1, order=(0, 1, 1, 0)))
-    (report,) = ear.answers
-    assert (report.applied, report.policy_version) == (True, 1)
-    assert {"loss", "critic/loss", "critic/explained_variance", "critic/grad_norm"} <= set(report.metrics)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in backend.weights())
-
-
 def test_at_a_rate_of_zero_only_the_critic_learns(model: Path, tmp_path: Path) -> None:
     ear = Ear()
     trainer, backend = trainer_on(model, tmp_path, ear)
-    before = weights_of(backend)
+    before = copied(backend)
     for step in range(3):
-        assert all(torch.equal(before[name], tensor) for name, tensor in backend.weights()) is True
+        assert same_weights(backend, before)
         trainer.obey(replace(batch_on(1, step), learning_rate=0.0 if step < 2 else 1e-3))
-    assert any(not torch.equal(before[name], tensor) for name, tensor in backend.weights())
+    assert not same_weights(backend, before)
     losses = [answer.metrics["critic/loss"] for answer in ear.answers]
+    reported = {"loss", "critic/loss", "critic/explained_variance", "critic/grad_norm"}
+    assert reported <= set(ear.answers[-1].metrics)
     assert losses[0] > losses[1] > losses[2]
     assert [answer.metrics["learning_rate"] for answer in ear.answers] == [0.0, 0.0, 1e-3]
     assert [answer.metrics["critic/learning_rate"] for answer in ear.answers] == [1e-2, 1e-2, 1e-2]

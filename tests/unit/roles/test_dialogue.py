@@ -7,6 +7,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,12 @@ from rlhpc.protocol.messages import TurnReply
 from rlhpc.protocol.types import FinishReason, Prefix, Prompt, Rollout, RolloutRequest, SamplingParams
 from rlhpc.weights.buckets import make_manifest
 from tests.engines.scripted_engine import Script, ScriptedEngine
-from tests.unit.data.chat_models import TEMPLATES, make_chat_model
+from tests.unit.data.chat_models import QWEN25, TEMPLATES, make_chat_model
+
+# ------------------------------------------------------------------------------------------------------------- dialogue
+#
+# Several turns: tokens fed are tokens trained, what was read is masked, a dialogue that was cut goes on exactly.
+
 
 WORDS = ["42", "nothing\nwas found", "è€🙂", "<|im_end|>", "a few words", " ", "</tool_response>", "{}"]
 
@@ -201,10 +207,14 @@ CASES = st.fixed_dictionaries(
 )
 
 
+def limits_of(case: dict[str, Any]) -> dict[str, int]:
+    return {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
+
+
 async def converse(speeches, case, *, cut_after: int | None) -> tuple[FinishedDialogue, FinishedDialogue | None]:
     """The whole dialogue; and the same one cut off after so many tokens, and continued by another process."""
     speech, max_tokens = speeches[case["family"], case["has_tools"]], case["max_tokens"]
-    limits = {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
+    limits = limits_of(case)
     engine, table = await engine_of(speech, case["seed"], case["stop_probability"]), Table(case["most"], case["seed"])
     stop = case["stop"]
     whole = await dialogue_of(speech, engine, table, limits, max_tokens, stop=stop).run()
@@ -239,7 +249,7 @@ def test_every_token_has_the_version_that_sampled_it_and_what_was_read_that_of_t
 ):
     async def run() -> None:
         speech, max_tokens = speeches[case["family"], case["has_tools"]], case["max_tokens"]
-        limits = {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
+        limits = limits_of(case)
         engine, table = await engine_of(speech, case["seed"], case["stop_probability"]), Table(case["most"])
         dialogue = dialogue_of(speech, engine, table, limits, max_tokens, stop=case["stop"])
         running = asyncio.ensure_future(dialogue.run())
@@ -281,7 +291,7 @@ def test_any_beginning_of_a_dialogue_is_a_prefix_of_it(speeches, case, share):
         end = int(share * len(whole.rollout.token_ids))
         rollout = whole.rollout
         prefix = Prefix(rollout.token_ids[:end], rollout.behaviour_logprobs[:end], rollout.versions[:end])
-        limits = {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
+        limits = limits_of(case)
         engine = await engine_of(speech, case["seed"], case["stop_probability"])
         table = Table(case["most"], case["seed"])
         again = await dialogue_of(
@@ -360,3 +370,34 @@ async def test_an_environment_that_does_not_answer_does_not_hold_up_who_hands_ba
     assert finished.rollout.finish_reason is FinishReason.ABORT
     assert finished.rollout.loss_mask.any()
     assert finished.reply is None
+
+
+# ----------------------------------------------------------------------------------------------------- refused messages
+#
+# What an environment says and the model's chat template refuses is an error of the dialogue, and ends no generator.
+
+
+STRICT = (
+    "{%- for m in messages if m.role == 'referee' %}{{- raise_exception('no referees here') }}{%- endfor %}" + QWEN25
+)
+
+
+@pytest.mark.parametrize("refused_turn", [0, 1, 2])
+async def test_a_message_that_the_chat_template_refuses_is_a_verifier_error(tmp_path: Path, refused_turn: int) -> None:
+    tokenizer = PromptTokenizer(make_chat_model(tmp_path, "qwen2.5", STRICT))
+    speech = tokenizer, DialogueTemplate(tokenizer)
+
+    async def environment(taken: TurnsTaken) -> TurnReply:
+        role = "referee" if len(taken.turns) == refused_turn else "user"
+        said: dict[str, Any] = {"messages": ({"role": role, "content": "Go on."},), "reward": 0.25 * len(taken.turns)}
+        return TurnReply(0, said["messages"], said["reward"], "wrong", {}, "", is_done=False, is_over=taken.is_last)
+
+    engine = await engine_of(speech, 1, 0.5)
+    finished = await dialogue_of(speech, engine, environment, {"max_turns": 5}, 2000).run()
+    assert finished.reply is not None
+    assert (finished.reply.verdict, finished.num_turns) == ("verifier_error", refused_turn)
+    assert "the chat template fails on messages of" in finished.reply.detail
+    assert "no referees here" in finished.reply.detail
+    assert int(finished.rollout.loss_mask.sum()) == sum(
+        len(answer.token_ids) - request.num_done for request, answer in engine.fed
+    )

@@ -1,4 +1,4 @@
-"""Steps that begin with a part of their batch: the same step, sooner, and nothing lost where it never ends."""
+"""Batches that are made ahead, and steps that begin with a part of theirs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
+from rlhpc.algorithms.packing import FlopCost
+from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.buffer.batches import DropReason
 from rlhpc.config.rules import Config, SmallestPart
-from rlhpc.protocol.errors import LedgerError, ProtocolError
-from rlhpc.protocol.messages import PartReport
-from rlhpc.protocol.types import PackedBatch, PackedMinibatch, RolloutGroup
-from rlhpc.roles.controller.batches import BatchMaker, MadeBatch
-from rlhpc.training.factory import open_backend
-from rlhpc.training.ranks import RankContext
+from rlhpc.protocol.errors import LedgerError
+from rlhpc.protocol.messages import BATCHES, BatchRows, StepReport
+from rlhpc.protocol.types import PackedBatch, RolloutGroup
+from rlhpc.roles.controller import batches as batch_maker
+from rlhpc.roles.controller.batches import RANK_0, BatchMaker, MadeBatch, TrainerLink
+from tests.engines.memory_channel import MemoryClient, MemoryServer
 from tests.patience import PATIENCE_S
-from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.roles.small_ring import FakeGenerator, SmallRing, prompt, scored, small_config, small_ring
+from tests.unit.roles.small_ring import FakeGenerator, SmallRing, make_buffer, prompt, scored, small_config, small_ring
 from tests.unit.roles.test_train_loop import settle_down, until
-from tests.unit.roles.test_trainer_steps import Ear, trainer_on
-from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+#
+# Steps that begin with a part of their batch: the same step, sooner, and nothing lost where it never ends.
 
 
 def in_parts(num_steps: int = 1, step_parts: int | str = 2, **admission: Any) -> Config:
@@ -107,14 +111,6 @@ async def test_packing_a_part_counts_as_packing(tmp_path: Path, monkeypatch: pyt
         await asyncio.wait_for(training, PATIENCE_S)
         [record] = ring.records
         assert record.pack_s >= 0.3
-
-
-async def test_a_batch_that_is_there_is_trained_as_a_whole(tmp_path: Path) -> None:
-    async with small_ring(in_parts(num_steps=4), tmp_path) as ring:
-        await ring.add_generator()
-        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
-        assert ring.trainer.parts == []
-        assert [batch.num_parts_before for batch in ring.trainer.batches] == [0] * 4
 
 
 async def test_a_part_is_not_begun_with_fewer_groups_than_it_should_have(tmp_path: Path) -> None:
@@ -303,64 +299,113 @@ async def test_a_reference_is_renewed_before_the_first_part_and_only_there(tmp_p
         assert [part.renews_reference for part in [*ring.trainer.parts, last]] == [True, False, False]
 
 
-# ---------------------------------------------------------------------------------------------------------- the trainer
+# --------------------------------------------------------------------------------------------------- batches made ahead
+#
+# A batch made while the step before it is trained: the same as one made late, and trained only if it is taken.
 
 
-@pytest.fixture
-def backend(tmp_path: Path) -> Iterator[Any]:
-    backend = open_backend(tiny_config(make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)), RankContext())
-    yield backend
-    backend.close()
+class Stand:
+    """A maker, its buffer, and what rank 0 receives."""
+
+    def __init__(self, directory: Path, num_groups: int = 5) -> None:
+        self.config = small_config(max_staleness=3, window_groups=2)
+        self.buffer = make_buffer(self.config, directory)
+        batches = MemoryServer(BATCHES)
+        self.rank: MemoryClient = batches.connect(RANK_0)
+        samples, cost = SampleMaker.of(self.config), FlopCost(1.0, 0.0)
+        self.maker = BatchMaker(self.config, self.buffer, TrainerLink(batches), cost, samples)
+        for group_id in range(num_groups):
+            self.buffer.admit(prompt(group_id), 0)
+
+    def finish(self, *group_ids: int) -> None:
+        while self.buffer.grant("somebody", 2) is not None:
+            pass
+        for group_id in group_ids:
+            for index in (0, 1):
+                self.buffer.deliver("somebody", scored(group_id, index))
+        self.maker.look_again()
+
+    async def rows(self) -> BatchRows:
+        message = await self.rank.receive(PATIENCE_S)
+        assert isinstance(message, BatchRows)
+        return message
+
+    async def take(self, step: int = 0) -> tuple[list[int], batch_maker.MadeBatch]:
+        groups = self.buffer.take(2, step)
+        assert groups is not None
+        return [group.group_id for group in groups], await self.maker.made(groups, step)
 
 
-ROWS = [pack_row(draw_samples(lengths, seed=seed)) for seed, lengths in enumerate([(5, 9), (14,), (7, 8, 4)])]
+@pytest.fixture(params=["at once", "in a thread"])
+def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
+    with mock.patch.object(batch_maker, "SMALL_BATCH_TOKENS", 0 if request.param == "in a thread" else 1 << 14):
+        yield Stand(tmp_path)
 
 
-def part_of(rows: list[Any], num_before: int, num_tokens: int, *, is_part: bool) -> PackedBatch:
-    minibatch = PackedMinibatch((tuple(rows),), num_tokens, 2)
-    return PackedBatch(0, 0, (minibatch,), learning_rate=1e-3, num_parts_before=num_before, is_part=is_part)
-
-
-@pytest.mark.starts
-def test_a_step_in_parts_is_the_step_on_the_whole_batch(backend: Any, tmp_path: Path) -> None:
-    ear, total = Ear(), num_loss_tokens(ROWS)
-    start = {name: tensor.clone() for name, tensor in backend.weights()}
-    backend.save(tmp_path / "start" / "trainer").result()
-    trainer_on(backend, tmp_path, ear).obey(part_of(ROWS, 0, total, is_part=False))
-    whole = {name: tensor.clone() for name, tensor in backend.weights()}
-    backend.load(tmp_path / "start" / "trainer")
-    trainer = trainer_on(backend, tmp_path, ear)
-    for number, row in enumerate(ROWS):
-        is_last = number == len(ROWS) - 1
-        assert is_last or all(torch.equal(tensor, start[name]) for name, tensor in backend.weights())
-        trainer.obey(part_of([row], number, total if is_last else 7, is_part=not is_last))
-    at_once, *parts, last = ear.answers
-    assert parts == [PartReport(0, 0), PartReport(0, 1)]
-    for name in ("loss", "grad_norm", "entropy"):
-        assert last.metrics[name] == pytest.approx(at_once.metrics[name], rel=1e-5)
-    for name, tensor in backend.weights():
-        np.testing.assert_allclose(tensor.numpy(), whole[name].numpy(), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.starts
-def test_a_step_that_was_given_up_leaves_nothing_to_the_next(backend: Any, tmp_path: Path) -> None:
-    """Another controller begins its step anew."""
-    ear = Ear()
-    trainer = trainer_on(backend, tmp_path, ear)
-    spoiled = replace(ROWS[0], advantages=np.where(ROWS[0].loss_mask, np.float32("nan"), 0))
-    trainer.obey(part_of([spoiled], 0, 7, is_part=True))
-    trainer.obey(part_of(ROWS[:1], 0, 7, is_part=True))
-    trainer.obey(part_of(ROWS[1:], 1, num_loss_tokens(ROWS), is_part=False))
-    assert ear.answers[-1].applied
-
-
-@pytest.mark.starts
-def test_a_part_without_those_before_it_is_refused_and_so_is_a_batch_after_parts_of_another(
-    backend: Any, tmp_path: Path
+async def test_a_batch_is_made_and_sent_as_soon_as_its_groups_are_there_and_taken_as_it_is(
+    stand: Stand, tmp_path: Path
 ) -> None:
-    trainer = trainer_on(backend, tmp_path, Ear())
-    with pytest.raises(ProtocolError, match="part 1 of step 0 after 0 parts"):
-        trainer.obey(part_of(ROWS[:1], 1, 7, is_part=False))
-    trainer.obey(part_of(ROWS[:1], 0, 7, is_part=True))
-    with pytest.raises(ProtocolError, match="part 0 of step 0 after 1 parts"):
-        trainer.obey(part_of(ROWS, 0, num_loss_tokens(ROWS), is_part=False))
+    stand.maker.begin(0)
+    stand.finish(0)
+    stand.finish(1)
+    rows = await stand.rows()  # before anybody takes it
+    groups, made = await stand.take()
+    assert (groups, made.number) == ([0, 1], rows.number)
+    late = await Stand(tmp_path).maker.made([stand.buffer._groups[group_id] for group_id in groups], 0)
+    for ahead, after in zip(made.minibatches[0].rows, late.minibatches[0].rows, strict=True):
+        assert all(np.array_equal(getattr(ahead, name), getattr(after, name)) for name in ahead.__slots__)
+    assert made.order == late.order
+
+
+async def test_where_other_groups_are_taken_their_rows_are_made_and_sent_under_another_number(stand: Stand) -> None:
+    stand.maker.begin(0)
+    stand.finish(1, 2)  # the window of two lets 1 pass 0, but not 2
+    await asyncio.sleep(0)
+    stand.finish(0)
+    ahead = await stand.rows()
+    stand.buffer.drop(0, DropReason.CANCELLED)
+    groups, made = await stand.take()
+    assert groups == [1, 2]
+    rows = await stand.rows()
+    assert made.number == rows.number == ahead.number + 1
+    assert stand.maker.num_wasted == 1
+
+
+async def test_what_is_given_up_is_sent_to_nobody_later(stand: Stand) -> None:
+    stand.maker.begin(0)
+    await asyncio.sleep(0)
+    stand.maker.give_up()
+    stand.finish(0, 1)
+    _, made = await stand.take()
+    assert made.number == (await stand.rows()).number == 1
+
+
+async def test_the_next_batch_is_on_its_way_while_the_step_before_it_is_trained(tmp_path: Path) -> None:
+    """And what the trainer is told to train is what the buffer has taken, in every step."""
+    async with small_ring(small_config(num_steps=6), tmp_path) as ring:
+        heard: list[object] = []
+        answer = ring.trainer._answer
+
+        def noted(command: object) -> object:
+            reply = answer(command)
+            heard.append(reply)
+            return reply
+
+        with mock.patch.object(ring.trainer, "_answer", noted):
+            await ring.add_generator()
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        steps = [report.step for report in heard if isinstance(report, StepReport)]
+        assert steps == list(range(6))
+        assert ring.loop._batches.num_wasted == 0
+        assert ring.loop._batches._num_made == 6
+
+
+async def test_a_batch_made_ahead_is_checked_under_the_version_that_it_is_trained_at(tmp_path: Path) -> None:
+    """It was fresh enough when it was made."""
+    async with small_ring(small_config(num_steps=4), tmp_path) as ring:
+        ring.trainer.version = 3  # which step 0 raises to 4
+        await ring.add_generator()
+        with pytest.raises(LedgerError, match="admitted under version 0, would be trained at version 4"):
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert len(ring.trainer.batches) == 1
+        assert ring.loop._batches._num_made == 2

@@ -1,14 +1,19 @@
-"""The codec returns what it was given, and says which field is wrong where it cannot."""
+"""The codec returns what it was given, and refuses what it cannot carry or did not make itself."""
 
 from __future__ import annotations
 
+import random
 import struct
 import zlib
 from dataclasses import dataclass, field, make_dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from bench.hostile.mutants import seal
 from rlhpc.protocol import messages as m
 from rlhpc.protocol.errors import ProtocolError
 from rlhpc.protocol.messages import BATCHES, CONTROL, TOPOLOGY
@@ -21,7 +26,6 @@ from rlhpc.protocol.types import (
     PackedBatch,
     PackedMicrobatch,
     PackedMinibatch,
-    Prefix,
     Prompt,
     Rollout,
     SamplingParams,
@@ -30,15 +34,41 @@ from rlhpc.protocol.types import (
     Verdict,
     WeightManifest,
 )
-from rlhpc.transport.codec import FREE_BYTES, MAX_FRAME_BYTES, SMALL_MESSAGE_BYTES, Codec
+from rlhpc.transport.codec import (
+    FREE_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_GROWTH,
+    MAX_RUNS,
+    SMALL_MESSAGE_BYTES,
+    Allowance,
+    Codec,
+    expand_runs,
+    find_runs,
+)
+from tests import build
 from tests.engines.memory_channel import MemoryServer
-from tests.unit.transport.counted_number import CountedNumber
+
+# ------------------------------------------------------------------------------------------------------------- messages
+#
+# The codec returns what it was given, and says which field is wrong where it cannot.
+
 
 TYPES = tuple({t for spec in TOPOLOGY.values() for t in spec.to_server + spec.to_client})
 
 
+class CountedNumber(np.int64):
+    """An integer in a message, which knows how often the codec has turned it into bytes."""
+
+    reads = 0
+
+    def item(self) -> int:  # type: ignore[override]
+        """What the codec asks a numpy scalar for."""
+        self.reads += 1
+        return int(self)
+
+
 def prompt(length: int = 5) -> Prompt:
-    return Prompt(3, "math", np.arange(length, dtype=np.int32), "π = 3")
+    return build.prompt(3, range(length), task="math", reference="π = 3")
 
 
 def scored(length: int) -> ScoredRollout:
@@ -57,9 +87,8 @@ def scored(length: int) -> ScoredRollout:
 
 
 def lease() -> Lease:
-    prefix = Prefix(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.int32))
     sampling = SamplingParams(64, stop_token_ids=(1, 2))
-    return Lease(9, 1, prompt(), 4, (0, 2), sampling, 11, (None, prefix))
+    return Lease(9, 1, prompt(), 4, (0, 2), sampling, 11, (None, build.prefix(3, 1)))
 
 
 def batch(num_tokens: int) -> m.BatchRows:
@@ -145,14 +174,6 @@ def test_arrays_are_aligned_even_if_the_frame_is_not():
     assert same(rollout, scored(100).rollout)
 
 
-def test_arrays_that_are_not_contiguous_travel():
-    strided = np.arange(20, dtype=np.int32)[::2]
-    codec = Codec([Lease])
-    message = Lease(1, 0, Prompt(1, "t", strided, ""), 1, (0,), SamplingParams(1), 0)
-    decoded = codec.decode(codec.encode(message, 0), "peer")[1]
-    assert np.array_equal(decoded.prompt.token_ids, strided)
-
-
 def test_a_long_message_to_many_is_turned_into_bytes_once():
     versions = [CountedNumber(version) for version in (7, 8)]
     specs = tuple(TensorSpec(f"model.layers.0.mlp.experts.{i}.weight", "bfloat16", (2, 3)) for i in range(3_000))
@@ -175,9 +196,16 @@ class Arrays:
     ids: tuple[Int32, ...] = ()
 
 
-def test_empty_arrays_travel():
+def test_empty_and_strided_arrays_and_numpy_scalars_travel():
     message = Arrays(np.empty(0, np.float32), np.zeros(2_000, np.bool_), (np.empty(0, np.int32),))
     assert same(Codec([Arrays]).decode(over_the_wire(Codec([Arrays]).encode(message, 0)), "peer")[1], message)
+    strided, codec = np.arange(20, dtype=np.int32)[::2], Codec(TYPES)
+    decoded = codec.decode(codec.encode(replace(lease(), prompt=replace(prompt(), token_ids=strided)), 0), "peer")[1]
+    assert np.array_equal(decoded.prompt.token_ids, strided)
+    metrics = {"loss": np.float32(0.5), "grad_norm": np.float64(2.0)}
+    found = codec.decode(codec.encode(m.StepReport(0, 1, True, metrics), 0), "peer")[1].metrics
+    assert found == {"loss": 0.5, "grad_norm": 2.0}
+    assert {type(value) for value in found.values()} == {float}
 
 
 def test_arrays_have_one_dimension_at_both_ends():
@@ -205,14 +233,6 @@ def test_runs_that_grow_beyond_their_message_are_sent_in_full_instead():
     frames = Codec([Arrays]).encode(message, 0)
     assert sum(map(len, frames)) > rows[0].nbytes  # at least one of them travels as it is
     assert same(Codec([Arrays]).decode(over_the_wire(frames), "peer")[1], message)
-
-
-def test_numpy_scalars_in_metrics_travel_as_numbers():
-    codec = Codec(TYPES)
-    metrics = {"loss": np.float32(0.5), "grad_norm": np.float64(2.0)}
-    decoded = codec.decode(codec.encode(m.StepReport(0, 1, True, metrics), 0), "peer")[1]
-    assert decoded.metrics == {"loss": 0.5, "grad_norm": 2.0}
-    assert {type(value) for value in decoded.metrics.values()} == {float}
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -307,3 +327,193 @@ def test_another_schema_is_named_as_the_reason():
     altered[4] += 1
     with pytest.raises(ProtocolError, match="this end uses 1"):
         Codec(TYPES).decode([altered], "peer")
+
+
+# ----------------------------------------------------------------------------------------------------------- codec fuzz
+#
+# No altered message is accepted, and no message whatever raises anything but ProtocolError.
+
+
+NUM_MUTATIONS = 8_000
+CODEC = Codec(TYPES)
+
+
+def originals() -> list[list[bytes]]:
+    messages = [MESSAGES[0], m.Delivery(3, 2, "outbox", 1, scored(6_000)), lease()]
+    messages += [m.Heartbeat("running", "", 1), m.StepReport(1, 1, True, {"x": 2.0})]
+    return [[bytes(frame) for frame in CODEC.encode(message, 77)] for message in messages]
+
+
+def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
+    """Flip, cut, grow, swap, drop, double, or move a byte from one frame to the next."""
+    frames = list(frames)
+    where = rng.randrange(len(frames))
+    frame = bytearray(frames[where])
+    kind = rng.randrange(8)
+    if kind < 3 and frame:  # most often in the head, which is the shortest part
+        at = rng.randrange(min(len(frame), 200 if kind == 0 else len(frame)))
+        frame[at] ^= 1 << rng.randrange(8)
+    elif kind == 3:
+        del frame[rng.randrange(len(frame)) :]
+    elif kind == 4:
+        frame += rng.randbytes(rng.randint(1, 16))
+    elif kind == 5:
+        frames.insert(where, frames[rng.randrange(len(frames))])
+        return frames
+    elif kind == 6:
+        del frames[where]
+        return frames
+    elif len(frames) > 1:
+        other = (where + 1) % len(frames)
+        frames[other] = bytes(frame[-1:]) + frames[other]
+        del frame[-1:]
+    else:
+        frame = bytearray(rng.randbytes(rng.randrange(200)))
+    frames[where] = bytes(frame)
+    return frames
+
+
+def test_no_altered_message_is_accepted():
+    rng = random.Random(1)
+    sources = originals()
+    refused = tried = 0
+    while tried < NUM_MUTATIONS:
+        source = rng.choice(sources)
+        altered = mutate(source, rng)
+        if altered == source:
+            continue
+        tried += 1
+        try:
+            CODEC.decode(altered, "stranger")
+        except ProtocolError:
+            refused += 1
+    assert refused == tried == NUM_MUTATIONS
+
+
+def test_altered_messages_with_a_fitting_checksum_raise_nothing_but_protocol_errors():
+    rng = random.Random(2)
+    sources = originals()
+    for _ in range(NUM_MUTATIONS):
+        altered = seal(mutate(rng.choice(sources), rng))
+        try:
+            _, message = CODEC.decode(altered, "insider")
+        except ProtocolError:
+            continue
+        if isinstance(message, m.Delivery):  # accepted: then at least every type is right
+            assert message.scored.rollout.token_ids.dtype == np.int32
+            assert isinstance(message.scored.verdict, Verdict)
+
+
+@given(st.lists(st.binary(max_size=300), max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_noise_raises_nothing_but_protocol_errors(frames: list[bytes]):
+    for attempt in (frames, seal(frames)):
+        try:
+            CODEC.decode(attempt, "noise")
+        except ProtocolError:
+            continue
+
+
+def refused(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        CODEC.decode(seal(frames), "insider")
+
+
+def test_headers_made_for_harm_are_refused():
+    """Huge, negative and many-dimensional shapes, deep nesting, numbers that overflow: all with a fitting checksum."""
+    tag = zlib.crc32(b"CancelGroup")
+    deep, group = b"\x91" * 5_000, b"\x81\xa8group_id"
+    shape = group + b"\x93\xa3<i4\xcf" + b"\xff" * 8 + b"\x01"
+    for header in (deep, group + deep, group + b"\xcf" + b"\xff" * 8 + b"x", shape, b"\xdf\xff\xff\xff\xff", b""):
+        padded = header + bytes(-len(header) % 8)
+        refused([struct.pack("<IHBxIIQQ", 0, 1, 1, tag, len(header), 0, 32 + len(padded)) + padded])
+    for num_header, num_bytes in ((1 << 31, 1 << 62), (0, 0), (8, 1 << 62)):
+        refused([struct.pack("<IHBxIIQQ", 0, 1, 0, tag, num_header, 0, num_bytes) + bytes(8)])
+
+
+def test_shapes_that_do_not_fit_the_bytes_are_refused():
+    (frame,) = CODEC.encode(build.lease(prompt=build.prompt(1, range(100))), 0)
+    good = b"\x92\xa3<i4\x64"
+    assert good in bytes(frame)
+    for bad in (b"\x92\xa3<i4\x63", b"\x92\xa3<i4\x65", b"\x92\xa3<i4\xff", b"\x92\xa3<f4\x64", b"\x92\xa3|O8\x64",
+                b"\x92\xa3<i4\xc3", b"\x92\xa3<i4\xc0"):  # fmt: skip
+        refused([bytes(frame).replace(good, bad)])
+
+
+# ---------------------------------------------------------------------------------------------------------- run lengths
+#
+# Arrays of long runs travel as their runs.
+
+
+@given(
+    st.lists(st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(2, 900)), min_size=1, max_size=MAX_RUNS),
+    st.sampled_from(["<i4", "<i8"]),
+)
+def test_what_is_found_expands_to_the_same_array(runs: list[tuple[int, int]], code: str) -> None:
+    array = np.repeat(np.array([value for value, _ in runs], code), [length for _, length in runs])
+    found = find_runs(array)
+    if array.nbytes < 1024:
+        assert found is None
+        return
+    assert found is not None
+    again = expand_runs(array.dtype, [code, len(array), *found], Allowance(0))
+    assert again.dtype == array.dtype
+    np.testing.assert_array_equal(again, array)
+
+
+def test_a_mask_is_one_run() -> None:
+    mask = np.ones(4096, np.bool_)
+    assert find_runs(mask) == ([True], [4096])
+    assert expand_runs(mask.dtype, ["|b1", 4096, [True], [4096]], Allowance(0)).all()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(4096, dtype=np.int32),
+        np.zeros(4096, np.float32),
+        np.zeros((64, 64), np.int32),
+        np.zeros(8, np.int32),
+        np.r_[[0, 0], np.arange(4096), [1, 1]].astype(np.int32),
+    ],
+    ids=["token ids", "floats", "two dimensions", "short", "runs at both ends only"],
+)
+def test_other_arrays_have_none(array: np.ndarray) -> None:
+    assert find_runs(array) is None
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        ["<i8", 4096, [1], [4096]],
+        ["<i4", 4096, [1], [4095]],
+        ["<i4", 4096, [1, 2], [4096]],
+        ["<i4", 4096, [1, 2], [4097, -1]],
+        ["<i4", 4096, [1.0], [4096]],
+        ["<i4", 4096, [True], [4096]],
+        ["<i4", 4096, [], []],
+        ["<i4", 8, [1], [8]],
+        ["<i4", 1 << 40, [1], [1 << 40]],
+        ["<i4", 4096, [1], [4096.0]],
+        ["<i4", 4096, list(range(17)), [*([1] * 16), 4080]],
+    ],
+)
+def test_anything_else_is_refused(wire: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"dtype|run"):
+        expand_runs(np.dtype(np.int32), wire, Allowance(0))
+
+
+def test_a_value_that_the_dtype_has_not_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        expand_runs(np.dtype(np.int32), ["<i4", 4096, [2**31], [4096]], Allowance(0))
+
+
+def test_the_runs_of_a_message_together_grow_to_no_more_than_its_bytes_allow() -> None:
+    quarter, num_sent = FREE_BYTES // 16, 1_000  # elements of a quarter of what any message may grow to
+    allowance = Allowance(num_sent)
+    for _ in range(4):
+        expand_runs(np.dtype(np.int32), ["<i4", quarter, [1], [quarter]], allowance)
+    left = MAX_GROWTH * num_sent // 4
+    with pytest.raises(ValueError, match="too many for the message"):
+        expand_runs(np.dtype(np.int32), ["<i4", left + 1, [1], [left + 1]], allowance)
+    expand_runs(np.dtype(np.int32), ["<i4", left, [1], [left]], allowance)

@@ -1,4 +1,4 @@
-"""The doors the roles use, over real sockets."""
+"""The functions by which roles open and find channels, over real sockets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 import os
 import resource
 import shutil
+import signal
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,15 +18,31 @@ from typing import Any
 import pytest
 import zmq
 
+from rlhpc.base.patience import Deadline
 from rlhpc.base.processes import MAX_OPEN_FILES
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.tables import TransportConfig
-from rlhpc.protocol.errors import ChannelTimeout, ConfigError, PeerUnreachable, RunDirectoryError
-from rlhpc.protocol.messages import CONTROL, Heartbeat, Hello, StopRole
-from rlhpc.transport.open import Endpoint, connect, connect_blocking, find, open_server, publish
+from rlhpc.protocol.errors import ChannelTimeout, ConfigError, ProtocolError, RunDirectoryError
+from rlhpc.protocol.messages import BATCHES, CONTROL, Heartbeat, Hello, StopRole
+from rlhpc.transport.open import (
+    Endpoint,
+    await_endpoint,
+    await_endpoint_blocking,
+    connect,
+    find,
+    open_server,
+    publish,
+    successor,
+    withdraw,
+)
 from rlhpc.transport.security import mint_run_keys
 from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, SOCKET_NAME, terminate
 from tests.patience import PATIENCE_S
+
+# ------------------------------------------------------------------------------------------------------------- channels
+#
+# The doors the roles use, over real sockets.
+
 
 CONFIG = TransportConfig()
 
@@ -42,16 +58,25 @@ def serve(layout: RunLayout, incarnation: str = "one", config: TransportConfig =
     return open_server(CONTROL, layout=layout, config=config, replica=0, incarnation=incarnation, interface="127.0.0.1")
 
 
+def arguments_of(layout: RunLayout, incarnation: str = "a", **changed: Any) -> dict[str, Any]:
+    known = {"role": "generator", "replica": 0, "incarnation": incarnation, "timeout_s": PATIENCE_S}
+    return {"layout": layout, "config": CONFIG, **known, **changed}
+
+
 async def join(layout: RunLayout, incarnation: str = "a", **changed: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "layout": layout, "config": CONFIG, "role": "generator", "replica": 0, "incarnation": incarnation,
-        "timeout_s": PATIENCE_S,
-    }  # fmt: skip
-    return await connect(CONTROL, **(arguments | changed))
+    return await connect(CONTROL, **arguments_of(layout, incarnation, **changed))
 
 
 def beat(number: int) -> Heartbeat:
     return Heartbeat("running", "", number)
+
+
+async def meet(server: Any, client: Any, name: str = "generator-0") -> None:
+    """What the client says is heard under its name; then both end."""
+    await client.send(beat(1))
+    assert await server.receive(PATIENCE_S) == (name, beat(1))
+    await client.close()
+    await server.close()
 
 
 async def test_a_server_whose_socket_a_cleaner_has_deleted_is_reached_again(layout: RunLayout) -> None:
@@ -100,24 +125,6 @@ async def test_a_role_finds_the_server_by_the_run_directory_alone(layout: RunLay
     assert find(layout.rendezvous, "control") is None
 
 
-async def test_a_blocking_role_does_the_same(layout: RunLayout):
-    server = serve(layout)
-    client = await asyncio.to_thread(
-        connect_blocking,
-        CONTROL,
-        layout=layout,
-        config=CONFIG,
-        role="generator",
-        replica=1,
-        incarnation="a",
-        timeout_s=PATIENCE_S,
-    )
-    await asyncio.to_thread(client.send, beat(3))
-    assert await server.receive(PATIENCE_S) == ("generator-1", beat(3))
-    await asyncio.to_thread(client.close)
-    await server.close()
-
-
 async def test_an_address_that_a_dead_server_left_behind_is_read_again(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,10 +136,7 @@ async def test_an_address_that_a_dead_server_left_behind_is_read_again(
     await asyncio.sleep(0.05)
     server = serve(layout)
     client = await waiting
-    await client.send(beat(1))
-    assert await server.receive(PATIENCE_S) == ("generator-0", beat(1))
-    await client.close()
-    await server.close()
+    await meet(server, client)
 
 
 async def test_keys_of_a_new_attempt_are_waited_for_where_that_is_asked_for(layout: RunLayout):
@@ -149,10 +153,7 @@ async def test_keys_of_a_new_attempt_are_waited_for_where_that_is_asked_for(layo
     server = serve(layout, "two")
     client = await waiting
     assert client.endpoint.incarnation == "two"
-    await client.send(beat(1))
-    assert await server.receive(PATIENCE_S) == ("generator-0", beat(1))
-    await client.close()
-    await server.close()
+    await meet(server, client)
 
 
 @pytest.mark.waits
@@ -162,10 +163,10 @@ async def test_the_error_tells_the_whole_wait_though_an_address_was_there_meanwh
     monkeypatch.setattr("rlhpc.transport.open.ATTEMPT_S", 0.05)
     stale = Endpoint("control", "controller", 0, "ipc:///nowhere/s", "dead", 4711, socket.gethostname())
     publish(layout.rendezvous, stale)
-    waiting = asyncio.create_task(join(layout, timeout_s=2.0))
+    waiting = asyncio.create_task(join(layout, timeout_s=1.0))
     await asyncio.sleep(0.1)
     shutil.rmtree(layout.rendezvous)
-    with pytest.raises(ChannelTimeout, match=r"controller-0 has not opened channel 'control' after 2 s"):
+    with pytest.raises(ChannelTimeout, match=r"controller-0 has not opened channel 'control' after 1 s"):
         await waiting
 
 
@@ -180,10 +181,7 @@ async def test_an_elastic_joiner_whose_key_is_minted_later_gets_in(layout: RunLa
     server = serve(layout)
     mint_run_keys(layout.secrets, ["generator-9"])
     client = await join(layout, replica=9)
-    await client.send(beat(9))
-    assert await server.receive(PATIENCE_S) == ("generator-9", beat(9))
-    await client.close()
-    await server.close()
+    await meet(server, client, "generator-9")
 
 
 async def test_a_role_without_a_key_is_told_so(layout: RunLayout):
@@ -244,55 +242,6 @@ def test_closing_does_not_wait_for_ever_for_a_socket_that_stays_open():
     forgotten.close()
 
 
-CHILD = """
-import sys, time
-from pathlib import Path
-from rlhpc.config.tables import TransportConfig
-from rlhpc.protocol.messages import Heartbeat
-from rlhpc.base.run_directory import RunLayout
-from rlhpc.protocol.messages import CONTROL
-from rlhpc.transport.open import connect_blocking
-client = connect_blocking(CONTROL, layout=RunLayout(Path(sys.argv[1])), config=TransportConfig(), role="generator",
-                          replica=0, incarnation=sys.argv[2], timeout_s=60)
-for number in range(10):
-    client.send(Heartbeat("running", "", number))
-print("ready", flush=True)
-client.receive(60)
-"""
-
-
-@pytest.mark.starts
-async def test_a_killed_process_becomes_unreachable_and_its_successor_is_heard(layout: RunLayout):
-    server = serve(layout)
-    for incarnation in ("first", "second"):
-        child = await asyncio.to_thread(
-            subprocess.Popen, [sys.executable, "-c", CHILD, str(layout.root), incarnation], stdout=subprocess.PIPE
-        )
-        for number in range(10):
-            assert await server.receive(PATIENCE_S) == ("generator-0", beat(number))
-        child.kill()
-        await asyncio.to_thread(child.communicate)
-
-    async def is_unreachable() -> bool:
-        try:
-            await server.send("generator-0", StopRole("?"))
-        except PeerUnreachable:
-            return True
-        return False
-
-    async with asyncio.timeout(PATIENCE_S):
-        while not await is_unreachable():  # noqa: ASYNC110 - the kernel tells ZeroMQ in its own time
-            await asyncio.sleep(0.01)
-    assert server.statistics.messages_lost == 0
-    assert server.statistics.messages_rejected == 0
-    await server.close()
-
-
-def test_an_endpoint_is_named_like_its_role():
-    endpoint = Endpoint("control", "controller", 0, "tcp://x:1", "one", 1, "host")
-    assert dataclasses.replace(endpoint, replica=2).name == "controller-2"
-
-
 async def test_a_server_whose_address_cannot_be_withdrawn_is_closed_all_the_same(layout: RunLayout):
     """An address may outlive its server; an error instead of a normal end would end a role that serves again."""
     before = num_open()
@@ -317,3 +266,119 @@ async def test_a_server_whose_address_cannot_be_published_leaves_nothing_open(la
 
 def num_open() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# ----------------------------------------------------------------------------------------------------------- rendezvous
+
+
+FIRST = Endpoint("leases", "controller", 0, "tcp://10.0.0.1:4000", "first", 12, "node-1")
+SECOND = dataclasses.replace(FIRST, address="tcp://10.0.0.2:5000", incarnation="second", pid=13, host="node-2")
+
+
+def test_what_is_published_is_found_and_is_private(tmp_path: Path):
+    directory = tmp_path / "rendezvous"
+    assert find(directory, "leases") is None
+    publish(directory, FIRST)
+    assert find(directory, "leases") == FIRST
+    assert find(directory, "leases", replica=1) is None
+    assert find(directory, "control") is None
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(file.stat().st_mode) for file in directory.iterdir()] == [0o600]
+
+
+def test_a_newer_incarnation_overwrites_and_is_not_withdrawn_by_the_older(tmp_path: Path):
+    publish(tmp_path, FIRST)
+    publish(tmp_path, SECOND)
+    withdraw(tmp_path, FIRST)
+    assert find(tmp_path, "leases") == SECOND
+    for _ in range(2):
+        withdraw(tmp_path, SECOND)
+    assert find(tmp_path, "leases") is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_endpoint_is_named(tmp_path: Path):
+    (tmp_path / "leases-0.json").write_text('{"channel": "leases"}')
+    with pytest.raises(ProtocolError, match=r"leases-0\.json: endpoint"):
+        find(tmp_path, "leases")
+
+
+def test_a_successor_is_another_incarnation_and_none_of_an_earlier_start(tmp_path: Path):
+    ours = dataclasses.replace(FIRST, incarnation="5.1.0-a")
+    assert successor(tmp_path / "nowhere", ours) is None
+    publish(tmp_path, ours)
+    assert successor(tmp_path, ours) is None
+    for incarnation, follows in (("5.0.9-z", False), ("5.1.0-b", True), ("5.1.1-a", True), ("by-hand", True)):
+        other = dataclasses.replace(SECOND, incarnation=incarnation)
+        publish(tmp_path, other)
+        assert successor(tmp_path, ours) == (other if follows else None)
+    (tmp_path / "leases-0.json").write_text("{")
+    assert successor(tmp_path, ours) is None
+
+
+async def test_who_is_gone_for_good_is_not_waited_for(tmp_path: Path):
+    publish(tmp_path, FIRST)
+    with pytest.raises(ChannelTimeout, match="controller-0 has not opened channel 'leases'"):
+        await await_endpoint(tmp_path, "leases", "controller", deadline=Deadline(0.06), gone="first")
+    waiting = asyncio.create_task(
+        await_endpoint(tmp_path, "leases", "controller", deadline=Deadline(PATIENCE_S), gone="first")
+    )
+    await asyncio.sleep(0.01)
+    publish(tmp_path, SECOND)
+    assert await waiting == SECOND
+
+
+def test_the_error_says_who_is_missing_after_how_long(tmp_path: Path):
+    with pytest.raises(ChannelTimeout, match=r"reward-3 has not opened channel 'rewards' after 0.01 s"):
+        await_endpoint_blocking(tmp_path, "rewards", "reward", 3, deadline=Deadline(0.01))
+
+
+# -------------------------------------------------------------------------------------------------------------- signals
+#
+# A role without an event loop hears its signals while it waits for a message.
+
+
+# The signal reaches a thread that is not the one that waits, so it interrupts no system call: just like a signal that
+# arrives between Python's last look for signals and the call.
+WAITER = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from rlhpc.config.tables import TransportConfig
+from rlhpc.base.run_directory import RunLayout
+from rlhpc.protocol.messages import BATCHES
+from rlhpc.transport.open import connect_blocking
+
+def leave(number, frame):  # an exception would be lost wherever Python runs a destructor
+    os.write(1, b"heard\\n")
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, leave)
+channel = connect_blocking(BATCHES, layout=RunLayout(Path(sys.argv[1])), config=TransportConfig(kind="ipc"),
+                           role="trainer", replica=0, incarnation="0.0.0-t", timeout_s=60)
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("waiting", flush=True)
+channel.receive()
+"""
+
+
+@pytest.mark.starts
+async def test_a_signal_that_interrupts_no_system_call_is_heard_all_the_same(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    mint_run_keys(layout.secrets, ["controller-0", "trainer-0"])
+    server = open_server(BATCHES, layout=layout, config=TransportConfig(kind="ipc"), replica=0, incarnation="0.0.0-c")
+    waiter = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WAITER, tmp_path, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert waiter.stdout is not None
+        assert await waiter.stdout.readline() == b"waiting\n"
+        waiter.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await waiter.stdout.read() == b"heard\n"
+            assert await waiter.wait() == 0
+    finally:
+        if waiter.returncode is None:
+            waiter.kill()
+            await waiter.wait()
+        await server.close()

@@ -54,12 +54,6 @@ def connected(services: list[Service]) -> list[MemoryClient]:
     return [service.server.connect("generator-0") for service in services]
 
 
-async def test_a_reply_comes_back_under_the_callers_own_id(services: list[Service]):
-    async with RpcClient(connected(services)) as rpc:
-        answer = await rpc.call(REQUEST, 1)
-    assert (answer.request_id, answer.reward) == (7, 1.0)
-
-
 async def test_many_calls_at_once_are_spread_and_not_mixed_up(services: list[Service]):
     async def echo(service: Service, peer: str, request: RewardRequest) -> None:
         await service.server.send(peer, RewardReply(request.request_id, 0.0, "wrong", {}, request.completion))
@@ -70,6 +64,7 @@ async def test_many_calls_at_once_are_spread_and_not_mixed_up(services: list[Ser
         calls = [rpc.call(dataclasses.replace(REQUEST, completion=str(number)), 5) for number in range(100)]
         answers = await asyncio.gather(*calls)
     assert [answer.detail for answer in answers] == [str(number) for number in range(100)]
+    assert {answer.request_id for answer in answers} == {REQUEST.request_id}  # the caller's own
     assert [len(service.seen) for service in services] == [50, 50]
 
 
@@ -157,23 +152,20 @@ async def test_a_replica_that_is_busy_with_the_requests_of_others_is_waited_for(
         assert rpc.num_retries == 0
 
 
-async def test_a_replica_that_stops_while_a_request_waits_is_given_up(services: list[Service]):
-    async def stop_soon(service: Service, peer: str, request: RewardRequest) -> None:
-        await service.server.send(peer, StillWaiting((request.request_id,)))
+@pytest.mark.parametrize("number_off", [0, 1000])
+async def test_news_of_other_requests_and_news_that_stop_are_not_waited_for(
+    services: list[Service], number_off: int
+) -> None:
+    """It says once that the request waits, and stops; or says so again and again of requests that it does not have."""
 
-    services[0].answer = stop_soon
-    async with RpcClient(connected(services)) as rpc:
-        answer = await asyncio.wait_for(rpc.call(REQUEST, 0.3), PATIENCE_S)
-        assert (answer.detail, rpc.num_retries) == (services[1].server.name, 1)
-
-
-async def test_a_request_that_a_busy_replica_does_not_have_is_asked_again(services: list[Service]):
-    async def lose_it(service: Service, peer: str, request: RewardRequest) -> None:
+    async def mislead(service: Service, peer: str, request: RewardRequest) -> None:
         while True:
+            await service.server.send(peer, StillWaiting((request.request_id + number_off,)))
+            if not number_off:
+                break
             await asyncio.sleep(0.05)
-            await service.server.send(peer, StillWaiting((request.request_id + 1000,)))
 
-    services[0].answer = lose_it
+    services[0].answer = mislead
     async with RpcClient(connected(services)) as rpc:
         answer = await asyncio.wait_for(rpc.call(REQUEST, 0.3), PATIENCE_S)
         assert (answer.detail, rpc.num_retries) == (services[1].server.name, 1)

@@ -1,0 +1,223 @@
+"""The engine core on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rlhpc.data.tokenizer import StopSearch
+from rlhpc.generation import vllm_core
+from rlhpc.generation.vllm_core import CoreDied, CoreThread, FinishedSample
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
+
+
+class CountingCore:
+    """What is called of vLLM's EngineCore.  A request's tokens are the numbers of the steps that sampled them."""
+
+    def __init__(self) -> None:
+        self.scheduler = self
+        self.requests: dict[str, list[int]] = {}  # id → [tokens to go]
+        self.num_steps = 0
+        self.loads: list[tuple[int, dict[str, int]]] = []  # steps before it, and what the counter said
+        self.counter: Any = None
+        self.is_down = False
+        self.thread = threading.current_thread()
+
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    def preprocess_add_request(self, request: tuple[str, int]) -> tuple[tuple[str, int], int]:
+        return request, 0
+
+    def add_request(self, request: tuple[str, int], wave: int) -> None:
+        self.requests[request[0]] = [request[1]]
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
+
+    def step_fn(self) -> tuple[dict[int, Any], bool]:
+        assert threading.current_thread() is self.thread
+        outputs = []
+        for request_id, left in list(self.requests.items()):
+            left[0] -= 1
+            logprobs = SimpleNamespace(logprobs=np.asarray([[-0.5 * self.num_steps, -9.0]], np.float32))
+            outputs.append(
+                SimpleNamespace(
+                    request_id=request_id,
+                    new_token_ids=[self.num_steps],
+                    new_logprobs=logprobs,
+                    new_prompt_logprobs_tensors=None,
+                    finish_reason="length" if left[0] == 0 else None,
+                )
+            )
+            if left[0] == 0:
+                del self.requests[request_id]
+        self.num_steps += 1
+        return {0: SimpleNamespace(outputs=outputs)}, True
+
+    def post_step(self, was_executed: bool) -> None:
+        pass
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        if method == "count_with":
+            (self.counter,) = args
+        elif method == "load":
+            self.loads.append((self.num_steps, self.counter()))
+        elif method == "fail":
+            raise KeyError("no such method")
+        return [len(self.loads)]
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+@pytest_asyncio.fixture
+async def thread() -> AsyncIterator[CoreThread]:
+    made = CoreThread(None, CountingCore, lambda prompt, params, request_id, priority: (request_id, params))
+    await made.count_for("count_with")
+    yield made
+    made.shutdown(PATIENCE_S)
+
+
+def core_of(thread: CoreThread) -> CountingCore:
+    core = thread._core
+    assert isinstance(core, CountingCore)
+    return core
+
+
+async def sample(
+    thread: CoreThread, request_id: str, num_tokens: int, search: StopSearch | None = None
+) -> FinishedSample:
+    prompt = {"prompt_token_ids": [1, 2], "cache_salt": ""}
+    async for output in thread.generate(prompt, num_tokens, request_id, search=search):
+        return output
+    raise AssertionError("no output")
+
+
+def numbers(token_ids: Sequence[int]) -> str:
+    return "".join(f"{token_id}." for token_id in token_ids)
+
+
+async def test_a_stop_string_ends_a_request_with_the_token_that_completes_it(thread: CoreThread) -> None:
+    stop = "03."  # comes every hundred steps
+    running = [asyncio.create_task(sample(thread, f"r{n}", 300, StopSearch(numbers, [stop]))) for n in range(20)]
+    for output in await asyncio.gather(*running):
+        (completion,) = output.outputs
+        assert completion.finish_reason == "stop"
+        assert numbers(completion.token_ids).endswith(stop)
+        assert numbers(completion.token_ids).count(stop) == 1
+        assert completion.logprobs.logprobs == [-0.5 * step for step in completion.token_ids]
+    at_the_end = await sample(thread, "last", 1, StopSearch(numbers, ["."]))
+    assert at_the_end.outputs[0].finish_reason == "stop"
+    assert (await sample(thread, "none", 5, StopSearch(numbers, ["x"]))).outputs[0].finish_reason == "length"
+    assert not core_of(thread).requests
+
+
+async def test_of_a_step_with_several_tokens_those_behind_a_stop_string_are_dropped() -> None:
+    taking = vllm_core._Sample([1], asyncio.get_running_loop().create_future(), StopSearch(numbers, ["7."]))
+    logprobs = SimpleNamespace(logprobs=np.asarray([[-1.0], [-2.0], [-3.0]], np.float32))
+    output = SimpleNamespace(
+        new_token_ids=[6, 7, 8], new_logprobs=logprobs, new_prompt_logprobs_tensors=None, finish_reason="length"
+    )
+    assert taking.take(output) == "stop"
+    assert (taking.token_ids, taking.logprobs) == ([6, 7], [-1.0, -2.0])
+
+
+async def test_at_a_load_the_tokens_of_every_request_are_counted_begun_or_not_and_ended_or_not(
+    thread: CoreThread,
+) -> None:
+    running = [asyncio.create_task(sample(thread, f"r{n}", 1 + 37 * n % 400)) for n in range(60)]
+    for _ in range(40):
+        await asyncio.sleep(0)
+        await thread.collective_rpc("load")
+    tokens = {f"r{n}": (await task).outputs[0].token_ids for n, task in enumerate(running)}
+    loads = core_of(thread).loads
+    assert len(loads) == 40
+    for num_steps, counts in loads:
+        assert counts == {name: sum(step < num_steps for step in tokens[name]) for name in counts}
+        for name in tokens.keys() - counts.keys():  # nobody waits for it any more, or nobody has asked for it yet
+            assert tokens[name][-1] < num_steps or tokens[name][0] >= num_steps
+
+
+async def test_what_ended_before_a_call_has_ended_when_the_call_returns(thread: CoreThread) -> None:
+    core = core_of(thread)
+    for number in range(50):
+        task = asyncio.create_task(sample(thread, f"r{number}", 3))
+        await asyncio.sleep(0)
+        while f"r{number}" in thread._samples and thread.num_tokens(f"r{number}") < 3:
+            await thread.collective_rpc("anything")
+        await thread.collective_rpc("anything")
+        assert f"r{number}" not in core.requests
+        assert task.done() or thread._samples[f"r{number}"].ended.done()
+        await task
+
+
+async def test_an_error_of_a_call_reaches_its_caller_and_nobody_else(thread: CoreThread) -> None:
+    with pytest.raises(KeyError):
+        await thread.collective_rpc("fail")
+    assert len((await sample(thread, "r", 2)).outputs[0].token_ids) == 2
+
+
+async def test_a_step_that_fails_fails_all_that_is_asked_and_all_that_will_be(thread: CoreThread) -> None:
+    core = core_of(thread)
+    running = asyncio.create_task(sample(thread, "r", 10**9))
+    await asyncio.sleep(0)
+    core.post_step = "no function"  # type: ignore[assignment]
+    with pytest.raises(CoreDied, match="not callable"):
+        await asyncio.wait_for(running, PATIENCE_S)
+    with pytest.raises(CoreDied):
+        await sample(thread, "s", 1)
+    with pytest.raises(CoreDied):
+        await thread.collective_rpc("anything")
+    thread._thread.join(PATIENCE_S)
+    assert core.is_down
+
+
+async def test_a_core_that_cannot_be_made_says_why() -> None:
+    def refuse() -> None:
+        raise MemoryError("the cache does not fit")
+
+    with pytest.raises(MemoryError, match="does not fit"):
+        CoreThread(None, refuse, lambda *_: None)
+
+
+async def test_shutdown_ends_thread_and_core_and_fails_what_waits(thread: CoreThread) -> None:
+    core, running = core_of(thread), asyncio.create_task(sample(thread, "r", 10**9))
+    await asyncio.sleep(0)
+    thread.shutdown(PATIENCE_S)
+    assert core.is_down
+    assert not thread._thread.is_alive()
+    with pytest.raises(CoreDied):
+        await running
+
+
+@pytest.mark.starts
+async def test_a_process_that_exits_waits_for_the_step_that_is_under_way() -> None:
+    """Torch within a thread that the interpreter ends ends the process with SIGABRT."""
+    script = (
+        "import asyncio, time\n"
+        "from tests.unit.generation.test_vllm_core import CountingCore, CoreThread\n"
+        "class Slow(CountingCore):\n"
+        "    def shutdown(self):\n"
+        "        time.sleep(0.5)\n"
+        "        print('torn down', flush=True)\n"
+        "async def main():\n"
+        "    thread = CoreThread(None, Slow, lambda *_: None)\n"
+        "    thread.shutdown(0.0)\n"
+        "asyncio.run(main())\n"
+    )
+    done = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    said, _ = await done.communicate()
+    assert (said, done.returncode) == (b"torn down\n", 0)
