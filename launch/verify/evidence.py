@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from launch.run_directory.prepare import num_attempts
 from launch.verify.report import Offence
-from launch.verify.timeline import EventEvidence, joined, read_settled_journal, reduced
+from launch.verify.timeline import EventEvidence, column, joined, read_settled_journal, reduced
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.buffer import BUFFERED_FILE
-from rlhpc.buffer.history import Position
+from rlhpc.buffer.history import EventFold, Position
 from rlhpc.buffer.journal import journal_paths, read_rollout_rows
 from rlhpc.buffer.journal_layout import JournalLayout
 from rlhpc.buffer.segments import read_raw_columns, segment_paths
@@ -114,14 +114,14 @@ def read_journal_evidence(rollouts: Path, events: EventEvidence, *, is_quick: bo
         found.paths.append(path)
         found.num_damaged += num_damaged
         parts.append(rows[rows["sequence"] > 0])
-    found.rows = _that_count(joined(parts, JOURNAL_ROW), events)
+    found.rows = _that_count(joined(parts, JOURNAL_ROW), events.fold)
     return found
 
 
-def _that_count(rows: NDArray[Any], events: EventEvidence) -> NDArray[Any]:
-    counts = rows["sequence"] > events.first_that_counts
+def _that_count(rows: NDArray[Any], fold: EventFold) -> NDArray[Any]:
+    counts = rows["sequence"] > fold.num_void
     for attempt in np.unique(rows["attempt"]):
-        last = events.last_rollout_that_counts(int(attempt))
+        last = fold.last_rollout_that_counts(int(attempt))
         if last is not None:
             counts &= (rows["attempt"] != attempt) | (rows["sequence"] <= last)
     return rows[counts]
@@ -465,9 +465,8 @@ class Evidence:
 
         For a group of which nothing is known, the largest legal size.
         """
-        is_known = self.events.admitted_by.upto(num_groups) >= 0
-        sizes = np.maximum(self.events.size_of.upto(num_groups), self.config.admission.group_size)
-        sizes[~is_known] = self.config.largest_group
+        told = column(self.events.fold.admitted, num_groups, lambda admitted: admitted.size)
+        sizes = np.where(told < 0, self.config.largest_group, np.maximum(told, self.config.admission.group_size))
         newest, rows = self.checkpoints.newest, self.segments.rows
         for group, saved in (newest.open_groups if newest is not None else {}).items():
             if group < num_groups:

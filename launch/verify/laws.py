@@ -6,6 +6,8 @@ the newest checkpoint, that checkpoint, an admission.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,7 @@ from launch.common.text import counted, numbered, shortened
 from launch.verify.evidence import MEMBERS, CheckpointEvidence, Evidence, fate_at, offence_at
 from launch.verify.report import Check, Offence, listed
 from launch.verify.steps import Course
-from launch.verify.timeline import GroupColumn
+from launch.verify.timeline import column
 from rlhpc.buffer.batches import DropReason
 from rlhpc.buffer.lost_leases import LostLeaseFile
 
@@ -66,6 +68,7 @@ def poison(evidence: Evidence) -> Check:
 # --------------------------------------------------------------------------------------------------------- conservation
 
 
+Groups = NDArray[np.int64]  # a number for each group; -1: not known
 MISSING, TRAINED, DROPPED, BUFFERED, IN_FLIGHT = range(5)
 WORDS = ("missing", "trained", "dropped", "buffered", "in_flight")
 
@@ -98,9 +101,9 @@ def conservation(evidence: Evidence) -> tuple[Check, Places]:
     reason_of[inside["group"]] = inside["reason"]
     _accuse_two_places(check, evidence)
     is_sealed = of != MISSING
-    step_of, dropped_by = events.step_of.upto(num_drawn), events.dropped_by.upto(num_drawn)
+    step_of, is_dropped = column(events.fold.step_of, num_drawn), _is_in(events.fold.dropped, num_drawn)
     of[~is_sealed & (step_of >= 0)] = _place_of_steps(evidence, step_of[~is_sealed & (step_of >= 0)])
-    of[(of == MISSING) & (dropped_by >= 0)] = DROPPED
+    of[(of == MISSING) & is_dropped] = DROPPED
     dropped = _reasons(evidence, of, reason_of)
     of[(of == MISSING) & _is_open(evidence, num_drawn)] = IN_FLIGHT
     _look_at_members(evidence, of, dropped)
@@ -119,6 +122,12 @@ def conservation(evidence: Evidence) -> tuple[Check, Places]:
     return check, places
 
 
+def _is_in(groups: Mapping[int, object], length: int) -> NDArray[np.bool_]:
+    """Of each group from 0 to length − 1."""
+    is_there: NDArray[np.bool_] = column(groups, length, lambda _: 1) > 0
+    return is_there
+
+
 def _accuse_two_places(check: Check, evidence: Evidence) -> None:
     rows = evidence.segments.rows
     ids, counts = np.unique(rows["group"], return_counts=True)
@@ -132,28 +141,24 @@ def _accuse_two_places(check: Check, evidence: Evidence) -> None:
 
 def _place_of_steps(evidence: Evidence, steps: NDArray[np.int64]) -> NDArray[np.int8]:
     """The places of groups that no segment has: trained, or in the batch of a step that is not trained."""
-    trained = {step for step, known in evidence.events.steps.items() if known.is_trained}
+    trained = {step for step, _, _ in evidence.events.trained_steps()}
     return np.array([TRAINED if step in trained else BUFFERED for step in steps.tolist()], np.int8)
 
 
 def _reasons(evidence: Evidence, of: NDArray[np.int8], reason_of: NDArray[np.int64]) -> dict[str, int]:
-    dropped: dict[str, int] = {}
-    by_event = evidence.events.reason_of.upto(len(of))
-    is_sealed = reason_of >= 0
-    for names, codes, chosen in (
-        (evidence.segments.reasons, reason_of, (of == DROPPED) & is_sealed),
-        (evidence.events.reasons, by_event, (of == DROPPED) & ~is_sealed),
-    ):
-        for number, count in enumerate(np.bincount(codes[chosen], minlength=len(names)) if len(names) else []):
-            if count:
-                dropped[names[number]] = dropped.get(names[number], 0) + int(count)
-    return dropped
+    """Groups that are dropped by reason: a segment's, or else that of the event."""
+    is_sealed, dropped = reason_of >= 0, Counter[str]()
+    for number in reason_of[(of == DROPPED) & is_sealed].tolist():
+        dropped[evidence.segments.reasons[number]] += 1
+    for group in np.flatnonzero((of == DROPPED) & ~is_sealed).tolist():
+        dropped[evidence.events.fold.dropped[group].value] += 1
+    return dict(dropped)
 
 
 def _is_open(evidence: Evidence, num_drawn: int) -> NDArray[np.bool_]:
     """Groups that may be in flight: those open in the newest checkpoint, and those admitted after it."""
     events, newest = evidence.events, evidence.checkpoints.newest
-    is_open: NDArray[np.bool_] = events.admitted_by.upto(num_drawn) >= 0
+    is_open = _is_in(events.fold.admitted, num_drawn)
     if events.knows_all and not events.are_whole:
         is_open[:] = True  # a restart admits groups that are missing between others
     if newest is not None:
@@ -186,7 +191,7 @@ def _accuse_missing(check: Check, evidence: Evidence, places: Places, step_of: N
     missing = np.flatnonzero(places.of[places.first :] == MISSING) + places.first
     newest = evidence.checkpoints.newest
     for group in missing.tolist():
-        if evidence.events.knows_all and evidence.events.admitted_by[group] < 0:
+        if evidence.events.knows_all and group not in evidence.events.fold.admitted:
             text = f"group {group} was drawn and is in no event, checkpoint or segment"
         elif newest is not None and group < newest.next_group:
             text = f"group {group} is in no segment, and not open in {newest.name}"
@@ -212,7 +217,7 @@ def _accuse_never_admitted(check: Check, evidence: Evidence, places: Places) -> 
     if not events.are_whole or not (events.knows_all or events.num_admitted):
         return
     num_known = max(events.num_admitted, newest.next_group if newest else 0)  # its events were on disk before it
-    is_known = events.admitted_by.upto(num_known) >= 0
+    is_known = _is_in(events.fold.admitted, num_known)
     for group in (np.flatnonzero(~is_known[events.first_admitted :]) + events.first_admitted).tolist():
         if places.of[group] != MISSING or group < places.first:
             check.accuse(Offence(f"group {group} is {WORDS[places.of[group]]}, and no event admits it", group=group))
@@ -320,28 +325,25 @@ def identities(evidence: Evidence, places: Places) -> Check:
     Prompts of a dataset are drawn in one order, so that their numbers grow with those of the groups.
     """
     check = Check("prompts and admissions agree")
-    prompts, versions, num_compared = GroupColumn(), GroupColumn(), 0
-    length = len(places.of)
-    rows = evidence.segments.rows
+    length, num_compared = len(places.of), 0
+    rows, admitted = evidence.segments.rows, evidence.events.fold.admitted
     rows = rows[rows["group"] < length]
-    prompts.fill(rows["group"], rows["prompt"])
-    versions.fill(rows["group"], rows["admitted_version"])
-    events = evidence.events
-    for column, theirs, what in (
-        (prompts, events.prompt_of, "prompt"),
-        (versions, events.version_of, "version at admission"),
+    prompts, versions = (np.full(_num_groups(evidence, length), -1, np.int64) for _ in range(2))
+    prompts[rows["group"]], versions[rows["group"]] = rows["prompt"], rows["admitted_version"]
+    for mine, said, what in (
+        (prompts[:length], column(admitted, length, lambda each: each.prompt), "prompt"),
+        (versions[:length], column(admitted, length, lambda each: each.version), "version at admission"),
     ):
-        mine, said = column.upto(length), theirs.upto(length)
         is_known = (mine >= 0) & (said >= 0)
         num_compared += int(is_known.sum())
         for group in np.flatnonzero(is_known & (mine != said)).tolist():
             row = rows[rows["group"] == group][0]
             text = f"group {group}: {what} {mine[group]} in the segment, {said[group]} in the events"
             check.accuse(offence_at(row, text))
-        column.fill(np.flatnonzero((mine < 0) & (said >= 0)), said[(mine < 0) & (said >= 0)])
+        mine[mine < 0] = said[mine < 0]
     _compare_checkpoints(check, evidence, prompts, versions)
     num_compared += _compare_journal(check, evidence, prompts, versions)
-    known = prompts.upto(length)
+    known = prompts[:length]
     groups, num_datasets = np.flatnonzero(known >= 0), len(evidence.config.data)
     for dataset in range(num_datasets):
         own = groups[known[groups] % num_datasets == dataset]
@@ -355,38 +357,46 @@ def identities(evidence: Evidence, places: Places) -> Check:
     return check
 
 
-def _compare_checkpoints(check: Check, evidence: Evidence, prompts: GroupColumn, versions: GroupColumn) -> None:
+def _num_groups(evidence: Evidence, num_drawn: int) -> int:
+    """One more than the highest id that anything names."""
+    named = [int(evidence.journal.rows["group"].max(initial=-1))]
+    named += [group for saved in evidence.checkpoints.sound[:1] for group in saved.open_groups]
+    return max(num_drawn, max(named) + 1)
+
+
+def _compare_checkpoints(check: Check, evidence: Evidence, prompts: Groups, versions: Groups) -> None:
     for saved in evidence.checkpoints.sound[:1]:
         for group in saved.open_groups.values():
-            for column, mine, what in (
+            for known, mine, what in (
                 (prompts, group.prompt, "prompt"),
                 (versions, group.admitted_version, "version at admission"),
             ):
-                if column[group.group] < 0:
-                    column[group.group] = mine
-                elif column[group.group] != mine:
-                    text = f"group {group.group}: {what} {mine} in the checkpoint, {column[group.group]} elsewhere"
+                if known[group.group] < 0:
+                    known[group.group] = mine
+                elif known[group.group] != mine:
+                    text = f"group {group.group}: {what} {mine} in the checkpoint, {known[group.group]} elsewhere"
                     check.accuse(Offence(text, group=group.group, file=f"checkpoints/{saved.name}/controller.json"))
 
 
-def _compare_journal(check: Check, evidence: Evidence, prompts: GroupColumn, versions: GroupColumn) -> int:
+def _compare_journal(check: Check, evidence: Evidence, prompts: Groups, versions: Groups) -> int:
     rows, events = evidence.journal.rows, evidence.events
+    admitted_by = column(events.fold.admitted_by, len(prompts))[rows["group"]]
+    first_version_of = column(events.fold.first_version_of, len(prompts))[rows["group"]]
     num_compared = 0
-    for column, name, what in (
+    for known, name, what in (
         (prompts, "prompt", "prompt"),
         (versions, "admitted_version", "version at admission"),
     ):
-        length = max(column.length, int(rows["group"].max(initial=-1)) + 1)
-        said = column.upto(length)[rows["group"]]
+        said = known[rows["group"]]
         # A rollout of a group that a later attempt admitted again: the first admission never reached the disk.
-        is_void = rows["attempt"] < events.admitted_by.upto(length)[rows["group"]]
+        is_void = rows["attempt"] < admitted_by
         if name == "admitted_version":  # the group came back, and the rollout arrived before its turn
-            is_void |= events.first_version_of.upto(length)[rows["group"]] == rows[name]
+            is_void |= first_version_of == rows[name]
         differs = (said >= 0) & (said != rows[name]) & ~is_void
         differs &= events.are_whole  # otherwise a restart takes a neighbour's version
         num_compared += int((said >= 0).sum())
         for row in rows[differs]:
-            text = f"group {row['group']}: {what} {row[name]} in the journal, {column[int(row['group'])]} elsewhere"
+            text = f"group {row['group']}: {what} {row[name]} in the journal, {known[row['group']]} elsewhere"
             check.accuse(evidence.journal.offence_at(row, text))
     return num_compared
 
@@ -451,7 +461,7 @@ def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
     groups = evidence.segments.rows["group"]
     is_sealed[groups[groups < len(is_sealed)]] = True
     first = newest.step if newest is not None else 0
-    step_of = events.step_of.upto(len(places.of))
+    step_of = column(events.fold.step_of, len(places.of))
     is_waiting = (places.of == TRAINED) & ~is_sealed & (step_of >= first) & (step_of <= events.trained_at_first)
     waiting = np.flatnonzero(is_waiting)
     sizes = evidence.sizes(len(places.of))[waiting]
@@ -483,19 +493,20 @@ def staleness(evidence: Evidence) -> Check:
     _look_at_oldest_tokens(check, trained[stale <= bound], bound)
     num_recorded = 0
     sealed = {*rows["step"].tolist()}
-    for step, known in evidence.events.trained_steps():
+    for step, taken, known in evidence.events.trained_steps():
         if step in sealed:
             continue
-        for group in known.groups:
+        for group in taken.groups:
             num_recorded += 1
-            admitted = evidence.events.version_of[group]
-            if admitted >= 0 and known.version - admitted > bound:
+            admitted = evidence.events.fold.admitted.get(group)
+            if admitted is not None and known.version - admitted.version > bound:
                 text = (
-                    f"group {group}, admitted at version {admitted}, trained version {known.version} at step {step}: "
-                    f"staleness {known.version - admitted}, admission.max_staleness={bound}"
+                    f"group {group}, admitted at version {admitted.version}, trained version {known.version} at step "
+                    f"{step}: staleness {known.version - admitted.version}, admission.max_staleness={bound}"
                 )
-                file = f"rollouts/{evidence.events.attempts[known.attempt].path.name}"
-                check.accuse(Offence(text, group=group, step=step, file=file, row=known.line))
+                attempt, line = evidence.events.taken_at[step]
+                file = f"rollouts/{evidence.events.attempts[attempt].path.name}"
+                check.accuse(Offence(text, group=group, step=step, file=file, row=line))
     worst = int(stale.max(initial=0))
     check.looked_at = f"{len(trained) + num_recorded} trained groups, bound {bound}, most {worst}"
     return check
@@ -515,10 +526,10 @@ def versions(evidence: Evidence, places: Places, course: Course) -> Check:
     """Every version that a token or an admission names was published."""
     check = Check("weight versions")
     rows, events = evidence.segments.rows, evidence.events
-    newest = max([course.version, *(known.next_version for _, known in events.trained_steps())])
+    newest = max([course.version, *(known.next_version for _, _, known in events.trained_steps())])
     check.looked_at = numbered("version", 0, newest) if newest >= 0 else "versions, none of which is known"
     check.looked_at += "; tokens were not read" if evidence.is_quick else ""
-    allowed = events.lost_version  # of steps that were lost with some rollouts; their complete groups are used
+    allowed = events.fold.lost_version  # of steps that were lost with some rollouts; their complete groups are used
     top, num_lost = max(newest, allowed) if newest >= 0 else 1 << 60, 0
     known = rows[(rows["step"] >= 0) & (rows["version"] >= 0)]
     for name, what in (("newest", "a token"), ("admitted_version", "its admission")):

@@ -168,7 +168,7 @@ def steps(evidence: Evidence) -> tuple[Check, Course]:
     check = Check("steps")
     for offence in evidence.events.offences:
         check.accuse(offence)
-    sealed, recorded = dict(_sealed_steps(evidence)), dict(evidence.events.trained_steps())
+    sealed, recorded = dict(_sealed_steps(evidence)), {step for step, _, _ in evidence.events.trained_steps()}
     first = min(sealed, default=0) if evidence.first_segment else 0
     last = max([*sealed, *recorded, first - 1])
     version, last_sealed = 0 if not first else -1, max(sealed, default=-1)
@@ -181,7 +181,7 @@ def steps(evidence: Evidence) -> tuple[Check, Course]:
             _look_at_groups(check, evidence, step, sealed[step], is_last=step == last_sealed)
         version = _look_at_version(check, step, version, sealed.get(step), evidence)
     check.looked_at = f"{counted(last + 1 - first, 'step')}, {len(sealed)} in segments, {len(recorded)} in events"
-    if evidence.events.lost_version >= 0:
+    if evidence.events.fold.lost_version >= 0:
         check.remarks.append("steps that were recorded are void, since rollouts of them were lost")
     return check, Course(last + 1, version)
 
@@ -231,7 +231,7 @@ def _accuse_order(check: Check, row: np.void, groups: NDArray[np.int64], fates: 
 
 def _look_beyond(check: Check, evidence: Evidence, rest: NDArray[np.void]) -> None:
     """Segments may be ahead of the events by what one commit holds: at most one step."""
-    known = max(evidence.events.steps, default=-1)
+    known = max(evidence.events.fold.batches, default=-1)
     for row in rest[rest["step"] > known + 1][:1]:
         text = f"step {row['step']} is in a segment, and events end with step {known}"
         check.accuse(offence_at(row, text))
@@ -256,7 +256,7 @@ def _sealed_steps(evidence: Evidence) -> Iterator[tuple[int, SealedStep]]:
 
 def _look_at_groups(check: Check, evidence: Evidence, step: int, sealed: SealedStep, *, is_last: bool) -> None:
     """Compare the groups of a step with admission.groups_per_step and with the events."""
-    known, expected = evidence.events.steps.get(step), evidence.config.admission.groups_per_step
+    known, expected = evidence.events.fold.batches.get(step), evidence.config.admission.groups_per_step
     if known is not None:
         for group in sorted({*sealed.groups}.difference(known.groups)):
             text = f"group {group} is recorded as trained at step {step}, but events say {sorted(known.groups)}"
@@ -274,8 +274,8 @@ def _look_at_groups(check: Check, evidence: Evidence, step: int, sealed: SealedS
 
 def _look_at_version(check: Check, step: int, version: int, sealed: SealedStep | None, evidence: Evidence) -> int:
     """Check the version that a step trained; return the version after it; -1: not known."""
-    known = evidence.events.steps.get(step)
-    known = known if known is not None and known.is_trained else None
+    fold = evidence.events.fold
+    known = fold.trained.get(step) if step in fold.batches else None
     file, row = (sealed.file, sealed.row) if sealed is not None else ("", -1)
     said = [(each.version, each.applied) for each in (sealed, known) if each is not None and each.version >= 0]
     if not said:

@@ -1,9 +1,8 @@
-"""Read the event logs of a run line by line, and continue later where the last reading ended.
+"""Read the event logs of a run line by line, continue later where the last reading ended, and judge each event.
 
-Input: rollouts/events_*.jsonl.  Output: groups admitted, taken, trained, dropped, in the timeline that counts, and what
-an attempt cannot have done.  An attempt repeats steps of the one before; if it takes another batch, what came after
-that batch is void.  If attempts disagree, the later one counts.  Unknown kinds of events are counted.
-Memory: an object per step, a few numbers per group.
+Input: rollouts/events_*.jsonl.  Output: what the events come to (rlhpc/buffer/history.py: EventFold), and what an
+attempt cannot have done: each event is compared with the state that the ones before it have made.  Unknown kinds of
+events are counted.  Memory: an object per step, a few numbers per group.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,49 +22,37 @@ from numpy.typing import NDArray
 from launch.common.text import counted, numbered, quoted
 from launch.verify.report import FileVerdict, Offence, ReadProgress, Row, from_to, listed
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.buffer.history import Began, EventFile, Trained, attempt_of, document_of, event_paths, read_events
+from rlhpc.buffer.history import (
+    EVENTS,
+    Admitted,
+    Began,
+    Dropped,
+    Event,
+    EventFile,
+    EventFold,
+    Taken,
+    Trained,
+    attempt_of,
+    document_of,
+    event_of,
+    event_paths,
+    fold_events,
+    read_events,
+)
 from rlhpc.buffer.journal import JournalContent, journal_paths, read_first_sequence, read_journal
 from rlhpc.protocol.errors import CheckpointError, JournalError
 from rlhpc.roles.controller.state import read_saved_state
 
 # -------------------------------------------------------------------------------------------------------------- columns
-#
-# Numbers by group id, in arrays that grow: an object a group would cost a long run gigabytes.
 
 
-class GroupColumn:
-    """One integer for each group, -1 where none was set."""
-
-    def __init__(self) -> None:
-        self._values = np.full(1024, -1, np.int64)
-        self.length = 0  # one more than the highest id that was set
-
-    def __getitem__(self, group: int) -> int:
-        return int(self._values[group]) if 0 <= group < self.length else -1
-
-    def __setitem__(self, group: int, value: int) -> None:
-        if group >= len(self._values):
-            more = np.full(max(len(self._values), group + 1 - len(self._values)), -1, np.int64)
-            self._values = np.concatenate([self._values, more])
-        self._values[group] = value
-        self.length = max(self.length, group + 1)
-
-    def fill(self, groups: NDArray[Any], values: NDArray[Any]) -> None:
-        """Set many at once."""
-        if len(groups):
-            top = int(groups.max())
-            self[top] = self[top]  # makes room
-            self._values[groups] = values
-
-    def upto(self, length: int) -> NDArray[np.int64]:
-        """The values of groups 0 to length − 1."""
-        known = self._values[:length]
-        return np.concatenate([known, np.full(length - len(known), -1, np.int64)])
-
-    def clear(self) -> None:
-        """Forget all groups."""
-        self._values[:] = -1
-        self.length = 0
+def column(numbers: Mapping[int, Any], length: int, read: Callable[[Any], int] = int) -> NDArray[np.int64]:
+    """What is read of each group from 0 to length − 1, by id; -1: it is not there."""
+    groups = np.fromiter(numbers, np.int64, len(numbers))
+    values = np.fromiter(map(read, numbers.values()), np.int64, len(numbers))
+    found, is_within = np.full(length, -1, np.int64), (groups >= 0) & (groups < length)
+    found[groups[is_within]] = values[is_within]
+    return found
 
 
 def joined(parts: list[NDArray[Any]], kind: Any = np.int64) -> NDArray[Any]:
@@ -86,33 +73,16 @@ def reduced(ufunc: Any, values: NDArray[Any], offsets: NDArray[Any], empty: int)
 
 
 @dataclass(slots=True)
-class RecordedStep:
-    """A step in the timeline that counts."""
-
-    groups: Sequence[int]
-    attempt: int
-    line: int
-    is_trained: bool = False
-    version: int = -1  # that it trained
-    applied: bool = True
-
-    @property
-    def next_version(self) -> int:
-        """Version of the policy after this step."""
-        return self.version + self.applied
-
-
-@dataclass(slots=True)
 class AttemptEvents:
     """What one attempt wrote."""
 
     path: Path
-    begins_with: int = -1  # its first step; -1: not known
     num_lines: int = 0
     damaged_lines: list[int] = field(default_factory=list)
     is_torn: bool = False  # its end is half written
     order: array[int] = field(default_factory=lambda: array("q"))  # groups as they were resolved
     fates: array[int] = field(default_factory=lambda: array("q"))  # of those: the step, or -2 for dropped
+    dropped: set[int] = field(default_factory=set)  # groups
     offset: int = 0  # bytes read
     expected_step: int = -1  # to be taken next; -1: not known
     untrained: int = -1  # the step that was taken and not trained
@@ -120,23 +90,15 @@ class AttemptEvents:
 
 
 class EventEvidence:
-    """Every event of a run, and the timeline that they make."""
+    """Every event of a run, what they come to, and which of them cannot be."""
 
     def __init__(self, rollouts: Path) -> None:
         self._rollouts = rollouts
+        self.fold = EventFold()
         self.attempts: dict[int, AttemptEvents] = {}
-        self.limits: dict[int, int] = {}  # attempt → rollouts of earlier attempts that count
-        self.first_that_counts = 0  # rollouts up to this number are from before the run started over
-        self.steps: dict[int, RecordedStep] = {}
-        self.last_step = -1  # the highest of these
-        self.prompt_of, self.version_of, self.admitted_by = GroupColumn(), GroupColumn(), GroupColumn()
-        self.size_of = GroupColumn()  # rollouts wanted, where they are more than admission.group_size
-        self.first_version_of = GroupColumn()  # if a later attempt admitted it again: the version before
-        self.step_of, self.dropped_by, self.reason_of = GroupColumn(), GroupColumn(), GroupColumn()
-        self.reasons: list[str] = []
+        self.taken_at: dict[int, tuple[int, int]] = {}  # step → attempt and line of its last batch
         self.knows_all = False  # whether it has all events from the first group on
         self.first_admitted = 0  # the first one that is known
-        self.lost_version = -1  # the highest one that a trained step made which is void
         self.unknown: Counter[str] = Counter()
         self.offences: list[Offence] = []
         self.trained_at_first = -1  # the last step that was trained at the first look
@@ -155,7 +117,7 @@ class EventEvidence:
             self._read(attempt, number, may_be_written=path == paths[-1] and not is_last)
         self.num_looks += 1
         if self.num_looks == 1:
-            self.trained_at_first = max((step for step, known in self.steps.items() if known.is_trained), default=-1)
+            self.trained_at_first = max((step for step, _, _ in self.trained_steps()), default=-1)
 
     def _read(self, attempt: AttemptEvents, number: int, *, may_be_written: bool) -> None:
         attempt.is_torn = False
@@ -185,48 +147,50 @@ class EventEvidence:
         """Whether no event is damaged."""
         return not any(attempt.damaged_lines for attempt in self.attempts.values())
 
-    # -------------------------------------------------------------------------------------------------------- timeline
+    # ------------------------------------------------------------------------------------------------------------ laws
 
     @property
     def num_admitted(self) -> int:
         """One more than the highest group that was admitted."""
-        return self.prompt_of.length
-
-    @property
-    def _admissions(self) -> tuple[GroupColumn, ...]:
-        return self.prompt_of, self.version_of, self.size_of, self.admitted_by, self.first_version_of
+        return max(self.fold.admitted, default=-1) + 1
 
     @property
     def newest_attempt(self) -> int:
         """The last one that wrote something; -1: none did."""
         return max(self.attempts, default=-1)
 
-    def trained_steps(self) -> Iterator[tuple[int, RecordedStep]]:
-        """(step, record) of each trained step, in order."""
-        return ((step, known) for step, known in sorted(self.steps.items()) if known.is_trained)
+    def trained_steps(self) -> Iterator[tuple[int, Taken, Trained]]:
+        """Each trained step with its batch and how it went, in order."""
+        taken, trained = self.fold.batches, self.fold.trained
+        return ((step, taken[step], trained[step]) for step in sorted(taken.keys() & trained.keys()))
 
-    def last_rollout_that_counts(self, attempt: int) -> int | None:
-        """An attempt's last rollout that counts, by number: later ones came after its successor began; None: all do."""
-        return min((limit for later, limit in self.limits.items() if later > attempt), default=None)
-
-    def _apply(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        kind = str(event.get("event"))
+    def _apply(self, attempt: AttemptEvents, number: int, facts: dict[str, Any]) -> None:
+        kind = str(facts.get("event"))
+        if kind not in EVENTS:
+            self.unknown[kind] += 1
+            return
+        if "metrics" in facts:
+            facts["metrics"] = {}  # of a long run gigabytes
         try:
-            match kind:
-                case "began":
-                    self._began(attempt, number, event)
-                case "admitted":
-                    self._admitted(attempt, number, event)
-                case "taken":
-                    self._taken(attempt, number, event)
-                case "trained":
-                    self._trained(attempt, number, event)
-                case "dropped":
-                    self._dropped(attempt, number, event)
-                case _:
-                    self.unknown[kind] += 1
+            event = event_of(facts)
+            self._judge(attempt, number, event)
+            self.fold.apply(number, event)
         except (KeyError, TypeError, ValueError):
             self.unknown[f"{kind} of another form"] += 1
+
+    def _judge(self, attempt: AttemptEvents, number: int, event: Event) -> None:
+        """Compare an event with what is known before it."""
+        match event:
+            case Began():
+                self._began(attempt, event)
+            case Admitted():
+                self._admitted(attempt, number, event)
+            case Taken():
+                self._taken(attempt, number, event)
+            case Trained():
+                self._trained(attempt, number, event)
+            case Dropped():
+                self._dropped(attempt, number, event)
 
     def _accuse(self, attempt: AttemptEvents, text: str, group: int = -1, step: int = -1) -> None:
         """Report a violation unless a damaged line of the same attempt may explain it."""
@@ -234,108 +198,65 @@ class EventEvidence:
             file = f"{self._rollouts.name}/{attempt.path.name}"
             self.offences.append(Offence(text, group=group, step=step, file=file, row=attempt.num_lines))
 
-    def _began(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        step = int(event["step"])
-        attempt.begins_with = attempt.expected_step = step
-        self.limits[number] = int(event["num_rollouts"])
-        if not event["goes_on"]:
-            self._begin_over(int(event["num_rollouts"]))
+    def _began(self, attempt: AttemptEvents, event: Began) -> None:
+        attempt.expected_step = event.step
+        if not event.goes_on:
+            self.knows_all = True
         elif len(self.attempts) == 1:
-            self.knows_all = step == 0
-        before = self.steps.get(step - 1)
-        attempt.version = 0 if step == 0 else before.next_version if before is not None and before.is_trained else -1
+            self.knows_all = event.step == 0
+        before = self.fold.trained.get(event.step - 1) if event.goes_on else None
+        attempt.version = 0 if event.step == 0 else before.next_version if before is not None else -1
 
-    def _begin_over(self, num_rollouts: int) -> None:
-        trained = [known.next_version for _, known in self.trained_steps()]
-        self.lost_version = max([self.lost_version, *trained])
-        self.steps.clear()
-        self.last_step = -1
-        for column in (*self._admissions, self.step_of, self.dropped_by):
-            column.clear()
-        self.first_that_counts = num_rollouts
-        self.knows_all = True
+    def _admitted(self, attempt: AttemptEvents, number: int, event: Admitted) -> None:
+        if not self.fold.admitted:
+            self.first_admitted = 0 if self.knows_all else event.group
+        if self.fold.admitted_by.get(event.group) == number:
+            self._accuse(attempt, f"group {event.group} is admitted a second time", event.group)
 
-    def _admitted(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        group = int(event["group"])
-        if not self.num_admitted:
-            self.first_admitted = 0 if self.knows_all else group
-        if self.admitted_by[group] == number:
-            self._accuse(attempt, f"group {group} is admitted a second time", group)
-        if self.admitted_by[group] >= 0:
-            self.first_version_of[group] = self.version_of[group]
-        self.prompt_of[group], self.version_of[group] = int(event["prompt"]), int(event["version"])
-        self.size_of[group] = int(event.get("size", 0))
-        self.admitted_by[group] = number
-
-    def _taken(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        step, groups = int(event["step"]), array("q", event["groups"])
+    def _taken(self, attempt: AttemptEvents, number: int, event: Taken) -> None:
+        step, groups = event.step, event.groups
         if attempt.untrained >= 0:
             text = f"step {step} is taken while step {attempt.untrained} is not trained"
             self._accuse(attempt, text, step=step)
         elif attempt.expected_step not in (-1, step):
             self._accuse(attempt, f"step {step} follows, where step {attempt.expected_step} is due", step=step)
-        known = self.steps.get(step)
-        if known is not None and list(known.groups) != list(groups):
-            known = None
-        if step <= self.last_step and known is None:
-            self._void_from(step)
+        known = self.fold.batches.get(step)
+        is_repeated = known is not None and list(known.groups) == list(groups)
         for group in groups:
-            self._take(attempt, number, group, step)
+            other = self.fold.step_of.get(group, step)
+            if other < step or (other > step and is_repeated):  # another batch makes later steps void
+                self._accuse(attempt, f"group {group} is trained at step {other} and at step {step}", group, step)
+            if self.knows_all and self.are_whole and group not in self.fold.admitted:
+                self._accuse(attempt, f"group {group} of step {step} was never admitted", group, step)
+            if group in attempt.dropped:
+                self._accuse(attempt, f"group {group} was dropped, and is taken for step {step}", group, step)
         if len({*groups}) != len(groups):
             self._accuse(attempt, f"step {step} has a group twice: {sorted(groups)}", step=step)
-        self.steps[step] = taken = RecordedStep(groups, number, attempt.num_lines)
-        if known is not None:  # it is repeated: how it went counts until it has gone anew
-            taken.is_trained, taken.version, taken.applied = known.is_trained, known.version, known.applied
-        self.last_step = max(self.last_step, step)
+        self.taken_at[step] = number, attempt.num_lines
         attempt.untrained = attempt.expected_step = step
 
-    def _take(self, attempt: AttemptEvents, number: int, group: int, step: int) -> None:
-        other = self.step_of[group]
-        if other not in (-1, step) and other in self.steps:
-            self._accuse(attempt, f"group {group} is trained at step {other} and at step {step}", group, step)
-        if self.knows_all and self.are_whole and self.admitted_by[group] < 0:
-            self._accuse(attempt, f"group {group} of step {step} was never admitted", group, step)
-        if self.dropped_by[group] == number:
-            self._accuse(attempt, f"group {group} was dropped, and is taken for step {step}", group, step)
-        self.step_of[group] = step
-
-    def _void_from(self, step: int) -> None:
-        """Forget a step and later ones: they came from other weights, and are sampled or trained again."""
-        for later in [known for known in self.steps if known >= step]:
-            void = self.steps.pop(later)
-            if void.is_trained:
-                self.lost_version = max(self.lost_version, void.next_version)
-            for group in void.groups:
-                if self.step_of[group] == later:
-                    self.step_of[group] = -1
-        self.last_step = max(self.steps, default=-1)
-
-    def _trained(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        step, known = int(event["step"]), self.steps.get(int(event["step"]))
-        if known is None or known.attempt != number:
+    def _trained(self, attempt: AttemptEvents, number: int, event: Trained) -> None:
+        step, known = event.step, self.fold.batches.get(event.step)
+        if known is None or self.taken_at[step][0] != number:
             self._accuse(attempt, f"step {step} is trained, and no batch was taken for it", step=step)
             return
         if attempt.untrained != step:
             self._accuse(attempt, f"step {step} is trained a second time", step=step)
             return
-        known.is_trained, known.version, known.applied = True, int(event["version"]), bool(event["applied"])
-        if attempt.version not in (-1, known.version):
-            text = f"step {step} trained version {known.version}, and the step before it made {attempt.version}"
+        if attempt.version not in (-1, event.version):
+            text = f"step {step} trained version {event.version}, and the step before it made {attempt.version}"
             self._accuse(attempt, text, step=step)
-        attempt.version, attempt.expected_step, attempt.untrained = known.next_version, step + 1, -1
+        attempt.version, attempt.expected_step, attempt.untrained = event.next_version, step + 1, -1
         attempt.order.extend(known.groups)
         attempt.fates.extend([step] * len(known.groups))
 
-    def _dropped(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        group, reason = int(event["group"]), str(event["reason"])
-        if self.dropped_by[group] == number:
+    def _dropped(self, attempt: AttemptEvents, number: int, event: Dropped) -> None:
+        group, step = event.group, self.fold.step_of.get(event.group)
+        if group in attempt.dropped:
             self._accuse(attempt, f"group {group} is dropped a second time", group)
-        step = self.steps.get(self.step_of[group])
-        if step is not None and step.attempt == number:
-            self._accuse(attempt, f"group {group} is dropped, and is of step {self.step_of[group]}", group)
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-        self.dropped_by[group], self.reason_of[group] = number, self.reasons.index(reason)
+        if step is not None and self.taken_at[step][0] == number:
+            self._accuse(attempt, f"group {group} is dropped, and is of step {step}", group)
+        attempt.dropped.add(group)
         attempt.order.append(group)
         attempt.fates.append(-2)
 
@@ -431,19 +352,14 @@ def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | N
 
 def replay_cost(layout: RunLayout, step: int | None) -> Iterator[Row]:
     """How many recorded steps follow the chosen checkpoint (None: the beginning), and how long their training took."""
-    seconds = dict[int, float]()
     try:
-        for event in _events(layout):
-            if isinstance(event, Began) and not event.goes_on:
-                seconds.clear()
-            elif isinstance(event, Trained):
-                seconds[event.step] = event.metrics.get("step_s", 0.0)
+        trained = fold_events(layout.rollouts).trained if layout.rollouts.is_dir() else {}
     except (JournalError, OSError):
         return  # its row stands above
-    again = sorted(done for done in seconds if done >= (step or 0))
+    again = sorted(done for done in trained if done >= (step or 0))
     if again:
         since = f"the checkpoint of step {step}" if step else "the beginning"
-        took_s = sum(seconds[done] for done in again)
+        took_s = sum(trained[done].metrics.get("step_s", 0.0) for done in again)
         text = f"since {since}, {numbered('step', again[0], again[-1])} would be trained again, from the journal"
         yield Row(
             "replay", layout.rollouts.name, FileVerdict.NOTE, f"{text}: {took_s:.1f} s of training; nothing is sampled"
@@ -454,13 +370,7 @@ def _known_to(layout: RunLayout, step: int | None) -> int:
     """Number of the last rollout before the point that a resume goes on from."""
     if step is not None:
         return int(read_saved_state(layout, step).buffer["journal"]["num_rollouts"])
-    begun = (event for event in _events(layout) if isinstance(event, Began) and not event.goes_on)
-    return max((event.num_rollouts for event in begun), default=0)
-
-
-def _events(layout: RunLayout) -> Iterator[object]:
-    """Of all files.  Raises JournalError, OSError."""
-    return (event for path in _found(event_paths, layout) for event in read_events(path).events.values())
+    return fold_events(layout.rollouts).num_void if layout.rollouts.is_dir() else 0
 
 
 def _found(paths_in: Callable[[Path], list[Path]], layout: RunLayout) -> list[Path]:

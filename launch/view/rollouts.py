@@ -173,16 +173,16 @@ def _pending(directory: Path, tell: Tell) -> dict[int, FoundGroup]:
     for record in history.rollouts:
         rollout = record.scored.rollout
         members.setdefault(rollout.group_id, {})[rollout.sample_index] = record
-    step_of = {group: taken.step for taken in history.batches.values() for group in taken.groups}
-    return {group_id: _found(history, step_of.get(group_id, -1), of_group) for group_id, of_group in members.items()}
+    return {group_id: _found(history, group_id, of_group) for group_id, of_group in members.items()}
 
 
-def _found(history: History, step: int, records: dict[int, JournalRecord]) -> FoundGroup:
+def _found(history: History, group_id: int, records: dict[int, JournalRecord]) -> FoundGroup:
     ordered = [record for _, record in sorted(records.items())]
     first = ordered[0].scored.rollout
     members = tuple(record.scored for record in ordered)
-    group = RolloutGroup(first.group_id, first.prompt, ordered[0].admitted_version, members)
-    reason, trained = history.dropped.get(first.group_id), history.trained.get(step)
+    group = RolloutGroup(group_id, first.prompt, ordered[0].admitted_version, members)
+    step = history.step_of.get(group_id, -1)
+    reason, trained = history.dropped.get(group_id), history.trained.get(step)
     resolved = ResolvedGroup(
         group=group,
         consumed_step=step,

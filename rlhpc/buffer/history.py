@@ -93,6 +93,11 @@ class Trained:
     skipped: tuple[int, ...] = ()  # indices of the skipped optimiser steps
     began_s: float = 0.0  # seconds that the run had trained before this step
 
+    @property
+    def next_version(self) -> int:
+        """Version of the policy after this step."""
+        return self.version + self.applied
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
@@ -104,7 +109,7 @@ class Dropped:
 
 
 Event = Began | Admitted | Taken | Trained | Dropped
-_KINDS: Mapping[str, type[Event]] = {kind.word: kind for kind in (Began, Admitted, Taken, Trained, Dropped)}
+EVENTS: Mapping[str, type[Event]] = {kind.word: kind for kind in (Began, Admitted, Taken, Trained, Dropped)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +150,29 @@ def read_events(path: Path) -> EventFile:
         if document is None:
             damaged.append(number)
         else:
-            events[number] = _decode(path, number, document)
+            try:
+                events[number] = event_of(json.loads(document))
+            except (ValueError, TypeError, KeyError) as error:
+                raise JournalError(
+                    f"{path}, line {number}: unknown here: {error!r}; is it of another version of rlhpc?"
+                ) from error
     return EventFile(path, attempt, events, damaged, damaged == [len(lines)])
 
 
 def document_of(line: bytes) -> bytes | None:
     """The JSON of a line, without its newline; None: the checksum does not hold."""
     return line[9:] if line[:9] == f"{crc32(line[9:]):08x} ".encode() else None
+
+
+def event_of(facts: dict[str, Any]) -> Event:
+    """The event of a line's JSON.  Raises KeyError: of an unknown kind; ValueError, TypeError: of another form."""
+    kind = EVENTS[facts["event"]]
+    given = {name: value for name, value in facts.items() if name != "event"}
+    if kind is Dropped:
+        given["reason"] = DropReason(given["reason"])
+    if kind is Trained:
+        given["skipped"] = tuple(given["skipped"])
+    return kind(**given)
 
 
 class GroupEventLog:
@@ -210,19 +231,86 @@ class GroupEventLog:
             self._descriptor = None
 
 
-def _decode(path: Path, number: int, line: bytes) -> Event:
-    try:
-        facts: dict[str, Any] = json.loads(line)
-        kind = _KINDS[facts.pop("event")]
-        if kind is Dropped:
-            facts["reason"] = DropReason(facts["reason"])
-        if kind is Trained:
-            facts["skipped"] = tuple(facts["skipped"])
-        return kind(**facts)
-    except (ValueError, TypeError, KeyError) as error:
-        raise JournalError(
-            f"{path}, line {number}: unknown here: {error!r}; is it of another version of rlhpc?"
-        ) from error
+# ----------------------------------------------------------------------------------------------------------------- fold
+#
+# What the events of a run come to.  Replay, `rlhpc rollouts`, `rlhpc check` and `rlhpc audit` all read it here.
+#
+# Input: events, in the order of attempts and lines.  Output: the state after each.  Pure; it judges nothing: the audit
+# compares each event with the state before it.
+
+
+@dataclass(slots=True)
+class EventFold:
+    """What counts of the events so far.
+
+    An attempt repeats steps of the one before.  If it takes another batch, that step and later ones are void: they came
+    of other weights.  One that starts over makes all that was before void.
+    """
+
+    admitted: dict[int, Admitted] = field(default_factory=dict)  # by group
+    admitted_by: dict[int, int] = field(default_factory=dict)  # group → the attempt that admitted it last
+    first_version_of: dict[int, int] = field(default_factory=dict)  # of a group that came back → its version before
+    dropped: dict[int, DropReason] = field(default_factory=dict)  # by group
+    batches: dict[int, Taken] = field(default_factory=dict)  # by step
+    trained: dict[int, Trained] = field(default_factory=dict)  # by step
+    step_of: dict[int, int] = field(default_factory=dict)  # group → the step whose batch has it
+    last_step: int = -1  # the highest of batches and trained
+    limits: dict[int, int] = field(default_factory=dict)  # attempt → rollouts of earlier attempts that count
+    num_void: int = 0  # rollouts up to this number are from before the run started over
+    first_attempt: int = 0  # that counts: one that starts over is the first
+    timeline: int = -1  # of the last attempt; -1: there was none
+    lost_version: int = -1  # the highest that a void step has made; -1: none has
+
+    def apply(self, attempt: int, event: Event) -> None:
+        """Add what an attempt has written next."""
+        match event:
+            case Began():
+                self._begin(attempt, event)
+            case Admitted():
+                if event.group in self.admitted:
+                    self.first_version_of[event.group] = self.admitted[event.group].version
+                self.admitted[event.group], self.admitted_by[event.group] = event, attempt
+            case Dropped():
+                self.dropped[event.group] = event.reason
+            case Taken():
+                self._take(event)
+            case Trained():
+                self.trained[event.step] = event
+                self.last_step = max(self.last_step, event.step)
+
+    def last_rollout_that_counts(self, attempt: int) -> int | None:
+        """An attempt's last rollout that counts, by number: later ones came after its successor began; None: all do."""
+        later = (limit for other, limit in self.limits.items() if other > attempt)
+        return min(later, default=None)
+
+    def _begin(self, attempt: int, event: Began) -> None:
+        self.timeline = attempt if event.timeline < 0 else event.timeline
+        self.limits[attempt] = event.num_rollouts
+        if not event.goes_on:
+            self._void_from(0)
+            for known in (self.admitted, self.admitted_by, self.first_version_of, self.dropped, self.step_of):
+                known.clear()
+            self.first_attempt, self.num_void = attempt, event.num_rollouts
+
+    def _take(self, taken: Taken) -> None:
+        known = self.batches.get(taken.step)
+        if known is None or list(known.groups) != list(taken.groups):  # else it is repeated: how it went is known
+            self._void_from(taken.step)
+            self.batches[taken.step] = taken
+            self.last_step = max(self.last_step, taken.step)
+        self.step_of.update(dict.fromkeys(taken.groups, taken.step))
+
+    def _void_from(self, step: int) -> None:
+        """Forget a step and later ones: they are sampled or trained again."""
+        if step > self.last_step:
+            return
+        for later in [known for known in self.batches if known >= step]:
+            for group in self.batches.pop(later).groups:
+                if self.step_of.get(group) == later:
+                    del self.step_of[group]
+        for later in [known for known in self.trained if known >= step]:
+            self.lost_version = max(self.lost_version, self.trained.pop(later).next_version)
+        self.last_step = max([-1, *self.batches, *self.trained])
 
 
 # -------------------------------------------------------------------------------------------------------------- history
@@ -244,28 +332,29 @@ START = Position()
 
 
 @dataclass(slots=True)
-class History:
-    """All that was recorded after a position."""
+class History(EventFold):
+    """All that was recorded after a position: events, and the rollouts that count."""
 
     rollouts: list[JournalRecord] = field(default_factory=list)  # in the order of arrival
-    admitted: dict[int, Admitted] = field(default_factory=dict)  # by group
     implied: dict[int, Admitted] = field(default_factory=dict)  # admissions whose event is lost, inferred from rollouts
-    dropped: dict[int, DropReason] = field(default_factory=dict)
-    batches: dict[int, Taken] = field(default_factory=dict)  # by step
-    trained: dict[int, Trained] = field(default_factory=dict)  # by step
     num_rollouts: int = 0  # the highest number in use
     num_tokens: int = 0  # of completions that a buffer has taken back (RolloutBuffer.restore)
-    first_attempt: int = 0  # that counts: one that starts over is the first
     lost_beginning: str = ""  # that the rollouts just after the position are missing; also in `problems`
     unread: JournalError | None = None  # why a file cannot be read at all, if so; also in `problems`
     problems: list[str] = field(default_factory=list)  # descriptions of damaged or missing items
-    timeline: int = -1  # of the last attempt; -1: there was none
 
 
 def read_history(directory: Path, position: Position) -> History:
     """All that counts after a position.  Damage is reported in `problems`.  Raises JournalError, OSError."""
-    history = History(num_rollouts=position.num_rollouts)
-    limits = dict[int, int]()  # attempt → rollouts of earlier attempts that count
+    history = fold_events(directory, position)
+    history.rollouts = list(_rollouts(directory, history))
+    history.implied = _implied(history)
+    return history
+
+
+def fold_events(directory: Path, position: Position = START) -> History:
+    """A history without its rollouts.  Raises JournalError, OSError."""
+    history = History(num_void=position.num_rollouts)
     for path in event_paths(directory):
         if attempt_of(path) < position.attempt:
             continue
@@ -274,15 +363,9 @@ def read_history(directory: Path, position: Position) -> History:
             history.problems.append(f"{path}: lines {file.damaged_lines} are damaged")
         known = position.num_events if file.attempt == position.attempt else 0
         for line, event in file.events.items():
-            if isinstance(event, Began):
-                history.timeline = file.attempt if event.timeline < 0 else event.timeline
-                limits[file.attempt] = event.num_rollouts
-                if not event.goes_on:
-                    position = _start_over(history, event, file.attempt, position, line > known)
-            elif line > known:
-                _add(history, event)
-    history.rollouts = list(_rollouts(directory, position, limits, history))
-    history.implied = _implied(history)
+            if line > known or isinstance(event, Began):  # where the position's attempt began is always needed
+                history.apply(file.attempt, event)
+    history.num_void = history.num_rollouts = max(position.num_rollouts, history.num_void)
     return history
 
 
@@ -310,16 +393,6 @@ def _implied(history: History) -> dict[int, Admitted]:
             size = max(rollout.sample_index + 1, implied[group_id].size if group_id in implied else 0)
             implied[group_id] = Admitted(group_id, rollout.prompt.prompt_id, record.admitted_version, size)
     return implied
-
-
-def _start_over(history: History, event: Began, attempt: int, position: Position, is_news: bool) -> Position:
-    """Discard all earlier history; return the position from which history counts."""
-    history.first_attempt = attempt
-    if not is_news:
-        return position
-    _forget(history)
-    history.num_rollouts = event.num_rollouts
-    return Position(num_rollouts=event.num_rollouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +447,7 @@ def version_after(steps: Sequence[RecordedStep], version: int) -> int:
     """The policy version that repeating these steps leads to; at least that, where a step's outcome is not known."""
     for step in steps:
         if step.trained is not None:
-            version = step.trained.version + int(step.trained.applied)
+            version = step.trained.next_version
     return version
 
 
@@ -391,37 +464,9 @@ def delete_old_journals(directory: Path, position: Position) -> int:
     return len(old)
 
 
-def _forget(history: History) -> None:
-    for known in (history.admitted, history.dropped, history.batches, history.trained):
-        known.clear()
-
-
-def _add(history: History, event: Event) -> None:
-    match event:
-        case Admitted():
-            history.admitted[event.group] = event
-        case Dropped():
-            history.dropped[event.group] = event.reason
-        case Taken():
-            _take(history, event)
-        case Trained():
-            history.trained[event.step] = event
-
-
-def _take(history: History, taken: Taken) -> None:
-    known = history.batches.get(taken.step)
-    if known is not None and list(known.groups) == list(taken.groups):
-        return  # it is repeated: how it went is known until it has gone anew
-    for steps in (history.batches, history.trained):  # what came after it, came of other weights
-        for step in [step for step in steps if step >= taken.step]:
-            del steps[step]
-    history.batches[taken.step] = taken
-
-
-def _rollouts(directory: Path, position: Position, limits: dict[int, int], history: History) -> Iterator[JournalRecord]:
-    paths = journal_paths(directory)
-    expected = position.num_rollouts + 1
-    for path in paths:
+def _rollouts(directory: Path, history: History) -> Iterator[JournalRecord]:
+    expected = history.num_void + 1
+    for path in journal_paths(directory):
         try:
             content = read_journal(path, is_mapped=True)
         except JournalError as error:
@@ -430,15 +475,14 @@ def _rollouts(directory: Path, position: Position, limits: dict[int, int], histo
             continue
         if content.damaged_rows and not content.is_torn:
             history.problems.append(f"{path}: rows {content.damaged_rows} are damaged")
-        later = [limit for attempt, limit in limits.items() if attempt > content.layout.attempt]
-        last = min(later, default=None)
+        last = history.last_rollout_that_counts(content.layout.attempt)
         for record in content.records:
-            if record.sequence > position.num_rollouts and (last is None or record.sequence <= last):
+            if record.sequence > history.num_void and (last is None or record.sequence <= last):
                 if record.sequence > expected:
                     last_lost = record.sequence - 1
                     lost = f"rollout {expected}" if last_lost == expected else f"rollouts {expected} to {last_lost}"
                     history.problems.append(f"missing in the run: {lost}")
-                    if expected == position.num_rollouts + 1:
+                    if expected == history.num_void + 1:
                         history.lost_beginning = history.problems[-1]
                 expected = record.sequence + 1
                 history.num_rollouts = max(history.num_rollouts, record.sequence)

@@ -317,7 +317,7 @@ def test_a_step_that_was_to_be_repeated_when_the_run_was_stopped_is_as_it_went_b
         log.commit(log.num_pending)
     evidence = EventEvidence(rollouts)
     evidence.look(is_last=True)
-    assert [(step, known.version) for step, known in evidence.trained_steps()] == [(0, 0), (1, 1)]
+    assert [(step, known.version) for step, _, known in evidence.trained_steps()] == [(0, 0), (1, 1)]
     assert evidence.offences == []
     second.add(Trained(0, 0, applied=True))
     second.add(Trained(0, 0, applied=True))
