@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.demo_runs import complete_run, make_demo_model, mean_and_deviation
 from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
-from launch.view.standing import past_evaluations
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 
 ARMS = ("alone", "evaluated")
@@ -66,7 +66,7 @@ def training_s(layout: RunLayout) -> float:
 
 def figures(layout: RunLayout) -> dict[int, float]:
     """What the evaluation has found: pass@1 by step."""
-    past = past_evaluations(layout).get("held-out", {})
+    past = RunView(layout).evaluations.get("held-out", {})
     return {step: each["pass@1"]["value"] for step, each in past.items()}
 
 

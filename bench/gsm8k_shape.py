@@ -24,7 +24,7 @@ from bench.demo_runs import environment
 from bench.figures import tell
 from bench.ladder import settled_mean
 from bench.trainer import MODELS, make_model
-from launch.view.figures import read_figures
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from tests.tiny_models import EOS_ID, make_character_tokenizer
 
@@ -112,7 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         run(words_of(options, root))
-        curves = read_figures(RunLayout(root / "run")).curves
+        curves = RunView(RunLayout(root / "run")).curves
         for name, what in SHOWN.items():
             if name in curves:
                 value = settled_mean(curves, name)

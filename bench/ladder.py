@@ -31,7 +31,7 @@ from bench.demo_runs import GOAL, Rewards, complete_run, make_demo_model
 from bench.figures import tell
 from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
-from launch.view.figures import read_figures
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.metrics.curves import Curve
 from tests.ring.rollouts_on_disk import consumed
@@ -88,7 +88,7 @@ class Measured:
     @classmethod
     def of(cls, name: str, layout: RunLayout) -> Measured:
         """Read the directory of a complete run."""
-        curves = read_figures(layout).curves
+        curves = RunView(layout).curves
         mean = partial(settled_mean, curves)
         rewards = defaultdict[int, set[float]](set)
         num_rollouts = 0

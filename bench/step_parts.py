@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.figures import tell
 from bench.ladder import GENERATORS, GROUP_SIZE, GROUPS, PLACES, SAMPLE_S, settled_mean
-from launch.view.figures import read_figures
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from tests.ring.rollouts_on_disk import consumed
 from tests.ring.run_kit import Run, make_lab, summary_of
@@ -67,7 +67,7 @@ def measure(root: Path, bound: int, parts: int, num_steps: int, slowness: float)
 
 
 def _figures(layout: RunLayout) -> Measured:
-    curves = read_figures(layout).curves
+    curves = RunView(layout).curves
     mean = partial(settled_mean, curves)
     ages = [rollout.trained_version - rollout.admitted_version for rollout in consumed(layout.rollouts)]
     return Measured(

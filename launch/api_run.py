@@ -22,19 +22,18 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from launch.commands.stop import stop_run
 from launch.common.text import optional_module, without_dots
-from launch.run_files.run_state import read_document, run_name
-from launch.view.figures import hint, metric_table
+from launch.run_files.run_state import run_name
 from launch.view.rollouts import RunRollouts, SeenRollout, Selection
-from launch.view.standing import past_evaluations
+from launch.view.run import RunView, hint
 from rlhpc.base.files import write_atomically
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, settled
 from rlhpc.config.rules import Config
 from rlhpc.config.toml import toml_value
-from rlhpc.metrics.curves import Curve, read_curves
+from rlhpc.metrics.curves import Curve
 from rlhpc.protocol.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError, RlhpcError, RoleFailed
 from rlhpc.protocol.types import Verdict
-from rlhpc.training.checkpoint_directory import KnownCheckpoints, policy_version_of
+from rlhpc.training.checkpoint_directory import policy_version_of
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 #
@@ -228,6 +227,11 @@ class Run:
         return f"Run({str(self._layout.root)!r}, step {self.step} of {self.num_steps}, {self.phase})"
 
     @property
+    def _view(self) -> RunView:
+        """Another look."""
+        return RunView(self._layout)
+
+    @property
     def directory(self) -> Path:
         """The run directory."""
         return self._layout.root
@@ -242,20 +246,19 @@ class Run:
         """The resolved run file, by section and key.  Raises ConfigError: config.json is damaged."""
         if self._planned is not None and not self._layout.is_run:
             return self._planned.model_dump(mode="json")
-        settings = read_document(self._layout.config).get("config")
-        if not isinstance(settings, dict):
+        if (view := self._view).damage:
             raise ConfigError(f"{self._layout.config}: damaged")
-        return settings
+        return view.settings
 
     @property
     def status(self) -> dict[str, Any]:
         """status.json: phase, step, roles; {} before the first start."""
-        return read_document(self._layout.status)
+        return self._view.status
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """summary.json, the figures of the whole run; None until it is complete."""
-        return read_document(self._layout.summary) or None
+        return self._view.summary or None
 
     @property
     def step(self) -> int:
@@ -275,23 +278,23 @@ class Run:
     @property
     def figures(self) -> Mapping[str, Curve]:
         """Metrics by their names in docs/metrics.md, each with `steps`, `values`, `unix_times_s`.  Raises OSError."""
-        return _Figures(read_curves(self._layout.tensorboard))
+        return _Figures(self._view.curves)
 
     @property
     def evaluations(self) -> Mapping[str, Mapping[int, Mapping[str, Any]]]:
         """Dataset → step → figure → {"value", "low", "high"}."""
-        return past_evaluations(self._layout) if self._layout.evaluations.is_dir() else {}
+        return self._view.evaluations
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
         found = []
-        for step, path in KnownCheckpoints(self._layout.checkpoints).steps():
+        for step, path in self._view.checkpoints:
             try:
                 found.append(Checkpoint(step, policy_version_of(path), path))
             except CheckpointError:  # pruned meanwhile
                 continue
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        return found
 
     def stop(self, *, now: bool = False, tell: Tell | None = None) -> None:
         """Finish the step, save, and end the run, on this machine or in Slurm; returns when it has ended.
@@ -359,7 +362,7 @@ class Run:
         patterns: of names, such as "reward/*"; default: all.  The same as `rlhpc metrics` writes.
         Raises ConfigError: no metrics yet, a pattern matches none, the library is not installed; OSError.
         """
-        return _frame(library, metric_table(self._layout, patterns).columns)
+        return _frame(library, self._view.metric_table(patterns).columns)
 
 
 def _pair_of(steps: object) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from typing import Any
 from launch.commands.arguments import MOST_ROWS
 from launch.common.text import aligned, as_typed, printable, span
 from launch.slurm.queue import JobRow
-from launch.view.standing import DEPTH, Standing, State, directories_to_search, is_mine, survey
+from launch.view.run import RunView
+from launch.view.standing import DEPTH, Standing, State, directories_to_search, survey
 from rlhpc.protocol.errors import ConfigError
 
 # ---------------------------------------------------------------------------------------------------------------- table
@@ -45,16 +46,16 @@ def lines_of(runs: Sequence[Standing], now: float, most: int | None) -> list[str
 
 def document_of(run: Standing) -> dict[str, Any]:
     """The same for programs; times are Unix seconds, what is not known is null."""
-    figures = run.figures
+    view = run.view
     return {
-        "directory": str(run.files.root),
-        "name": figures.name,
+        "directory": str(view.root),
+        "name": view.name,
         "state": run.state.value,
-        "step": figures.step,
-        "num_steps": figures.num_steps,
-        "reward": figures.reward,
-        "last_sign_unix_s": figures.last_sign_unix_s,
-        "began_unix_s": figures.began_unix_s,
+        "step": view.step,
+        "num_steps": view.num_steps,
+        "reward": view.reward,
+        "last_sign_unix_s": view.last_sign_unix_s,
+        "began_unix_s": _began(view),
         "jobs": [
             {"id": row.label, "job_id": row.job_id, "name": row.name, "state": row.state.name,
              "is_alive": row.state.is_alive, "partition": row.partition, "nodes": row.nodes, "reason": row.reason}
@@ -62,25 +63,29 @@ def document_of(run: Standing) -> dict[str, Any]:
         ],
         "where": run.where,
         "remark": run.remark,
-        "owner": run.files.owner,
+        "owner": view.owner,
     }  # fmt: skip
 
 
 def _cells(run: Standing, now: float) -> tuple[str, ...]:
-    figures = run.figures
-    name = _path(run.files.root) + ("" if figures.name == run.files.root.name else f" ({figures.name})")
+    view = run.view
+    name = _path(view.root) + ("" if view.name == view.root.name else f" ({view.name})")
     remark = printable(run.remark)
     return (
         printable(name),
         run.state.value,
-        f"{_or_dash(figures.step)}/{_or_dash(figures.num_steps)}",
-        _or_dash(None if figures.reward is None else f"{figures.reward:.3f}"),
-        _since(figures.last_sign_unix_s, now),
-        _since(figures.began_unix_s, now),
+        f"{_or_dash(view.step)}/{_or_dash(view.num_steps)}",
+        _or_dash(None if view.reward is None else f"{view.reward:.3f}"),
+        _since(view.last_sign_unix_s, now),
+        _since(_began(view), now),
         _jobs(run.rows) or "-",
         printable(run.where) or "-",
         remark if len(remark) <= _LONGEST_REMARK else remark[: _LONGEST_REMARK - 1] + "…",
     )
+
+
+def _began(view: RunView) -> float | None:
+    return view.attempts[0].unix_time_s if view.attempts else None
 
 
 def _jobs(rows: Iterable[JobRow]) -> str:
@@ -122,7 +127,7 @@ def list_runs(options: argparse.Namespace) -> int:
     wanted, tops = _wanted_states(options.state), directories_to_search(options.directories)
     depth = DEPTH if options.depth is None else options.depth
     found = survey(tops, depth)
-    mine = [run for run in found.runs if options.all or is_mine(run.files)]
+    mine = [run for run in found.runs if options.all or run.view.is_mine]
     shown = [run for run in mine if run.state in wanted]
     notes = list(found.remarks)
     if others := len(found.runs) - len(mine):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.common.text import escaped, quoted, say_or_lose, written_unix_s
-from launch.run_directory.owner import launcher_of
 from launch.run_files.run_state import is_complete
-from launch.view.jobs import is_slurm_run, look_at_run
+from launch.view.jobs import look_at_run
+from launch.view.run import RunView
 from rlhpc.base.patience import seen
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import EXIT_INTERRUPTED, RunDirectoryError
@@ -199,7 +199,7 @@ def _follow(layout: RunLayout, role: str | None, tails: dict[Path, _Tail], known
     known: logs that existed before; those of earlier attempts have no tail, because they do not grow any more.
     """
     width = max((len(tail.file.name) for tail in tails.values()), default=0)
-    ended = now_and_then(lambda: is_over(layout), ASK_SLURM_S if is_slurm_run(layout) else LOOK_S)
+    ended = now_and_then(lambda: is_over(layout), ASK_SLURM_S if RunView(layout).is_slurm_run else LOOK_S)
     quiet = 0
     while quiet < 2:  # processes may still log while the run already counts as over
         over = is_complete(layout) or ended()
@@ -221,7 +221,8 @@ def is_over(layout: RunLayout) -> bool:
         return True
 
     def is_alive() -> bool:
-        return look_at_run(layout).is_alive if is_slurm_run(layout) else launcher_of(layout) is not None
+        view = RunView(layout)
+        return look_at_run(view).is_alive if view.is_slurm_run else view.launcher_pid is not None
 
     return not seen(is_alive, True)
 

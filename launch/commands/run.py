@@ -28,7 +28,8 @@ from launch.run_files.run_state import Attempt, is_complete
 from launch.supervisor.local_run import LocalSignals, note_stop, supervise_locally
 from launch.supervisor.processes import StopSignal
 from launch.verify.audit import look_before_going_on
-from launch.view.standing import lines_about, past_evaluations
+from launch.view.run import RunView
+from launch.view.standing import lines_about
 from launch.view.status import Watch
 from rlhpc.base.files import write_atomically
 from rlhpc.base.host_address import refuse_foreign_network
@@ -113,7 +114,7 @@ class EvaluationBesideRun:
                 self._tell(f"`rlhpc evaluate {quoted(self._layout.root)}` continues the evaluation")
                 return
         self.look()
-        for line in seen(lambda: lines_about(past_evaluations(self._layout)), list[str]()):
+        for line in seen(lambda: lines_about(RunView(self._layout).evaluations), list[str]()):
             self._tell(line)
 
 

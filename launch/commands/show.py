@@ -18,19 +18,19 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launch.commands.trackers import ExportedRun
 from launch.common.text import counted, escaped, json_text, print_paged, say_or_lose, without_dots
-from launch.view.figures import metric_table
-from launch.view.report import as_text, read_report
-from launch.view.rollouts import RunRollouts, SeenRollout, Selection, as_document, sample_of, transcripts
-from launch.view.standing import DEPTH, directories_to_search, find_runs, past_evaluations
+from launch.view.run import RunView
+from launch.view.standing import DEPTH, directories_to_search, find_runs
 from rlhpc.base.files import write_atomically
 from rlhpc.base.processes import die_with
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.metrics.curves import EVENT_FILES, CurveTable
 from rlhpc.protocol.errors import ConfigError
-from rlhpc.protocol.types import Verdict
+
+if TYPE_CHECKING:
+    from launch.view.rollouts import RunRollouts, SeenRollout, Selection
+    from rlhpc.metrics.curves import CurveTable
 
 # -------------------------------------------------------------------------------------------------------------- command
 #
@@ -49,9 +49,9 @@ def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
         from launch.commands.trackers import follow_wandb  # an optional package
 
         return follow_wandb(options.wandb, layout, options.tag)
-    table = metric_table(layout, options.tag)
+    table = RunView(layout).metric_table(options.tag)
     if options.wandb is not None:
-        from launch.commands.trackers import write_wandb  # an optional package
+        from launch.commands.trackers import ExportedRun, write_wandb  # an optional package
 
         print(write_wandb(options.wandb, ExportedRun(layout, table)))
     elif options.out is None:
@@ -88,6 +88,8 @@ def _check_name(file: Path | None) -> None:
 
 def show_rollouts(options: argparse.Namespace) -> int:
     """Print, or write the page.  Raises ConfigError: no run, or an option that selects nothing sensible."""
+    from launch.view.rollouts import RunRollouts, as_document, transcripts  # slow to import
+
     selection = selection_of(options)
     rollouts = RunRollouts(RunLayout(without_dots(options.run_dir)), tokenizer_dir=options.tokenizer, tell=_tell)
     if options.html is not None:
@@ -116,6 +118,9 @@ def _counted(rollouts: Iterator[SeenRollout], shown: list[int]) -> Iterator[Seen
 
 def selection_of(options: argparse.Namespace) -> Selection:
     """What the options ask for.  Raises ConfigError."""
+    from launch.view.rollouts import Selection
+    from rlhpc.protocol.types import Verdict
+
     if options.verdict is not None and options.verdict not in (legal := [each.value for each in Verdict]):
         raise ConfigError(f"--verdict {options.verdict}; legal: {', '.join(legal)}")
     low, high = options.min_reward, options.max_reward
@@ -144,6 +149,8 @@ def _chosen(rollouts: Iterator[SeenRollout], number: int | None) -> Iterator[See
     """The same ones each time, so that two people who type the same command speak of the same rollouts."""
     if number is None:
         return rollouts
+    from launch.view.rollouts import sample_of
+
     return iter(sample_of(rollouts, number, random.Random(0).randrange))
 
 
@@ -186,6 +193,8 @@ class EventView:
 
     def find(self) -> None:
         """Look for runs that are not shown yet; on a large directory of a shared filesystem this takes a while."""
+        from rlhpc.metrics.curves import EVENT_FILES
+
         for run in find_runs(self._tops, DEPTH).runs:
             if run.root not in self._names and any(run.layout.tensorboard.glob(EVENT_FILES)):
                 self._add(run.layout, re.sub(r"^\.+|/", "_", run.name))  # a name, and no path
@@ -209,6 +218,8 @@ class EventView:
 
 def _link(source: Path, place: Path) -> None:
     """Have a link to each event file of a directory, and to no other."""
+    from rlhpc.metrics.curves import EVENT_FILES
+
     files = {file.name: file for file in source.glob(EVENT_FILES)}
     if files:
         place.mkdir(parents=True, exist_ok=True)
@@ -265,13 +276,13 @@ def _serve(view: EventView, directory: Path, temporary: Path, options: argparse.
 
 def report_run(layout: RunLayout, page: Path | None) -> int:
     """Print the short form, and write the page if one is named.  Raises ConfigError: no run is here."""
-    report = read_report(layout, past_evaluations(layout) if layout.evaluations.is_dir() else {})
+    from launch.view.report import as_text, read_report, write_report
+
+    report = read_report(RunView(layout))
     if page is None:
         print(escaped("\n".join(as_text(report))))
         return 0
-    from launch.view.report import write_report
-
     num_bytes = write_report(page, report)
-    size = f"{counted(report.figures.num_steps, 'step')}, {counted(len(report.marks), 'event')}"
+    size = f"{counted(report.view.num_steps_seen, 'step')}, {counted(len(report.marks), 'event')}"
     print(f"{page}: {size}, {num_bytes / 1e6:.1f} MB")
     return 0

@@ -29,8 +29,7 @@ from typing import Any
 
 from launch.commands.logs import ASK_SLURM_S, LOOK_S, is_over, now_and_then
 from launch.common.text import counted, optional_module, quoted
-from launch.view.figures import metric_table, settings_of
-from launch.view.jobs import is_slurm_run
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.metrics.curves import CurveTable, shortest
 from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError
@@ -50,7 +49,7 @@ class ExportedRun:
     @property
     def settings(self) -> dict[str, Any]:
         """The resolved run file, by section and key; {} where it is damaged."""
-        return settings_of(self.layout)
+        return RunView(self.layout).settings
 
     @property
     def name(self) -> str:
@@ -60,7 +59,7 @@ class ExportedRun:
     @cached_property
     def identity(self) -> str:
         """12 hexadecimal digits, whichever metrics are exported: all of the run's are read for it."""
-        began = float(metric_table(self.layout).unix_times_s[0])
+        began = float(RunView(self.layout).metric_table().unix_times_s[0])
         return hashlib.sha256(f"{self.layout.root}\n{began!r}".encode()).hexdigest()[:12]
 
     @property
@@ -200,13 +199,13 @@ Row = tuple[int, float, dict[str, float]]  # step, unix time in seconds, points
 def follow_wandb(directory: Path, layout: RunLayout, patterns: Sequence[str] = ()) -> int:
     """Send what is there, then each step as it comes, until the run is over; return the exit status.
 
-    directory: of wandb's own files.  patterns: of the metrics wanted, as for metric_table; none: all.
+    directory: of wandb's own files.  patterns: of the metrics wanted, as for RunView.metric_table; none: all.
     Raises ConfigError: wandb is not installed, not logged in, or does not reach its server; RunDirectoryError; OSError.
     """
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports of its own crashes go over the network
     wandb = optional_module("wandb", "wandb")
     layout.require_run()
-    ended = now_and_then(lambda: is_over(layout), ASK_SLURM_S if is_slurm_run(layout) else LOOK_S)
+    ended = now_and_then(lambda: is_over(layout), ASK_SLURM_S if RunView(layout).is_slurm_run else LOOK_S)
     sent = None
     try:
         table = _first_table(layout, ended)
@@ -337,7 +336,7 @@ def _first_table(layout: RunLayout, ended: Callable[[], bool]) -> CurveTable | N
 def _table(layout: RunLayout) -> CurveTable | None:
     """All metrics; None: there are none yet, or the directory cannot be read at the moment."""
     with suppress(ConfigError, OSError):
-        return metric_table(layout)
+        return RunView(layout).metric_table()
     return None
 
 

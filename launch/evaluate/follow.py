@@ -35,7 +35,7 @@ from launch.evaluate.request import Request, checkpoint_digest, find_target, req
 from launch.run_files.records import read_job_records
 from launch.run_files.run_state import is_complete, read_progress, wants_abort, wants_stop
 from launch.slurm.queue import look_at_jobs
-from launch.view.standing import past_evaluations, past_values
+from launch.view.run import RunView
 from rlhpc.base.files import write_atomically
 from rlhpc.base.patience import patiently
 from rlhpc.base.run_directory import RunLayout
@@ -157,7 +157,7 @@ class DatasetFollower:
         """The newest step, if it is far enough from the last one, or if no other will come."""
         try:
             steps = [step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps()]
-            past = past_evaluations(self._layout).get(self._request.name, {})
+            past = RunView(self._layout).evaluations.get(self._request.name, {})
         except OSError:  # begun anew at this moment, or its file server is away
             return None
         newest = max(steps, default=None)
@@ -208,7 +208,7 @@ class DatasetFollower:
         request, has_new, self.has_new = self._request, self.has_new, False
         if not has_new or request.best is None or request.stop_after is None:
             return False
-        past = past_values(self._layout, request.name, request.best)
+        past = RunView(self._layout).values_of(request.name, request.best)
         if not _is_no_better(past, request.stop_after):
             return False
         tell(f"{request.best} is no better than {max(past.values()):.3f} for {request.stop_after} evaluations")

@@ -331,6 +331,7 @@ def _describe_holder(holder: Holder | None) -> str:
 Tell = Callable[[str], None]
 
 # Without a sign of life from another machine, where a controller writes twice a second: it counts as dead.
+LIVES_ELSEWHERE_S = 60.0  # if the status file is younger, jobs may be alive although Slurm does not answer
 SILENCE_S = 20.0
 RENEW_S = 2.0
 LEAVE_S = 10.0  # for processes of a dead launcher to exit; the kernel has signalled them, and they need about 4 s

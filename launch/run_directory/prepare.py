@@ -25,7 +25,7 @@ from typing import Any
 from launch.common.text import counted, quoted, shortened, written_unix_s
 from launch.plan.processes import process_names
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
-from launch.run_directory.owner import OWN_FILES, holds_something, own_run, refuse_launcher
+from launch.run_directory.owner import LIVES_ELSEWHERE_S, OWN_FILES, holds_something, own_run, refuse_launcher
 from launch.run_files.records import name_of_jobs, read_job_records
 from launch.run_files.run_state import saved_step
 from launch.slurm.queue import look_at_jobs
@@ -290,8 +290,6 @@ FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "run.deterministic:", "mod
     "admission.group_size:", "admission.groups_per_step:", "admission.max_staleness:",
     "admission.window_groups:")  # fmt: skip
 MAY_MOVE = ("model.path:", "data.path:")  # to another path with the same content as at the first start
-
-LIVES_ELSEWHERE_S = 60.0  # if the status file is younger, jobs may be alive although Slurm does not answer
 
 
 @dataclass(frozen=True, slots=True)

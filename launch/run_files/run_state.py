@@ -81,6 +81,18 @@ class Event:
     unix_time_s: float
     event: str  # one word for programs
     text: str
+    attempt: int = -1  # that it belongs to
+
+
+def event_of(name: str, line: bytes) -> Event | None:
+    """An event of the supervisor of a job; None: the line is half written."""
+    try:
+        said = json.loads(line)
+        attempt = said.get("attempt") if isinstance(said, dict) else None
+        number = attempt if isinstance(attempt, int) else -1
+        return Event(name, float(said["unix_time_s"]), str(said["event"]), str(said["text"]), number)
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def last_events(layout: RunLayout) -> list[Event]:
@@ -118,10 +130,7 @@ def certain_document(path: Path) -> dict[str, Any]:
 def _newest_first(path: Path) -> Iterator[Event]:
     """The last events of one supervisor."""
     name = path.name.removesuffix(".events.jsonl")
-    for line in lines_from_the_end(path):
-        with suppress(ValueError, KeyError, TypeError):  # half written
-            said = json.loads(line)
-            yield Event(name, float(said["unix_time_s"]), str(said["event"]), str(said["text"]))
+    yield from (event for line in lines_from_the_end(path) if (event := event_of(name, line)) is not None)
 
 
 def lines_from_the_end(path: Path) -> Iterator[bytes]:

@@ -14,27 +14,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
 from launch.common.text import counted, written_unix_s
 from launch.run_directory.owner import may_live
-from launch.run_files.run_state import Cause, read_document
-from launch.view.figures import RunFigures
-from rlhpc.base.run_directory import RunLayout
+from launch.run_files.run_state import Cause
+from launch.view.run import RunView, is_number, is_time
 from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.config.rules import obeys_rules, with_values
 from rlhpc.metrics.curves import Curve
-from rlhpc.roles.controller.guard import GuardEntry
 from rlhpc.roles.controller.run_status import WORKS, TimelineEntry
 
 # --------------------------------------------------------------------------------------------------------------- advice
 #
 # Recommendations from the figures of a run, with the numbers behind them.
 #
-# Input: RunFigures.  Output: sentences, the most important first.  Figures are means over the second half of the
+# Input: RunView.  Output: sentences, the most important first.  Figures are means over the second half of the
 # steps; a run that is too young gets no recommendations.
 
 
@@ -43,9 +40,9 @@ IDLE = 0.15  # of the time: below it nothing is recommended
 _OTHER = 0.10  # a neighbour idle for less is the bottleneck
 
 
-def advice_for(figures: RunFigures) -> list[str]:
+def advice_for(view: RunView) -> list[str]:
     """Recommendations; none if all is well."""
-    steps = figures.curves.get("time/step_s")
+    steps = view.curves.get("time/step_s")
     if steps is None or len(steps.steps) < FEWEST_STEPS:
         return [f"Too early to recommend anything: fewer than {FEWEST_STEPS} steps are done."]
     rules = (
@@ -60,30 +57,30 @@ def advice_for(figures: RunFigures) -> list[str]:
         _checkpoints,
         _losses,
     )
-    return [said for rule in rules for said in rule(figures, _reader(figures))]
+    return [said for rule in rules for said in rule(view, _reader(view))]
 
 
 Reader = Callable[[str], float]
 
 
-def _reader(figures: RunFigures) -> Reader:
+def _reader(view: RunView) -> Reader:
     """Mean of a metric; 0 where it was not written."""
-    return lambda name: figures.mean_of(name) or 0.0
+    return lambda name: view.mean_of(name) or 0.0
 
 
-def _balance(figures: RunFigures, mean: Reader) -> Iterator[str]:
+def _balance(view: RunView, mean: Reader) -> Iterator[str]:
     """Generators and trainer should wait for each other as little as possible."""
     generators, trainer = mean("generator/idle_ratio"), mean("trainer/idle_ratio")
     number = max(1, round(mean("generator/live")))
     if generators > IDLE and trainer < _OTHER:
         enough = max(1, math.ceil(number * (1 - generators) / 0.95))
         fewer = f"{enough} instead of {number} would do" if enough < number else "fewer would not do"
-        more = "" if _no_room_for(figures, 1, 1) else "; or give the trainer more GPUs (trainer.num_ranks)"
+        more = "" if _no_room_for(view, 1, 1) else "; or give the trainer more GPUs (trainer.num_ranks)"
         yield (
             f"Generators idle {generators:.0%}, trainer {trainer:.0%}: a step waits for the trainer. Generators: "
             f"{fewer}{more}."
         )
-    planned = figures.config.generation.num_replicas if figures.config is not None else 0
+    planned = view.config.generation.num_replicas if view.config is not None else 0
     if trainer > IDLE and mean("generator/live") < planned - 0.2:
         yield (
             f"Trainer idle {trainer:.0%}: of {planned} generators {mean('generator/live'):.1f} were alive on average; "
@@ -91,61 +88,60 @@ def _balance(figures: RunFigures, mean: Reader) -> Iterator[str]:
         )
     elif trainer > IDLE and generators < _OTHER:
         wanted = math.ceil(number / max(0.05, 1 - trainer))
-        per_engine = figures.config.generation.tensor_parallel if figures.config is not None else 1
-        if taken := _no_room_for(figures, wanted - number, per_engine):
+        per_engine = view.config.generation.tensor_parallel if view.config is not None else 1
+        if taken := _no_room_for(view, wanted - number, per_engine):
             yield (
                 f"Trainer idle {trainer:.0%}, generators {generators:.0%}: batches wait for rollouts, and {taken}: "
                 "more generators would only share it. Shorter completions, or a larger machine, would help."
             )
             return
         how = f"generation.num_replicas={wanted}"
-        if figures.layout.job_plan.exists() and not figures.summary:  # submitted and still running
+        if view.layout.job_plan.exists() and not view.summary:  # submitted and still running
             how = f"`rlhpc scale RUN_DIR --generators +{wanted - number}`"
         yield (
             f"Trainer idle {trainer:.0%}, generators {generators:.0%}: batches wait for rollouts. {wanted} generators "
             f"instead of {number} would feed it at this speed ({how})."
         )
     elif trainer > IDLE and generators > IDLE:
-        yield _both_wait(figures, mean, generators, trainer)
+        yield _both_wait(view, mean, generators, trainer)
 
 
-def _no_room_for(figures: RunFigures, num_processes: int, gpus_each: int) -> str:
+def _no_room_for(view: RunView, num_processes: int, gpus_each: int) -> str:
     """Why this many processes more would find no place on the machine of a run without Slurm; "": they would."""
-    layout = figures.layout
-    if written_unix_s(layout.job_plan) > written_unix_s(layout.local_plan):
+    if view.was_submitted_last:
         return ""  # the site grants what is asked for
-    machine = read_document(layout.local_plan).get("machine")
-    if not isinstance(machine, dict) or figures.config is None:
+    machine = view.plans[-1].get("machine")
+    if not isinstance(machine, dict) or view.config is None:
         return ""
     if machine.get("uses_gpus"):
         left, needed = machine.get("num_gpus_left", 0), num_processes * gpus_each
         has = "no GPU" if not left else counted(left, "GPU")
         return "" if left >= needed else f"this machine has {has} left"
-    cores, busy = machine.get("num_cores", 0), figures.config.trainer.num_ranks + figures.config.generation.num_replicas
+    cores, busy = machine.get("num_cores", 0), view.config.trainer.num_ranks + view.config.generation.num_replicas
     if busy + num_processes <= cores:
         return ""
     return f"{busy} busy processes have this machine's {counted(cores, 'core')}"
 
 
-def _both_wait(figures: RunFigures, mean: Reader, generators: float, trainer: float) -> str:
+def _both_wait(view: RunView, mean: Reader, generators: float, trainer: float) -> str:
     bound, step_s = mean("staleness/bound"), mean("time/step_s") or 1.0
     said = f"Generators idle {generators:.0%} and trainer {trainer:.0%}: they wait for each other in turn."
     weights = mean("time/wait_for_weights_s") / step_s
     if weights > 0.2:
         return f"{said} {weights:.0%} of a step passes until new weights are live (docs/operating.md)."
-    parts = ", or admission.step_parts=4 at the same bound" if _can_be_in_parts(figures, mean) else ""
+    parts = ", or admission.step_parts=4 at the same bound" if _can_be_in_parts(view, mean) else ""
     return f"{said} admission.max_staleness={bound:.0f} leaves too little in flight: try {bound + 1:.0f}{parts}."
 
 
-def _can_be_in_parts(figures: RunFigures, mean: Reader) -> bool:
+def _can_be_in_parts(view: RunView, mean: Reader) -> bool:
     """And are not: by default parts begin only where they fill the rows of all ranks."""
-    config = figures.config
+    config = view.config
     if config is None or config.admission.step_parts not in ("auto", 1) or mean("trainer/step_parts") > 1:
         return False
     return obeys_rules(with_values(config, {"admission.step_parts": 4}))
 
 
-def _spread(figures: RunFigures, mean: Reader) -> Iterator[str]:
+def _spread(view: RunView, mean: Reader) -> Iterator[str]:
     share, easy = mean("reward/zero_spread_share"), mean("group/all_correct_share")
     why = "too easy" if easy > share / 2 else "too hard"
     if share >= 0.4:
@@ -155,7 +151,7 @@ def _spread(figures: RunFigures, mean: Reader) -> Iterator[str]:
         )
 
 
-def _truncation(figures: RunFigures, mean: Reader) -> Iterator[str]:
+def _truncation(view: RunView, mean: Reader) -> Iterator[str]:
     share, longest = mean("length/truncated_share"), mean("length/completion_max")
     if share >= 0.1:
         yield (
@@ -164,9 +160,9 @@ def _truncation(figures: RunFigures, mean: Reader) -> Iterator[str]:
         )
 
 
-def _packing(figures: RunFigures, mean: Reader) -> Iterator[str]:
+def _packing(view: RunView, mean: Reader) -> Iterator[str]:
     fill, rows = mean("packing/fill"), mean("packing/num_microbatches")
-    budget = figures.config.trainer.token_budget if figures.config is not None else 0
+    budget = view.config.trainer.token_budget if view.config is not None else 0
     if 0 < fill < 0.6:
         yield (
             f"Micro-batches are {fill:.0%} full ({rows:.1f} per rank and step): trainer.token_budget={budget} is more "
@@ -174,7 +170,7 @@ def _packing(figures: RunFigures, mean: Reader) -> Iterator[str]:
         )
 
 
-def _lockstep(figures: RunFigures, mean: Reader) -> Iterator[str]:
+def _lockstep(view: RunView, mean: Reader) -> Iterator[str]:
     slowdown = mean("packing/lockstep_slowdown")
     if slowdown >= 1.15:
         yield (
@@ -183,17 +179,17 @@ def _lockstep(figures: RunFigures, mean: Reader) -> Iterator[str]:
         )
 
 
-def _preemptions(figures: RunFigures, mean: Reader) -> Iterator[str]:
-    curve = figures.curves.get("generator/preemptions")
+def _preemptions(view: RunView, mean: Reader) -> Iterator[str]:
+    curve = view.curves.get("generator/preemptions")
     total = curve.growth if curve is not None else 0.0  # each generator counts from its own start
-    if total > 0.02 * max(1, figures.sampled.num_rollouts):
+    if total > 0.02 * max(1, view.sampled.num_rollouts):
         yield (
             f"Engines have preempted {total:.0f} rollouts for lack of KV cache and recomputed them: lower "
             "generation.max_num_seqs, or give the cache more memory."
         )
 
 
-def _verifier(figures: RunFigures, mean: Reader) -> Iterator[str]:
+def _verifier(view: RunView, mean: Reader) -> Iterator[str]:
     share, queued = mean("reward/verifier_error_share"), mean("reward/queued")
     if share > 0.01:
         yield (
@@ -204,17 +200,17 @@ def _verifier(figures: RunFigures, mean: Reader) -> Iterator[str]:
         yield f"{queued:.0f} completions are queued at the reward services: raise rewards.workers_per_replica."
 
 
-def _policy(figures: RunFigures, mean: Reader) -> Iterator[str]:
-    ess, clipped = figures.mean_of("policy/ess"), mean("policy/clip_high_share")
+def _policy(view: RunView, mean: Reader) -> Iterator[str]:
+    ess, clipped = view.mean_of("policy/ess"), mean("policy/clip_high_share")
     if ess is not None and ess < 0.3:
         yield f"The effective sample size is {ess:.0%}: lower admission.max_staleness or the learning rate."
     if clipped > 0.3:
         yield f"{clipped:.0%} of tokens are clipped from above: the learning rate is too high for this batch."
 
 
-def _checkpoints(figures: RunFigures, mean: Reader) -> Iterator[str]:
+def _checkpoints(view: RunView, mean: Reader) -> Iterator[str]:
     blocked, step_s = mean("time/checkpoint_s"), mean("time/step_s") or 1.0
-    every = figures.config.checkpoint.every_steps if figures.config is not None else 0
+    every = view.config.checkpoint.every_steps if view.config is not None else 0
     if every and (share := blocked / (every * step_s)) >= 0.02:
         yield (
             f"Checkpoints block training for {blocked:.1f} s each, {share:.0%} of the time: raise "
@@ -222,8 +218,8 @@ def _checkpoints(figures: RunFigures, mean: Reader) -> Iterator[str]:
         )
 
 
-def _losses(figures: RunFigures, mean: Reader) -> Iterator[str]:
-    lost, kept = map(figures.curves.get, ("generator/tokens_lost_total", "tokens/generated_total"))
+def _losses(view: RunView, mean: Reader) -> Iterator[str]:
+    lost, kept = map(view.curves.get, ("generator/tokens_lost_total", "tokens/generated_total"))
     if lost is not None and kept is not None and lost.last > 0.01 * kept.last:
         share = f"{lost.last / (lost.last + kept.last):.1%}"
         yield (
@@ -240,7 +236,6 @@ def _losses(figures: RunFigures, mean: Reader) -> Iterator[str]:
 
 
 MOST_STRETCHES = 900  # of the file, or few more: twice what a chart has columns for
-_END_OF_TIME_S = 1e11  # in the year 5138
 _GAP_S = 1.0  # between two intervals: the process was not there
 
 
@@ -314,16 +309,6 @@ def read_timeline(path: Path) -> Recorded:
             stretch.add(process, entry)
     recorded.spells += [stretch.spell(process) for process, stretch in begun.items()]
     return recorded
-
-
-def is_time(value: object) -> bool:
-    """Seconds of the Unix clock that a calendar knows."""
-    return is_number(value) and 0 <= value < _END_OF_TIME_S
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Finite, too."""
-    return isinstance(value, int | float) and abs(value) < math.inf
 
 
 def _can_be_read(entry: TimelineEntry) -> bool:
@@ -438,23 +423,23 @@ def place_of(process: str) -> tuple[int, int]:
     return order.get(role, 9), int(number) if number.isdigit() else 0
 
 
-def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType({})) -> Story:
-    """Read all events.  curves: of the run, whose counters show faults too.  Raises OSError."""
-    recorded = read_timeline(layout.timeline)
+def read_story(view: RunView) -> Story:
+    """All events of a run.  Raises OSError."""
+    recorded = read_timeline(view.layout.timeline)
     found = [
-        *_of_killed_launchers(layout),
-        *_of_supervisors(layout),
-        *_of_attempts(layout),
-        *_of_guard(layout),
-        *_of_jobs(layout),
-        *_of_counters(curves),
+        *_of_killed_launchers(view),
+        *_of_supervisors(view),
+        *_of_attempts(view),
+        *_of_guard(view),
+        *_of_jobs(view),
+        *_of_counters(view.curves),
     ]
     found += [_of_controller(each) for each in recorded.events]
     story = Story(sorted(found, key=lambda each: each.unix_time_s), recorded.spells)
     times = [each.unix_time_s for each in found] + recorded.times
     times += [spell.begin_s for spell in story.spells]
     if times:
-        story.begin_s, story.end_s = min(times), max(*times, _last_status_s(layout))
+        story.begin_s, story.end_s = min(times), max(*times, view.last_status_s)
     return story
 
 
@@ -474,87 +459,50 @@ def _of_controller(entry: TimelineEntry) -> Happening:
     return Happening(entry.unix_time_s, entry.name or "run", entry.event, words + entry.text, entry.attempt)
 
 
-def _of_supervisors(layout: RunLayout) -> Iterator[Happening]:
-    for path in layout.jobs.glob("*.events.jsonl"):
-        name = path.name.removesuffix(".events.jsonl")
-        for line in _lines(path):
-            who = "run" if name == "local" else f"job {name}"
-            if {"event", "text"} <= line.keys() and line["event"] != "attempt":  # of attempts.jsonl
-                yield Happening(line["unix_time_s"], who, str(line["event"]), str(line["text"]), _attempt(line))
+def _of_supervisors(view: RunView) -> Iterator[Happening]:
+    for each in view.events:
+        if each.event != "attempt":  # of attempts.jsonl
+            who = "run" if each.name == "local" else f"job {each.name}"
+            yield Happening(each.unix_time_s, who, each.event, each.text, each.attempt)
 
 
-def _of_killed_launchers(layout: RunLayout) -> Iterator[Happening]:
+def _of_killed_launchers(view: RunView) -> Iterator[Happening]:
     """Attempts on this machine that begin and never end: their supervisor could not tell any more.
 
     Their time is that of the next attempt, which found out, or else of the last sign of life.
     """
     open_attempts: dict[int, float] = {}
-    for line in _lines(layout.job_events("local")):
-        if line.get("event") == "attempt":
-            open_attempts[_attempt(line)] = line["unix_time_s"]
-        elif line.get("event") in ("attempt_end", "retry", "verdict"):  # of one that could not start, only the latter
-            open_attempts.pop(_attempt(line), None)
-    begun = {_attempt(line, "index"): line["unix_time_s"] for line in _lines(layout.attempts)}
+    for each in view.events:
+        if each.name == "local" and each.event == "attempt":
+            open_attempts[each.attempt] = each.unix_time_s
+        elif each.name == "local" and each.event in ("attempt_end", "retry", "verdict"):
+            open_attempts.pop(each.attempt, None)  # of one that could not start, only the latter two
     for attempt, began_s in open_attempts.items():
-        later = [unix_time_s for index, unix_time_s in begun.items() if index > attempt]
-        if later or not may_live(layout):
-            alive_s = max(began_s, written_unix_s(layout.launcher), _last_status_s(layout))
+        later = [begun.unix_time_s for begun in view.attempts if begun.index > attempt]
+        if later or not may_live(view.layout):
+            alive_s = max(began_s, written_unix_s(view.layout.launcher), view.last_status_s)
             when = min(later, default=alive_s)
             text = f"attempt {attempt} ended without a word: its launcher was killed, or the machine went down"
             yield Happening(when, "run", "killed", text, attempt)
 
 
-def _last_status_s(layout: RunLayout) -> float:
-    """When the controller last wrote its status; 0: never."""
-    written_s = read_document(layout.status).get("unix_time_s", 0.0)
-    return float(written_s) if is_time(written_s) else 0.0
+def _of_attempts(view: RunView) -> Iterator[Happening]:
+    for each in view.attempts:
+        begins = "from the beginning" if each.resume_step is None else f"from the checkpoint of step {each.resume_step}"
+        yield Happening(each.unix_time_s, "run", "attempt", f"attempt {each.index} begins {begins}", each.index)
 
 
-def _of_attempts(layout: RunLayout) -> Iterator[Happening]:
-    for line in _lines(layout.attempts):
-        if "index" not in line:
-            continue
-        step = line.get("resume_step")
-        begins = "from the beginning" if step is None else f"from the checkpoint of step {step}"
-        text = f"attempt {line['index']} begins {begins}"
-        yield Happening(line["unix_time_s"], "run", "attempt", text, _attempt(line, "index"))
-
-
-def _of_guard(layout: RunLayout) -> Iterator[Happening]:
-    for entry in LineFile(layout.guard, GuardEntry).each():
+def _of_guard(view: RunView) -> Iterator[Happening]:
+    for entry in view.guard:
         if is_time(entry.unix_time_s) and isinstance(entry.attempt, int):
             yield Happening(entry.unix_time_s, "run", "guard", f"{entry.action}: {entry.text}", entry.attempt)
 
 
-def _of_jobs(layout: RunLayout) -> Iterator[Happening]:
-    for path in layout.jobs.glob("[0-9]*.json"):
-        try:
-            record = json.loads(path.read_bytes())
+def _of_jobs(view: RunView) -> Iterator[Happening]:
+    for record in view.job_documents.values():
+        if {"name", "job_id"} <= record.keys() and is_time(record.get("submitted_unix_s")):
             text = f"{record['name']} submitted"
-            if is_time(record["submitted_unix_s"]):
-                yield Happening(record["submitted_unix_s"], f"job {record['job_id']}", "submitted", text)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines that have a time."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            document = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(document, dict) and is_time(document.get("unix_time_s")):
-            yield document
-
-
-def _attempt(line: Mapping[str, Any], key: str = "attempt") -> int:
-    number = line.get(key)
-    return number if isinstance(number, int) else -1
+            yield Happening(record["submitted_unix_s"], f"job {record['job_id']}", "submitted", text)
 
 
 # ---------------------------------------------------------------------------------------------------------------- hours
@@ -584,9 +532,9 @@ class Hours:
         return sum(self.by_use.values())
 
 
-def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Hours:
+def hours_of(view: RunView, story: Story) -> Hours:
     """The hours of trainers and generators."""
-    each = gpus_of(layout)
+    each = gpus_of(view)
     unit = "GPU-hours" if any(each.values()) else "process-hours"
     weights = each if any(each.values()) else dict.fromkeys(each, 1)
     uses = defaultdict[str, float](float)
@@ -603,16 +551,16 @@ def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Ho
             works = min(1.0, spell.shares.get(WORKS, 0.0))
             uses[_DOES[role]] += hours * works
             uses[f"{role}s wait"] += hours * (1 - works)
-    _set_lost_apart(uses, curves)
-    return Hours(unit, {use: hours for use, hours in uses.items() if hours > 0}, _by_job(layout, story))
+    _set_lost_apart(uses, view.curves)
+    return Hours(unit, {use: hours for use, hours in uses.items() if hours > 0}, _by_job(view, story))
 
 
-def gpus_of(layout: RunLayout) -> dict[str, int]:
+def gpus_of(view: RunView) -> dict[str, int]:
     """GPUs of one process of each role, by the run's newest plan; 0 where it is of another form, or none is there."""
     found = {"trainer": 0, "generator": 0}
-    for plan in sorted((layout.job_plan, layout.local_plan), key=written_unix_s):
+    for plan in view.plans:
         with suppress(KeyError, TypeError, AttributeError):
-            for job in read_document(plan).get("jobs", []):
+            for job in plan.get("jobs", []):
                 for part in job["components"]:
                     found |= {role: gpus for role, gpus in _gpus_in(part).items() if role in found}
     return found
@@ -634,7 +582,7 @@ def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None
         uses["generating"] *= 1 - share
 
 
-def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
+def _by_job(view: RunView, story: Story) -> dict[str, float]:
     """GPU-hours of what was allocated to each job in its lives, from the first to the last event of each.
 
     One that has not said how it ended is at work, until the last sign of the run, or until another does its work.
@@ -647,7 +595,7 @@ def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
                 of_job.append([])
             of_job[-1].append(each)
     parts = {label: label.partition("_") for label in lives}
-    planned = {label: job for label, (number, _, _) in parts.items() if (job := _planned_job(layout, number))}
+    planned = {label: job for label, (number, _, _) in parts.items() if (job := _planned_job(view, number))}
     begins = defaultdict[tuple[str, str], list[float]](list)  # by what is planned, and the task of an array
     for label, job in planned.items():
         begins[job.name, parts[label][2]] += [life[0].unix_time_s for life in lives[label]]
@@ -670,10 +618,10 @@ class _PlannedJob:
     gpus: int
 
 
-def _planned_job(layout: RunLayout, number: str) -> _PlannedJob | None:
+def _planned_job(view: RunView, number: str) -> _PlannedJob | None:
     """The plan of a job; None if it can no longer be read."""
     try:
-        record = json.loads((layout.jobs / f"{number}.json").read_bytes())
+        record = view.job_documents[number]
         jobs = json.loads(Path(record["plan"]).read_bytes())["jobs"]
         job = next(each for each in jobs if each["name"] == record["name"])
         gpus = sum(part["nodes"] * part["tasks_per_node"] * part["gpus_per_task"] for part in job["components"])

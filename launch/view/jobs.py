@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.common.text import aligned, quoted, span
-from launch.run_directory.owner import launcher_of
-from launch.run_files.records import JobRecord, name_of_jobs, read_job_records
-from launch.run_files.run_state import Event, last_events, read_document, saved_step
+from launch.run_files.records import JobRecord
+from launch.run_files.run_state import Event, last_events, read_document, saved_step, stated_name
 from launch.slurm.queue import ANSWER_S, JobRow, QueueLook, look_at_jobs
 from launch.slurm.states import JobStage, is_stuck, reason_in_words
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 
 EARLY_S = 60  # ending this long before the time limit is not due to the limit, which Slurm enforces within seconds
@@ -41,21 +41,15 @@ class SlurmView:
         return bool(self.look.trouble) or any(row.state.is_alive for row in self.look.rows)
 
 
-def is_slurm_run(layout: RunLayout) -> bool:
-    """True if jobs were submitted for this run, and it is not running as processes of this machine now."""
-    return any(layout.jobs.glob("[0-9]*.json")) and launcher_of(layout) is None
-
-
-def look_at_run(layout: RunLayout, timeout_s: float | None = None) -> SlurmView:
+def look_at_run(view: RunView, timeout_s: float | None = None) -> SlurmView:
     """Read the directory and ask Slurm, once: milliseconds, or seconds if slurmctld is away.
 
     Raises RunDirectoryError for a damaged job record.
     """
-    jobs = tuple(read_job_records(layout))
-    ids = [job.job_id for job in jobs]
-    look = look_at_jobs(ids, ANSWER_S if timeout_s is None else timeout_s, run_name=name_of_jobs(layout))
+    ids, layout = [job.job_id for job in view.jobs], view.layout
+    look = look_at_jobs(ids, ANSWER_S if timeout_s is None else timeout_s, run_name=stated_name(view.settings))
     attempt, plan = read_document(layout.attempt), read_document(layout.job_plan)
-    return SlurmView(layout, jobs, look, attempt or None, plan, tuple(last_events(layout)), time.time())
+    return SlurmView(layout, tuple(view.jobs), look, attempt or None, plan, tuple(last_events(layout)), time.time())
 
 
 def lines_of(view: SlurmView) -> list[str]:

@@ -11,21 +11,18 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from launch.common.text import three_digits
-from launch.run_files.run_state import run_name
 from launch.view.charts import Scale, histogram, line_chart, nice_ticks, stacked_chart
 from launch.view.events import Happening, Hours, Spell, Story, advice_for, hours_of, place_of, read_story
-from launch.view.figures import RunFigures, read_figures
+from launch.view.run import RunView
 from rlhpc.base.files import write_atomically
-from rlhpc.base.run_directory import RunLayout
 from rlhpc.metrics.curves import merged
 from rlhpc.metrics.meters import format_count, format_duration
 from rlhpc.protocol.errors import ConfigError
@@ -245,7 +242,6 @@ def _marks(marks: Sequence[Marked], x: Scale, height: float) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- report data
 
 
-Evaluations = Mapping[str, Mapping[int, Mapping[str, Any]]]  # dataset → step → figure → value, low, high
 MOST_MARKS = 60
 
 
@@ -253,11 +249,10 @@ MOST_MARKS = 60
 class RunReport:
     """The report of one run, at the moment of reading."""
 
-    figures: RunFigures
+    view: RunView
     story: Story
     hours: Hours
     advice: list[str]
-    evaluations: Evaluations
 
     @property
     def marks(self) -> list[tuple[int, Happening]]:
@@ -275,14 +270,14 @@ class RunReport:
     @property
     def headline(self) -> list[tuple[str, str]]:
         """(name, value) of the key figures, the most important first."""
-        return _headline(self.figures, self.story)
+        return _headline(self.view, self.story)
 
 
-def read_report(layout: RunLayout, evaluations: Evaluations) -> RunReport:
-    """Read a run.  Raises ConfigError: no run is here; OSError."""
-    figures = read_figures(layout)
-    story = read_story(layout, figures.curves)
-    return RunReport(figures, story, hours_of(layout, story, figures.curves), advice_for(figures), evaluations)
+def read_report(view: RunView) -> RunReport:
+    """What one look at a run says.  Raises RunDirectoryError: no run is here; OSError."""
+    view.layout.require_run()
+    story = read_story(view)
+    return RunReport(view, story, hours_of(view, story), advice_for(view))
 
 
 def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
@@ -307,19 +302,19 @@ def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
     return lines + [f"  {said}" for said in report.advice or ["none: no process idles, and no metric is out of bounds"]]
 
 
-def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
-    status = figures.status
+def _headline(view: RunView, story: Story) -> list[tuple[str, str]]:
+    status = view.status
 
     def last(name: str) -> float:
-        return figures.curves[name].last if name in figures.curves else math.nan
+        return view.curves[name].last if name in view.curves else math.nan
 
-    settings = figures.settings.get("run", {})
+    settings = view.settings.get("run", {})
     total = status.get("num_steps") or settings.get("num_steps", "?")
-    reward = figures.curves.get("reward/mean")
+    reward = view.curves.get("reward/mean")
     rows = [
-        ("run", run_name(figures.settings, figures.layout.root)),
-        ("phase", "complete" if figures.summary else str(status.get("phase", "not begun"))),
-        ("steps", f"{figures.num_steps} of {total}, policy version {status.get('version', '?')}"),
+        ("run", view.name),
+        ("phase", "complete" if view.summary else str(status.get("phase", "not begun"))),
+        ("steps", f"{view.num_steps_seen} of {total}, policy version {status.get('version', '?')}"),
     ]
     if reward is not None:
         values = reward.values[np.isfinite(reward.values)]
@@ -328,12 +323,12 @@ def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
     rows += [
         (
             "rollouts",
-            f"{figures.sampled.num_rollouts:,} in segments, {figures.sampled.lengths_trained.total():,} trained",
+            f"{view.sampled.num_rollouts:,} in segments, {view.sampled.lengths_trained.total():,} trained",
         ),
         ("staleness", f"{last('staleness/mean'):.2f} on average lately; bound {last('staleness/bound'):.0f}"),
         (
             "idle",
-            f"generators {_share(figures, 'generator/idle_ratio')}, trainer {_share(figures, 'trainer/idle_ratio')}",
+            f"generators {_share(view, 'generator/idle_ratio')}, trainer {_share(view, 'trainer/idle_ratio')}",
         ),
         ("speed", f"{_rate(last('trainer/tokens_per_s'))} trained, {_rate(last('generator/tokens_per_s'))} sampled"),
         ("time", f"{format_duration(max(0.0, story.end_s - story.begin_s))} since the beginning"),
@@ -343,8 +338,8 @@ def _headline(figures: RunFigures, story: Story) -> list[tuple[str, str]]:
     return [of_run, *((name, value) for name, value in of_figures if "nan" not in value)]
 
 
-def _share(figures: RunFigures, name: str) -> str:
-    mean = figures.mean_of(name)
+def _share(view: RunView, name: str) -> str:
+    mean = view.mean_of(name)
     return "not known" if mean is None else f"{mean:.0%}"
 
 
@@ -387,18 +382,18 @@ def write_report(path: Path, report: RunReport) -> int:
 
 
 def _sections(report: RunReport) -> Iterable[str]:
-    figures = report.figures
+    view = report.view
     yield _tiles(report.headline)
     yield _section("Recommendations", _advice(report.advice))
     yield _section("Who worked, and who waited for whom", _timeline(report))
     yield _section("What happened", _happenings(report))
-    yield _section("Where the time of a step went", f'<div class="charts">{"".join(_step_charts(figures))}</div>')
-    yield _section("Curves", f'<div class="charts">{"".join(_curves(figures))}</div>')
-    yield _section("Distributions", f'<div class="charts">{"".join(_distributions(figures))}</div>')
+    yield _section("Where the time of a step went", f'<div class="charts">{"".join(_step_charts(view))}</div>')
+    yield _section("Curves", f'<div class="charts">{"".join(_curves(view))}</div>')
+    yield _section("Distributions", f'<div class="charts">{"".join(_distributions(view))}</div>')
     yield _section(report.hours.unit, _hours(report))
-    if report.evaluations:
+    if report.view.evaluations:
         yield _section("Evaluations", _evaluations(report))
-    yield _section("Settings", _settings(figures))
+    yield _section("Settings", _settings(view))
 
 
 def _section(title: str, content: str) -> str:
@@ -441,8 +436,8 @@ def _happenings(report: RunReport) -> str:
     return _table(("", "time", "attempt", "who", "what", ""), rows) + more
 
 
-def _step_charts(figures: RunFigures) -> Iterable[str]:
-    steps, values = merged(figures.curves, ["time/step_s", *STEP_PARTS.values()])
+def _step_charts(view: RunView) -> Iterable[str]:
+    steps, values = merged(view.curves, ["time/step_s", *STEP_PARTS.values()])
     if "time/step_s" not in values:
         yield stacked_chart("Seconds of a step", steps, {})
         return
@@ -457,16 +452,16 @@ def _step_charts(figures: RunFigures) -> Iterable[str]:
         "packs": "time/pack_s",
         "waits for weights": "time/wait_for_weights_s",
     }
-    steps, values = merged(figures.curves, [*names.values()])
+    steps, values = merged(view.curves, [*names.values()])
     yield line_chart("Controller: seconds of a step", steps, _named(names, values), from_zero=True)
     names = {"publish": "weights/publish_s", "receive": "weights/receive_s", "pause": "weights/pause_s"}
-    steps, values = merged(figures.curves, [*names.values()])
+    steps, values = merged(view.curves, [*names.values()])
     yield line_chart("Weights: seconds of a version", steps, _named(names, values), from_zero=True)
 
 
-def _curves(figures: RunFigures) -> Iterable[str]:
+def _curves(view: RunView) -> Iterable[str]:
     for title, names, from_zero in CURVES:
-        steps, values = merged(figures.curves, [*names.values()])
+        steps, values = merged(view.curves, [*names.values()])
         if values:
             yield line_chart(title, steps, _named(names, values), from_zero=from_zero)
 
@@ -475,8 +470,8 @@ def _named(names: dict[str, str], values: dict[str, np.ndarray]) -> dict[str, np
     return {short: values[key] for short, key in names.items() if key in values}
 
 
-def _distributions(figures: RunFigures) -> Iterable[str]:
-    sampled = figures.sampled
+def _distributions(view: RunView) -> Iterable[str]:
+    sampled = view.sampled
     yield histogram("Staleness of trained rollouts", sampled.staleness, x_label="versions")
     yield histogram("Completions, trained", sampled.lengths_trained, x_label="tokens")
     yield histogram("Completions, dropped", sampled.lengths_dropped, x_label="tokens")
@@ -504,7 +499,7 @@ def _evaluations(report: RunReport) -> str:
     rows = [
         f'<tr><td class="text">{escape(name)}</td><td>{step}</td><td class="text">{escape(figure)}</td>'
         f"<td>{worth['value']:.3f}</td><td>{worth['low']:.3f} to {worth['high']:.3f}</td></tr>"
-        for name, steps in report.evaluations.items()
+        for name, steps in report.view.evaluations.items()
         for step, found in steps.items()
         for figure, worth in found.items()
         if {"value", "low", "high"} <= worth.keys()
@@ -512,9 +507,9 @@ def _evaluations(report: RunReport) -> str:
     return _table(("dataset", "step", "figure", "value", "95 %"), rows)
 
 
-def _settings(figures: RunFigures) -> str:
+def _settings(view: RunView) -> str:
     sections = []
-    for name, keys in figures.settings.items():
+    for name, keys in view.settings.items():
         text = json.dumps(keys, indent=1, ensure_ascii=False)
         sections.append(f"<details><summary>[{escape(name)}]</summary><pre>{escape(text)}</pre></details>")
     return "".join(sections)

@@ -7,7 +7,6 @@ launch/view/jobs.py.
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import sys
@@ -19,25 +18,22 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from launch.common.text import escaped, json_text, printable, quoted, shortened
-from launch.plan.processes import process_names
-from launch.run_directory.owner import launcher_of
 from launch.run_files.records import name_of_jobs, read_job_records
-from launch.run_files.run_state import is_complete, read_document
+from launch.run_files.run_state import certain_document, is_complete, read_document
 from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.states import JobStage, reason_in_words
-from launch.view.jobs import SlurmView, document_of, is_slurm_run, lines_of, look_at_run
-from launch.view.standing import Queue, State, find_runs, standing_of
+from launch.view.jobs import SlurmView, document_of, lines_of, look_at_run
+from launch.view.run import RunView
+from launch.view.standing import Queue, State, lines_about, standing_of
 from rlhpc.base.files import write_synced
 from rlhpc.base.patience import patiently, seen
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.config.file import read_resolved
-from rlhpc.metrics.meters import Progress, ProgressLine, format_duration
-from rlhpc.protocol.contracts import Clock
-from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError, RunDirectoryError
-from rlhpc.rewards.outcomes import BATCH_FAILED, FAILURES, FORKED, JUDGED
+from rlhpc.protocol.errors import EXIT_INTERRUPTED, RunDirectoryError
 
 if TYPE_CHECKING:
     from rlhpc.buffer.lost_leases import Suspicion
+    from rlhpc.metrics.meters import Progress, ProgressLine
+    from rlhpc.protocol.contracts import Clock
 
 
 # -------------------------------------------------------------------------------------------------------- disk troubles
@@ -52,10 +48,11 @@ _PROBE_BYTES = 16 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def disk_troubles(layout: RunLayout, status: Mapping[str, Any]) -> Sequence[str]:
+def disk_troubles(view: RunView) -> Sequence[str]:
     """In words, each; none: nothing is known to be wrong.  Writes a file for a moment if the status is old."""
+    layout, status = view.layout, view.status
     said: Sequence[str] = status.get("disk_troubles", ())
-    is_over = status.get("phase") == "stopped" or layout.summary.exists()
+    is_over = view.phase == "stopped" or layout.summary.exists()
     if said or is_over or not time.time() - status.get("unix_time_s", time.time()) > OLD_S:
         return said
     full = _is_full(layout)
@@ -140,11 +137,7 @@ class Notes:
             found.append(
                 f"guard   {number}, the last one: {last['action']} (attempt {last['attempt']}), {last['text']}"
             )
-        if self.evaluations:
-            from launch.view.standing import lines_about
-
-            found += lines_about(self.evaluations)
-        return found
+        return found + lines_about(self.evaluations)
 
     def as_document(self) -> dict[str, Any]:
         """For programs."""
@@ -156,40 +149,16 @@ class Notes:
         }
 
 
-def read_notes(layout: RunLayout) -> Notes:
-    """Read both files.  Raises RunDirectoryError if one cannot be read."""
+def read_notes(view: RunView) -> Notes:
+    """What the files of a run say.  Raises RunDirectoryError if one cannot be read."""
     try:
-        quarantined, suspects = _prompts(layout) if layout.strikes.exists() else ([], [])
-        guard = _guard(layout) if layout.guard.exists() else []
-        evaluations = _evaluations(layout) if layout.evaluations.is_dir() else {}
-        return Notes(guard, quarantined, suspects, evaluations)
+        known = view.suspicions if view.suspicions and view.config is not None else []  # else `rlhpc check` says so
+        max_attempts = view.config.admission.max_attempts if known and view.config is not None else 0
+        quarantined = [each for each in known if each.is_quarantined(max_attempts)]
+        suspects = [each for each in known if not each.is_quarantined(max_attempts)]
+        return Notes([asdict(entry) for entry in view.guard], quarantined, suspects, view.evaluations)
     except OSError as error:
         raise RunDirectoryError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-
-def _guard(layout: RunLayout) -> list[dict[str, Any]]:
-    from rlhpc.roles.controller.guard import read_guard_file  # slow to import, and rarely needed
-
-    return [asdict(entry) for entry in read_guard_file(layout.guard)]
-
-
-def _evaluations(layout: RunLayout) -> dict[str, dict[int, dict[str, Any]]]:
-    from launch.view.standing import past_evaluations
-
-    return past_evaluations(layout)
-
-
-def _prompts(layout: RunLayout) -> tuple[list[Suspicion], list[Suspicion]]:
-    from rlhpc.buffer.lost_leases import LostLeaseFile
-    from rlhpc.config.file import read_resolved
-
-    try:
-        max_attempts = read_resolved(layout)[0].admission.max_attempts
-    except ConfigError:  # `rlhpc check` says so
-        return [], []
-    found = LostLeaseFile(layout.strikes).suspicions()
-    quarantined = [each for each in found if each.is_quarantined(max_attempts)]
-    return quarantined, [each for each in found if not each.is_quarantined(max_attempts)]
 
 
 # --------------------------------------------------------------------------------------------------------------- status
@@ -201,67 +170,60 @@ MOST_NAMES = 4  # of processes, in one line
 _OVER = ("admitted", "released", "dropped")  # counts since the start of the run
 
 
-def read_status(layout: RunLayout) -> dict[str, Any] | None:
-    """Return the last status written, or None if there is none yet, or none that can be read."""
-    try:
-        document = json.loads(layout.status.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return document if isinstance(document, dict) else None
-
-
 def render_status(layout: RunLayout, as_json: bool = False) -> str:
     """Return a table of every role, and of every job under Slurm.  as_json: the same for programs.
 
     Raises RunDirectoryError if this is no run directory.
     """
     layout.require_run()
-    status, view = read_status(layout), look_at_run(layout) if is_slurm_run(layout) else None
-    if status is not None:
-        status["disk_troubles"] = disk_troubles(layout, status)
-    notes = read_notes(layout)
+    view = RunView(layout)
+    status = view.status or certain_document(layout.status)  # else one that cannot be read would count as absent
+    slurm = look_at_run(view) if view.is_slurm_run else None
+    if status:
+        status["disk_troubles"] = disk_troubles(view)
+    notes = read_notes(view)
     if as_json:
-        document = {"status": status, "slurm": None if view is None else document_of(view), **notes.as_document()}
-        return json_text(document, indent=1)
-    return escaped("\n".join(_lines(layout, status, view, notes)))
+        document = {"status": status or None, "slurm": None if slurm is None else document_of(slurm)}
+        return json_text(document | notes.as_document(), indent=1)
+    return escaped("\n".join(_lines(view, slurm, notes)))
 
 
-def _lines(layout: RunLayout, status: dict[str, Any] | None, view: SlurmView | None, notes: Notes) -> list[str]:
-    if view is None:
-        pid = launcher_of(layout)
-        expected = _expected(layout) if pid else ()
-        if status is None:
-            is_asked = layout.stop_request.exists() or layout.abort_request.exists()
+def _lines(view: RunView, slurm: SlurmView | None, notes: Notes) -> list[str]:
+    status = view.status
+    if slurm is None:
+        pid = view.launcher_pid
+        if not status:
+            is_asked = view.layout.stop_request.exists() or view.layout.abort_request.exists()
             ended = f"{'stopped' if is_asked else 'ended'} before its controller started"
             said = f"starting (launcher pid {pid})" if pid else ended
-            return [f"{layout.root}: {said}"]
+            return [f"{view.root}: {said}"]
         if pid:
-            return [*_run_lines(status, f"launcher pid {pid}", expected), *notes.lines()]
-        status, why = _as_it_ended(layout, status)
+            return [*_run_lines(status, f"launcher pid {pid}", _expected(view)), *notes.lines()]
+        status, why = _as_it_ended(view)
         lines = _without_roles(status, _run_lines(status, "not running on this machine"))
         return [*lines, *why, *notes.lines()]
-    life = "under Slurm" if view.is_alive else "none of its jobs is alive"
-    if status is None:
-        head = [f"{layout.root}: {life}, no controller yet"]
+    life = "under Slurm" if slurm.is_alive else "none of its jobs is alive"
+    if not status:
+        head = [f"{view.root}: {life}, no controller yet"]
     else:
         lines = _run_lines(status, life)
-        head = lines if view.is_alive else _without_roles(status, lines)
-    evaluating = lines_about_evaluation_job(layout) if view.is_alive else []
-    return [*head, *notes.lines(), *evaluating, "", *lines_of(view)]
+        head = lines if slurm.is_alive else _without_roles(status, lines)
+    evaluating = lines_about_evaluation_job(view.layout) if slurm.is_alive else []
+    return [*head, *notes.lines(), *evaluating, "", *lines_of(slurm)]
 
 
-def _as_it_ended(layout: RunLayout, status: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _as_it_ended(view: RunView) -> tuple[dict[str, Any], list[str]]:
     """The status of a run that nothing runs any more, with what `rlhpc list` says of its end.
 
     A controller that was killed leaves "training" behind.
     """
-    found = find_runs([layout.root], depth=0).runs
-    standing = standing_of(found[0], Queue(), time.time()) if found else None
+    standing = standing_of(view, Queue(), time.time()) if view.is_there else None
     if standing is None or standing.state not in (State.FAILED, State.LOST):
-        return status, []
+        return view.status, []
     why = [f"{standing.state}: {printable(standing.remark)}"] if standing.remark else []
-    phase = status["phase"]  # "stopped": its controller has closed the books, which is no time to fail at
-    return {**status, "phase": standing.state if phase == "stopped" else f"{standing.state} while {phase}"}, why
+    phase = view.status["phase"]  # "stopped": its controller has closed the books, which is no time to fail at
+    words = standing.state if phase == "stopped" else f"{standing.state} while {phase}"
+    return {**view.status, "phase": words}, why
 
 
 def waiting_for(status: dict[str, Any], expected: Sequence[str]) -> str:
@@ -276,11 +238,10 @@ def _missing(status: dict[str, Any], expected: Sequence[str]) -> list[str]:
     return [name for name in expected if name not in there and not name.startswith("controller")]
 
 
-def _expected(layout: RunLayout) -> Sequence[str]:
-    try:
-        return process_names(read_resolved(layout)[0])
-    except ConfigError:
-        return ()
+def _expected(view: RunView) -> Sequence[str]:
+    from launch.plan.processes import process_names  # slow to import, and needed of a run that lives here
+
+    return () if view.config is None else process_names(view.config)
 
 
 def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
@@ -332,6 +293,10 @@ def _counted(title: str, counts: Mapping[str, Any]) -> list[str]:
 
 def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
     """What has failed in which way, a line for each task of which anything has."""
+    if not verifiers:
+        return []
+    from rlhpc.rewards.outcomes import BATCH_FAILED, FAILURES, FORKED, JUDGED  # slow to import
+
     lines = []
     for task, figures in sorted(verifiers.items()):
         failed = [
@@ -416,12 +381,15 @@ class Watch:
 
     def look(self) -> None:
         """Show what has changed since the last call."""
-        status = read_status(self._layout)
-        if status is None or self._is_quiet:
+        from rlhpc.metrics.meters import ProgressLine, format_duration  # slow to import: `rlhpc status` needs none
+
+        view = RunView(self._layout)
+        status = view.status
+        if not status or self._is_quiet:
             return
         self._warn(status["queue"], status.get("errors", {}).get("latest", ""))
         self._warn_of_errors(status)
-        self._warn_of_disk(status)
+        self._warn_of_disk(view)
         if self._line is None:
             self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
         if self._attempt not in (None, attempt := status.get("attempt")):
@@ -458,10 +426,10 @@ class Watch:
         elif told == attempt:
             self.tell("the run waits for verdicts no longer")
 
-    def _warn_of_disk(self, status: dict[str, Any]) -> None:
-        if not status.get("disk_troubles") and self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:
+    def _warn_of_disk(self, view: RunView) -> None:
+        if not view.status.get("disk_troubles") and self._clock() - self._saw_disk_s < LOOK_AT_DISK_S:
             return
-        troubles, self._saw_disk_s = disk_troubles(self._layout, status), self._clock()
+        troubles, self._saw_disk_s = disk_troubles(view), self._clock()
         if bool(troubles) == self._has_disk_trouble:
             return
         self._has_disk_trouble = bool(troubles)
@@ -481,6 +449,8 @@ class Watch:
 
 
 def _progress(status: dict[str, Any]) -> Progress:
+    from rlhpc.metrics.meters import Progress
+
     return Progress(
         status["step"],
         status["num_steps"],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.view.report import read_report
+from launch.view.run import RunView
 from rlhpc.training.checkpoint_directory import latest_complete
 from tests.full_disk import fill, small_disk
 from tests.ring.run_kit import Lab, Run, make_lab
@@ -49,7 +50,7 @@ def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_
             assert run.finish() != 0, run.story()
             assert "CheckpointError: " in run.output
             assert "ERROR CheckpointError: " in layout.log("controller", 0, 0).read_text().splitlines()[-1]
-            told = [each.text for each in read_report(layout, {}).story.faults if each.kind == "checkpoint"]
+            told = [each.text for each in read_report(RunView(layout)).story.faults if each.kind == "checkpoint"]
             assert any("checkpoint could not be written" in text for text in told)
             assert latest_complete(layout.checkpoints) is not None  # verified: what is there is whole
         run.assert_nothing_is_left()

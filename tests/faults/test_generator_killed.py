@@ -11,6 +11,7 @@ import pytest
 
 from launch.view.events import read_story
 from launch.view.report import rows_of
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from tests.ring.ring_rewards import GATE, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
@@ -70,7 +71,7 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(
 
 def assert_the_report_tells_of_it(layout: RunLayout, victim: dict) -> None:
     """Without a log file: who died, of what, when it was missed, and that it came back."""
-    story = read_story(layout)
+    story = read_story(RunView(layout))
     told = {
         each.kind: each.text
         for each in story.happenings

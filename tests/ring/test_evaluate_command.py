@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from launch.commands.arguments import takes_evaluation
 from launch.evaluate import follow
-from launch.view.standing import past_evaluations
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.rules import with_values
 from rlhpc.data.prompts import open_prompts
@@ -329,7 +329,7 @@ def test_what_the_run_file_asks_for_is_evaluated_beside_the_run(lab: Lab) -> Non
         run.assert_nothing_is_left()
         said = run.story()
     assert "pass@1" in (layout.evaluations / "follow.log").read_text()
-    past = past_evaluations(layout)
+    past = RunView(layout).evaluations
     assert max(past["held-out"]) == max(past["greedy"]) == 12
     assert len(past["greedy"]) <= 2  # a first one, and that at the end
     assert (layout.evaluations / "best-held-out" / "config.json").exists()
@@ -365,7 +365,7 @@ def test_an_evaluation_that_fails_does_not_touch_the_run(lab: Lab) -> None:
     with Run(longer, layout, "--resume") as run:
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
-    assert max(past_evaluations(layout)["train"]) == num_steps
+    assert max(RunView(layout).evaluations["train"]) == num_steps
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.view.figures import read_figures
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from tests.ring.run_kit import rlhpc, summary_of
 from tests.ring.timed_runs import TRAINED_TOKEN_S, make_timed_lab, slow_trainers, timed_run
@@ -18,7 +18,7 @@ OFF_BY = 0.35  # of machines that are busy; what was recorded on quiet ones is i
 
 
 def step_s(layout: RunLayout) -> float:
-    values = read_figures(layout).curves["time/step_s"].values
+    values = RunView(layout).curves["time/step_s"].values
     return float(values[len(values) // 4 :].mean())
 
 

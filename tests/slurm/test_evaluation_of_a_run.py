@@ -12,7 +12,7 @@ from launch.evaluate import job
 from launch.evaluate.follow import ASK_S
 from launch.evaluate.job import following_job
 from launch.private_slurm.cluster import DevCluster
-from launch.view.standing import past_evaluations
+from launch.view.run import RunView
 from tests.ring.run_kit import Lab, wait_while_it_moves
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole
 
@@ -42,7 +42,7 @@ def said_by(run: SlurmRun) -> str:
 
 def wait_for_its_end(run: SlurmRun, number: int) -> None:
     def trace() -> tuple[object, ...]:
-        return state_of(run, number), said_by(run), len(past_evaluations(run.layout).get("held-out", {}))
+        return state_of(run, number), said_by(run), len(RunView(run.layout).evaluations.get("held-out", {}))
 
     wait_while_it_moves(lambda: not state_of(run, number), trace, "the end of the evaluation", lambda: said_by(run))
 
@@ -58,7 +58,7 @@ def test_a_job_follows_the_run_to_its_last_step_and_ends(slurm: DevCluster, lab:
     run.wait_complete()  # of its own jobs
     assert_whole(run, 8)
     wait_for_its_end(run, number)
-    past = past_evaluations(run.layout)["held-out"]
+    past = RunView(run.layout).evaluations["held-out"]
     assert max(past) == 8, said_by(run)
     assert "evaluation  held-out: pass@1" in run.cli("status", str(run.layout.root))
 
@@ -68,12 +68,12 @@ def test_it_goes_back_into_the_queue_before_its_limit_and_ends_with_the_run(slur
     run = evaluated(slurm, lab, "evaluated-long", run=ENDLESS, checkpoint={"every_steps": 2})
     run.submit()
     number = evaluation_job(run)
-    run.wait(lambda: past_evaluations(run.layout), "figures")
+    run.wait(lambda: RunView(run.layout).evaluations, "figures")
     slurm.run("scancel", "--batch", "--signal=USR2", str(number))  # as Slurm does, so long before the limit
     run.wait(lambda: "goes on after its requeue" in said_by(run), "its requeue")
     run.wait(lambda: state_of(run, number).startswith("RUNNING"), "its second life")
-    newest = max(past_evaluations(run.layout)["held-out"])
-    run.wait(lambda: max(past_evaluations(run.layout)["held-out"]) > newest, "more figures")
+    newest = max(RunView(run.layout).evaluations["held-out"])
+    run.wait(lambda: max(RunView(run.layout).evaluations["held-out"]) > newest, "more figures")
     assert f"evaluation  job {number} goes on" in run.cli(
         "evaluate", str(run.layout.root), "--follow", "--site", str(run.site_file)
     )

@@ -50,7 +50,8 @@ from launch.evaluate.request import (
 from launch.plan.gpu_map import VisibleGpus
 from launch.run_files.records import JobRecord, write_job_record
 from launch.slurm.queue import QueueLook
-from launch.view.standing import lines_about, past_evaluations, past_values
+from launch.view.run import RunView
+from launch.view.standing import lines_about
 from launch.view.status import read_notes
 from rlhpc.base.patience import Deadline
 from rlhpc.base.run_directory import RunLayout
@@ -582,7 +583,7 @@ def note(layout: RunLayout, name: str, step: int, attempt: int | None = None, **
 
 def test_past_figures_are_read_from_their_directories(model: Path) -> None:
     layout = a_run(model)
-    assert past_evaluations(layout) == {}
+    assert RunView(layout).evaluations == {}
     for step, value in ((12, 0.4), (4, 0.5), (100, 0.3)):
         note(layout, "held-out", step, pass_at_1=value, reward=value)
     note(layout, "step_7-odd", 4)
@@ -590,15 +591,15 @@ def test_past_figures_are_read_from_their_directories(model: Path) -> None:
     damaged = layout.evaluations / "small-step_000009-held-out"
     damaged.mkdir()
     (damaged / "summary.json").write_text("{")
-    past = past_evaluations(layout)
+    past = RunView(layout).evaluations
     assert list(past["held-out"]) == [4, 12, 100]
     assert list(past["step_7-odd"]) == [4]
-    assert past_values(layout, "held-out", "reward") == {4: 0.5, 12: 0.4, 100: 0.3}
-    assert past_values(layout, "held-out", "pass@2") == {}
+    assert RunView(layout).values_of("held-out", "reward") == {4: 0.5, 12: 0.4, 100: 0.3}
+    assert RunView(layout).values_of("held-out", "pass@2") == {}
     assert lines_about(past) == [
         "evaluation  held-out: pass@1 0.300 [0.200, 0.400] at step 100; the best was 0.500 at step 4"
     ]
-    assert "evaluation  held-out: pass@1 0.300" in "\n".join(read_notes(layout).lines())
+    assert "evaluation  held-out: pass@1 0.300" in "\n".join(read_notes(RunView(layout)).lines())
 
 
 def life_of(layout: RunLayout, phase: str, unix_time_s: float) -> tuple[bool, bool]:
@@ -698,9 +699,9 @@ def test_figures_of_steps_that_were_undone_decide_nothing(model: Path) -> None:
     for step, value in ((50, 0.5), (100, 0.9), (150, 0.6), (200, 0.6)):
         note(layout, "d", step, attempt=0, reward=value)
     begins(layout, 0)
-    assert list(past_values(layout, "d", "reward")) == [50, 100, 150, 200]
+    assert list(RunView(layout).values_of("d", "reward")) == [50, 100, 150, 200]
     begins(layout, 0, 50)
-    assert list(past_values(layout, "d", "reward")) == [50]
+    assert list(RunView(layout).values_of("d", "reward")) == [50]
     note(layout, "d", 60, attempt=1, reward=0.4)
     course = DatasetFollower(layout, request)
     course.has_new = True

@@ -21,6 +21,7 @@ from launch.supervisor import controller_job, role_task
 from launch.supervisor.local_run import LocalSignals, supervise_locally
 from launch.supervisor.processes import ENDS, WARNINGS
 from launch.view.events import read_story
+from launch.view.run import RunView
 from rlhpc.base.patience import Deadline
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_FENCED, EXIT_INTERRUPTED, OwnershipLost
@@ -136,7 +137,7 @@ def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_la
 
 def test_a_controller_that_fails_and_is_not_tried_again_is_a_fault_of_the_report(lab: Lab) -> None:
     assert lab.run(controller_0="sys.exit('a controller-0 rlhpc.lifecycle ERROR disk gone')", trainer_0=PATIENT) == 1
-    (fault,) = (each for each in read_story(lab.layout).faults if each.kind == "verdict")
+    (fault,) = (each for each in read_story(RunView(lab.layout)).faults if each.kind == "verdict")
     assert fault.text.startswith("failed: controller-0 ")
     assert len([line for line in lab.told if "disk gone" in line]) == 1
 
@@ -244,7 +245,7 @@ def test_a_second_interrupt_ends_everything_at_once(lab: Lab, monkeypatch: pytes
     assert lab.run(interrupt, controller_0=STUBBORN, generator_0=STUBBORN) == EXIT_INTERRUPTED
     assert_gone(lab.pids)
     assert lab.told[0] == "interrupted: everything ends within 1000 s; Ctrl-C again: kill now"
-    assert [fault.text for fault in read_story(lab.layout).faults] == []  # somebody wanted it
+    assert [fault.text for fault in read_story(RunView(lab.layout)).faults] == []  # somebody wanted it
 
 
 IN_A_STEP = (
@@ -264,7 +265,7 @@ IN_A_STEP = (
 def test_ctrl_c_says_what_becomes_of_the_step_and_what_another_does(lab: Lab, step_s: float, says: str) -> None:
     assert lab.run(once_up(lab, signal.SIGINT), controller_0=IN_A_STEP.format(step_s)) == 0
     assert lab.told == [f"interrupted: {says}; everything ends within 7 s; Ctrl-C again: kill now"]
-    assert read_story(lab.layout).faults == []
+    assert read_story(RunView(lab.layout)).faults == []
 
 
 STOPS = "asks the run to stop: the controller finishes its step and saves; Ctrl-C: end within seconds"
@@ -309,7 +310,7 @@ def test_a_stop_before_the_controller_is_started_is_a_stop(lab: Lab) -> None:
     assert lab.run(begins=stop, controller_0=PATIENT, generator_0=PATIENT) == 0
     assert lab.pids == set()
     assert lab.layout.stop_request.exists()  # what `rlhpc status` and `rlhpc list` go by
-    assert read_story(lab.layout).faults == []
+    assert read_story(RunView(lab.layout)).faults == []
 
 
 SLOW_TASK = """
@@ -346,7 +347,7 @@ def test_a_controller_that_fails_while_it_is_to_stop_has_failed(lab: Lab, number
     fails += f"signal.signal({int(number)}, fail); (root / 'up').touch(); time.sleep(600)"
     assert lab.run(once_up(lab, number), controller_0=fails, generator_0=PATIENT) == 3
     assert "ended with exit status 3: disk gone (log: " in lab.told[-1]
-    assert [fault.kind for fault in read_story(lab.layout).faults] == ["verdict"]
+    assert [fault.kind for fault in read_story(RunView(lab.layout)).faults] == ["verdict"]
 
 
 def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab: Lab) -> None:

@@ -17,7 +17,7 @@ import pytest
 import rlhpc
 from launch.cli import main
 from launch.commands.trackers import ExportedRun, records_of
-from launch.view.figures import metric_table
+from launch.view.run import RunView
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.metrics.tensorboard import Recorder, TensorBoardWriter
 from rlhpc.protocol.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError
@@ -74,7 +74,7 @@ def test_figures_of_a_model_that_a_resume_has_undone_are_left_out(tmp_path: Path
         figures = {"reward": {"value": step / 100, "low": 0.0, "high": 1.0}}
         (directory / "summary.json").write_text(json.dumps({"figures": figures, "attempt": attempt}))
     curves.close()
-    (curve,) = metric_table(layout).curves.values()
+    (curve,) = RunView(layout).metric_table().curves.values()
     assert curve.steps.tolist() == [50, 60]
 
 
@@ -186,7 +186,7 @@ def test_steps_that_wandb_loses_without_a_word_are_an_error_and_an_earlier_expor
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("wandb", reason=NO_WANDB)
-    table = metric_table(RunLayout(run), [])
+    table = RunView(RunLayout(run)).metric_table()
     (tmp_path / "wandb").mkdir()
     with small_disk(tmp_path, 64 << 10):
         earlier = tmp_path / "wandb" / f"offline-run-20200101_000000-{ExportedRun(RunLayout(run), table).identity}"
@@ -206,7 +206,7 @@ def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(
     package.init, package.Settings, package.errors = interrupted, dict, SimpleNamespace(Error=RuntimeError)
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    identity = ExportedRun(RunLayout(run), metric_table(RunLayout(run))).identity
+    identity = ExportedRun(RunLayout(run), RunView(RunLayout(run)).metric_table()).identity
     earlier = tmp_path / "wandb" / f"offline-run-20200101_000000-{identity}"
     earlier.mkdir(parents=True)
     assert main(["metrics", str(run), "--wandb", str(tmp_path)]) == EXIT_INTERRUPTED
@@ -215,7 +215,7 @@ def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(
 
 def test_a_run_is_the_same_run_whichever_of_its_metrics_are_exported(run: Path) -> None:
     layout = RunLayout(run)
-    tables = [metric_table(layout, tags) for tags in ((), ("evaluation/*",), ("trainer/grad_norm",))]
+    tables = [RunView(layout).metric_table(tags) for tags in ((), ("evaluation/*",), ("trainer/grad_norm",))]
     assert len({float(table.unix_times_s[0]) for table in tables}) > 1
     assert len({ExportedRun(layout, table).identity for table in tables}) == 1
 

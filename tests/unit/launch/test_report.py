@@ -23,9 +23,8 @@ from launch.run_directory.owner import SILENCE_S, register_launcher
 from launch.run_files.run_state import EventLog
 from launch.view.charts import histogram, line_chart, nice_ticks, stacked_chart
 from launch.view.events import MOST_STRETCHES, Happening, Spell, Story, advice_for, gpus_of, hours_of, read_story
-from launch.view.figures import read_figures, read_sampled
 from launch.view.report import MOST_COLUMNS, as_text, read_report, rows_of, thinned, timeline_chart, write_report
-from launch.view.standing import past_evaluations
+from launch.view.run import RunView
 from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.metrics.curves import Curve
 from rlhpc.metrics.tensorboard import Recorder
@@ -38,7 +37,7 @@ from tests.unit.launch.seen_runs import TextRun
 from tests.unit.launch.site_kit import plan_of
 
 BEGAN_S = 1_790_000_000.0
-EVALUATIONS = {"held_out": {10: {"pass@1": {"value": 0.5, "low": 0.4, "high": 0.6}}}}
+FIGURES = {"pass@1": {"value": 0.5, "low": 0.4, "high": 0.6}}
 
 
 class ToldRun(TextRun):
@@ -100,7 +99,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> ToldRun:
 
 
 def test_the_story_of_a_killed_generator_is_whole_and_in_order(told: ToldRun) -> None:
-    report = read_report(told.layout, {})
+    report = read_report(RunView(told.layout))
     texts = [each.text for _, each in report.marks]
     expected = (
         "attempt 0 begins",
@@ -122,14 +121,14 @@ def test_of_the_guard_what_it_did_is_a_fault_and_what_it_only_said_is_none(
 ) -> None:
     run = TextRun(tmp_path / "guarded")
     GuardFile(run.layout.guard).append(GuardEntry(0, 12, 12, action, {}, [], "grad_norm 9", BEGAN_S))
-    assert bool(read_story(run.layout).faults) == is_fault
+    assert bool(read_story(RunView(run.layout)).faults) == is_fault
 
 
 def test_a_run_that_its_user_has_ended_has_no_fault(tmp_path: Path) -> None:
     run = TextRun(tmp_path / "ended")
     for job, verdict in (("4712", "stop: asked for by `rlhpc stop`"), ("4713", "abort: by `rlhpc stop --now`")):
         EventLog(run.layout.job_events(job), 0).say("verdict", verdict)
-    assert read_story(run.layout).faults == []
+    assert read_story(RunView(run.layout)).faults == []
 
 
 def begins_here(run: TextRun, index: int) -> EventLog:
@@ -147,16 +146,16 @@ def test_an_attempt_whose_launcher_was_killed_is_a_fault_once_that_is_certain(tm
     run = TextRun(tmp_path / "killed")
     begins_here(run, 0)
     register_launcher(run.layout)
-    assert read_story(run.layout).faults == []
+    assert read_story(RunView(run.layout)).faults == []
     child = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
     run.layout.launcher.write_text(
         json.dumps(json.loads(run.layout.launcher.read_bytes()) | {"pid": int(child.stdout)})
     )
-    assert [each.text for each in read_story(run.layout).faults] == [
+    assert [each.text for each in read_story(RunView(run.layout)).faults] == [
         "attempt 0 ended without a word: its launcher was killed, or the machine went down"
     ]
     begins_here(run, 1).say("attempt_end", "attempt 1, step 3 trained, step 3 saved: complete")
-    story = read_story(run.layout)
+    story = read_story(RunView(run.layout))
     assert [each.attempt for each in story.faults] == [0]
     assert [each.kind for each in story.happenings] == ["attempt", "killed", "attempt", "attempt_end"]
 
@@ -167,10 +166,10 @@ def test_a_killed_run_ended_at_its_last_status_whatever_became_of_its_launchers_
     begins_here(run, 0)
     end_s = time.time() + 90
     run.layout.status.write_text(json.dumps({"phase": "training", "step": 7, "roles": [], "unix_time_s": end_s}))
-    story = read_story(run.layout)
+    story = read_story(RunView(run.layout))
     assert [each.unix_time_s for each in story.happenings if each.kind == "killed"] == [end_s]
     run.layout.job_events("local").unlink()
-    assert read_story(run.layout).end_s == end_s
+    assert read_story(RunView(run.layout)).end_s == end_s
 
 
 @pytest.mark.parametrize("word", ["retry", "verdict"])
@@ -181,17 +180,17 @@ def test_an_attempt_whose_processes_could_not_be_started_has_said_so(tmp_path: P
     log = begins_here(run, 0)
     log.say("kill", why)
     log.say(word, why)
-    assert [each.kind for each in read_story(run.layout).faults if each.kind == "killed"] == []
+    assert [each.kind for each in read_story(RunView(run.layout)).faults if each.kind == "killed"] == []
 
 
 def test_a_launcher_on_another_machine_is_taken_for_killed_once_it_is_silent(tmp_path: Path) -> None:
     run = TextRun(tmp_path / "elsewhere")
     begins_here(run, 0)
     launcher_elsewhere(run.layout)
-    assert read_story(run.layout).faults == []
+    assert read_story(RunView(run.layout)).faults == []
     heartbeat_s = time.time() - 2 * SILENCE_S
     os.utime(run.layout.launcher, (heartbeat_s, heartbeat_s))
-    assert [each.kind for each in read_story(run.layout).faults] == ["killed"]
+    assert [each.kind for each in read_story(RunView(run.layout)).faults] == ["killed"]
 
 
 def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown() -> None:
@@ -210,13 +209,13 @@ def test_of_a_preempted_job_the_end_is_a_fault_and_the_way_on_is_told(tmp_path: 
     EventLog(run.layout.job_events("4713"), 0).say("verdict", "time: this job is close to its time limit")
     with run.layout.attempts.open("a") as file:
         file.write(json.dumps({"index": 1, "resume_step": 10, "unix_time_s": BEGAN_S + 2e9}) + "\n")
-    story = read_story(run.layout)
+    story = read_story(RunView(run.layout))
     assert [each.who for each in story.faults if each.kind == "verdict"] == ["job 4712"]
     assert story.happenings[-1].text == "attempt 1 begins from the checkpoint of step 10"
 
 
 def test_the_timeline_has_a_row_for_each_process_and_none_where_it_was_not_there(told: ToldRun) -> None:
-    story = read_story(told.layout)
+    story = read_story(RunView(told.layout))
     rows = rows_of(story)
     assert list(rows) == ["trainer-0", "generator-0", "generator-1"]
     ends = {round(spell.end_s - BEGAN_S) for spell in rows["generator-1"]}
@@ -261,8 +260,7 @@ def test_a_time_in_which_a_process_was_not_there_stays_empty_however_long_the_ti
 
 
 def test_hours_by_use_add_up_to_the_time_that_processes_were_there(told: ToldRun) -> None:
-    figures = read_figures(told.layout)
-    hours = hours_of(told.layout, read_story(told.layout), figures.curves)
+    hours = hours_of(RunView(told.layout), read_story(RunView(told.layout)))
     assert hours.unit == "process-hours"
     assert hours.total * 3600 == pytest.approx(100 + 100 + 70)
     assert hours.by_use["training"] * 3600 == pytest.approx(90 * 0.5)
@@ -281,7 +279,7 @@ def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path
     record = {"job_id": 4711, "name": "hetjob", "plan": str(plan), "submitted_unix_s": BEGAN_S - 5}
     run.layout.job_record(4711).write_text(json.dumps(record))
     EventLog(run.layout.job_events("4711"), 0).say("verdict", "complete")
-    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
+    hours = hours_of(RunView(run.layout), read_story(RunView(run.layout)))
     assert hours.unit == "GPU-hours"
     assert hours.total * 3600 == pytest.approx(100 + 4 * (100 + 70))
     lost = hours.by_use["generating what was lost with generators"]
@@ -293,7 +291,7 @@ def test_the_hours_of_a_large_run_are_numbers_that_people_read(tmp_path: Path) -
     run = ToldRun(tmp_path / "told")
     parts = [{"roles": [{"role": role}], "gpus_per_task": 360_000} for role in ("trainer", "generator")]
     run.layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": parts}]}))
-    report = read_report(run.layout, {})
+    report = read_report(RunView(run.layout))
     assert "     4,500  training" in as_text(report)
     write_report(tmp_path / "page.html", report)
     assert "<td>4,500</td>" in (tmp_path / "page.html").read_text()
@@ -306,7 +304,7 @@ def test_gpus_are_those_of_the_plan_by_which_the_run_was_last_started(tmp_path: 
         roles = [{"role": role, "num_processes": 1} for role in ("trainer", "generator")]
         plan.write_text(json.dumps({"jobs": [{"components": [{"roles": roles, "gpus_per_task": gpus}]}]}))
         os.utime(plan, (when, when))
-        assert gpus_of(layout) == {"trainer": gpus, "generator": gpus}
+        assert gpus_of(RunView(layout)) == {"trainer": gpus, "generator": gpus}
 
 
 def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and_those_of_a_living_job_go_on(
@@ -319,7 +317,7 @@ def test_the_hours_of_a_job_are_those_of_its_lives_without_the_queue_between_and
         run.layout.job_record(job_id).write_text(json.dumps(record))
     run.tell_at(4712, {0: "life", 5: "start", 20: "verdict", 21: "requeue", 61: "life", 65: "start", 81: "verdict"})
     run.tell_at(4713, {82: "life", 83: "start"})  # at work until now
-    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
+    hours = hours_of(RunView(run.layout), read_story(RunView(run.layout)))
     of_jobs = {label.partition(" ")[0]: (label, each) for label, each in hours.by_job.items()}
     gpus = int(of_jobs["4712"][0].rpartition(", ")[2].split()[0])
     assert gpus > 0
@@ -336,7 +334,7 @@ def test_a_job_that_was_killed_without_a_word_is_at_work_until_another_does_its_
         run.layout.job_record(job_id).write_text(json.dumps(record))
     run.tell_at(4712, {0: "life", 5: "restart"})
     run.tell_at(4713, {32: "life"})
-    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
+    hours = hours_of(RunView(run.layout), read_story(RunView(run.layout)))
     gpus = int(next(iter(hours.by_job)).rpartition(", ")[2].split()[0])
     seconds = [each * 3600 / gpus for _, each in sorted(hours.by_job.items())]
     assert seconds == pytest.approx([32, 68])
@@ -369,12 +367,12 @@ def test_recommendations_have_numbers_and_follow_from_the_figures(
     tmp_path: Path, scalars: dict[str, float], said: str
 ) -> None:
     run = ToldRun(tmp_path / "told", scalars)
-    advice = advice_for(read_figures(run.layout))
+    advice = advice_for(RunView(run.layout))
     assert len([each for each in advice if re.search(said, each)]) == 1, advice
 
 
 def test_preemptions_before_a_generator_was_started_again_count(tmp_path: Path) -> None:
-    figures = read_figures(ToldRun(tmp_path / "told").layout)
+    figures = RunView(ToldRun(tmp_path / "told").layout)
     steps = np.arange(20)
     counted = np.where(steps < 10, 5.0 * steps, 0.0)  # 45, and none since the generator died
     figures.curves["generator/preemptions"] = Curve(steps, counted, BEGAN_S + 1.0 * steps)
@@ -397,7 +395,7 @@ def test_steps_in_parts_are_advised_to_runs_that_can_have_them(
     scalars = {"trainer/idle_ratio": 0.4, "generator/idle_ratio": 0.4, "generator/live": 2.0, "staleness/bound": 1.0}
     scalars["trainer/step_parts"] = parts
     run = ToldRun(tmp_path / "told", scalars, "admission.groups_per_step=4", *overrides)
-    (advice,) = [each for each in advice_for(read_figures(run.layout)) if "wait for each other" in each]
+    (advice,) = [each for each in advice_for(RunView(run.layout)) if "wait for each other" in each]
     assert ("admission.step_parts=4 at the same bound" in advice) == is_advised
 
 
@@ -420,14 +418,14 @@ def test_generators_are_recommended_where_the_machine_has_room_for_them(
     """On two cores "2 generators instead of 1 would feed it" was slower."""
     run = ToldRun(tmp_path / "told", {"trainer/idle_ratio": 0.5, "generator/live": 2.0})
     run.layout.local_plan.write_text(json.dumps({"machine": machine}))
-    advice = advice_for(read_figures(run.layout))
+    advice = advice_for(RunView(run.layout))
     assert [each for each in advice if said in each], advice
 
 
 def test_a_trainer_that_others_wait_for_is_promised_no_gpus_of_a_machine_without(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told", {"generator/idle_ratio": 0.5, "trainer/idle_ratio": 0.02, "generator/live": 2.0})
     run.layout.local_plan.write_text(json.dumps({"machine": {"num_cores": 2, "uses_gpus": False}}))
-    assert [each for each in advice_for(read_figures(run.layout)) if each.endswith("Generators: fewer would not do.")]
+    assert [each for each in advice_for(RunView(run.layout)) if each.endswith("Generators: fewer would not do.")]
 
 
 def test_a_chart_of_zeros_has_an_axis_that_a_reader_expects() -> None:
@@ -439,21 +437,21 @@ def test_a_chart_of_zeros_has_an_axis_that_a_reader_expects() -> None:
 def test_more_generators_are_added_to_a_run_that_is_submitted(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told", {"trainer/idle_ratio": 0.5, "generator/live": 2.0})
     run.layout.job_plan.write_text("{}")
-    assert [each for each in advice_for(read_figures(run.layout)) if "`rlhpc scale RUN_DIR --generators +2`" in each]
+    assert [each for each in advice_for(RunView(run.layout)) if "`rlhpc scale RUN_DIR --generators +2`" in each]
 
 
 def test_where_nobody_idles_nothing_is_recommended_and_of_few_steps_nothing_is_said(
     told: ToldRun, tmp_path: Path
 ) -> None:
-    assert advice_for(read_figures(told.layout)) == []
+    assert advice_for(RunView(told.layout)) == []
     young = TextRun(tmp_path / "young")
-    assert "Too early" in advice_for(read_figures(young.layout))[0]
+    assert "Too early" in advice_for(RunView(young.layout))[0]
 
 
 def test_faults_for_which_there_is_no_room_are_counted_and_not_said_to_go_without_saying(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told")
     run.tell_at(4711, dict.fromkeys(range(1, 100), "restart"))
-    report = read_report(run.layout, {})
+    report = read_report(RunView(run.layout))
     num_faults = len(report.story.faults)
     assert num_faults > len(report.marks) == 60
     write_report(tmp_path / "page.html", report)
@@ -468,7 +466,7 @@ def test_one_step_without_a_reward_does_not_hide_those_of_all_others(tmp_path: P
     for step in range(30):
         recorder.step(step, {"reward/mean": math.nan if step in (1, 29) else step / 20})
     recorder.close()
-    assert "reward    0.050 → 1.375" in as_text(read_report(run.layout, {}))
+    assert "reward    0.050 → 1.375" in as_text(read_report(RunView(run.layout)))
 
 
 def test_the_terminal_gets_the_short_form(told: ToldRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -501,37 +499,40 @@ def test_a_line_of_another_form_costs_that_line_and_not_the_report(
     file: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     run = ToldRun(tmp_path / "told")
-    write_report(tmp_path / "before.html", read_report(run.layout, {}))
+    write_report(tmp_path / "before.html", read_report(RunView(run.layout)))
     path = run.layout.root / file
     line = json.loads(path.read_text().splitlines()[0])
     path.write_text(path.read_text() + json.dumps(line | changes) + "\n")
-    write_report(tmp_path / "after.html", read_report(run.layout, {}))
+    write_report(tmp_path / "after.html", read_report(RunView(run.layout)))
     assert (tmp_path / "after.html").read_text() == (tmp_path / "before.html").read_text()
 
 
 def test_plans_and_evaluations_of_another_form_count_as_absent(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told")
     run.layout.job_plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": [{"roles": ["x"]}]}]}))
-    assert gpus_of(run.layout) == {"trainer": 0, "generator": 0}
+    assert gpus_of(RunView(run.layout)) == {"trainer": 0, "generator": 0}
     place = run.layout.evaluations / "told-step_000004-held_out"
     place.mkdir(parents=True)
     figures = {"pass@1": {"value": "x", "low": 0.1, "high": 0.2}, "reward": {"value": 0.5, "low": 0.4, "high": 0.6}}
     (place / "summary.json").write_text(json.dumps({"figures": figures, "attempt": "x"}))
-    assert past_evaluations(run.layout) == {}
+    assert RunView(run.layout).evaluations == {}
     (place / "summary.json").write_text(json.dumps({"figures": figures, "attempt": 0}))
-    assert [*past_evaluations(run.layout)["held_out"][4]] == ["reward"]
+    assert [*RunView(run.layout).evaluations["held_out"][4]] == ["reward"]
 
 
 def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
     run = TextRun(tmp_path / "new")
-    assert write_report(tmp_path / "page.html", read_report(run.layout, {})) > 1000
+    assert write_report(tmp_path / "page.html", read_report(RunView(run.layout))) > 1000
     assert "Nothing is recorded" in (tmp_path / "page.html").read_text()
 
 
 @pytest.fixture(scope="module")
 def page(told: ToldRun) -> Path:
     path = told.layout.root.parent / "report.html"
-    write_report(path, read_report(told.layout, EVALUATIONS))
+    place = told.layout.evaluations / "told-step_000010-held_out"
+    place.mkdir(parents=True)
+    (place / "summary.json").write_text(json.dumps({"figures": FIGURES, "attempt": 0}))
+    write_report(path, read_report(RunView(told.layout)))
     return path
 
 
@@ -591,7 +592,7 @@ def test_a_long_timeline_is_told_in_stretches_and_its_hours_are_the_same(tmp_pat
         entries.append(TimelineEntry(end_s, 0, place, phase, 7.0, shares | there))
     assert LineFile(run.layout.timeline, TimelineEntry).append(entries)
 
-    story = read_story(run.layout)
+    story = read_story(RunView(run.layout))
     rows = rows_of(story)
     assert all(len(spells) <= MOST_STRETCHES + 5 for spells in rows.values())
     assert (story.begin_s, story.end_s) == (BEGAN_S, ends[-1])
@@ -613,7 +614,7 @@ def test_rollouts_in_segments_are_counted_by_what_a_report_shows(tmp_path: Path)
     dropped = [run.group("3 + 4 =", [("7", 1.0), ("7", 1.0)])]
     run.seal(trained[:1] + dropped)
     run.seal(trained[1:])
-    sampled = read_sampled(run.layout)
+    sampled = RunView(run.layout).sampled
     lengths = Counter(len(member.rollout.token_ids) for each in trained for member in each.group.members)
     assert sampled.lengths_trained == lengths
     assert sampled.lengths_dropped == {len(dropped[0].group.members[0].rollout.token_ids): 2}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.view.run import RunView
 from launch.view.status import read_notes, render_status
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases, Suspicion
@@ -32,13 +33,13 @@ def strike(layout: RunLayout, **strikes: int) -> None:
 
 
 def test_where_nothing_has_happened_nothing_is_said(layout: RunLayout) -> None:
-    assert read_notes(layout).lines() == []
+    assert read_notes(RunView(layout)).lines() == []
 
 
 def test_prompts_that_ended_generators_too_often_are_listed_and_others_counted(layout: RunLayout) -> None:
     strike(layout, killer=1, other=1, innocent=1)
     strike(layout, killer=3, innocent=0)
-    notes = read_notes(layout)
+    notes = read_notes(RunView(layout))
     assert [each.prompt for each in notes.quarantined] == ["killer"]
     assert [each.prompt for each in notes.suspects] == ["other"]
     assert notes.lines()[0] == (
@@ -53,7 +54,7 @@ def test_status_shows_the_last_action_of_the_guard_and_programs_get_all(layout: 
         GuardFile(layout.guard).append(
             GuardEntry(0, step, step, "warn", {"ess": (0.1, 0.3, None)}, (1,), f"step {step}: low")
         )
-    assert read_notes(layout).lines() == ["guard   2 actions, the last one: warn (attempt 0), step 4: low"]
+    assert read_notes(RunView(layout)).lines() == ["guard   2 actions, the last one: warn (attempt 0), step 4: low"]
     document = json.loads(render_status(layout, as_json=True))
     assert [entry["step"] for entry in document["guard"]] == [3, 4]
 

@@ -17,6 +17,7 @@ from launch.commands.logs import show_logs
 from launch.commands.show import EventView
 from launch.common.text import escaped
 from launch.view.report import as_text, read_report
+from launch.view.run import RunView
 from launch.view.status import render_status
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.protocol.errors import EXIT_CONFIG
@@ -82,13 +83,13 @@ def test_a_run_whose_name_has_nan_in_it_has_a_report(name: str, tmp_path: Path) 
     document = json.loads(run.layout.config.read_text())
     document["config"]["run"]["name"] = name
     run.layout.config.write_text(json.dumps(document))
-    assert as_text(read_report(run.layout, {}))[0].split() == ["run", name]
+    assert as_text(read_report(RunView(run.layout)))[0].split() == ["run", name]
     assert main(["report", str(run.layout.root), "--html", str(tmp_path / "report.html")]) == 0
     assert f"Report of {name}" in (tmp_path / "report.html").read_text()
 
 
 def test_lines_and_settings_of_another_form_are_left_out_of_a_report(told: ToldRun) -> None:
-    whole = [each.text for each in read_report(told.layout, {}).story.happenings]
+    whole = [each.text for each in read_report(RunView(told.layout)).story.happenings]
     with told.layout.job_events("4711").open("a") as file:
         for moment in ("noon", None, float("nan")):
             file.write(json.dumps({"unix_time_s": moment, "event": "restart", "text": "odd"}) + "\n")
@@ -96,7 +97,7 @@ def test_lines_and_settings_of_another_form_are_left_out_of_a_report(told: ToldR
         file.write('{"index": 1, "unix_time_s": "noon"}\n')
     told.layout.status.write_text('{"step": null}')
     told.layout.config.write_text('{"config": {"run": null}, "hash": ""}')
-    report = read_report(told.layout, {})
+    report = read_report(RunView(told.layout))
     assert [each.text for each in report.story.happenings] == whole
     assert report.headline[0] == ("run", "run")
 
