@@ -49,11 +49,12 @@ def show_metrics(layout: RunLayout, options: argparse.Namespace) -> int:
         from launch.commands.trackers import follow_wandb  # an optional package
 
         return follow_wandb(options.wandb, layout, options.tag)
-    table = RunView(layout).metric_table(options.tag)
+    view = RunView(layout)
+    table = view.metric_table(options.tag)
     if options.wandb is not None:
         from launch.commands.trackers import ExportedRun, write_wandb  # an optional package
 
-        print(write_wandb(options.wandb, ExportedRun(layout, table)))
+        print(write_wandb(options.wandb, ExportedRun(view, table)))
     elif options.out is None:
         sys.stdout.writelines(table.csv_lines())
     else:

@@ -41,26 +41,16 @@ from rlhpc.protocol.errors import EXIT_INTERRUPTED, ConfigError
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """Name, settings, and an id that stays: that of another history in the same directory is another one."""
+    """A run, its metrics, and an id that stays: that of another history in the same directory is another one."""
 
-    layout: RunLayout
+    view: RunView
     table: CurveTable
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The resolved run file, by section and key; {} where it is damaged."""
-        return RunView(self.layout).settings
-
-    @property
-    def name(self) -> str:
-        """As in the run file."""
-        return str(self.settings.get("run", {}).get("name", self.layout.root.name))
 
     @cached_property
     def identity(self) -> str:
         """12 hexadecimal digits, whichever metrics are exported: all of the run's are read for it."""
-        began = float(RunView(self.layout).metric_table().unix_times_s[0])
-        return hashlib.sha256(f"{self.layout.root}\n{began!r}".encode()).hexdigest()[:12]
+        began = float(self.view.metric_table().unix_times_s[0])
+        return hashlib.sha256(f"{self.view.root}\n{began!r}".encode()).hexdigest()[:12]
 
     @property
     def size(self) -> str:
@@ -144,9 +134,9 @@ def _write(wandb: ModuleType, directory: Path, exported: ExportedRun) -> Path:
     run = wandb.init(
         project=PROJECT,
         id=exported.identity,
-        name=exported.name,
+        name=exported.view.name,
         dir=str(directory),
-        config=exported.settings,
+        config=exported.view.settings,
         settings=settings_for(wandb, "offline"),
     )
     began = exported.table.unix_times_s[0]
@@ -212,7 +202,7 @@ def follow_wandb(directory: Path, layout: RunLayout, patterns: Sequence[str] = (
         if table is None:
             raise ConfigError(f"{layout.root}: the run is over and has written no metrics")
         directory.mkdir(parents=True, exist_ok=True)
-        sent = _Sent(wandb, directory, ExportedRun(layout, table), patterns)
+        sent = _Sent(wandb, directory, ExportedRun(RunView(layout), table), patterns)
         return sent.follow(layout, ended)
     except KeyboardInterrupt:
         how_far = "nothing is sent" if sent is None else f"sent up to step {sent.next_step - 1}"
@@ -240,16 +230,16 @@ class _Sent:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=exported.identity,
-            name=exported.name,
+            name=exported.view.name,
             dir=str(directory.resolve()),
-            config=exported.settings,
+            config=exported.view.settings,
             resume="allow",
             settings=settings_for(wandb, mode),
         )
         self._run.define_metric(f"{EVALUATION}*", step_metric=EVALUATION_STEP)
         self.next_step = int(self._run.starting_step)  # behind what an earlier command has sent
         where = self._run.url or self._run.settings.sync_dir
-        _say(f"{exported.layout.root}: goes to {where}" + f", from step {self.next_step}" * bool(self.next_step))
+        _say(f"{exported.view.root}: goes to {where}" + f", from step {self.next_step}" * bool(self.next_step))
 
     def follow(self, layout: RunLayout, ended: Callable[[], bool]) -> int:
         """Send until the run is over, at least once."""

@@ -25,7 +25,7 @@ from launch.view.run import RunView, is_number, is_time
 from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.config.rules import obeys_rules, with_values
 from rlhpc.metrics.curves import Curve
-from rlhpc.roles.controller.run_status import WORKS, TimelineEntry
+from rlhpc.metrics.meters import WORKS, TimelineEntry
 
 # --------------------------------------------------------------------------------------------------------------- advice
 #

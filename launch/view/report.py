@@ -24,9 +24,8 @@ from launch.view.events import Happening, Hours, Spell, Story, advice_for, hours
 from launch.view.run import RunView
 from rlhpc.base.files import write_atomically
 from rlhpc.metrics.curves import merged
-from rlhpc.metrics.meters import format_count, format_duration
+from rlhpc.metrics.meters import SILENT, WORKS, format_count, format_duration
 from rlhpc.protocol.errors import ConfigError
-from rlhpc.roles.controller.run_status import SILENT, WORKS
 
 # ------------------------------------------------------------------------------------------------------------ page file
 #

@@ -11,8 +11,8 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TextIO
 
 from rlhpc.protocol.contracts import Clock
@@ -150,6 +150,29 @@ class SampleWindow:
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block) * self._block
+
+
+# ----------------------------------------------------------------------------------------------------- timeline entries
+
+
+WORKS = "works"  # instead of what a process waits for
+SILENT = "silent"  # it has given no sign of life for some seconds: paused, hung, or dead and not yet given up
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """A line of timeline.jsonl: of an interval that ends then, or of something that happened."""
+
+    unix_time_s: float
+    attempt: int
+    step: int
+    phase: str  # of the run: starting, training, …
+    seconds: float = 0.0  # length of the interval; 0: something happened
+    # process → WORKS, SILENT or what it waits for → share
+    work: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    event: str = ""  # joined, lost, left, disk
+    name: str = ""  # process
+    text: str = ""  # for people
 
 
 # ------------------------------------------------------------------------------------------------------------- progress

@@ -28,6 +28,7 @@ from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.buffer.segments import read_columns, segments_that_are_left
 from rlhpc.config.rules import Config
+from rlhpc.metrics.meters import SILENT, WORKS, TimelineEntry
 from rlhpc.protocol.errors import SegmentError
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.outcomes import PREFIX, ErrorGate, by_task
@@ -136,32 +137,13 @@ def _mean(curve: dict[int, tuple[float, int]], start: int, end: int) -> float | 
 # it is requeued.  A full disk delays lines, and the file says for how long.  No decision is made from this.
 
 
-WORKS = "works"  # instead of what a process waits for
-SILENT = "silent"  # it has given no sign of life for SILENT_S: paused, hung, or dead and not yet given up
-SILENT_S = 3.0
+SILENT_S = 3.0  # without a sign of life
 SHORTEST_S = 5.0  # of an interval
 RETRY_S = 5.0  # between two tries to write to a full disk: each logs a warning
 _INTERVALS_AT_AGE = 1000  # a run of age t has intervals of t / 1000
 _PROCESSES_PER_S = 16
 _MOST_FIRST_LINES = 100  # empty, or damaged by a crash
 _MOST_PENDING = 10_000  # lines, while the disk is full
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineEntry:
-    """A line: of an interval that ends then, or of something that happened."""
-
-    unix_time_s: float
-    attempt: int
-    step: int
-    phase: str  # of the run: starting, training, …
-    seconds: float = 0.0  # length of the interval; 0: something happened
-    work: Mapping[str, Mapping[str, float]] = field(
-        default_factory=dict
-    )  # process → WORKS, SILENT or what it waits for → share
-    event: str = ""  # joined, lost, left, disk
-    name: str = ""  # process
-    text: str = ""  # for people
 
 
 @dataclass(slots=True)

@@ -189,7 +189,9 @@ def test_steps_that_wandb_loses_without_a_word_are_an_error_and_an_earlier_expor
     table = RunView(RunLayout(run)).metric_table()
     (tmp_path / "wandb").mkdir()
     with small_disk(tmp_path, 64 << 10):
-        earlier = tmp_path / "wandb" / f"offline-run-20200101_000000-{ExportedRun(RunLayout(run), table).identity}"
+        earlier = (
+            tmp_path / "wandb" / f"offline-run-20200101_000000-{ExportedRun(RunView(RunLayout(run)), table).identity}"
+        )
         earlier.mkdir()
         assert main(["metrics", str(run), "--wandb", str(tmp_path)]) == EXIT_CONFIG
         assert "steps could be written: is the disk full?" in capsys.readouterr().err
@@ -206,7 +208,7 @@ def test_an_interrupted_export_leaves_the_earlier_one_in_its_place(
     package.init, package.Settings, package.errors = interrupted, dict, SimpleNamespace(Error=RuntimeError)
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    identity = ExportedRun(RunLayout(run), RunView(RunLayout(run)).metric_table()).identity
+    identity = ExportedRun(RunView(RunLayout(run)), RunView(RunLayout(run)).metric_table()).identity
     earlier = tmp_path / "wandb" / f"offline-run-20200101_000000-{identity}"
     earlier.mkdir(parents=True)
     assert main(["metrics", str(run), "--wandb", str(tmp_path)]) == EXIT_INTERRUPTED
@@ -217,7 +219,7 @@ def test_a_run_is_the_same_run_whichever_of_its_metrics_are_exported(run: Path) 
     layout = RunLayout(run)
     tables = [RunView(layout).metric_table(tags) for tags in ((), ("evaluation/*",), ("trainer/grad_norm",))]
     assert len({float(table.unix_times_s[0]) for table in tables}) > 1
-    assert len({ExportedRun(layout, table).identity for table in tables}) == 1
+    assert len({ExportedRun(RunView(layout), table).identity for table in tables}) == 1
 
 
 def test_a_frame_of_metrics_names_what_it_lacks(run: Path) -> None:
