@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 
-from rlhpc.config.tables import CompositeConfig
-from rlhpc.config.tables_services import JudgeConfig, SandboxConfig
+from rlhpc.config.tables_services import CompositeConfig, JudgeConfig, SandboxConfig
 from rlhpc.protocol.errors import SandboxError
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.code_place import check_sandbox, environment_of

@@ -28,8 +28,8 @@ from launch.checks.memory_plan import (
 )
 from launch.plan.gpu_map import EVALUATION, GpuMap
 from launch.plan.site_file import Site, load_site
-from rlhpc.config.effects import as_toml
 from rlhpc.config.rules import Config, obeys_rules, with_values
+from rlhpc.config.toml import as_override
 from rlhpc.models.shape import ModelShape, ParallelLayout
 from rlhpc.protocol.errors import ConfigError
 
@@ -127,7 +127,7 @@ def advise(config: Config, model: Mapping[str, Any], shape: ModelShape, limit_gi
     for change in _trainer_changes(config):
         if need(change) <= limit_gib:
             change = without_needless(change, lambda fewer: need(fewer) <= limit_gib)
-            words = " ".join(f"trainer.{key}={as_toml(value)}" for key, value in change.items())
+            words = " ".join(f"trainer.{key}={as_override(value)}" for key, value in change.items())
             return f"would fit: {words} ({need(change):.1f} GiB)"
     return "no layout that was tried fits: take larger GPUs, more of them, or a smaller model"
 
@@ -456,7 +456,7 @@ def _device_advice(config: Config, shape: ModelShape, processes: list[str], limi
             continue
         found = without_needless(found, lambda fewer: _fits(with_values(config, fewer), shape, processes, limit))
         need = _total(with_values(config, found), shape, processes) / GIB
-        words = " ".join(f"{key}={as_toml(value)}" for key, value in found.items())
+        words = " ".join(f"{key}={as_override(value)}" for key, value in found.items())
         return f"would fit: {words} ({need:.1f} GiB)"
     return "no setting that was tried fits: give trainer and engine GPUs of their own, or take a smaller model"
 

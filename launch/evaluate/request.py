@@ -18,7 +18,8 @@ from launch.run_directory.inputs import look_at_model
 from rlhpc.base.run_directory import RunLayout
 from rlhpc.config.file import load_config, read_resolved, settled
 from rlhpc.config.rules import Config
-from rlhpc.config.tables import AGENT, COLDEST, DataConfig
+from rlhpc.config.setting import COLDEST
+from rlhpc.config.tables import AGENT, DataConfig
 from rlhpc.config.toml import toml_value
 from rlhpc.protocol.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from rlhpc.training.checkpoint_directory import COMPLETE, Fate, KnownCheckpoints

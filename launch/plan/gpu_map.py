@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from launch.plan.site_file import GpuConfig, RewardsSection
-from rlhpc.config.effects import as_toml
 from rlhpc.config.rules import Config, obeys_rules, with_values
+from rlhpc.config.toml import as_override
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.weights.choice import CPU, MIG, choose_transport
 
@@ -283,7 +283,7 @@ def _what_fits(config: Config, num_gpus: int) -> str:
         ranks, engines = _wanted(changed)
         shares = _can_share(changed, num_gpus) and changed.generation.kv_cache_bytes is not None
         if (ranks + sum(engines) <= num_gpus or shares) and obeys_rules(changed):
-            return "would fit: " + " ".join(f"{key}={as_toml(value)}" for key, value in change.items())
+            return "would fit: " + " ".join(f"{key}={as_override(value)}" for key, value in change.items())
     if num_gpus == 1:
         return (
             "would fit: trainer.num_ranks=1 generation.num_replicas=1 generation.tensor_parallel=1, which share it, "

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from rlhpc.config.file import fault_lines, sections, unknown_key
-from rlhpc.config.tables import LoosePath, NonNegative, Positive, PositiveFloat, Section
+from rlhpc.config.setting import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.config.toml import beyond_64_bits, read_toml, shown
 from rlhpc.protocol.errors import ConfigError
 

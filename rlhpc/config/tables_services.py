@@ -1,46 +1,197 @@
-"""[sandbox]: how programs that a policy wrote are run (docs/rewards.md).  Loads without torch."""
+"""Tables of a run file for what judges, answers or evaluates the policy; see tables.py.  Loads without torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhpc.base.user_code import is_import_path
-from rlhpc.config.tables import (
-    AGENT,
+from rlhpc.config.setting import (
+    ANY_SIZE,
+    ATTEMPTS,
+    BYTES,
     COLDEST,
-    OWN_REWARD,
+    PROCESSES,
+    SECONDS,
+    STEPS,
+    TOKENS,
+    USUAL_TOKENS,
     Arguments,
-    DataConfig,
     Duration,
+    Faults,
+    Keys,
     LoosePath,
     NamedPath,
     NamedPaths,
     NamedProgram,
+    NonNegative,
     Positive,
     PositiveFloat,
     Section,
+    Share,
     StopStrings,
-    title_of,
+    Usual,
+    only_with,
+    rule,
 )
+from rlhpc.config.tables import AGENT, AVERAGED, title_of
 
 if TYPE_CHECKING:
     from rlhpc.config.rules import Config
 
 
+# ------------------------------------------------------------------------------------------------ reward functions
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+
+
+HANGS = f"{SECONDS}, and a verifier that hangs blocks a worker for so long"
+
+
+class RewardsConfig(Section):
+    """[rewards]: the reward service."""
+
+    num_replicas: Annotated[Positive, Usual(1, 1024, PROCESSES)] = 1
+    """Reward services, one process each."""
+    workers_per_replica: Annotated[Positive, Usual(1, 4096, PROCESSES)] = 1
+    """Worker processes of each service; one that hangs is killed."""
+    batch_size: Annotated[Positive, Usual(1, 1e5, "it is in completions")] = 64
+    """Maximum completions passed at once to your own batched function; timeout_s is for all of them together."""
+    timeout_s: Annotated[Duration, Usual(0.1, 3600, HANGS)] = 10.0
+    """A verifier that takes longer is killed and its verdict is verifier_error."""
+    task_timeout_s: Annotated[dict[str, float], Usual(0.1, 3600, HANGS)] = Field(default={})
+    """Other limits for single tasks, as { code_stdin = 20.0 }."""
+    memory_bytes: Annotated[NonNegative, Usual(1e7, 1e13, BYTES, zero=True)] = 0
+    """Address space of a worker; a verifier that needs more is a verifier_error, and its worker is replaced.
+    0: no limit."""
+    task_memory_bytes: Annotated[dict[str, int], Usual(1e7, 1e13, BYTES)] = Field(default={})
+    """Other memory limits for single tasks."""
+    task_arguments: Annotated[dict[str, Arguments], ANY_SIZE] = Field(default={})
+    """Keyword arguments of reward functions of your own, as { "mine:judge" = { bonus = 0.5 } }."""
+    max_attempts: Annotated[Positive, Usual(1, 100, ATTEMPTS)] = 2
+    """Attempts to score one completion before its group is dropped."""
+    max_error_share: Share = 0.2
+    """The run stops when more than this share of the last 200 verdicts are verifier errors, for error_patience_s."""
+    error_patience_s: Annotated[
+        float, Field(ge=0), Usual(1, 86400, "so long a run that fails everywhere stands still", zero=True)
+    ] = 120.0
+    """Seconds from the first time that they are more, in which the run waits for what fails (a tool server, a judge),
+    and samples only a group now and then until there is a verdict. 0: it stops at once."""
+
+    def timeout_of(self, task: str) -> float:
+        """Seconds in which a task has to judge a completion."""
+        return self.task_timeout_s.get(task, self.timeout_s)
+
+    @property
+    def longest_timeout_s(self) -> float:
+        """Of all tasks."""
+        return max(self.timeout_s, *self.task_timeout_s.values(), 0.0)
+
+    @rule
+    def limits_are_of_tasks(self, config: Config, key: Keys) -> Faults:
+        """`task_arguments` name functions of your own that judge; `task_timeout_s`, `task_memory_bytes` name tasks of
+        datasets, and are above 0.
+        """
+        own = [task for task in config.judging_tasks if ":" in task]
+        for task in self.task_arguments:
+            if task not in own:
+                legal = ", ".join(own) or "leave it out, since no task is a function of your own"
+                yield f"{key}.task_arguments names {task!r}; legal: {legal}"
+        named = {*config.data_tasks, *(each.task for each in config.evaluation if each.task)}
+        for name in ("task_timeout_s", "task_memory_bytes"):
+            for task, limit in getattr(self, name).items():
+                if task not in named:
+                    yield f"{key}.{name} names {task!r}; legal: a task of a dataset: {', '.join(sorted(named))}"
+                if limit <= 0:
+                    yield f"{key}.{name}: {task}={limit:g}; legal: above 0"
+
+
+class InstructionsConfig(Section):
+    """[instructions]: what the task instruction_following rewards."""
+
+    whole_table = (only_with("data.task", "instruction_following"),)
+
+    accuracy: Literal["strict", "loose"] = "strict"
+    """What counts as followed: the completion as it is ("strict"), or also without its first line, its last line or
+    asterisks ("loose")."""
+    reward: Literal["all", "fraction"] = "all"
+    """1.0 when all instructions of a prompt are followed, or their fraction."""
+
+
+class MathConfig(Section):
+    """[math]: what counts as equal for the task math_answer."""
+
+    whole_table = (only_with("data.task", "math_answer"),)
+
+    units: Literal["optional", "required", "ignored"] = "optional"
+    """Units: an answer and its reference may lack theirs, but two must agree ("optional"); an answer must have the
+    reference's ("required"); none is compared ("ignored")."""
+    fractions: Literal["any", "lowest"] = "any"
+    """Whether 2/4 answers 1/2 ("any"), or fractions of whole numbers must be in lowest terms ("lowest")."""
+
+
+class TextConfig(Section):
+    """[text]: what counts as equal for the tasks exact_match and token_f1."""
+
+    whole_table = (only_with("data.task", "exact_match", "token_f1"),)
+
+    punctuation: Literal["words", "all"] = "words"
+    """Punctuation is left out of words and kept in numbers, so that 3.5 is not 35 ("words"), or left out everywhere, as
+    SQuAD's own program does ("all")."""
+
+
+class CompositeConfig(Section):
+    """[composite.NAME]: a task that is made of others."""
+
+    tasks: dict[str, str]
+    """Its parts by name, as { answer = "math_answer", format = "regex" }; each is plotted as reward_part/NAME."""
+    weights: Annotated[
+        dict[str, float], Usual(-1e4, 1e4, "advantages that are not divided by a deviation grow with it")
+    ] = Field(default={})
+    """The reward is the sum of the parts' rewards by these weights; a part that is not named here has weight 1."""
+    correct: str
+    """The part that decides whether a completion is correct."""
+    fields: dict[str, str] = Field(default={})
+    """Fields of the record that hold a part's reference; a part that is not named gets the whole record.  Needs
+    data.reference_field = "*".  Default: all parts have the record's reference."""
+
+    def weight(self, part: str) -> float:
+        """By which a part's reward counts."""
+        return self.weights.get(part, 1.0)
+
+    @rule
+    def parts_are_named(self, config: Config, key: Keys) -> Faults:
+        """`tasks`: one or more, none of them a composite; `weights`, `fields` and `correct` name some of them."""
+        if not self.tasks:
+            yield f"{key.tasks} has no part; legal: one or more"
+        for name, parts in (("weights", self.weights), ("fields", self.fields), ("correct", (self.correct,))):
+            if strange := [part for part in parts if part not in self.tasks]:
+                yield f"{key}.{name} names {strange[0]!r}, not one of its parts; legal: {', '.join(self.tasks)}"
+        for part, task in self.tasks.items():
+            if task in config.composite:
+                yield f"{key}.tasks: {part}={task!r} is a composite; legal: a task that is none"
+
+    @rule
+    def it_judges(self, config: Config, key: Keys) -> Faults:
+        """Some dataset or evaluation has the task NAME."""
+        name = str(key).partition(".")[2]
+        if name not in {*config.data_tasks, *(each.task for each in config.evaluation)}:
+            yield f"{key} has no effect: no dataset has the task {name!r}; legal: leave it out, or data.task={name!r}"
+
+
 # --------------------------------------------------------------------------------------------------------- config agent
 #
-# [agent]: programs of the user's own that sample over HTTP (docs/environments.md), and their rules.  No torch.
-
-
-_PROMPT_KEYS = ("prompt_template", "prompt_field", "system_prompt")
+# [agent]: programs of the user's own that sample over HTTP (docs/environments.md).  Loads without torch.
 
 
 class AgentConfig(Section):
     """[agent]: who speaks to the policy in datasets with data.environment = "agent"."""
+
+    whole_table = (only_with("data.environment", AGENT),)
 
     function: str = ""
     """Your own package.module:function, def or async def, called with the record, each time in a new process; its
@@ -48,53 +199,41 @@ class AgentConfig(Section):
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Instead: a program and its arguments, started for every rollout.  The record is its standard input, as JSON; the
     last line that it prints is the reward."""
-    turn_timeout_s: Duration = 120.0
+    turn_timeout_s: Annotated[Duration, Usual(1, 86400, SECONDS)] = 120.0
     """An agent without a pending request for longer is killed: while it starts, between two turns, until it reports."""
-    max_sessions: Positive = 256
+    max_sessions: Annotated[Positive, Usual(1, 1e5, PROCESSES)] = 256
     """Maximum concurrent agents of each generator; further ones wait."""
-    max_request_bytes: Positive = 4 << 20
+    max_request_bytes: Annotated[Positive, Usual(1e4, 1e9, BYTES)] = 4 << 20
     """Longer requests are refused."""
 
+    @rule
+    def an_agent_has_one_program(self, config: Config, key: Keys) -> Faults:
+        """`function`, `command`: one of them with `data.environment` = `"agent"`."""
+        if not any(dataset.environment == AGENT for dataset in config.data):
+            return
+        if not self.function and not self.command:
+            yield f'data.environment="{AGENT}" needs agent.function (package.module:function) or agent.command'
+        if self.function and self.command:
+            yield f"{key.function} beside {key.command}; legal: one of them"
+        if self.function and not is_import_path(self.function):
+            yield f"{key.function}; legal: package.module:function"
 
-def agent_has_its_keys(config: Config) -> None:
-    """An agent is a function or a command, says all that the policy reads, and answers while its lease holds."""
-    agent = config.agent
-    if not any(dataset.environment == AGENT for dataset in config.data):
-        return
-    if not agent.function and not agent.command:
-        raise ValueError(f'data.environment="{AGENT}" needs agent.function (package.module:function) or agent.command')
-    if agent.function and agent.command:
-        raise ValueError(
-            f"agent.function={agent.function!r} beside agent.command={list(agent.command)}; legal: one of them"
-        )
-    if agent.function and not is_import_path(agent.function):
-        raise ValueError(f"agent.function={agent.function!r}; legal: package.module:function")
-    if agent.turn_timeout_s >= config.admission.lease_deadline_s:
-        raise ValueError(
-            f"agent.turn_timeout_s={agent.turn_timeout_s:g} is not below admission.lease_deadline_s="
-            f"{config.admission.lease_deadline_s:g}: a rollout whose agent is silent would be sampled a second time"
-        )
-    for place, dataset in enumerate(config.data):
-        where = f"data.{place}" if len(config.data) > 1 else "data"
-        for key in _PROMPT_KEYS if dataset.environment == AGENT else ():
-            if (value := getattr(dataset, key)) != DataConfig.model_fields[key].default:
-                raise ValueError(
-                    f'{where}.{key}={value!r} with {where}.environment="{AGENT}": the agent gets the record, and what '
-                    f"it says is all that the policy reads; legal: leave {key} out"
-                )
-
-
-def agents_are_not_evaluated(config: Config) -> None:
-    """They live beside generators, which an evaluation has none of."""
-    if config.evaluation and any(dataset.environment == AGENT for dataset in config.data):
-        raise ValueError(
-            f'[[evaluation]] with data.environment="{AGENT}": agents are not evaluated; legal: one of the two'
-        )
+    @rule
+    def an_agent_answers_while_its_lease_holds(self, config: Config, key: Keys) -> Faults:
+        """`turn_timeout_s`: below `admission.lease_deadline_s`; otherwise a rollout whose agent is silent would be
+        sampled twice.
+        """
+        has_agents = any(dataset.environment == AGENT for dataset in config.data)
+        if has_agents and self.turn_timeout_s >= config.admission.lease_deadline_s:
+            yield (
+                f"{key.turn_timeout_s} is not below {key.admission.lease_deadline_s}: a rollout whose agent is silent "
+                "would be sampled a second time"
+            )
 
 
 # --------------------------------------------------------------------------------------------------- config environment
 #
-# [environment]: dialogues of several turns (docs/environments.md), and their rules.  Loads without torch.
+# [environment]: dialogues of several turns (docs/environments.md).  Loads without torch.
 
 
 LIBRARIES = ("gymnasium", "verifiers")  # environments of other packages, each with an extra of its name
@@ -107,83 +246,76 @@ CALL_END = "</tool_call>"  # of environment.call_form="hermes"
 class EnvironmentConfig(Section):
     """[environment]: dialogues of several turns, for datasets that have data.environment."""
 
-    max_turns: Positive = 8
+    whole_table = (only_with("data.environment"),)
+
+    max_turns: Annotated[Positive, Usual(1, 1e4, "it is in turns of the policy")] = 8
     """Maximum turns of the policy; the last one ends the dialogue."""
-    max_turn_tokens: Positive | None = None
+    max_turn_tokens: Annotated[Positive | None, USUAL_TOKENS] = None
     """Maximum tokens of one turn; none: what is left of max_completion_tokens, which also counts the environment's
     tokens."""
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ()
     """Tools of the environment "tools", described to the model by its chat template."""
     call_form: Literal["hermes", "llama3"] = "hermes"
     """How the model writes a call: "hermes", as Qwen: <tool_call>{json}</tool_call>; "llama3": the turn is the call."""
-    max_result_characters: Positive = 2000
+    max_result_characters: Annotated[Positive, Usual(10, 1e7, "it is in characters")] = 2000
     """Longer tool results are cut."""
     id: str = ""
     """For "gymnasium" and "verifiers": the environment's name in that library."""
-    arguments: Arguments = Field(default={})
+    arguments: Annotated[Arguments, ANY_SIZE] = Field(default={})
     """Keyword arguments of its constructor, or of that of your own class: {max_guesses = 8}."""
     corpus: LoosePath | None = None
     """Documents of "search": a .jsonl file of {"text": …}, or of {"title": …, "text": …}."""
-    num_documents: Positive = 3
+    num_documents: Annotated[Positive, Usual(1, 1000, "all of them are in the prompt of the next turn")] = 3
     """Documents returned by one search."""
 
-
-def libraries_have_their_id(config: Config) -> None:
-    """Which environment of a library; its arguments go with it."""
-    table, names = config.environment, {dataset.environment for dataset in config.data}
-    libraries = sorted(names & {*LIBRARIES})
-    if bool(libraries) != bool(table.id):
-        raise ValueError(
-            f"environment.id={table.id!r} with data.environment={', '.join(map(repr, sorted(names)))}: it names one of "
-            f"{' or '.join(map(repr, LIBRARIES))}, which need it"
-        )
-    if table.arguments and not libraries and not any(":" in name for name in names):
-        raise ValueError(
-            f"environment.arguments are for {', '.join(map(repr, LIBRARIES))} and package.module:Class; legal: leave "
-            "them out"
-        )
-    if len(libraries) > 1:
-        raise ValueError(
-            f"data.environment={', '.join(map(repr, libraries))} in one run share environment.id; legal: one"
-        )
-
-
-def environment_has_its_keys(config: Config) -> None:
-    """Turns are told apart by a chat template; tools, and what they need, go together."""
-    table = config.environment
-    names = {dataset.environment for dataset in config.data}
-    for place, dataset in enumerate(config.data):
-        where = f"data.{place}." if len(config.data) > 1 else "data."
-        if dataset.environment and not dataset.use_chat_template:
-            raise ValueError(
-                f"{where}environment={dataset.environment!r} with use_chat_template=false: the model's chat "
-                "template separates turns; legal: use_chat_template=true"
+    @rule
+    def libraries_have_their_id(self, config: Config, key: Keys) -> Faults:
+        """`id`: required by `"gymnasium"` and `"verifiers"`, one of them in a run; `arguments` are for these, and for a
+        class of your own.
+        """
+        names = {dataset.environment for dataset in config.data}
+        libraries = sorted(names & {*LIBRARIES})
+        if bool(libraries) != bool(self.id):
+            yield (
+                f"{key.id} with data.environment={', '.join(map(repr, sorted(names)))}: it names one of "
+                f"{' or '.join(map(repr, LIBRARIES))}, which need it"
             )
-        if OWN_REWARD in dataset.all_tasks and not dataset.environment:
-            raise ValueError(f"{where}task={OWN_REWARD!r} needs {where}environment, which gives the reward")
-        if dataset.environment == "tools" and OWN_REWARD in dataset.all_tasks:
-            raise ValueError(
-                f'{where}environment="tools" with {where}task={OWN_REWARD!r}: tools judge nothing; legal: a task that '
-                "judges the last turn"
+        if self.arguments and not libraries and not any(":" in name for name in names):
+            yield (
+                f"{key}.arguments are for {', '.join(map(repr, LIBRARIES))} and package.module:Class; legal: leave "
+                "them out"
             )
-    if "tools" in names and not table.tools:
-        raise ValueError('data.environment="tools" needs environment.tools, such as ["calculator"]')
-    if ("search" in table.tools) != (table.corpus is not None):
-        raise ValueError(
-            f"environment.corpus={str(table.corpus) if table.corpus else None!r} with environment.tools="
-            f'{list(table.tools)}: the tool "search" and the documents that it searches go together'
-        )
-    cut = next((text for text in config.generation.stop if text in CALL_END), None)
-    if any(names) and table.call_form == "hermes" and cut is not None:
-        raise ValueError(
-            f"generation.stop={cut!r} is in {CALL_END}, which ends a call of a tool, and environments are told turns "
-            "without it: no call would be whole; legal: leave it out, a turn ends with the model's end token"
-        )
-    if table.max_turn_tokens and table.max_turn_tokens > config.generation.max_completion_tokens:
-        raise ValueError(
-            f"environment.max_turn_tokens={table.max_turn_tokens} is above generation.max_completion_tokens="
-            f"{config.generation.max_completion_tokens}, which holds the whole dialogue"
-        )
+        if len(libraries) > 1:
+            yield f"data.environment={', '.join(map(repr, libraries))} in one run share {key}.id; legal: one"
+
+    @rule
+    def tools_have_what_they_need(self, config: Config, key: Keys) -> Faults:
+        """`tools`, `corpus`: `data.environment` = `"tools"` needs tools, `"search"` a corpus, and vice versa."""
+        if not self.tools and any(dataset.environment == "tools" for dataset in config.data):
+            yield f'data.environment="tools" needs {key}.tools, such as ["calculator"]'
+        if ("search" in self.tools) != (self.corpus is not None):
+            yield (f'{key.corpus} with {key.tools}: the tool "search" and the documents that it searches go together')
+
+    @rule
+    def calls_are_whole(self, config: Config, key: Keys) -> Faults:
+        """`generation.stop`: with `call_form` = `"hermes"` no part of `</tool_call>`; environments get turns without
+        what ended them.
+        """
+        cut = next((text for text in config.generation.stop if text in CALL_END), None)
+        has_turns = any(dataset.environment for dataset in config.data)
+        if has_turns and self.call_form == "hermes" and cut is not None:
+            yield (
+                f"generation.stop={cut!r} is in {CALL_END}, which ends a call of a tool, and environments are told "
+                "turns without it: no call would be whole; legal: leave it out, a turn ends with the model's end token"
+            )
+
+    @rule
+    def a_turn_is_within_its_dialogue(self, config: Config, key: Keys) -> Faults:
+        """`max_turn_tokens`: at most `generation.max_completion_tokens`, the limit of the whole dialogue."""
+        if self.max_turn_tokens and self.max_turn_tokens > config.generation.max_completion_tokens:
+            yield (
+                f"{key.max_turn_tokens} is above {key.generation.max_completion_tokens}, which holds the whole dialogue"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------- config evaluation
@@ -205,28 +337,32 @@ class EvaluationConfig(Section):
     this path."""
     task: str = ""
     """Reward function, if other than that dataset's."""
-    max_prompt_tokens: Positive | None = None
+    max_prompt_tokens: Annotated[Positive | None, USUAL_TOKENS] = None
     """A longer prompt is refused before the run starts; none: as in training."""
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: Annotated[Positive | None, USUAL_TOKENS] = None
     """Sampling stops after this many tokens; none: as in training. May be longer than in training."""
     stop: StopStrings | None = None
     """Texts that end a completion, as generation.stop; none: as in training."""
-    every_steps: Positive | None = None
+    every_steps: Annotated[Positive | None, Usual(1, 1e6, STEPS)] = None
     """Minimum steps between two evaluations, a multiple of checkpoint.every_steps; none: every checkpoint, as far as
     time permits. The last step is always evaluated."""
-    samples: Positive = 1
+    samples: Annotated[Positive, Usual(1, 1e4, "it is in samples of one prompt")] = 1
     """Samples per prompt."""
-    prompts: Positive | None = None
+    prompts: Annotated[Positive | None, Usual(1, 1e7, "it is in prompts")] = None
     """Number of prompts, drawn at random, the same ones each time; none: all."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature; 0: greedy; else at least 0.01, below which vLLM does not sample."""
-    ema: bool = False
+    ema: Annotated[bool, AVERAGED] = False
     """Evaluate the moving average of the weights (trainer.ema_decay) instead of the weights."""
-    num_replicas: Positive = 1
+    num_replicas: Annotated[Positive, Usual(1, 1024, PROCESSES)] = 1
     """Engines, each with generation.tensor_parallel GPUs in addition to those of the run."""
     keep_best: str = ""
     """Metric, such as "pass@1", whose best model is kept as an HF checkpoint; default: none is."""
-    stop_after: Positive | None = None
+    stop_after: Annotated[
+        Positive | None,
+        Usual(1, 1000, "it is in evaluations"),
+        only_with("evaluation.keep_best", why="no metric has to improve"),
+    ] = None
     """Stop the run after this many consecutive evaluations without improvement; needs keep_best."""
 
     @property
@@ -240,93 +376,53 @@ class EvaluationConfig(Section):
         majority = [f"maj@{self.samples}"] if self.samples > 1 else []
         return [*(f"pass@{k}" for k in sizes_of_sets(self.samples)), *majority, "reward"]
 
+    @rule
+    def it_is_like_a_dataset(self, config: Config, key: Keys) -> Faults:
+        """`dataset`: names one where there are several, unless `path` is that of one."""
+        titles, paths = ([getattr(dataset, name) for dataset in config.data] for name in ("title", "path"))
+        if self.dataset not in titles if self.dataset else len(titles) > 1 and self.path not in paths:
+            yield (
+                f"{key.dataset}: names no dataset whose template, reward function and limits {str(self.path)!r} can "
+                f"use; legal: {', '.join(map(repr, titles))}"
+            )
+
+    @rule
+    def it_has_checkpoints(self, config: Config, key: Keys) -> Faults:
+        """`every_steps`: a multiple of `checkpoint.every_steps`; what is evaluated is what was saved."""
+        saved = config.checkpoint.every_steps
+        if self.every_steps is not None and self.every_steps % saved:
+            yield (
+                f"{key.every_steps}: a checkpoint comes every {saved} steps (checkpoint.every_steps); legal: a "
+                "multiple of it"
+            )
+
+    @rule
+    def the_best_is_a_figure(self, config: Config, key: Keys) -> Faults:
+        """`keep_best`: `reward`, or a figure of so many `samples`: `pass@1`, `pass@2`, `pass@4`, …, `maj@` all."""
+        if self.keep_best and self.keep_best not in self.figures:
+            yield f"{key.keep_best} with samples={self.samples}; legal: {', '.join(map(repr, self.figures))}"
+
+    @rule
+    def samples_differ(self, config: Config, key: Keys) -> Faults:
+        """`temperature`: 0 with `samples` = 1, since greedy samples are all the same; or 0.01 to 2, since vLLM samples
+        at 0.01 where less is asked for.
+        """
+        if 0 < self.temperature < COLDEST:
+            yield (
+                f"{key.temperature}: vLLM would sample at {COLDEST:g}; legal: 0, for the most likely token each time, "
+                f"or {COLDEST:g} to 2"
+            )
+        if self.temperature == 0 and self.samples > 1:
+            yield (
+                f"{key.temperature} with samples={self.samples}: all samples of a prompt would be the same; legal: "
+                "samples=1, or above 0"
+            )
+
 
 def sizes_of_sets(samples: int) -> list[int]:
     """Every k for which pass@k is told of so many samples of a prompt: 1, 2, 4, … and all of them."""
     powers = [1 << exponent for exponent in range(samples.bit_length())]
     return sorted({*powers, samples})
-
-
-def evaluations_are_told_apart(config: Config) -> None:
-    """Their directories and curves have their names."""
-    titles = [evaluation.title for evaluation in config.evaluation]
-    for place, title in enumerate(titles):
-        if title in titles[:place]:
-            raise ValueError(
-                f"evaluation.{titles.index(title)} and evaluation.{place} are both called {title!r}; give one of them "
-                "another name"
-            )
-
-
-def evaluations_are_like_a_dataset(config: Config) -> None:
-    """Somebody has to say how prompts are asked and completions judged."""
-    titles, paths = ([getattr(dataset, key) for dataset in config.data] for key in ("title", "path"))
-    for place, evaluation in enumerate(config.evaluation):
-        like = evaluation.dataset
-        if like not in titles if like else len(titles) > 1 and evaluation.path not in paths:
-            raise ValueError(
-                f"{_key(config, place, 'dataset')}={like!r}: names no dataset whose template, reward function "
-                f"and limits {str(evaluation.path)!r} can use; legal: {', '.join(map(repr, titles))}"
-            )
-
-
-def evaluations_have_checkpoints(config: Config) -> None:
-    """What is evaluated is what was saved."""
-    saved = config.checkpoint.every_steps
-    for place, evaluation in enumerate(config.evaluation):
-        every = evaluation.every_steps
-        if every is not None and every % saved:
-            raise ValueError(
-                f"{_key(config, place, 'every_steps')}={every}: a checkpoint comes every {saved} steps "
-                "(checkpoint.every_steps); legal: a multiple of it"
-            )
-
-
-def best_is_a_figure(config: Config) -> None:
-    """Each evaluation has figures by its number of samples."""
-    for place, evaluation in enumerate(config.evaluation):
-        best, figures = evaluation.keep_best, evaluation.figures
-        if best and best not in figures:
-            raise ValueError(
-                f"{_key(config, place, 'keep_best')}={best!r} with samples={evaluation.samples}; legal: "
-                f"{', '.join(map(repr, figures))}"
-            )
-        if evaluation.stop_after is not None and not best:
-            raise ValueError(
-                f"{_key(config, place, 'stop_after')}={evaluation.stop_after}: needs keep_best, the metric "
-                "that has to improve"
-            )
-        if 0 < evaluation.temperature < COLDEST:
-            raise ValueError(
-                f"{_key(config, place, 'temperature')}={evaluation.temperature:g}: vLLM would sample at {COLDEST:g}; "
-                f"legal: 0, for the most likely token each time, or {COLDEST:g} to 2"
-            )
-        if evaluation.temperature == 0 and evaluation.samples > 1:
-            raise ValueError(
-                f"{_key(config, place, 'temperature')}=0 with samples={evaluation.samples}: all samples of a prompt "
-                "would be the same; legal: samples=1, or above 0"
-            )
-
-
-def _key(config: Config, place: int, key: str) -> str:
-    """As a run file with one table, or several, has it."""
-    return f"evaluation.{place}.{key}" if len(config.evaluation) > 1 else f"evaluation.{key}"
-
-
-def averages_are_kept(config: Config) -> None:
-    """Checkpoints have an average where one is asked for."""
-    for place, evaluation in enumerate(config.evaluation):
-        if evaluation.ema and config.trainer.ema_decay == "off":
-            raise ValueError(f"{_key(config, place, 'ema')}=true needs a trainer.ema_decay such as 0.99; it is 'off'")
-
-
-EVALUATION = (
-    evaluations_are_told_apart,
-    evaluations_are_like_a_dataset,
-    evaluations_have_checkpoints,
-    best_is_a_figure,
-    averages_are_kept,
-)
 
 
 # --------------------------------------------------------------------------------------------------------- config judge
@@ -345,6 +441,8 @@ TEMPLATE = (
 class JudgeConfig(Section):
     """[judge]: an OpenAI-compatible endpoint, what it is asked, and how its grade is read."""
 
+    whole_table = (only_with("data.task", TASK),)
+
     endpoint: str = ""
     """Base URL such as "http://node7:8000/v1"; requests go to POST endpoint/chat/completions. Required by the task
     llm_judge."""
@@ -362,24 +460,24 @@ class JudgeConfig(Section):
     counts only if there is no other."""
     grade_key: str = ""
     """Instead: the reply is or has a JSON object, and this key of the outermost one is the grade."""
-    worst: float = 0.0
+    worst: Annotated[float, Usual(-1000, 1000, "it is a grade")] = 0.0
     """Grade that gives reward 0; a grade outside worst to best is no grade."""
-    best: float = 10.0
+    best: Annotated[float, Usual(-1000, 1000, "it is a grade")] = 10.0
     """Grade that gives reward 1; grades in between are interpolated."""
-    correct_from: float = 7.0
+    correct_from: Annotated[float, ANY_SIZE] = 7.0
     """Minimum grade of a completion that counts as correct."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature of the judge."""
-    max_tokens: Positive = 512
+    max_tokens: Annotated[Positive, Usual(1, 1e6, TOKENS)] = 512
     """Maximum tokens of its reply."""
-    timeout_s: Duration = 8.0
+    timeout_s: Annotated[Duration, Usual(0.1, 3600, SECONDS)] = 8.0
     """Limit for all attempts on one completion. Less than rewards.timeout_s, or task_timeout_s of the task."""
-    attempts: Positive = 4
+    attempts: Annotated[Positive, Usual(1, 100, ATTEMPTS)] = 4
     """Requests for one completion before its verifier has failed: endpoint down, 429, 5xx, or no grade in the reply."""
-    backoff_s: PositiveFloat = 0.5
+    backoff_s: Annotated[PositiveFloat, Usual(0.01, 60, "it is in seconds, and doubled with each attempt")] = 0.5
     """Wait before the second attempt, doubled before each further one; Retry-After from the endpoint takes
     precedence."""
-    requests_per_s: Annotated[float, Field(ge=0)] = 0.0
+    requests_per_s: Annotated[float, Field(ge=0), Usual(0.01, 1e5, "it is in requests a second", zero=True)] = 0.0
     """Maximum rate of all workers of all services together; 0: no limit. Each worker has two turns in timeout_s."""
     key_variable: str = ""
     """Environment variable of the reward service that holds the endpoint's API key; default: no key is sent."""
@@ -389,56 +487,65 @@ class JudgeConfig(Section):
     """Cache replies in the run directory, by model, messages and sampling settings, so that the same completion is
     judged once."""
 
-    @model_validator(mode="after")
-    def _grades_can_be_read(self) -> Self:
+    @rule
+    def grades_can_be_read(self, config: Config, key: Keys) -> Faults:
+        """`worst`, `correct_from`, `best` ascend; `grade_pattern` has a group, the grade."""
         if self.best <= self.worst:
-            raise ValueError(f"judge.best={self.best:g} is not above judge.worst={self.worst:g}")
+            yield f"{key.best} is not above {key.worst}"
         if not self.worst <= self.correct_from <= self.best:
-            raise ValueError(f"judge.correct_from={self.correct_from:g}; legal: {self.worst:g} to {self.best:g}")
+            yield f"{key.correct_from}; legal: {self.worst:g} to {self.best:g}"
         try:
             groups = re.compile(self.grade_pattern).groups
         except re.error as error:
-            pattern = f"judge.grade_pattern={self.grade_pattern!r}"
-            raise ValueError(f"{pattern} is not a regular expression: {error}") from error
-        if groups < 1:
-            raise ValueError(f"judge.grade_pattern={self.grade_pattern!r} has no group; legal: one around the grade")
+            yield f"{key.grade_pattern} is not a regular expression: {error}"
+        else:
+            if groups < 1:
+                yield f"{key.grade_pattern} has no group; legal: one around the grade"
+
+    @rule
+    def there_is_one_key(self, config: Config, key: Keys) -> Faults:
+        """`key_variable`, `key_file`: one of them."""
         if self.key_variable and self.key_file:
-            raise ValueError(f"judge.key_variable={self.key_variable!r} beside judge.key_file; legal: one of them")
-        return self
+            yield f"{key.key_variable} beside {key}.key_file; legal: one of them"
 
+    @rule
+    def the_judge_has_an_endpoint(self, config: Config, key: Keys) -> Faults:
+        """`endpoint`, `model`: required by the task `llm_judge`; no API key in the URL."""
+        if TASK not in config.judging_tasks:
+            return
+        for name in ("endpoint", "model"):
+            if not getattr(self, name):
+                yield f"{key}.{name} is missing, which the task {TASK!r} needs"
+        if not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s@?#]*)?", self.endpoint):
+            said = "…" if re.search("[@?]", self.endpoint) else repr(self.endpoint)  # there may be a key in it
+            yield f"{key}.endpoint={said}; legal: http://HOST:PORT/v1 or https://…, without a key in it"
 
-def judge_can_be_asked(config: Config) -> None:
-    """Who names the task needs an endpoint, and time for it."""
-    if TASK not in config.judging_tasks:
-        return
-    judge = config.judge
-    for key in ("endpoint", "model"):
-        if not getattr(judge, key):
-            raise ValueError(f"judge.{key} is missing, which the task {TASK!r} needs")
-    if not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s@?#]*)?", judge.endpoint):
-        said = "…" if re.search("[@?]", judge.endpoint) else repr(judge.endpoint)  # there may be a key in it
-        raise ValueError(f"judge.endpoint={said}; legal: http://HOST:PORT/v1 or https://…, without a key in it")
-    for task in config.data_tasks:
-        limit_s = config.rewards.timeout_of(task)
-        if TASK in config.parts_of(task) and judge.timeout_s >= limit_s:
-            raise ValueError(
-                f"judge.timeout_s={judge.timeout_s:g} is not below the {limit_s:g} s that {task!r} has "
-                "(rewards.timeout_s, rewards.task_timeout_s): its worker would be killed before the judge times out"
+    @rule
+    def the_judge_answers_in_time(self, config: Config, key: Keys) -> Faults:
+        """`timeout_s`: below `rewards.timeout_s`, or `task_timeout_s` of the task; otherwise its worker is killed
+        before the judge times out.
+        """
+        for task in config.data_tasks:
+            limit_s = config.rewards.timeout_of(task)
+            if TASK in config.parts_of(task) and self.timeout_s >= limit_s:
+                yield (
+                    f"{key.timeout_s} is not below the {limit_s:g} s that {task!r} has (rewards.timeout_s, "
+                    "rewards.task_timeout_s): its worker would be killed before the judge times out"
+                )
+
+    @rule
+    def turns_come_in_time(self, config: Config, key: Keys) -> Faults:
+        """`requests_per_s`: each worker has two turns in `timeout_s`; with fewer it would often wait for nothing."""
+        rewards, longest_s = config.rewards, self.timeout_s / 2
+        num_workers = rewards.num_replicas * rewards.workers_per_replica
+        if TASK not in config.judging_tasks or not self.requests_per_s:
+            return
+        if (turn_s := num_workers / self.requests_per_s) > longest_s:
+            yield (
+                f"{key.requests_per_s} gives each of {key.rewards.num_replicas} times "
+                f"{key.rewards.workers_per_replica} workers a turn every {turn_s:g} s; legal: every {longest_s:g} s or "
+                f"more often, half of {key.timeout_s}, or 0 for no limit"
             )
-    _turns_come_in_time(config)
-
-
-def _turns_come_in_time(config: Config) -> None:
-    """A worker has a turn by the rate at least twice in its time, or it would often wait for nothing."""
-    judge, rewards = config.judge, config.rewards
-    num_workers, longest_s = rewards.num_replicas * rewards.workers_per_replica, judge.timeout_s / 2
-    if judge.requests_per_s and (turn_s := num_workers / judge.requests_per_s) > longest_s:
-        raise ValueError(
-            f"judge.requests_per_s={judge.requests_per_s:g} gives each of rewards.num_replicas={rewards.num_replicas} "
-            f"times rewards.workers_per_replica={rewards.workers_per_replica} workers a turn every {turn_s:g} s; "
-            f"legal: every {longest_s:g} s or more often, half of judge.timeout_s={judge.timeout_s:g}, "
-            "or 0 for no limit"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------- config sandbox
@@ -461,18 +568,24 @@ class SandboxConfig(Section):
     needs a compiler on nodes of reward services, and require = "strong"."""
     python: NamedProgram = ""
     """Interpreter that runs programs, 3.9 or later; default: the run's own, with its packages."""
-    cpp_compiler: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    cpp_compiler: Annotated[
+        tuple[str, ...], Field(strict=False), only_with("sandbox.languages", "cpp", other="'cpp' in sandbox.languages")
+    ] = ()
     """C++ compiler and its options, ["g++-12", "-O2", "-std=c++20"]; default: g++, else clang++, with -O2
     -std=c++17."""
-    compile_s: Duration = 15.0
+    compile_s: Annotated[
+        Duration, Usual(0.5, 600, SECONDS), only_with("sandbox.languages", "cpp", other="'cpp' in sandbox.languages")
+    ] = 15.0
     """CPU time of the compiler; its wall time, up to twice that, comes on top of wall_s; more is a wrong answer."""
-    compile_memory_bytes: Positive = 2 << 30
+    compile_memory_bytes: Annotated[
+        Positive, Usual(1e7, 1e12, BYTES), only_with("sandbox.languages", "cpp", other="'cpp' in sandbox.languages")
+    ] = 2 << 30
     """Address space of the compiler."""
-    cpu_s: Duration = 4.0
+    cpu_s: Annotated[Duration, Usual(0.05, 3600, SECONDS)] = 4.0
     """CPU time of one test; more is a wrong answer."""
-    wall_s: Duration = 8.0
+    wall_s: Annotated[Duration, Usual(0.05, 3600, SECONDS)] = 8.0
     """Wall time of all tests of a completion together; more is a wrong answer. Less than rewards.timeout_s."""
-    memory_bytes: Positive = 1 << 30
+    memory_bytes: Annotated[Positive, Usual(1e7, 1e12, BYTES)] = 1 << 30
     """Address space of a program."""
     readable_paths: NamedPaths = ()
     """Further directories that programs may read, besides the system's and the interpreter's."""
@@ -487,6 +600,44 @@ class SandboxConfig(Section):
         """On the clock, of one completion."""
         return self.wall_s + (2 * self.compile_s if self.compiles else 0.0)
 
+    @rule
+    def programs_end_before_their_verifier(self, config: Config, key: Keys) -> Faults:
+        """`wall_s`, with C++ and twice `compile_s`: below `rewards.timeout_s`, or `task_timeout_s` of the task;
+        otherwise a slow program would count as a failed verifier.
+        """
+        for task in config.data_tasks:
+            has_tool = _PYTHON in config.environment.tools and any(
+                dataset.environment and task in dataset.all_tasks for dataset in config.data
+            )
+            limit_s = config.rewards.timeout_of(task)
+            longest_s = self.longest_s if is_code(config, task) else self.wall_s
+            if (has_tool or is_code(config, task)) and longest_s >= limit_s:
+                name = "task_timeout_s" if task in config.rewards.task_timeout_s else "timeout_s"
+                compiler = " with twice sandbox.compile_s" if longest_s > self.wall_s else ""
+                yield (
+                    f"{key.wall_s}{compiler} is not below rewards.{name}={limit_s:g}: a slow program would count as a "
+                    f"failed verifier; legal: less than rewards.{name}"
+                )
+
+    @rule
+    def languages_are_run(self, config: Config, key: Keys) -> Faults:
+        """`languages`: `"cpp"` needs the task `code_stdin` and `require` = `"strong"`; `"python"` is required by all
+        other tasks that run code.
+        """
+        if self.compiles and _STDIN_TASK not in config.judging_tasks:
+            yield (
+                f"{key.languages}: only data.task={_STDIN_TASK!r} runs C++, and the tasks of this run are "
+                f"{', '.join(config.judging_tasks)}; legal: leave 'cpp' out"
+            )
+        if self.compiles and self.require != "strong":
+            yield (
+                f"{key.languages} with {key.require}: a binary needs a file system of its own; legal: require = "
+                '"strong"'
+            )
+        others = [task for task in config.judging_tasks if task != _STDIN_TASK and task in CODE_TASKS]
+        if "python" not in self.languages and others:
+            yield (f"{key.languages} with data.task={others[0]!r}, which runs Python; legal: 'python' among them")
+
 
 def runs_programs(config: Config, tasks: Sequence[str] | None = None) -> bool:
     """Whether the reward service runs what a policy wrote; tasks: that it judges, None for those of datasets."""
@@ -497,48 +648,3 @@ def runs_programs(config: Config, tasks: Sequence[str] | None = None) -> bool:
 def is_code(config: Config, task: str) -> bool:
     """Whether a task, or a part of it, runs the code of a completion."""
     return any(part in CODE_TASKS for part in config.parts_of(task))
-
-
-def sandbox_ends_before_its_verifier(config: Config) -> None:
-    """Otherwise a slow program is a verifier error and not a wrong answer."""
-    for task in config.data_tasks:
-        has_tool = _PYTHON in config.environment.tools and any(
-            dataset.environment and task in dataset.all_tasks for dataset in config.data
-        )
-        limit_s = config.rewards.timeout_of(task)
-        longest_s = config.sandbox.longest_s if is_code(config, task) else config.sandbox.wall_s
-        if (has_tool or is_code(config, task)) and longest_s >= limit_s:
-            key = "task_timeout_s" if task in config.rewards.task_timeout_s else "timeout_s"
-            compiler = " with twice sandbox.compile_s" if longest_s > config.sandbox.wall_s else ""
-            raise ValueError(
-                f"sandbox.wall_s={config.sandbox.wall_s:g}{compiler} is not below rewards.{key}={limit_s:g}: a slow "
-                f"program would count as a failed verifier; legal: less than rewards.{key}"
-            )
-
-
-def languages_are_run(config: Config) -> None:
-    """Python is what all tasks know; a compiler is for one of them, and needs a file system of the program's own."""
-    sandbox = config.sandbox
-    if sandbox.compiles and _STDIN_TASK not in config.judging_tasks:
-        raise ValueError(
-            f"sandbox.languages={list(sandbox.languages)}: only data.task={_STDIN_TASK!r} runs C++, and the tasks of "
-            f"this run are {', '.join(config.judging_tasks)}; legal: leave 'cpp' out"
-        )
-    if sandbox.compiles and sandbox.require != "strong":
-        raise ValueError(
-            f"sandbox.languages={list(sandbox.languages)} with sandbox.require={sandbox.require!r}: a binary needs a "
-            'file system of its own; legal: require = "strong"'
-        )
-    if not sandbox.compiles:
-        for key in ("cpp_compiler", "compile_s", "compile_memory_bytes"):
-            if (value := getattr(sandbox, key)) != SandboxConfig.model_fields[key].default:
-                raise ValueError(
-                    f"sandbox.{key}={value!r} without 'cpp' in sandbox.languages has no effect; legal: leave it out"
-                )
-    elif "python" not in sandbox.languages:
-        others = [task for task in config.judging_tasks if task != _STDIN_TASK and task in CODE_TASKS]
-        if others:
-            raise ValueError(
-                f"sandbox.languages={list(sandbox.languages)} with data.task={others[0]!r}, which runs Python; legal: "
-                "'python' among them"
-            )

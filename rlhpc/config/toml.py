@@ -89,6 +89,13 @@ def shown(value: object) -> str:
     return repr(value)
 
 
+def as_override(value: object) -> str:
+    """A value as an override on the command line has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def toml_value(value: object) -> str:
     """A value in TOML, on one line.  Raises ConfigError: TOML has no such value."""
     match value:

@@ -26,8 +26,7 @@ from rlhpc.base.user_code import (
     refuse_unknown,
     required_parameters,
 )
-from rlhpc.config.tables import CompositeConfig
-from rlhpc.config.tables_services import CODE_TASKS, JudgeConfig, SandboxConfig
+from rlhpc.config.tables_services import CODE_TASKS, CompositeConfig, JudgeConfig, SandboxConfig
 from rlhpc.protocol.contracts import RewardFunction, RewardOutcome
 from rlhpc.protocol.errors import ConfigError
 from rlhpc.rewards.outcomes import (

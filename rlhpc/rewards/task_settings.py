@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from rlhpc.config.tables import CompositeConfig, InstructionsConfig, MathConfig, Section, TextConfig
-from rlhpc.config.tables_services import JudgeConfig
+from rlhpc.config.setting import Section
+from rlhpc.config.tables_services import CompositeConfig, InstructionsConfig, JudgeConfig, MathConfig, TextConfig
 from rlhpc.rewards import code_place
 
 if TYPE_CHECKING:

@@ -42,11 +42,11 @@ def test_a_function_and_a_command_are_accepted() -> None:
         (OWN, {"function": "solve.py"}, {}, "agent.function='solve.py'; legal: package.module:function"),
         (OWN, RUN | {"turn_timeout_s": 600.0}, {}, "turn_timeout_s=600 is not below admission.lease_deadline_s=600"),
         (OWN | {"use_chat_template": False}, RUN, {}, "use_chat_template=false"),
-        (OWN | {"prompt_template": "{x}"}, RUN, {}, "data.prompt_template='{x}' .*legal: leave prompt_template out"),
+        (OWN | {"prompt_template": "{x}"}, RUN, {}, "data.prompt_template='{x}' .*legal: '{prompt}', its default"),
         (OWN | {"system_prompt": "x"}, RUN, {}, "data.system_prompt='x'"),
-        ({}, RUN, {}, "agent.function=.* has no effect with no data.environment='agent'"),
+        ({}, RUN, {}, "agent.function=.* has no effect without data.environment; legal: .*'agent'"),
         ({}, {"max_sessions": 3}, {}, "agent.max_sessions=3 has no effect"),
-        ({}, {}, {"generation": {"endpoint": "network"}}, "generation.endpoint=network has no effect"),
+        ({}, {}, {"generation": {"endpoint": "network"}}, "generation.endpoint='network' has no effect"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -51,7 +51,7 @@ def test_tools_and_own_environments_are_accepted() -> None:
             {"tools": ["calculator"], "arguments": {"n": 1}},
             "environment.arguments are for 'gymnasium', 'verifiers' and package.module",
         ),
-        ({}, {"max_turns": 3}, "environment.max_turns=3 has no effect with no data.environment"),
+        ({}, {"max_turns": 3}, "environment.max_turns=3 has no effect without data.environment"),
         ({}, {"corpus": "x.jsonl"}, "environment.corpus"),
     ],
 )

@@ -1,7 +1,4 @@
-"""What README and docs say is so: commands run, links lead somewhere, every key stands in the table, files exist.
-
-`python -m tests.unit.test_docs` prints the tables of configs/README.md anew.
-"""
+"""What README and docs say is so: commands run, links lead somewhere, every key stands in the table, files exist."""
 
 from __future__ import annotations
 
@@ -10,16 +7,11 @@ import shlex
 import sys
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from launch.cli import main
-from launch.commands.schema import meaning_of
-from rlhpc.config.file import sections
+from rlhpc.config.reference import reference
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks, commands, prose
 
 PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md"]
@@ -65,80 +57,30 @@ DIRECTORIES = {"rlhpc", "launch", "tests", "docs", "configs", "bench", "slurm", 
 # ------------------------------------------------------------------------------------------------------ configs/README
 
 
-def table_of(section: str) -> str:
-    """The table of one section of the run file, as configs/README.md holds it."""
-    model = sections()[section]
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, info in model.model_fields.items():
-        rows.append(f"| `{name}` | {_type_in_words(info)} | {_default_in_words(info)} | {meaning_of(model, name)} |")
-    return "\n".join(rows)
-
-
-def _type_in_words(info: FieldInfo) -> str:
-    annotation = info.annotation
-    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    words = [_part_in_words(part, list(info.metadata)) for part in parts if part is not type(None)]
-    return " or ".join(words)
-
-
-def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
-    if get_origin(annotation) is Annotated:
-        annotation, *more = get_args(annotation)
-        metadata += [bound for part in more for bound in getattr(part, "metadata", ())]
-    if get_origin(annotation) is Literal:
-        return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
-    if get_origin(annotation) is tuple and get_origin(get_args(annotation)[0]) is Literal:
-        return f"list of {_part_in_words(get_args(annotation)[0], [])}"
-    words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path",
-             dict[str, float]: "numbers by name", dict[str, str]: "texts by name",
-             dict[str, int]: "integers by name",
-             dict[str, bool | int | float | str]: "values by name",
-             dict[str, dict[str, bool | int | float | str]]: "tables by name",
-             tuple[int, ...]: "list of integers", tuple[float, ...]: "list of numbers",
-             tuple[str, ...]: "list of texts"}[annotation]  # fmt: skip
-    return f"{words}{_bounds_in_words(metadata)}"
-
-
-def _bounds_in_words(metadata: list[Any]) -> str:
-    words = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
-    found = [
-        f"{word} {getattr(bound, name)}" for bound in metadata for name, word in words.items() if hasattr(bound, name)
-    ]
-    return f" {', '.join(found)}" if found else ""
-
-
-def _default_in_words(info: FieldInfo) -> str:
-    if info.default is PydanticUndefined:
-        return "**required**"
-    return "none" if info.default is None else f"`{_toml(info.default)}`"
-
-
-def _toml(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return f'"{value}"'
-        case tuple():
-            return str(list(value))
-        case int() if value >= 10_000:
-            return f"{value:_}"
-        case _:
-            return str(value)
-
-
-@pytest.mark.parametrize("section", sections())
-def test_every_key_of_a_section_stands_in_the_table_with_its_type_and_default(section: str) -> None:
+def test_the_page_of_the_run_file_is_of_today() -> None:
     page = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
-    assert f"## [{section}]\n" in page
-    assert table_of(section) in page, f"configs/README.md is behind; paste:\n{table_of(section)}"
+    assert page.endswith(f"\n{reference()}"), "python -m rlhpc.config.reference configs/README.md"
 
 
-def test_the_table_tells_types_bounds_and_defaults() -> None:
-    table = table_of("trainer")
-    assert "| `token_budget` | integer above 0 | **required** |" in table
-    assert '| `device` | `"auto"` or `"cpu"` or `"cuda"` | `"auto"` |' in table
-    assert "| `adam_beta2` | number from 0, below 1 | `0.95` |" in table
+def test_the_reference_tells_types_bounds_usual_values_defaults_and_conditions() -> None:
+    rows = reference().splitlines()
+    for row in (
+        "| `token_budget` | integer above 0; usual 1 to 1e7 | **required** | Tokens of one ",
+        '| `device` | `"auto"` or `"cpu"` or `"cuda"` | `"auto"` | ',
+        "| `adam_beta2` | number from 0, below 1; usual 0.8 to 1 | `0.95` | ",
+        "| `num_replicas` | integer above 0; usual 1 to 1024 | `1` | Reward services, one ",
+        'Only with `data.task` = `"exact_match"` or `"token_f1"`.',
+    ):
+        assert [each for each in rows if each.startswith(row)], row
+    ends = {each.split("`")[1]: each for each in rows if each.startswith("| `")}
+    for key, condition in {
+        "zero_stage": 'Only with `backend` = `"deepspeed"`.',
+        "gpu_memory_utilization": "Only without `kv_cache_bytes`.",
+        "scale_rate_by_age": "No effect with `admission.max_staleness` = `0` or `1` (no token is older).",
+        "variance": "Only with `overlong_tokens` or `length_weight`.",
+        "max_token_age": "Only with a loss of rlhpc.",
+    }.items():
+        assert ends[key].endswith(f" {condition} |"), ends[key]
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -269,8 +211,3 @@ def test_pages_stay_short_enough_to_be_read() -> None:
     lines = {str(page.relative_to(ROOT)): len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
     assert lines["README.md"] <= 180
     assert lines["docs/design.md"] <= 440
-
-
-if __name__ == "__main__":
-    for title in sections():
-        sys.stdout.write(f"## [{title}]\n\n{table_of(title)}\n\n")

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from launch.commands.schema import meaning_of
 from launch.plan.site_file import SECTIONS, CommonConfig, Site, load_site, slurm_time, walltime_s
+from rlhpc.config.reference import meaning_of
 from rlhpc.protocol.errors import ConfigError
 from tests.unit.launch.regenerate_scripts import SITE_FILES
 

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from rlhpc.config.rules import Config
-from rlhpc.config.tables import CompositeConfig
-from rlhpc.config.tables_services import JudgeConfig
+from rlhpc.config.tables_services import CompositeConfig, JudgeConfig
 from rlhpc.data.record_source import Record
 from rlhpc.protocol.contracts import RewardOutcome
 from rlhpc.protocol.types import Verdict

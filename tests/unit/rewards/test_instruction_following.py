@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from second_opinion import OPINIONS, is_followed
 
-from rlhpc.config.tables import InstructionsConfig
+from rlhpc.config.tables_services import InstructionsConfig
 from rlhpc.rewards import instructions
 from rlhpc.rewards.instructions import INSTRUCTIONS, num_sentences
 from rlhpc.rewards.task_settings import TaskSettings

@@ -13,8 +13,7 @@ import pytest
 from judge_server import JudgeServer, judging
 
 from rlhpc.config.rules import Config
-from rlhpc.config.tables import CompositeConfig
-from rlhpc.config.tables_services import JudgeConfig
+from rlhpc.config.tables_services import CompositeConfig, JudgeConfig
 from rlhpc.protocol.types import Verdict
 from rlhpc.rewards.llm_judge import (
     JudgeCache,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlhpc.config.tables import MathConfig
+from rlhpc.config.tables_services import MathConfig
 from rlhpc.rewards import math_answer, text_answer
 from rlhpc.rewards import math_answer as integer_arithmetic
 from rlhpc.rewards.math_answer import check_math_answer

@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-from rlhpc.config.tables import TextConfig
+from rlhpc.config.tables_services import TextConfig
 from rlhpc.rewards import outcomes, text_answer
 from rlhpc.rewards.task_settings import TaskSettings
 from rlhpc.rewards.text_answer import exact_match, normalised, token_f1

@@ -135,7 +135,7 @@ JUDGES = (
     case("a judge's key that is not set", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__key_variable="NO_SUCH_KEY"), "judge.key_variable='NO_SUCH_KEY'", "not set"),
     case("a judge's key in a file that is not there", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__key_file="key"), "judge.key_file=", "key"),
     case("a judge's template with another field", key("data.task", "llm_judge", judge__endpoint="http://node7:8000/v1", judge__model="m", judge__template="{question}"), "judge.template", "{completion}"),
-    case("a judge nobody asks", key("judge.model", "m"), "judge.model=m has no effect", "llm_judge"),
+    case("a judge nobody asks", key("judge.model", "m"), "judge.model='m' has no effect", "llm_judge"),
     case("a sandbox slower than its verifier", key("data.task", "code_stdin", sandbox__wall_s=20.0), "sandbox.wall_s=20", "rewards.timeout_s=10"),
     case("a sandbox that is none", key("sandbox.require", "docker"), "sandbox.require='docker'", "'strong', 'basic' or 'none'"),
     case("an interpreter of programs that is not there", key("data.task", "code_stdin", sandbox__python="/no/python"), "sandbox.python='/no/python'"),

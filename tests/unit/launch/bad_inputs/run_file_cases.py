@@ -130,13 +130,13 @@ CONTRADICTIONS = (
     case("warm-up longer than the run", key("trainer.warmup_steps", 7), "trainer.warmup_steps=7", "run.num_steps=6", "legal: 0 to 6"),
     case("a learning rate that rises", key("trainer.min_learning_rate", 1.0, trainer__lr_schedule="cosine"), "trainer.min_learning_rate=1", "trainer.learning_rate=0.0001", "legal: 0 to 0.0001"),
     case("two ends of one schedule", key("trainer.decay_steps", 5, trainer__decay_hours=1.0, trainer__lr_schedule="cosine"), "trainer.decay_steps=5", "legal: one of"),
-    case("a schedule's end without a schedule", key("trainer.decay_steps", 5), "trainer.decay_steps=5", "legal: to leave it out"),
+    case("a schedule's end without a schedule", key("trainer.decay_steps", 5), "trainer.decay_steps=5", "legal: leave it out"),
     case("ranks that do not fill the layout", key("trainer.backend", "megatron", trainer__num_ranks=3, trainer__tensor_parallel=2), "trainer.num_ranks=3", "= 2", "legal: a multiple of 2"),
-    case("a key of another backend", key("trainer.zero_stage", 3), "trainer.zero_stage=3", "backend='deepspeed'", "it is 'reference'"),
+    case("a key of another backend", key("trainer.zero_stage", 3), "trainer.zero_stage=3 has no effect with trainer.backend='reference'", "trainer.backend='deepspeed'"),
     case("heads that do not divide", key("trainer.backend", "megatron", trainer__num_ranks=4, trainer__tensor_parallel=4), "tensor_parallel = 4", "legal: 1, 2"),
     case("top-p", key("generation.top_p", 0.9), "generation.top_p=0.9", "from the whole distribution"),
     case("k1 in the loss", key("algorithm.kl_coefficient", 0.1, algorithm__kl_estimator="k1"), "algorithm.kl_estimator='k1'", "legal: 'k2' or 'k3'"),
-    case("an estimator of no divergence", key("algorithm.kl_estimator", "k2"), "algorithm.kl_estimator=k2", "legal: k3, its default"),
+    case("an estimator of no divergence", key("algorithm.kl_estimator", "k2"), "algorithm.kl_estimator='k2'", "legal: 'k3', its default"),
     case("clipping where nothing is clipped", key("algorithm.clip_high", 0.3), "algorithm.clip_high=0.3", "has no effect"),
     case("dual clipping of another loss", key("algorithm.dual_clip", 3.0, algorithm__loss="reinforce"), "algorithm.dual_clip=3", "algorithm.loss='ppo'"),
     case("token bounds for ratios of sequences", key("algorithm.loss", "gspo", algorithm__proximal="behaviour", algorithm__importance_cap="off"), "algorithm.loss='gspo'", "3e-4"),
@@ -166,9 +166,9 @@ CONTRADICTIONS = (
     case("an average in a format that has no place", key("trainer.backend", "megatron", checkpoint__trainer_format="megatron", trainer__ema_decay=0.9), "checkpoint.trainer_format='megatron'", "legal: 'hf'"),
     case("bounds of entropy that cross", key("guard.min_entropy", 6.0), "guard.min_entropy=6", "max_entropy=5"),
     case("leases shorter than reports", key("buffer.partial_interval_s", 200.0), "buffer.partial_interval_s=200", "up to 150"),
-    case("two agreements on a prompt", key("data.prompt_field", "prompt", data__prompt_template="Q: {prompt}"), "data.prompt_field='prompt'", "legal: one of them"),
+    case("two agreements on a prompt", key("data.prompt_field", "prompt", data__prompt_template="Q: {prompt}"), "data.prompt_field='prompt'", "data.prompt_template='Q: {prompt}'", "legal: '{prompt}', its default"),
     case("a system prompt that nobody sees", key("data.system_prompt", "Be brief."), "data.system_prompt", "use_chat_template=true"),
-    case("thinking of several turns", key("data.thinking_end", "</think>", data__environment="games:Game", data__use_chat_template=True), "data.thinking_end='</think>' with environment='games:Game'", "leave one of them out"),
+    case("thinking of several turns", key("data.thinking_end", "</think>", data__environment="games:Game", data__use_chat_template=True), "data.thinking_end='</think>' has no effect with data.environment='games:Game'", "leave it out"),
 )  # fmt: skip
 
 OVERRIDES = (
