@@ -25,8 +25,8 @@ from rlhpc.metrics.names import table_markdown
 ROOT = Path(__file__).parents[1]
 PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
 COPIED = ("*.md", "docs/*.md", "docs/decisions/*.md", "docs/pictures/*.svg", "docs/pictures/*.png", "bench/*.md",
-          "configs/*.md", "examples/*.md", "slurm/*.md", "launch/private_slurm/*.md", "launch/submitit_hetjob/*.md",
-          "tests/*.md", "tests/golden/*.md")  # fmt: skip
+          "configs/*.md", "examples/*.md", "slurm/*.md", "rlhpc/buffer/*.md", "launch/private_slurm/*.md",
+          "launch/submitit_hetjob/*.md", "tests/*.md", "tests/golden/*.md")  # fmt: skip
 # What users write, and what it is given.
 CONTRACTS = ("rlhpc.protocol.contracts.RewardFunction", "rlhpc.protocol.contracts.RewardOutcome",
              "rlhpc.protocol.environment.Environment", "rlhpc.protocol.environment.Step",

@@ -10,7 +10,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 # %% [markdown]
 # # What a run has sampled
 #
-# Every rollout that a run has trained on or dropped stands in `RUN_DIR/rollouts/segment_*.h5` (docs/python.md).
+# Every rollout that a run has trained on or dropped stands in `RUN_DIR/rollouts/segment_*.h5` (rlhpc/buffer/README.md).
 # This is a plain program, `python examples/read_segments.py runs/tutorial tutorial/model`, and its `# %%` marks make it
 # a notebook in editors that know them (VS Code, Spyder, PyCharm).
 

@@ -1,4 +1,4 @@
-"""Read a run's segments with h5py and numpy alone, as docs/python.md says a stranger can."""
+"""Read a run's segments with h5py and numpy alone, as rlhpc/buffer/README.md says a stranger can."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DIRECTORIES_OF_PAGES = ("configs", "docs", "examples", "slurm", "tests", "bench", "launch")
+DIRECTORIES_OF_PAGES = ("configs", "docs", "examples", "slurm", "tests", "bench", "launch", "rlhpc")
 PAGES = sorted([*ROOT.glob("*.md"), *(path for name in DIRECTORIES_OF_PAGES for path in (ROOT / name).rglob("*.md"))])
 NAMES_OF_PAGES = [str(page.relative_to(ROOT)) for page in PAGES]
 

@@ -97,7 +97,7 @@ def test_files_of_this_version_are_read_for_ever() -> None:
 
 
 def test_the_page_of_the_format_says_enough_to_read_it_without_us() -> None:
-    """docs/python.md, taken literally."""
+    """rlhpc/buffer/README.md, taken literally."""
     (path,) = partial_paths(GOLDEN)
     data, at, found = path.read_bytes(), 0, dict[int, list[tuple[int, float, int]]]()
     while at < len(data):

@@ -1,4 +1,4 @@
-"""docs/python.md is held to what it says: its example runs, and its checksums are those in the file."""
+"""rlhpc/buffer/README.md is held to what it says: its example runs, and its checksums are those in the file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlhpc.buffer.journal_layout import COLUMNS, PROMPT_ROW, ROLLOUT_ROW
 from tests.unit.doc_pages import ROOT, blocks
 
 GOLDEN = Path(__file__).parent / "golden_segment.h5"
-PAGE = ROOT / "docs" / "python.md"
+PAGE = ROOT / "rlhpc" / "buffer" / "README.md"
 
 
 def test_the_reading_example_runs_on_a_segment(tmp_path, monkeypatch, capsys):
     shutil.copy(GOLDEN, tmp_path / "segment_000000.h5")
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks(PAGE, "python", heading="Rollouts on disk")
+    (example,) = blocks(PAGE, "python")
     exec(compile(example, str(PAGE), "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "0 0  [0. 1.]"
