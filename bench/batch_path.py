@@ -236,11 +236,11 @@ class Ring:
 
     def generate(self) -> None:
         """Finish what may be admitted."""
-        while self.buffer.has_slot:
+        while self.buffer.ledger.has_slot:
             first = next(self._scored)
             group_id = self.buffer.admit(replace(first.rollout.prompt, prompt_id=0), self.weights.live_version)
             prompt = replace(first.rollout.prompt, prompt_id=0)
-            while self.buffer.grant("generator-0", GROUP_SIZE) is not None:
+            while self.buffer.ledger.grant("generator-0", GROUP_SIZE) is not None:
                 pass
             for index in range(GROUP_SIZE):
                 scored = next(self._scored)

@@ -101,7 +101,7 @@ class Exchange:
     async def fill(self) -> None:
         """Grant until every generator is full."""
         await self.dispatcher._grant()
-        for name, keys in self.ledger._leases._held.items():
+        for name, keys in self.ledger._held.items():
             self.held[name] = list(keys)
 
     async def turn(self, name: str) -> float:

@@ -68,7 +68,7 @@ class Intake:
         """A step's groups, from admission until their slots are free again."""
         for prompt in prompts:
             self._buffer.admit(prompt, self._step)
-        while self._buffer.grant("generator-0", self._shape.group_size) is not None:
+        while self._buffer.ledger.grant("generator-0", self._shape.group_size) is not None:
             pass
         for message in frames:
             _, delivery = self._in.decode(message, "generator-0")

@@ -90,7 +90,7 @@ def buffer_of(num_rollouts: int, directory: Path) -> RolloutBuffer:
     buffer = RolloutBuffer(ledger, segments)
     for member in range(num_rollouts):
         buffer.admit(Prompt(member, "any", np.zeros(1, np.int32), ""), 0)
-        buffer.grant("generator-0", 1)
+        buffer.ledger.grant("generator-0", 1)
     return buffer
 
 
@@ -102,7 +102,7 @@ def cpu_s(work: Callable[[], object]) -> float:
 
 def cost_of_reports(num_rollouts: int, repeats: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        intake = PartialIntake(buffer_of(num_rollouts, Path(directory)), MAX_TOKENS)
+        intake = PartialIntake(buffer_of(num_rollouts, Path(directory)).ledger, MAX_TOKENS)
         log, rows = PartialLog(Path(directory), 0), list[tuple[int, float, float, float]]()
         log.begin([])
         for pieces in reports(num_rollouts, repeats):

@@ -3,8 +3,9 @@
     admit ──▶ grant ──▶ deliver, member by member ──▶ take ──▶ consume ──▶ release        or drop, before it is taken
                 └── hand_back, renew, expire, forget_holder ──▶ grant again
 
-Input: Prompt, later ScoredRollout.  Output: Lease, later RolloutGroup.  The ledger decides (ledger.py), groups are put
-together here, segments record what became of them.  Guarantees: those of the ledger; a group is handed out once for
+Input: Prompt, later ScoredRollout.  Output: Lease, later RolloutGroup.  The ledger decides (ledger.py): whatever needs
+no rollout, the second line and all questions, is a method of `ledger` alone.  Groups are put together here, and the
+journal and segments record what became of them.  Guarantees: those of the ledger; a group is handed out once for
 training, complete; consumed and dropped groups reach a segment; a checkpoint has the rest, incomplete groups too.
 """
 
@@ -20,7 +21,7 @@ from rlhpc.buffer.history import START, Admitted, Dropped, Event, History, Posit
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.segments import SegmentWriter, read_segment, to_hdf5, write_sealed
 from rlhpc.protocol.errors import CheckpointError, LedgerError, SegmentError
-from rlhpc.protocol.types import FinishReason, Lease, Prefix, Prompt, RolloutGroup, ScoredRollout, Verdict
+from rlhpc.protocol.types import FinishReason, Prompt, RolloutGroup, ScoredRollout, Verdict
 
 # -------------------------------------------------------------------------------------------------------- frozen buffer
 #
@@ -64,84 +65,29 @@ class RolloutBuffer:
     """Groups by id, between prompts and trainer.  Synchronous: changes are atomic."""
 
     def __init__(self, ledger: AdmissionLedger, segments: SegmentWriter, journal: RolloutJournal | None = None) -> None:
-        """journal: where the history is written; None: nowhere, e.g. while it is being restored."""
-        self._ledger, self.segments, self.journal = ledger, segments, journal
+        """ledger: of slots and leases, for everybody; only what this class has no method for is to be changed there.
+
+        journal: where the history is written; None: nowhere, e.g. while it is being restored.
+        """
+        self.ledger, self.segments, self.journal = ledger, segments, journal
         self._members: dict[int, dict[int, ScoredRollout]] = {}  # group → sample index → member, while incomplete
         self._groups: dict[int, RolloutGroup] = {}  # complete and neither consumed nor dropped
 
-    # ------------------------------------------------------------------------------------------- prompts and leases
-
-    @property
-    def has_slot(self) -> bool:
-        """Whether another prompt may be admitted now."""
-        return self._ledger.has_slot
-
-    def tighten(self, num_slots: int) -> None:
-        """Use only this many slots (AdmissionLedger.tighten)."""
-        self._ledger.tighten(num_slots)
+    # --------------------------------------------------------------------------------------------------- prompts
 
     def admit(self, prompt: Prompt, policy_version: int, size: int = 0) -> int:
         """Admit a prompt under the live version; return its group's id (AdmissionLedger.admit)."""
-        group_id = self._ledger.admit(prompt, policy_version, size=size)
+        group_id = self.ledger.admit(prompt, policy_version, size=size)
         self._note(Admitted(group_id, prompt.prompt_id, policy_version, self._own_size(group_id)))
         return group_id
 
     def readmit(self, live_version: int) -> None:
         """Let groups that came back after a restart be granted, as slots allow (AdmissionLedger.readmit)."""
-        for group in self._ledger.readmit(live_version):
+        for group in self.ledger.readmit(live_version):
             size = self._own_size(group.group_id)
             self._note(Admitted(group.group_id, group.prompt.prompt_id, group.admitted_version, size))
 
-    def grant(self, holder: str, credit_samples: int) -> Lease | None:
-        """Lease members of one group to a generator; None: there is nothing for it (AdmissionLedger.grant)."""
-        return self._ledger.grant(holder, credit_samples)
-
-    def adopt(self, holder: str, group_id: int, sample_index: int) -> None:
-        """Count a free member as leased to the generator that is sampling it (AdmissionLedger.adopt)."""
-        self._ledger.adopt(holder, group_id, sample_index)
-
-    @property
-    def is_quarantining(self) -> bool:
-        """Whether `grant` may return None for one generator and a lease for another."""
-        return self._ledger.is_quarantining
-
-    def outstanding(self, holder: str) -> int:
-        """Samples that this generator holds."""
-        return self._ledger.outstanding(holder)
-
-    def take_relieved(self) -> set[str]:
-        """Generators that have let go of a sample since the last call."""
-        return self._ledger.take_relieved()
-
-    def hand_back(
-        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
-    ) -> None:
-        """Make members grantable again, each with what was sampled of it.  Raises LedgerError for an odd message."""
-        self._ledger.hand_back(holder, group_id, sample_indices, prefixes)
-
-    def renew(
-        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
-    ) -> None:
-        """Renew the deadline of members that are still being sampled.  Raises LedgerError for an odd message."""
-        self._ledger.renew(holder, group_id, sample_indices, prefixes)
-
-    def expire(self) -> int:
-        """Make members of overdue leases grantable again; return the number of these leases."""
-        return len(self._ledger.expire())
-
-    def forget_holder(self, holder: str, *, is_dead: bool = True) -> int:
-        """Make all that a generator held grantable again (AdmissionLedger); return the number of groups concerned."""
-        return len(self._ledger.forget_holder(holder, is_dead=is_dead))
-
-    def poisoned(self) -> list[int]:
-        """Groups with a member that has lost too many leases: they are no longer granted, the caller drops them."""
-        return self._ledger.poisoned()
-
     # ------------------------------------------------------------------------------------------- rollouts and groups
-
-    def is_wanted(self, group_id: int, sample_index: int) -> bool:
-        """True if `deliver` would keep this member."""
-        return self._ledger.is_wanted(group_id, sample_index)
 
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
         """Add a member; return its group if that is now complete (it stays here, ready to be taken or dropped).
@@ -152,49 +98,28 @@ class RolloutBuffer:
         rollout = scored.rollout
         if rollout.finish_reason is FinishReason.ABORT:
             raise LedgerError(f"{holder} delivered the aborted rollout {rollout.group_id}:{rollout.sample_index}")
-        if not self._ledger.is_wanted(rollout.group_id, rollout.sample_index):
+        record = self.ledger.wanted(rollout.group_id, rollout.sample_index)
+        if record is None:
             return None
-        record = self._ledger.group(rollout.group_id)
         if rollout.prompt.prompt_id != record.prompt.prompt_id:
             place = f"sample {rollout.sample_index} of group {rollout.group_id}"
             raise LedgerError(f"{place} answers another prompt, {rollout.prompt.prompt_id}")
-        self._ledger.deliver(rollout.group_id, rollout.sample_index)
+        self.ledger.deliver(rollout.group_id, rollout.sample_index)
         if self.journal is not None:
             self.journal.add(scored, record.admitted_version)
         return self._add(scored)
 
-    @property
-    def num_admitted(self) -> int:
-        """Groups that were admitted so far; their ids are those below."""
-        return self._ledger.next_group_id
-
-    def is_open(self, group_id: int) -> bool:
-        """True while a group is in flight or finished: neither taken nor dropped."""
-        return self._ledger.is_open(group_id)
-
-    def open_record(self, group_id: int) -> GroupRecord | None:
-        """The record, read-only, of a group that is in flight or finished; None: it is neither."""
-        return self._ledger.group(group_id) if self._ledger.is_open(group_id) else None
-
-    def size_of(self, group_id: int) -> int:
-        """Rollouts that are wanted of a group.  Raises LedgerError for one that is gone or unknown."""
-        return len(self._ledger.group(group_id).members)
-
-    def open_groups(self) -> list[int]:
-        """Ids of all groups that are in flight or finished, in order of admission."""
-        return [group.group_id for group in self._ledger.groups if self._ledger.is_open(group.group_id)]
-
     def upcoming(self, num_groups: int) -> list[RolloutGroup] | None:
         """The groups that a batch would take now; None: it would have to wait (AdmissionLedger.upcoming)."""
-        return None if (chosen := self._ledger.upcoming(num_groups)) is None else [self._groups[i] for i in chosen]
+        return None if (chosen := self.ledger.upcoming(num_groups)) is None else [self._groups[i] for i in chosen]
 
     def part(self, num_groups: int, least: int) -> list[RolloutGroup]:
         """Groups, `least` or more, with which the next step can begin before its batch is there, or go on; else []."""
-        return [self._groups[group_id] for group_id in self._ledger.part(num_groups, least)]
+        return [self._groups[group_id] for group_id in self.ledger.part(num_groups, least)]
 
     def begin(self, part: Sequence[RolloutGroup]) -> None:
         """The next batch includes these groups (AdmissionLedger.begin)."""
-        self._ledger.begin([group.group_id for group in part])
+        self.ledger.begin([group.group_id for group in part])
 
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
         """Take the batch of a step, in order of admission; None, without effect, while it has to wait."""
@@ -203,7 +128,7 @@ class RolloutBuffer:
 
     def take_again(self, group_ids: Sequence[int], step: int) -> list[RolloutGroup]:
         """Take these groups again, as before the run was interrupted.  Raises LedgerError if one is not finished."""
-        self._ledger.take_these(group_ids, step)
+        self.ledger.take_these(group_ids, step)
         self._note(Taken(step, group_ids))
         return [self._groups[group_id] for group_id in group_ids]
 
@@ -226,7 +151,7 @@ class RolloutBuffer:
         trained before.  Raises LedgerError, changing nothing, if one was not taken for this step, or is consumed.
         """
         for group in groups:
-            if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
+            if self.ledger.group(group.group_id).step != step or group.group_id not in self._groups:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
         self._note(Trained(step, trained_version, applied, metrics or {}, refused, skipped, began_s))
         for group in groups:
@@ -237,34 +162,18 @@ class RolloutBuffer:
         """Free the slots of consumed groups, once their weights are live.  Raises LedgerError if one is unused."""
         if unused := sorted(self._groups.keys() & set(group_ids)):
             raise LedgerError(f"groups {unused} are released before they are consumed")
-        self._ledger.release(group_ids)
+        self.ledger.release(group_ids)
 
     def drop(self, group_id: int, reason: DropReason) -> RolloutGroup:
         """Drop a group; record and return it with its members so far.  Raises as AdmissionLedger.drop."""
-        group = self._groups.get(group_id) or self._assembled(self._ledger.group(group_id))
+        group = self._groups.get(group_id) or self._assembled(self.ledger.group(group_id))
         resolved = self._resolved(group, drop_reason=reason)
-        self._ledger.drop(group_id, reason)
+        self.ledger.drop(group_id, reason)
         self._note(Dropped(group_id, reason))
         self._groups.pop(group_id, None)
         self._members.pop(group_id, None)
         self.segments.add(resolved)
         return group
-
-    # --------------------------------------------------------------------------------------------------- inspection
-
-    @property
-    def staleness_bound(self) -> int:
-        """Upper bound of the staleness of a taken group, in steps."""
-        return self._ledger.staleness_bound
-
-    def counts(self) -> dict[str, int]:
-        """Groups per state, and members held or lost, for metrics and status."""
-        return self._ledger.counts()
-
-    @property
-    def oldest_in_flight_age_s(self) -> float:
-        """Seconds since the admission of the oldest unfinished group, or since the restart; 0 if there is none."""
-        return self._ledger.oldest_in_flight_age_s
 
     # ----------------------------------------------------------------------------------- checkpoints, restoration
 
@@ -273,14 +182,14 @@ class RolloutBuffer:
 
         next_step: that a resume begins with.  Raises LedgerError if a group was taken before it and is not consumed.
         """
-        late = [i for i in self._groups if (step := self._ledger.group(i).step) is not None and step < next_step]
+        late = [i for i in self._groups if (step := self.ledger.group(i).step) is not None and step < next_step]
         if late:
             raise LedgerError(f"groups {sorted(late)} were taken before step {next_step}, but are not consumed")
         groups = [self._resolved(group) for _, group in sorted(self._groups.items())]
-        groups += [self._resolved(self._assembled(self._ledger.group(i))) for i in sorted(self._members)]
+        groups += [self._resolved(self._assembled(self.ledger.group(i))) for i in sorted(self._members)]
         self.segments.cut()
         position = START if self.journal is None else self.journal.position
-        return FrozenBuffer(tuple(groups), self._ledger.state(next_step), next_step, self.segments, position)
+        return FrozenBuffer(tuple(groups), self.ledger.state(next_step), next_step, self.segments, position)
 
     def load(self, directory: Path) -> int:
         """Take back the groups that a frozen buffer wrote; return their number.
@@ -293,7 +202,7 @@ class RolloutBuffer:
             raise CheckpointError(f"the buffered rollouts of the checkpoint cannot be read: {error}") from error
         held = [(r.group.group_id, m.rollout.sample_index) for r in saved for m in r.group.members]
         found = set(held)
-        wanted = {(g.group_id, i) for g in self._ledger.groups for i, m in enumerate(g.members) if m.is_delivered}
+        wanted = {(g.group_id, i) for g in self.ledger.groups for i, m in enumerate(g.members) if m.is_delivered}
         if found != wanted or len(held) != len(found):
             raise CheckpointError(
                 f"{directory / BUFFERED_FILE} holds {len(held)} rollouts and the ledger counts {len(wanted)} as "
@@ -313,7 +222,7 @@ class RolloutBuffer:
         """
         known = history.implied | history.admitted
         last = max(known, default=-1)
-        while (group_id := self._ledger.next_group_id) <= last:
+        while (group_id := self.ledger.next_group_id) <= last:
             admitted = known.get(group_id)
             prompt = draw_again(admitted.prompt if admitted is not None else None)
             if admitted is None:
@@ -321,11 +230,11 @@ class RolloutBuffer:
                 # is on disk, so it was admitted under the younger group's version, and no older version sampled it.
                 younger = min(each for each in known if each > group_id)
                 admitted = history.implied[group_id] = Admitted(group_id, prompt.prompt_id, known[younger].version)
-            self._ledger.admit(prompt, admitted.version, size=admitted.size, again=True)
+            self.ledger.admit(prompt, admitted.version, size=admitted.size, again=True)
         changed, dropped = set[int](), dict(history.dropped)
         for record in history.rollouts:
             rollout = record.scored.rollout
-            if self._ledger.deliver(rollout.group_id, rollout.sample_index):
+            if self.ledger.deliver(rollout.group_id, rollout.sample_index):
                 self._add(record.scored)
                 changed.add(rollout.group_id)
                 history.num_tokens += len(rollout.token_ids)
@@ -333,36 +242,36 @@ class RolloutBuffer:
                     dropped.setdefault(rollout.group_id, DropReason.VERIFIER_ERROR)
         found = [ResolvedGroup(group) for group in self.finished() if group.group_id in changed - dropped.keys()]
         for group_id, reason in dropped.items():
-            if self._ledger.is_open(group_id):
-                group = self._groups.get(group_id) or self._assembled(self._ledger.group(group_id))
+            if self.ledger.is_open(group_id):
+                group = self._groups.get(group_id) or self._assembled(self.ledger.group(group_id))
                 found.append(ResolvedGroup(group, drop_reason=reason))
                 self.drop(group_id, reason)
         return sorted(found, key=lambda resolved: resolved.group.group_id)
 
     def is_finished(self, group_id: int) -> bool:
         """True if all members are here, and the group is neither taken nor dropped."""
-        return self._ledger.is_open(group_id) and group_id in self._groups
+        return self.ledger.is_open(group_id) and group_id in self._groups
 
     def finished(self) -> list[RolloutGroup]:
         """All groups that are complete and neither taken nor dropped, in order of admission."""
-        return [self._groups[group_id] for group_id in self.open_groups() if group_id in self._groups]
+        return [self._groups[group_id] for group_id in self.ledger.open_groups() if group_id in self._groups]
 
     def _note(self, event: Event) -> None:
         if self.journal is not None:
             self.journal.note(event)
 
     def _resolved(self, group: RolloutGroup, **end: Any) -> ResolvedGroup:
-        record, size = self._ledger.group(group.group_id), self._own_size(group.group_id)
+        record, size = self.ledger.group(group.group_id), self._own_size(group.group_id)
         return ResolvedGroup(group, attempts=record.attempts, group_size=size, **end)
 
     def _own_size(self, group_id: int) -> int:
         """Rollouts wanted of a group, or 0 if that is admission.group_size."""
-        size = len(self._ledger.group(group_id).members)
-        return size if size != self._ledger.group_size else 0
+        size = len(self.ledger.group(group_id).members)
+        return size if size != self.ledger.group_size else 0
 
     def _add(self, scored: ScoredRollout) -> RolloutGroup | None:
         """Keep a member that the ledger counts as delivered; return its group if it was the last one."""
-        group_id, record = scored.rollout.group_id, self._ledger.group(scored.rollout.group_id)
+        group_id, record = scored.rollout.group_id, self.ledger.group(scored.rollout.group_id)
         members = self._members.setdefault(group_id, {})
         members[scored.rollout.sample_index] = scored
         if len(members) < len(record.members):

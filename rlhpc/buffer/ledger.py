@@ -86,18 +86,19 @@ class LeaseDeadlines:
                 yield key, lease
 
 
-# ----------------------------------------------------------------------------------------------------------- lease book
+# --------------------------------------------------------------------------------------------------------------- leases
 #
 # Track which members of the groups in flight are free, and which are held, by which generator and until when.
 #
-# Half of the ledger, its only user.  A member is either delivered, held, or free; a group with a free member is in one
-# of two queues, `fresh` (never granted whole) or `returned` (lost a lease or had one handed back).
+# Half of the ledger, which is built on it.  A member is either delivered, held, or free; a group with a free member is
+# in one of two queues, `fresh` (never granted whole) or `returned` (lost a lease or had one handed back).
 
 
-class LeaseBook:
+class Leases:
     """Holders, deadlines and the order of grants."""
 
     def __init__(self, lease_deadline_s: float, max_attempts: int, *, clock: Clock, lost_leases: LostLeases) -> None:
+        self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self.lease_deadline_s = lease_deadline_s
         self.max_attempts = max_attempts
         self._lost_leases = lost_leases
@@ -112,112 +113,37 @@ class LeaseBook:
         self._queued_ids: set[int] = set()
         self._held: dict[str, dict[tuple[int, int], GroupRecord]] = {}  # holder → (group_id, sample_index) → group
         self.num_held = 0  # samples that are held by some generator
-        self.relieved: set[str] = set()  # generators whose holds have ended; the reader empties it
+        self._relieved: set[str] = set()  # generators whose holds have ended since `take_relieved`
         self._deadlines = LeaseDeadlines()
 
     @property
     def is_quarantining(self) -> bool:
-        """True while some group in flight is granted only to a generator that holds few others."""
+        """Whether `grant` may return None for one holder and a lease for another: it may not have many others."""
         return not self._quarantine.is_empty
 
     def outstanding(self, holder: str) -> int:
-        """Samples that this generator holds."""
+        """Samples leased to this generator that it neither delivered, lost nor handed back."""
         return len(self._held.get(holder, ()))
 
-    def add(self, group: GroupRecord, *, waits: bool = False) -> None:
-        """Queue a group's free members; groups come in order of admission.  waits: not granted before `readmit`."""
-        if waits:
-            self._waiting.append(group)
-            return
-        if (suspicion := self._lost_leases.of(group.prompt)) is not None:
-            is_quarantined = suspicion.is_quarantined(self.max_attempts)
-            group.remember(self.max_attempts if is_quarantined else suspicion.strikes)
-            self._quarantine.set_company(group, suspicion.company(self.max_attempts))
-        if group.attempts > 1:
-            self._queue_returned(group)
-        else:
-            self._fresh.append(group)
-
-    def readmit(self, groups: Sequence[GroupRecord], num_slots: int, live_version: int) -> list[GroupRecord]:
-        """Let waiting groups be granted, oldest first, while they are among the num_slots oldest of `groups`.
-
-        If steps cannot be repeated, more groups come back than there are slots, admitted under versions that do not
-        exist yet.  Sampled at once, the last ones would be far too stale when their turn comes.  Returns the groups
-        that from now on count as admitted under live_version.
-        """
-        changed = []
-        while self._waiting:
-            group = self._waiting[0]
-            if not (group.is_finished or group.is_dropped):
-                if sum(other.group_id < group.group_id for other in groups) >= num_slots:
-                    break
-                if group.admitted_version > live_version:
-                    group.admitted_version = live_version
-                    changed.append(group)
-                self.add(group)
-            self._waiting.popleft()
-        return changed
-
-    def grantable(self, holder: str) -> GroupRecord | None:
-        """The group that this holder's next lease is for: the oldest returned one, else the oldest fresh one.
-
-        None when nothing is free, or when quarantine keeps the free groups away from the groups that this holder has.
-        """
-        if self._quarantine.is_empty:
-            return next(self._free_groups(), None)
-        held = {group_id: group for (group_id, _), group in self._held.get(holder, {}).items()}
-        suspects = [group for group in self._free_groups() if group.company]
-        if self._quarantine.is_kept_free(holder, held, suspects):
-            return next((group for group in suspects if _may_share(held, group)), None)
-        return next((group for group in self._free_groups() if _may_share(held, group)), None)
-
-    def hold(self, group: GroupRecord, indices: Iterable[int], holder: str) -> int:
-        """Record that a generator samples these free members; return the number of the lease."""
-        lease, group.num_leases = group.num_leases, group.num_leases + 1
-        held, now_s = self._held.setdefault(holder, {}), self._clock()
-        num_before = len(held)
-        for index in indices:
-            member = group.members[index]
-            member.holder, member.lease, member.seen_s = holder, lease, now_s
-            held[group.group_id, index] = group
-        num_members = len(held) - num_before
-        self.num_held += num_members
-        self._forget_if_not_free(group)
-        self._deadlines.begin((group.group_id, lease), holder, group, num_members)
-        self._deadlines.look_at((group.group_id, lease), now_s + self.lease_deadline_s)
-        return lease
-
-    def deliver(self, group: GroupRecord, index: int) -> None:
-        """Record that a member has arrived, no matter which generator held it."""
-        self._let_go(group, index)
-        group.deliver(index)
-        self._forget_if_not_free(group)
-        if group.group_id in self._returned:
-            self._queue_returned(group)  # the delivered member may be the one that was out of attempts
-        if group.is_finished:
-            self._quarantine.forget(group)
-            self._lost_leases.clear_strikes(group.prompt)
-
-    def remove(self, group: GroupRecord) -> None:
-        """Forget a dropped group: its leases end, and it is never granted again."""
-        group.is_dropped = True
-        for index in range(len(group.members)):
-            self._let_go(group, index)
-        self._returned.pop(group.group_id, None)
-        self._quarantine.forget(group)
+    def take_relieved(self) -> set[str]:
+        """Holders that have let go of a sample since the last call."""
+        relieved, self._relieved = self._relieved, set()
+        return relieved
 
     def hand_back(
-        self, group: GroupRecord | None, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]
+        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
-        """Free the members that the holder still holds; keep the longest prefix of those that are free.
+        """Make members grantable again, each with the longest prefix known; this does not count as a lost lease.
 
-        group: None where there is none any more.  It may have come back smaller (history.py): members that it has not
-        are ignored.  Raises LedgerError, changing nothing, for an inconsistent message.
+        Ignored: members that another one holds, that are delivered or not there (a group may have come back smaller,
+        history.py), unknown groups.  prefixes: none, or one per sample index.  Raises LedgerError, changing nothing,
+        for another number of them, or an index below 0.
         """
-        _refuse_odd_message(group, indices, prefixes, may_be_gone=True)
+        group = self._untaken.get(group_id)
+        _refuse_odd_message(group, sample_indices, prefixes, may_be_gone=True)
         if group is None:
             return
-        for position, index in enumerate(indices):
+        for position, index in enumerate(sample_indices):
             if index >= len(group.members):
                 continue
             member = group.members[index]
@@ -227,16 +153,17 @@ class LeaseBook:
                 member.prefix = _longer(member.prefix, prefixes[position])
 
     def renew(
-        self, group: GroupRecord | None, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]
+        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
         """Renew the deadline of the members that the holder has; a prefix that it sends replaces the known one.
 
-        Arguments and errors as in hand_back, and LedgerError for a member that is not there.
+        Ignores and raises as hand_back; raises LedgerError, too, for a member that is not there.
         """
-        _refuse_odd_message(group, indices, prefixes)
+        group = self._untaken.get(group_id)
+        _refuse_odd_message(group, sample_indices, prefixes)
         if group is None:
             return
-        for position, index in enumerate(indices):
+        for position, index in enumerate(sample_indices):
             member = group.members[index]
             if member.holder == holder:
                 member.seen_s = self._clock()
@@ -244,7 +171,7 @@ class LeaseBook:
                     member.prefix = prefixes[position]
 
     def expire(self) -> list[tuple[int, str]]:
-        """Free the members of overdue leases; return (group_id, holder) of each such lease."""
+        """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
         expired = []
         now_s = self._clock()
         for key, lease in self._deadlines.due(now_s):
@@ -277,10 +204,74 @@ class LeaseBook:
         return sorted(groups)
 
     def poisoned(self) -> list[int]:
-        """Ids of the groups that are no longer granted, ascending."""
+        """Groups with a member that has lost max_attempts leases; they are no longer granted, the caller drops them."""
         return sorted(i for i, group in self._returned.items() if group.is_poisoned(self.max_attempts))
 
-    def check(self, groups: Sequence[GroupRecord]) -> None:
+    # --------------------------------------------------------------------------------------------- for the ledger
+
+    def _queue(self, group: GroupRecord, *, waits: bool = False) -> None:
+        """Queue a group's free members; groups come in order of admission.  waits: not granted before `readmit`."""
+        if waits:
+            self._waiting.append(group)
+            return
+        if (suspicion := self._lost_leases.of(group.prompt)) is not None:
+            is_quarantined = suspicion.is_quarantined(self.max_attempts)
+            group.remember(self.max_attempts if is_quarantined else suspicion.strikes)
+            self._quarantine.set_company(group, suspicion.company(self.max_attempts))
+        if group.attempts > 1:
+            self._queue_returned(group)
+        else:
+            self._fresh.append(group)
+
+    def _grantable(self, holder: str) -> GroupRecord | None:
+        """The group that this holder's next lease is for: the oldest returned one, else the oldest fresh one.
+
+        None when nothing is free, or when quarantine keeps the free groups away from the groups that this holder has.
+        """
+        if self._quarantine.is_empty:
+            return next(self._free_groups(), None)
+        held = {group_id: group for (group_id, _), group in self._held.get(holder, {}).items()}
+        suspects = [group for group in self._free_groups() if group.company]
+        if self._quarantine.is_kept_free(holder, held, suspects):
+            return next((group for group in suspects if _may_share(held, group)), None)
+        return next((group for group in self._free_groups() if _may_share(held, group)), None)
+
+    def _hold(self, group: GroupRecord, indices: Iterable[int], holder: str) -> int:
+        """Record that a generator samples these free members; return the number of the lease."""
+        lease, group.num_leases = group.num_leases, group.num_leases + 1
+        held, now_s = self._held.setdefault(holder, {}), self._clock()
+        num_before = len(held)
+        for index in indices:
+            member = group.members[index]
+            member.holder, member.lease, member.seen_s = holder, lease, now_s
+            held[group.group_id, index] = group
+        num_members = len(held) - num_before
+        self.num_held += num_members
+        self._forget_if_not_free(group)
+        self._deadlines.begin((group.group_id, lease), holder, group, num_members)
+        self._deadlines.look_at((group.group_id, lease), now_s + self.lease_deadline_s)
+        return lease
+
+    def _delivered(self, group: GroupRecord, index: int) -> None:
+        """Record that a member has arrived, no matter which generator held it."""
+        self._let_go(group, index)
+        group.deliver(index)
+        self._forget_if_not_free(group)
+        if group.group_id in self._returned:
+            self._queue_returned(group)  # the delivered member may be the one that was out of attempts
+        if group.is_finished:
+            self._quarantine.forget(group)
+            self._lost_leases.clear_strikes(group.prompt)
+
+    def _remove(self, group: GroupRecord) -> None:
+        """Forget a dropped group: its leases end, and it is never granted again."""
+        group.is_dropped = True
+        for index in range(len(group.members)):
+            self._let_go(group, index)
+        self._returned.pop(group.group_id, None)
+        self._quarantine.forget(group)
+
+    def _check_leases(self, groups: Sequence[GroupRecord]) -> None:
         """Raise LedgerError unless the book and the records of all groups agree."""
         recorded = {
             (member.holder, group.group_id, index)
@@ -295,6 +286,8 @@ class LeaseBook:
         queued = self._returned.keys() | {group.group_id for group in (*self._fresh, *self._waiting)}
         if lost := [group.group_id for group in groups if group.has_free and group.group_id not in queued]:
             raise LedgerError(f"groups {lost} have free members that no grant would find")
+
+    # ---------------------------------------------------------------------------------------------------- internals
 
     def _free_groups(self) -> Iterator[GroupRecord]:
         """Groups with members to grant: all returned ones, oldest first, then the oldest fresh one.
@@ -344,7 +337,7 @@ class LeaseBook:
         if not held:
             del self._held[member.holder]
         self.num_held -= 1
-        self.relieved.add(member.holder)
+        self._relieved.add(member.holder)
         self._deadlines.let_go((group.group_id, member.lease))
         member.holder = None
 
@@ -427,7 +420,7 @@ def _longer(old: Prefix | None, new: Prefix | None) -> Prefix | None:
 # --------------------------------------------------------------------------------------------------------------- ledger
 
 
-class AdmissionLedger:
+class AdmissionLedger(Leases):
     """The life of every group: admitted, granted (again and again), finished, taken, released; or dropped."""
 
     def __init__(
@@ -448,10 +441,9 @@ class AdmissionLedger:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = self._num_slots_open = num_slots
         self.window_groups, self.groups_per_step, self.group_size = window_groups, groups_per_step, group_size
-        self._sampling, self._clock = sampling, clock
-        self._leases = LeaseBook(lease_deadline_s, max_attempts, clock=clock, lost_leases=lost_leases or LostLeases())
+        super().__init__(lease_deadline_s, max_attempts, clock=clock, lost_leases=lost_leases or LostLeases())
+        self._sampling = sampling
         self.next_group_id = 0  # of the group that is admitted next
-        self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._tally = UntakenTally(groups_per_step)  # of these
         self._choice = BatchChoice(groups_per_step, window_groups)
         self._taken: dict[int, GroupRecord] = {}
@@ -489,12 +481,28 @@ class AdmissionLedger:
             group.due = self._num_released + most_behind * self.groups_per_step
         self.next_group_id, self._untaken[group.group_id] = group.group_id + 1, group
         self._tally.add(group)
-        self._leases.add(group, waits=again)
+        self._queue(group, waits=again)
         return group.group_id
 
     def readmit(self, live_version: int) -> list[GroupRecord]:
-        """Let restored groups be granted in order; return those that count as admitted now (LeaseBook.readmit)."""
-        return self._leases.readmit(self.groups, self.num_slots, live_version)
+        """Let restored groups be granted, oldest first, while they are among the num_slots oldest that have a slot.
+
+        If steps cannot be repeated, more groups come back than there are slots, admitted under versions that do not
+        exist yet.  Sampled at once, the last ones would be far too stale when their turn comes.  Returns the groups
+        that from now on count as admitted under live_version.
+        """
+        changed = []
+        while self._waiting:
+            group = self._waiting[0]
+            if not (group.is_finished or group.is_dropped):
+                if sum(other.group_id < group.group_id for other in self.groups) >= self.num_slots:
+                    break
+                if group.admitted_version > live_version:
+                    group.admitted_version = live_version
+                    changed.append(group)
+                self._queue(group)
+            self._waiting.popleft()
+        return changed
 
     # ---------------------------------------------------------------------------------------------------- leases
 
@@ -503,14 +511,14 @@ class AdmissionLedger:
 
         Returned groups come first, then fresh ones, oldest first; a suspect group may get a generator of its own.
         """
-        group = self._leases.grantable(holder) if credit_samples > 0 else None
+        group = self._grantable(holder) if credit_samples > 0 else None
         if group is None:
             return None
         indices = tuple(group.free_indices[:credit_samples])
         prefixes = tuple(group.members[index].prefix for index in indices)
         return Lease(
             group_id=group.group_id,
-            attempt=self._leases.hold(group, indices, holder),
+            attempt=self._hold(group, indices, holder),
             prompt=group.prompt,
             group_size=len(group.members),
             sample_indices=indices,
@@ -521,58 +529,16 @@ class AdmissionLedger:
 
     def adopt(self, holder: str, group_id: int, sample_index: int) -> None:
         """Count a free member as leased to this generator, which kept sampling it after its lease was over."""
-        self._leases.hold(self.group(group_id), (sample_index,), holder)
-
-    @property
-    def is_quarantining(self) -> bool:
-        """Whether `grant` may return None for one holder and a lease for another."""
-        return self._leases.is_quarantining
-
-    def outstanding(self, holder: str) -> int:
-        """Samples leased to this generator that it neither delivered, lost nor handed back."""
-        return self._leases.outstanding(holder)
-
-    def take_relieved(self) -> set[str]:
-        """Holders that have let go of a sample since the last call."""
-        relieved, self._leases.relieved = self._leases.relieved, set()
-        return relieved
+        self._hold(self.group(group_id), (sample_index,), holder)
 
     def deliver(self, group_id: int, sample_index: int) -> bool:
         """Record that a member arrived, whichever generator holds it.  False, without effect, if it is not wanted."""
-        if not self.is_wanted(group_id, sample_index):
+        group = self.wanted(group_id, sample_index)
+        if group is None:
             return False
-        group = self._untaken[group_id]
-        self._leases.deliver(group, sample_index)
+        self._delivered(group, sample_index)
         self._tally.delivered(group)
         return True
-
-    def hand_back(
-        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
-    ) -> None:
-        """Make members grantable again, each with what was sampled of it; this does not count as a lost lease.
-
-        Ignored: members that another one holds, that are delivered or not there, unknown groups.  prefixes: none, or
-        one per sample index.  Raises LedgerError, changing nothing, for another number of them, or an index below 0.
-        """
-        self._leases.hand_back(self._untaken.get(group_id), holder, sample_indices, prefixes)
-
-    def renew(
-        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
-    ) -> None:
-        """The holder continues these members; prefixes are for the next holder.  Ignores and raises as hand_back."""
-        self._leases.renew(self._untaken.get(group_id), holder, sample_indices, prefixes)
-
-    def expire(self) -> list[tuple[int, str]]:
-        """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
-        return self._leases.expire()
-
-    def forget_holder(self, holder: str, *, is_dead: bool = True) -> list[int]:
-        """Free everything that a dead or reconnected generator held; return the groups' ids, ascending."""
-        return self._leases.forget_holder(holder, is_dead=is_dead)
-
-    def poisoned(self) -> list[int]:
-        """Groups with a member that has lost max_attempts leases; they are no longer granted, the caller drops them."""
-        return self._leases.poisoned()
 
     # ------------------------------------------------------------------------------------------------ resolution
 
@@ -582,7 +548,7 @@ class AdmissionLedger:
         if group is None:
             raise LedgerError(f"group {group_id} cannot be dropped ({reason}): it is {self._whereabouts(group_id)}")
         self._tally.remove(group)
-        self._leases.remove(group)
+        self._remove(group)
         self._dropped[reason.value] += 1
 
     def upcoming(self, num_groups: int) -> list[int] | None:
@@ -637,15 +603,27 @@ class AdmissionLedger:
 
     # ------------------------------------------------------------------------------------------------ inspection
 
-    def is_wanted(self, group_id: int, sample_index: int) -> bool:
-        """True if `deliver` would take this member."""
+    def wanted(self, group_id: int, sample_index: int) -> GroupRecord | None:
+        """The record, read-only, of a group that wants this member; None: `deliver` would not take it."""
         group = self._untaken.get(group_id)
         members = group.members if group is not None else []
-        return 0 <= sample_index < len(members) and not members[sample_index].is_delivered
+        return group if 0 <= sample_index < len(members) and not members[sample_index].is_delivered else None
+
+    def is_wanted(self, group_id: int, sample_index: int) -> bool:
+        """True if `deliver` would take this member."""
+        return self.wanted(group_id, sample_index) is not None
 
     def is_open(self, group_id: int) -> bool:
         """True while a group is in flight or finished: neither taken nor dropped."""
         return group_id in self._untaken
+
+    def open_record(self, group_id: int) -> GroupRecord | None:
+        """The record, read-only, of a group that is in flight or finished; None: it is neither."""
+        return self._untaken.get(group_id)
+
+    def open_groups(self) -> list[int]:
+        """Ids of all groups that are in flight or finished, in order of admission."""
+        return [*self._untaken]
 
     def group(self, group_id: int) -> GroupRecord:
         """The record of a group that has a slot, read-only.  Raises LedgerError for one that is gone or unknown."""
@@ -676,8 +654,8 @@ class AdmissionLedger:
             "dropped": self._dropped.total(),
             **{f"dropped_{reason}": self._dropped[reason.value] for reason in DropReason},
             "free_slots": max(0, self._num_slots_open - self._num_slots_taken),
-            "held_samples": self._leases.num_held,
-            "lost_samples": self._leases.num_lost_members,  # leased and not delivered: expired or died
+            "held_samples": self.num_held,
+            "lost_samples": self.num_lost_members,  # leased and not delivered: expired or died
         }
 
     def conservation(self) -> None:
@@ -690,7 +668,7 @@ class AdmissionLedger:
         num_finished = sum(all(m.is_delivered for m in group.members) for group in self._untaken.values())
         if num_finished != self._tally.num_finished:
             raise LedgerError(f"{num_finished} groups are finished, and {self._tally.num_finished} are counted")
-        self._leases.check(self.groups)
+        self._check_leases(self.groups)
 
     # ----------------------------------------------------------------------------------------------- persistence
 
@@ -735,7 +713,7 @@ class AdmissionLedger:
             group = GroupRecord.from_json(saved, self._clock())
             self._untaken[group.group_id] = group
             self._tally.add(group)
-            self._leases.add(group)
+            self._queue(group)
 
     @property
     def _num_taken(self) -> int:

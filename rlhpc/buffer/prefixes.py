@@ -31,8 +31,8 @@ from rlhpc.base.files import numbered_files
 from rlhpc.base.native import crc32
 from rlhpc.base.ownership import Fence
 from rlhpc.buffer.batches import GroupRecord
-from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.journal import make_file, write_at
+from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.protocol.errors import JournalError
 from rlhpc.protocol.types import Int32, Prefix
 
@@ -236,9 +236,9 @@ class Receipt:
 class PartialIntake:
     """Receives pieces, and knows the prefix of every member that is being sampled."""
 
-    def __init__(self, buffer: RolloutBuffer, max_tokens: int) -> None:
+    def __init__(self, ledger: AdmissionLedger, max_tokens: int) -> None:
         """max_tokens: of a completion."""
-        self._buffer, self._max_tokens = buffer, max_tokens
+        self._ledger, self._max_tokens = ledger, max_tokens
 
     def receive(self, holder: str, partials: Sequence[PartialRollout], newest_version: int) -> Receipt:
         """Extend the prefixes of members that this generator holds, and renew its leases of them.
@@ -248,9 +248,9 @@ class PartialIntake:
         """
         receipt = Receipt()
         for partial in partials:
-            group = self._buffer.open_record(partial.group_id)
+            group = self._ledger.open_record(partial.group_id)
             if group is None:
-                if partial.group_id < self._buffer.num_admitted and partial.group_id not in receipt.unwanted:
+                if partial.group_id < self._ledger.next_group_id and partial.group_id not in receipt.unwanted:
                     receipt.unwanted.append(partial.group_id)
                 continue
             if odd := self._oddity(partial, group, newest_version):
@@ -258,7 +258,7 @@ class PartialIntake:
                 continue
             member = group.members[partial.sample_index]
             if member.is_free:
-                self._buffer.adopt(holder, partial.group_id, partial.sample_index)
+                self._ledger.adopt(holder, partial.group_id, partial.sample_index)
                 receipt.num_adopted += 1
             if member.holder != holder:
                 continue
@@ -269,14 +269,14 @@ class PartialIntake:
                     receipt.kept.append(partial)
                 else:
                     receipt.wanted.append((partial.group_id, partial.sample_index))
-            self._buffer.renew(holder, partial.group_id, (partial.sample_index,), (prefix,))
+            self._ledger.renew(holder, partial.group_id, (partial.sample_index,), (prefix,))
         return receipt
 
     def whole(self, members: Iterable[Member]) -> list[PartialRollout]:
         """The prefixes of these members, for those that have one and whose group is still open."""
         found = []
         for group_id, index in members:
-            group = self._buffer.open_record(group_id)
+            group = self._ledger.open_record(group_id)
             prefix = group.members[index].prefix if group is not None and index < len(group.members) else None
             if group is not None and prefix is not None:
                 found.append(PartialRollout(group_id, index, group.prompt.prompt_id, 0, 0, prefix))
@@ -284,7 +284,7 @@ class PartialIntake:
 
     def all(self) -> list[PartialRollout]:
         """The prefixes of all unfinished members."""
-        groups = [(group_id, self._buffer.open_record(group_id)) for group_id in self._buffer.open_groups()]
+        groups = [(group_id, self._ledger.open_record(group_id)) for group_id in self._ledger.open_groups()]
         return self.whole((group_id, i) for group_id, group in groups if group for i in range(len(group.members)))
 
     def restore(self, partials: Mapping[Member, PartialRollout], newest_version: int) -> list[PartialRollout]:
@@ -294,12 +294,12 @@ class PartialIntake:
         """
         members = []
         for (group_id, index), partial in partials.items():
-            group = self._buffer.open_record(group_id)
+            group = self._ledger.open_record(group_id)
             if group is None or self._oddity(partial, group, None) or not group.members[index].is_free:
                 continue
             prefix = up_to_version(partial.tokens, newest_version)
             if prefix is not None:
-                self._buffer.hand_back("", group_id, (index,), (prefix,))
+                self._ledger.hand_back("", group_id, (index,), (prefix,))
                 members.append((group_id, index))
         return self.whole(members)
 

@@ -62,7 +62,7 @@ def duplicate_counted() -> Iterator[None]:
 
     def receive(self: RolloutSink, holder: str, scored: ScoredRollout) -> bool:
         group_id, index = scored.rollout.group_id, scored.rollout.sample_index
-        record = self._buffer.open_record(group_id)
+        record = self._buffer.ledger.open_record(group_id)
         if record is not None and record.members[index].is_delivered:
             missing = next((i for i, member in enumerate(record.members) if not member.is_delivered), index)
             scored = replace(scored, rollout=replace(scored.rollout, sample_index=missing))

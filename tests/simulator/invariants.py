@@ -74,7 +74,7 @@ class Invariants:
         self._controller, self._known = controller, known
         state: Any = controller.state
         self._for_a_group: set[tuple[str, int]] = set()  # deliveries whose group was there when they were heard
-        self._buffer, self._ledger, self._journal = state.buffer, state.buffer._ledger, state.journal
+        self._buffer, self._ledger, self._journal = state.buffer, state.buffer.ledger, state.journal
         self._timeline = state.replay.timeline
         self._weight_sync: Any = controller.weight_sync
         self._config = controller.context.config
@@ -104,7 +104,7 @@ class Invariants:
             sync.live_version,
             self._controller.loop.version,
             self._controller.loop.step,
-            ledger._leases.num_held,
+            ledger.num_held,
         )
         if seen == self._seen:
             return
@@ -168,7 +168,7 @@ class Invariants:
     def check_restored(self) -> None:
         """What was acknowledged is here, or its group is over."""
         for group_id, index in self._known.acknowledged:
-            if group_id >= self._ledger.next_group_id or self._buffer.is_wanted(group_id, index):
+            if group_id >= self._ledger.next_group_id or self._buffer.ledger.is_wanted(group_id, index):
                 raise Violation(f"rollout {group_id}:{index} was acknowledged, and is gone after a restart")
 
     def heard(self, peer: str, message: object) -> None:

@@ -110,13 +110,13 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
     config, layout, fence, clock = context.config, context.layout, context.fence, asyncio.get_running_loop().time
     awake = AwakeClock(clock, longest_s=config.transport.dead_after_s / PAUSE_COUNTS_FOR)
     state = patiently(partial(open_controller_state, context, awake), layout.root)
-    buffer, prompts, timeline, disk = state.buffer, state.prompts, state.replay.timeline, DiskWriter()
+    buffer, ledger, prompts, disk = state.buffer, state.ledger, state.prompts, DiskWriter()
     # Who is there, and samples with which weights.
     registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, clock=awake, code=context.code)
     trainer = TrainerLink(batches)
     weight_sync = WeightSync(
         control=control, trainer=trainer, membership=state.membership, choose=transport_choice(config),
-        timeline=timeline, limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+        timeline=state.replay.timeline, limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
         canary=open_canary(config, prompts), clock=awake,
     )  # fmt: skip
     processes = RunProcesses(context, control, registry, weight_sync, state, lane=disk.notes)
@@ -133,7 +133,7 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
     )  # fmt: skip
     # Batches are trained, weights are published, slots come free.
     guarding = Guarding(
-        guard=state.guard, buffer=buffer, admission=config.admission, file=GuardFile(layout.guard, fence),
+        guard=state.guard, ledger=ledger, admission=config.admission, file=GuardFile(layout.guard, fence),
         lane=disk.notes, attempt=context.attempt, may_tighten=not config.run.deterministic,
     )  # fmt: skip
     loop = TrainLoop(
@@ -142,9 +142,9 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
         guarding=guarding, progress=state.progress,
     )  # fmt: skip
     partials = PartialKeeping(
-        intake=PartialIntake(buffer, config.generation.max_completion_tokens),
+        intake=PartialIntake(ledger, config.generation.max_completion_tokens),
         files=PartialLog(layout.rollouts, context.attempt, fence), leases=leases, lane=disk.partials,
-        timeline=timeline, newest_version=loop.newest_version, commit_groups=journaling.commit_soon,
+        timeline=state.replay.timeline, newest_version=loop.newest_version, commit_groups=journaling.commit_soon,
     )  # fmt: skip
     # What a resume needs, and what people look at.
     sealing = PatientSealing(state.segments, clock=awake)
@@ -153,7 +153,7 @@ def assemble(context: RoleContext, control: ServerChannel, leases: ServerChannel
         durable=journaling.durable, totals=partial(sink.counted_in, state.totals),
     )  # fmt: skip
     last_save = LastSave(control, registry, checkpoints, journaling, awake)
-    board = StatusBoard(layout, config, registry, buffer, fence, writers=(journaling, sealing, checkpoints), gate=gate)
+    board = StatusBoard(layout, config, registry, ledger, fence, writers=(journaling, sealing, checkpoints), gate=gate)
     open_recorder = partial(
         RunRecorder, context=context, state=state, live=board.figures, registry=registry, weight_sync=weight_sync,
         sink=sink, lane=disk.metrics, channels=(control, leases, batches), clock=clock,
@@ -299,7 +299,7 @@ class Controller:
                     continue
                 await self.dispatcher.cancel(self.sink.cancelled)
             elif isinstance(message, LeaseReturn) and self._counts(message):
-                self.state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+                self.state.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
                 self.partials.handed_back(message)
             elif isinstance(message, LeaseProgress):
                 await self.partials.receive(name, message)
@@ -320,8 +320,8 @@ class Controller:
             await asyncio.sleep(WATCH_INTERVAL_S)
             if await self.processes.lose_silent():
                 self.loop.groups_changed()  # perhaps only generators without weights are left
-            self.state.totals.leases_regranted += self.state.buffer.expire()
-            for group_id in self.state.buffer.poisoned():
+            self.state.totals.leases_regranted += len(self.state.ledger.expire())
+            for group_id in self.state.ledger.poisoned():
                 self.sink.refuse(group_id)
                 self.loop.groups_changed()
             await self.disk.segments.run(self.sealing.tick)
@@ -336,12 +336,12 @@ class Controller:
         context, state = self.context, self.state
         is_complete = self.loop.step >= context.config.run.num_steps
         if is_complete:
-            for group_id in state.buffer.open_groups():
+            for group_id in state.ledger.open_groups():
                 self.sink.drop(group_id, DropReason.CANCELLED)
             lane, layout = self.disk.segments, context.layout
             await patiently_awaited(lambda: lane.run(state.segments.seal_all), layout.rollouts)
             self.recorder.close_totals()
-            facts = state.totals, state.buffer.staleness_bound, context.config.admission.group_size, context.fence
+            facts = state.totals, state.ledger.staleness_bound, context.config.admission.group_size, context.fence
             await patiently_awaited(lambda: lane.run(summarise, layout, *facts), layout.summary)
         self.board.figures.phase = "complete" if is_complete else "stopped"
 
@@ -450,7 +450,7 @@ class RunProcesses:
         if known is not None and known.hello.incarnation != message.incarnation:
             if message.role == "generator" and is_same_start(known.hello.incarnation, message.incarnation):
                 log.warning("%s has connected again", name)  # a channel failed; it says what it goes on with
-                self._state.buffer.forget_holder(name, is_dead=False)
+                self._state.ledger.forget_holder(name, is_dead=False)
                 has_lost = True
             else:
                 has_lost = await self._lose(name, "was started again")  # its leases are lost
@@ -509,5 +509,6 @@ class RunProcesses:
 
     async def _reclaim(self, name: str, *, is_dead: bool = True) -> None:
         """Reclaim the leases of a generator that is dead, or silent for too long, or has left."""
-        self._state.totals.leases_regranted += self._state.buffer.forget_holder(name, is_dead=is_dead)
+        groups = self._state.ledger.forget_holder(name, is_dead=is_dead)
+        self._state.totals.leases_regranted += len(groups)
         await self.write()

@@ -292,7 +292,7 @@ class LeaseDispatcher:
         fills_slots: admit as soon as there is a slot, whoever may sample it and when: which prompts are admitted under
         which version then depends on nothing that takes time.
         """
-        self._leases, self._buffer, self._prompts = leases, buffer, prompts
+        self._leases, self._buffer, self._ledger, self._prompts = leases, buffer, buffer.ledger, prompts
         self._policy, self._credit, self._on_disk = policy, credit, on_disk
         self._fills_slots, self._brake = fills_slots, brake
         self._work = asyncio.Event()
@@ -331,18 +331,18 @@ class LeaseDispatcher:
             if self.is_open and self._policy.live_version >= 0:
                 self._buffer.readmit(self._policy.live_version)
                 # In quarantine what is free may be for nobody, and says nothing of what others could sample.
-                if self._fills_slots or self._buffer.is_quarantining:
+                if self._fills_slots or self._ledger.is_quarantining:
                     await self._admit(math.inf)
                 await self._grant()
 
     async def _admit(self, num_samples: float) -> bool:
         """Draw prompts of which so many samples are wanted, as far as slots are free; whether some may be granted."""
         is_new = False
-        while num_samples > 0 and self._buffer.has_slot:
+        while num_samples > 0 and self._ledger.has_slot:
             version = self._policy.live_version
             prompt = self._prompts.draw(version)
             size = self._prompts.num_rollouts(prompt.prompt_id)
-            num_samples -= self._buffer.size_of(self._buffer.admit(prompt, version, size))
+            num_samples -= len(self._ledger.group(self._buffer.admit(prompt, version, size)).members)
             is_new = True
         if is_new and self._on_disk is not None:
             # Who samples a group by its id goes on after a restart, and must not find another prompt there.
@@ -354,10 +354,10 @@ class LeaseDispatcher:
         self._look()
         while self.is_open and (most := self._queue.most()) is not None:  # it may end while something is written
             name, credit = most
-            lease = self._buffer.grant(name, credit)
+            lease = self._ledger.grant(name, credit)
             if lease is not None:
                 await self._send(name, lease)
-            elif self._buffer.is_quarantining:
+            elif self._ledger.is_quarantining:
                 self._leave_out(name)  # there may be something for another one
             elif not await self._admit(credit):
                 return
@@ -369,14 +369,14 @@ class LeaseDispatcher:
             await self._leases.send(name, lease)
         except (PeerUnreachable, ChannelFull) as error:
             log.warning("lease of group %d not delivered: %s", lease.group_id, error)
-            self._buffer.hand_back(name, lease.group_id, lease.sample_indices, lease.prefixes)
+            self._ledger.hand_back(name, lease.group_id, lease.sample_indices, lease.prefixes)
             self._leave_out(name)
         else:
             self._queue.look_at(name)
 
     def _look(self) -> None:
         """Look at the credit of whoever may have another than before."""
-        relieved = self._buffer.take_relieved()
+        relieved = self._ledger.take_relieved()
         if self._is_all_changed:
             self._is_all_changed = False
             self._queue.look_at_all(self._policy.ready_members)
@@ -393,4 +393,4 @@ class LeaseDispatcher:
     def _credit_of(self, name: str) -> int:
         if not self._policy.is_ready(name) or (self._brake is not None and not self._brake.may_lease(name)):
             return 0
-        return self._credit.capacity(name) - self._buffer.outstanding(name)
+        return self._credit.capacity(name) - self._ledger.outstanding(name)

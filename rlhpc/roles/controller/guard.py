@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rlhpc.algorithms.guard import FIGURES, Action, GuardDecision, StepGuard, guarded_figures
 from rlhpc.base.ownership import Fence
-from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.history import Trained
+from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.config.tables import AdmissionConfig
 from rlhpc.protocol.errors import GuardStop, TrainingError
@@ -109,7 +109,7 @@ class Guarding:
     def __init__(
         self,
         guard: StepGuard,
-        buffer: RolloutBuffer,
+        ledger: AdmissionLedger,
         admission: AdmissionConfig,
         *,
         file: GuardFile | None = None,
@@ -121,7 +121,7 @@ class Guarding:
 
         may_tighten: False for a deterministic run, where which groups are admitted under which weights is settled.
         """
-        self._guard, self._buffer, self._attempt = guard, buffer, attempt
+        self._guard, self._ledger, self._attempt = guard, ledger, attempt
         self._file, self._lane = file, lane or DiskLane("guard")
         self._tight_staleness = admission.max_staleness // 2 if may_tighten else admission.max_staleness
         self._num_slots = admission.num_slots
@@ -183,7 +183,7 @@ class Guarding:
 
     def _set_admission(self) -> None:
         is_tight = self._guard.rung >= Action.TIGHTEN
-        self._buffer.tighten(self._num_tight_slots if is_tight else self._num_slots)
+        self._ledger.tighten(self._num_tight_slots if is_tight else self._num_slots)
 
     def _count_skips(self, report: StepReport) -> None:
         is_finite = report.applied or bool(report.refused)

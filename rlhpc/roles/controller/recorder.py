@@ -174,7 +174,7 @@ class RunRecorder:
         clock: Clock,
     ) -> None:
         self._config, self._totals, self._live = context.config, state.totals, live
-        self._buffer, self._prompts, self._tokenizer = state.buffer, state.prompts, state.tokenizer
+        self._ledger, self._prompts, self._tokenizer = state.ledger, state.prompts, state.tokenizer
         self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
         self._channels, self._lane = channels, lane
         self.lag = LoopLag(clock)  # of the event loop, while its run() runs
@@ -302,14 +302,14 @@ class RunRecorder:
 
     def _situation(self) -> dict[str, float]:
         """Current state: queues, weights, engines."""
-        counts = self._buffer.counts()
+        counts = self._ledger.counts()
         are_there = self._registry.names("generator")
         acks = [ack for name, ack in self._weight_sync.last_acks.items() if name in are_there and not ack.error]
         channels = [channel.statistics for channel in self._channels]
         num_generators = max(1, len(are_there))
         return {
             **self._prompts.figures(),
-            "staleness/bound": float(self._buffer.staleness_bound),
+            "staleness/bound": float(self._ledger.staleness_bound),
             "queue/slots_free": float(counts["free_slots"]),
             "queue/in_flight": float(counts["in_flight"]),
             "queue/finished": float(counts["finished"]),

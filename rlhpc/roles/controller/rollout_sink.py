@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhpc.algorithms.estimators import has_reward_variance
 from rlhpc.algorithms.samples import RewardShaping
-from rlhpc.buffer.batches import DropReason, ResolvedGroup
+from rlhpc.buffer.batches import DropReason, GroupRecord, ResolvedGroup
 from rlhpc.buffer.buffer import RolloutBuffer
 from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.config.tables import AdmissionConfig
@@ -65,7 +65,8 @@ class RolloutSink:
         of_one_version: take only what the weights of its admission sampled whole.
         """
         self._shaping = shaping or RewardShaping()
-        self._buffer, self._gate, self._admission, self._of_one_version = buffer, gate, admission, of_one_version
+        self._buffer, self._ledger = buffer, buffer.ledger
+        self._gate, self._admission, self._of_one_version = gate, admission, of_one_version
         self._prompts = prompts
         self._lost_leases = lost_leases or LostLeases()
         self._num_consecutive_zero_variance = 0
@@ -80,14 +81,14 @@ class RolloutSink:
         LedgerError if a lease was sampled by weights that it was not for.
         """
         rollout = scored.rollout
-        record = self._buffer.open_record(rollout.group_id)
-        if record is None or not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
+        record = self._ledger.wanted(rollout.group_id, rollout.sample_index)
+        if record is None:
             return False  # a second copy, or its group was dropped meanwhile
         if record.prompt.prompt_id != rollout.prompt.prompt_id:
             log.warning("rollout %d:%d belongs to another prompt: ignored", rollout.group_id, rollout.sample_index)
             return False
         if self._of_one_version and (rollout.versions != record.admitted_version).any():
-            self._check_holder(holder, rollout)
+            self._check_holder(holder, rollout, record)
             log.warning("rollout %d:%d was sampled with other weights: ignored", rollout.group_id, rollout.sample_index)
             return False  # a generator has kept it from before a restart that has not repeated its steps
         self.stats.num_tokens += len(rollout.token_ids)
@@ -97,9 +98,9 @@ class RolloutSink:
             if scored.failure in KILLS_ITS_WORKER:
                 self._lost_leases.record_worker_death(rollout.prompt, scored.detail)
         self._gate.check(self._admission.max_groups_without_spread)
-        group = self._buffer.deliver(holder, self._with_own_reference(scored))
+        group = self._buffer.deliver(holder, _with_own_reference(scored, record))
         if scored.verdict is Verdict.VERIFIER_ERROR:
-            self.drop(rollout.group_id, DropReason.VERIFIER_ERROR)
+            self._drop(record, DropReason.VERIFIER_ERROR)
             return True
         if group is None:
             return False
@@ -108,21 +109,9 @@ class RolloutSink:
         self._check_reward_variance(group)
         return True
 
-    def _with_own_reference(self, scored: ScoredRollout) -> ScoredRollout:
-        """A long reference, such as the tests of a program, is kept once for a group, not for each member."""
-        prompt = scored.rollout.prompt
-        if len(prompt.reference) < LONG_REFERENCE:
-            return scored
-        record = self._buffer.open_record(scored.rollout.group_id)
-        if record is None or prompt.reference != record.prompt.reference:
-            return scored
-        prompt = replace(prompt, reference=record.prompt.reference)
-        return replace(scored, rollout=replace(scored.rollout, prompt=prompt))
-
-    def _check_holder(self, holder: str, rollout: Rollout) -> None:
+    def _check_holder(self, holder: str, rollout: Rollout, record: GroupRecord) -> None:
         """Who holds a lease samples it with the live weights: others would not be better the next time."""
-        record = self._buffer.open_record(rollout.group_id)
-        if record is not None and record.members[rollout.sample_index].holder == holder:
+        if record.members[rollout.sample_index].holder == holder:
             raise LedgerError(
                 f"{holder} was given sample {rollout.sample_index} of group {rollout.group_id}, admitted under version "
                 f"{record.admitted_version}, and has sampled it by versions {sorted(set(rollout.versions.tolist()))}: "
@@ -143,7 +132,7 @@ class RolloutSink:
             if resolved.drop_reason is not None:
                 self.stats.num_zero_variance += resolved.drop_reason is DropReason.NO_SPREAD
                 self._count_drop(resolved.drop_reason)
-            elif self._buffer.is_open(group.group_id):
+            elif self._ledger.is_open(group.group_id):
                 self._check_reward_variance(group)
 
     def refuse(self, group_id: int) -> None:
@@ -151,7 +140,7 @@ class RolloutSink:
 
         Raises StarvedError or RoleFailed when that happens too often: a run must not go on with what it refuses.
         """
-        record = self._buffer.open_record(group_id)
+        record = self._ledger.open_record(group_id)
         if record is None:
             return
         suspicion = self._lost_leases.of(record.prompt)
@@ -161,7 +150,7 @@ class RolloutSink:
             name, num_lost = self._lost_leases.record_of(record.prompt.prompt_id), record.attempts - 1
             cause, why = LEASES_LOST, f"{name}: {num_lost} leases of one of its samples expired or ended with a death"
         log.warning("group %d is dropped: %s: %s", group_id, cause.replace("_", " "), why)
-        self.drop(group_id, DropReason.POISON)
+        self._drop(record, DropReason.POISON)
         self._gate.count_refused(cause, why)
         self._gate.check(self._admission.max_groups_without_spread)
 
@@ -172,12 +161,15 @@ class RolloutSink:
 
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group; its slot is free at once.  No effect if it is already resolved."""
-        record = self._buffer.open_record(group_id)
+        record = self._ledger.open_record(group_id)
         if record is not None:
-            if not record.is_finished:
-                self.cancelled.append(group_id)
-            self._buffer.drop(group_id, reason)
-            self._count_drop(reason)
+            self._drop(record, reason)
+
+    def _drop(self, record: GroupRecord, reason: DropReason) -> None:
+        if not record.is_finished:
+            self.cancelled.append(record.group_id)
+        self._buffer.drop(record.group_id, reason)
+        self._count_drop(reason)
 
     def _count_finished(self, group: RolloutGroup) -> None:
         self.stats.groups.append(group)
@@ -237,3 +229,12 @@ class RolloutSink:
             f"{mean:g} on average), so that no batch can be filled; {remedy}; admission.active_sampling=false "
             "trains regardless"
         )
+
+
+def _with_own_reference(scored: ScoredRollout, record: GroupRecord) -> ScoredRollout:
+    """Keep a long reference, such as the tests of a program, once for a group, not for each member."""
+    prompt = scored.rollout.prompt
+    if len(prompt.reference) < LONG_REFERENCE or prompt.reference != record.prompt.reference:
+        return scored
+    prompt = replace(prompt, reference=record.prompt.reference)
+    return replace(scored, rollout=replace(scored.rollout, prompt=prompt))

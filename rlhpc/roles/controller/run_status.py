@@ -24,7 +24,7 @@ from rlhpc.base.files import write_atomically
 from rlhpc.base.ownership import Fence
 from rlhpc.base.patience import patiently
 from rlhpc.base.run_directory import RunLayout
-from rlhpc.buffer.buffer import RolloutBuffer
+from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LineFile
 from rlhpc.buffer.segments import read_columns, segments_that_are_left
 from rlhpc.config.rules import Config
@@ -296,12 +296,12 @@ class StatusBoard:
         layout: RunLayout,
         config: Config,
         registry: ProcessRegistry,
-        buffer: RolloutBuffer,
+        ledger: AdmissionLedger,
         fence: Fence | None = None,
         writers: Sequence[Writer] = (),
         gate: ErrorGate | None = None,
     ) -> None:
-        self._path, self._config, self._registry, self._buffer = layout.status, config, registry, buffer
+        self._path, self._config, self._registry, self._ledger = layout.status, config, registry, ledger
         self._fence, self._writers, self._gate = fence, writers, gate
         self._timeline = Timeline(layout.timeline, fence)
         self.figures = LiveFigures()
@@ -314,8 +314,8 @@ class StatusBoard:
             "name": self._config.run.name,
             "unix_time_s": now_s,
             "num_steps": self._config.run.num_steps,
-            "staleness_bound": self._buffer.staleness_bound,
-            "queue": self._buffer.counts() | {"oldest_in_flight_s": round(self._buffer.oldest_in_flight_age_s)},
+            "staleness_bound": self._ledger.staleness_bound,
+            "queue": self._ledger.counts() | {"oldest_in_flight_s": round(self._ledger.oldest_in_flight_age_s)},
             "roles": roles,
             "disk_troubles": [each.disk_trouble for each in self._writers if each.disk_trouble],
             "errors": self._gate.document() if self._gate is not None else {},

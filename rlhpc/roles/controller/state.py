@@ -259,6 +259,11 @@ class ControllerState:
     guard: StepGuard = field(default_factory=lambda: StepGuard(GuardConfig()))
     progress: RunProgress = field(default_factory=RunProgress)
 
+    @property
+    def ledger(self) -> AdmissionLedger:
+        """Slots and leases of the buffer's groups."""
+        return self.buffer.ledger
+
 
 def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
     """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
@@ -316,7 +321,7 @@ def _restore(
         log.warning("%s: its rollouts are sampled again", problem)
     # Without a checkpoint, rollouts of late policies would be trained on by an early one if the early ones are gone.
     goes_on = saved is not None or not history.lost_beginning
-    first_group = buffer.counts()["admitted"]
+    first_group = buffer.ledger.next_group_id
     restored = buffer.restore(history, prompts.draw_again) if goes_on else []
     if restored:
         log.info("%d groups of %d rollouts come from the journal", len(restored), len(history.rollouts))
@@ -358,7 +363,7 @@ def _restore_partials(context: RoleContext, first_attempt: int, version: int, bu
         raise CheckpointError(f"the partial rollouts cannot be read: {error}") from error
     for problem in problems:
         log.warning("%s: its rollouts are sampled again", problem)
-    restored = PartialIntake(buffer, context.config.generation.max_completion_tokens).restore(partials, version)
+    restored = PartialIntake(buffer.ledger, context.config.generation.max_completion_tokens).restore(partials, version)
     if restored:
         log.info("%d rollouts go on from %d tokens", len(restored), sum(each.end for each in restored))
 

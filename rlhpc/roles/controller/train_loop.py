@@ -63,7 +63,7 @@ class Lockstep:
 
     def _num_settled(self) -> int:
         """Groups of the run that are trained, being trained, or finished and fit for it."""
-        counts = self._buffer.counts()
+        counts = self._buffer.ledger.counts()
         return counts["released"] + counts["taken"] + sum(map(self._is_fit, self._buffer.finished()))
 
     def _is_fit(self, group: RolloutGroup) -> bool:
@@ -146,7 +146,7 @@ class StepParts:
             self._least = min(enough, len(groups) + max(1, len(groups) // LOOK_AGAIN_AT))
             return 0.0
         self._least = self._smallest.groups
-        refuse_stale(groups, version, self._buffer.staleness_bound)
+        refuse_stale(groups, version, self._buffer.ledger.staleness_bound)
         self._buffer.begin(groups)
         packing = time.monotonic()
         made = await self._batches.part(groups, step, num_groups)
@@ -240,7 +240,7 @@ class TrainLoop:
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
         self._wake, self._durable = wake, durable
         self._rates = LearningRates(config, progress or RunProgress())
-        self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
+        self._guarding = guarding or Guarding(StepGuard(config.guard), buffer.ledger, config.admission)
         self.step, self.version, self._made = step, version, made
         self._saved = step  # of the last checkpoint
         self._ready = asyncio.Event()  # groups or generators have changed, or the run is to stop
@@ -372,7 +372,7 @@ class TrainLoop:
             self._ready.clear()
             groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
             if groups is not None:
-                refuse_stale(groups, self.version, self._buffer.staleness_bound)
+                refuse_stale(groups, self.version, self._buffer.ledger.staleness_bound)
                 return groups, time.monotonic() - began
             await self._republish_if_deserted()
             if not stop.is_set() and (trained_s := await self._parts.train(self.step, self.version)):

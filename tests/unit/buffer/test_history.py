@@ -115,8 +115,8 @@ def test_a_group_of_a_hard_prompt_comes_back_with_all_its_members(layout: RunLay
     journal_of(buffer).commit()
     history = read_history(layout.rollouts, START)
     again = begin(layout, 1, history)
-    assert [len(again.open_record(group_id).members) for group_id in (0, 1)] == [5, 2]
-    assert [again.is_wanted(0, index) for index in range(6)] == [False, True, True, False, True, False]
+    assert [len(again.ledger.open_record(group_id).members) for group_id in (0, 1)] == [5, 2]
+    assert [again.ledger.is_wanted(0, index) for index in range(6)] == [False, True, True, False, True, False]
     assert history.num_tokens == sum(len(member.scored.rollout.token_ids) for member in history.rollouts) > 0
     for index in (1, 2, 4):
         assert not again.is_finished(0)
@@ -132,12 +132,12 @@ def test_a_hard_prompt_s_rollouts_whose_admission_is_lost_come_back(layout: RunL
     history = read_history(layout.rollouts, START)
     assert history.implied == {0: Admitted(0, 0, 0, size=4)}
     again = begin(layout, 1, history)
-    assert [again.is_wanted(0, index) for index in range(5)] == [True, True, True, False, False]
-    again.hand_back("g-0", 0, (2, 4), (make_prefix(3), make_prefix(7)))  # by whoever was given five, and leaves
-    intake = PartialIntake(again, 10)
+    assert [again.ledger.is_wanted(0, index) for index in range(5)] == [True, True, True, False, False]
+    again.ledger.hand_back("g-0", 0, (2, 4), (make_prefix(3), make_prefix(7)))  # by whoever was given five, and leaves
+    intake = PartialIntake(again.ledger, 10)
     assert [(each.sample_index, each.end) for each in intake.whole((0, index) for index in (2, 4))] == [(2, 3)]
     with pytest.raises(LedgerError, match="which has 4"):
-        again.hand_back("g-0", 0, (-1,))
+        again.ledger.hand_back("g-0", 0, (-1,))
 
 
 def test_a_rollout_whose_admission_was_not_written_any_more_is_not_sampled_again(layout: RunLayout) -> None:
@@ -154,9 +154,13 @@ def test_a_rollout_whose_admission_was_not_written_any_more_is_not_sampled_again
     assert sorted(history.admitted) == [0]
     assert history.implied == {2: Admitted(2, 2, 3, size=2)}
     again = begin(layout, 1, history)
-    assert again.open_groups() == [0, 1, 2]
-    assert (again.is_wanted(2, 0), again.is_wanted(2, 1)) == (True, False)
-    assert [group.admitted_version for group_id in (0, 1, 2) if (group := again.open_record(group_id))] == [0, 3, 3]
+    assert again.ledger.open_groups() == [0, 1, 2]
+    assert (again.ledger.is_wanted(2, 0), again.ledger.is_wanted(2, 1)) == (True, False)
+    assert [group.admitted_version for group_id in (0, 1, 2) if (group := again.ledger.open_record(group_id))] == [
+        0,
+        3,
+        3,
+    ]
 
 
 def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout: RunLayout) -> None:
@@ -171,10 +175,10 @@ def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout
     history = read_history(layout.rollouts, START)
     assert (history.num_rollouts, history.problems, history.lost_beginning) == (7, [], "")
     again = begin(layout, 1, history)
-    assert again.open_groups() == [0, 1, 2, 4]
+    assert again.ledger.open_groups() == [0, 1, 2, 4]
     assert [group.group_id for group in again.finished()] == [0, 1]
-    assert not again.is_wanted(2, 1)
-    assert again.is_wanted(2, 0)
+    assert not again.ledger.is_wanted(2, 1)
+    assert again.ledger.is_wanted(2, 0)
     (step,) = recorded_steps(history, 0, again.is_finished)
     assert (step.step, step.groups) == (0, (0, 1))
     assert step.trained is not None
@@ -205,7 +209,7 @@ def test_groups_that_came_back_are_told_in_order_with_what_became_of_them(layout
         (1, DropReason.VERIFIER_ERROR),
         (2, DropReason.NO_SPREAD),
     ]
-    assert again.open_groups() == [0, 3]
+    assert again.ledger.open_groups() == [0, 3]
 
 
 def test_what_a_checkpoint_knows_is_not_read_again(layout: RunLayout, tmp_path: Path) -> None:
@@ -233,8 +237,8 @@ def test_what_a_checkpoint_knows_is_not_read_again(layout: RunLayout, tmp_path: 
     for _ in range(4):
         prompts(None)
     again.restore(history, prompts)
-    assert again.open_groups() == [2, 3, 4]
-    assert not again.is_wanted(3, 1)
+    assert again.ledger.open_groups() == [2, 3, 4]
+    assert not again.ledger.is_wanted(3, 1)
 
 
 def test_prompts_are_drawn_again_by_their_number_unless_it_is_lost(layout: RunLayout) -> None:
@@ -264,8 +268,8 @@ def test_more_groups_come_back_than_there_are_slots_and_none_is_admitted_until_t
         train(buffer, step)
     journal_of(buffer).commit()
     again = begin(layout, 1, read_history(layout.rollouts, START), num_slots=4)
-    assert again.open_groups() == list(range(6))
-    assert not again.has_slot
+    assert again.ledger.open_groups() == list(range(6))
+    assert not again.ledger.has_slot
 
 
 def test_what_a_stale_writer_appends_after_its_successor_began_does_not_count(layout: RunLayout) -> None:
@@ -431,7 +435,7 @@ def test_a_batch_that_is_not_whole_cannot_be_taken_again(layout: RunLayout) -> N
     finish(buffer, 0)
     with pytest.raises(LedgerError, match="group 1 cannot be taken: it is in flight"):
         buffer.take_again([0, 1], 0)
-    assert buffer.open_groups() == [0, 1]
+    assert buffer.ledger.open_groups() == [0, 1]
 
 
 def test_a_damaged_line_of_events_costs_no_rollout(layout: RunLayout) -> None:
@@ -447,7 +451,7 @@ def test_a_damaged_line_of_events_costs_no_rollout(layout: RunLayout) -> None:
     assert history.problems == [f"{path}: lines [3] are damaged"]
     again = begin(layout, 1, history)
     assert [group.group_id for group in again.finished()] == [0, 1, 2]
-    assert again.open_groups() == [0, 1, 2, 3]
+    assert again.ledger.open_groups() == [0, 1, 2, 3]
     # What a checkpoint knows is counted in lines, damaged ones included.
     assert list(read_history(layout.rollouts, Position(0, 4, 6)).admitted) == [3]
 
@@ -497,7 +501,7 @@ def test_groups_that_come_back_without_their_rollouts_are_sampled_in_turn_and_ne
     sampled_at = dict[int, int]()
     for version in range(6):
         again.readmit(version)
-        while (lease := again.grant("g-0", 100)) is not None:
+        while (lease := again.ledger.grant("g-0", 100)) is not None:
             sampled_at.setdefault(lease.group_id, version)
             assert lease.admitted_version == min(lease.group_id // 2, version)
         finish(again, *sampled_at)

@@ -169,12 +169,12 @@ def test_a_lease_that_is_renewed_all_the_time_takes_no_more_memory_and_expires_w
         clock.advance(1.0)
         ledger.renew("g-0", 0, [0, 1])
         assert ledger.expire() == []
-    assert ledger._leases._deadlines.num_entries == 1
+    assert ledger._deadlines.num_entries == 1
     clock.advance(59.0)
     assert ledger.expire() == []
     clock.advance(1.0)
     assert ledger.expire() == [(0, "g-0")]
-    assert ledger._leases._deadlines.num_entries == 0
+    assert ledger._deadlines.num_entries == 0
 
 
 def test_what_a_holder_has_shown_of_a_rollout_survives_its_death(ledger):
@@ -437,9 +437,9 @@ def test_what_is_leased_and_delivered_leaves_nothing_behind_before_its_deadline(
         ledger.grant("g-0", 2)
         finish(ledger, group_id)
         ledger.drop(group_id, DropReason.NO_SPREAD)
-        most = max(most, ledger._leases._deadlines.num_entries)
+        most = max(most, ledger._deadlines.num_entries)
     assert most < 100
-    book = ledger._leases
+    book = ledger
     assert (len(book._deadlines), book._held, book._returned, book._returned_ids) == (0, {}, {}, [])
 
 

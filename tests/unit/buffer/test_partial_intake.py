@@ -27,8 +27,8 @@ class Door:
         self.buffer = RolloutBuffer(ledger, make_writer(directory))
         for group_id in range(2):
             self.buffer.admit(make_prompt(group_id), ADMITTED)
-            self.buffer.grant(f"g-{group_id}", 2)
-        self.intake = PartialIntake(self.buffer, MAX_TOKENS)
+            self.buffer.ledger.grant(f"g-{group_id}", 2)
+        self.intake = PartialIntake(self.buffer.ledger, MAX_TOKENS)
 
     def report(self, piece: PartialRollout, holder: str = "g-0") -> tuple[int, int, int]:
         """Number of pieces that were (kept, wanted whole, refused)."""
@@ -36,7 +36,7 @@ class Door:
         return len(receipt.kept), len(receipt.wanted), len(receipt.refused)
 
     def prefix(self, group_id: int = 0, index: int = 0) -> Prefix | None:
-        record = self.buffer.open_record(group_id)
+        record = self.buffer.ledger.open_record(group_id)
         assert record is not None
         return record.members[index].prefix
 
@@ -52,8 +52,8 @@ DRAFT = make_draft(0, 120)
 def test_the_next_holder_gets_what_the_dead_one_had_reported(door: Door) -> None:
     assert door.report(piece_of(DRAFT, 0, 50)) == (1, 0, 0)
     assert door.report(piece_of(DRAFT, 50, 80)) == (1, 0, 0)
-    door.buffer.forget_holder("g-0")
-    lease = door.buffer.grant("g-2", 2)
+    door.buffer.ledger.forget_holder("g-0")
+    lease = door.buffer.ledger.grant("g-2", 2)
     assert lease is not None
     first, second = lease.prefixes
     assert second is None
@@ -65,21 +65,21 @@ def test_the_next_holder_gets_what_the_dead_one_had_reported(door: Door) -> None
 def test_who_goes_on_with_a_rollout_whose_lease_is_over_has_it_again(door: Door) -> None:
     """The lease expired, or the controller that had granted it is gone."""
     door.report(piece_of(DRAFT, 0, 50))
-    door.buffer.forget_holder("g-0")
+    door.buffer.ledger.forget_holder("g-0")
     assert door.report(piece_of(DRAFT, 50, 80)) == (1, 0, 0)
-    assert door.buffer.outstanding("g-0") == 1
+    assert door.buffer.ledger.outstanding("g-0") == 1
     assert door.report(piece_of(DRAFT, 0, 90), "g-2") == (0, 0, 0)  # too late: it has a holder
-    lease = door.buffer.grant("g-2", 2)
+    lease = door.buffer.ledger.grant("g-2", 2)
     assert lease is not None
     assert lease.sample_indices == (1,)
-    assert door.buffer.grant("g-2", 2) is None
+    assert door.buffer.ledger.grant("g-2", 2) is None
 
 
 def test_nobody_has_what_cannot_be_or_is_not_wanted(door: Door) -> None:
-    door.buffer.forget_holder("g-0")
+    door.buffer.ledger.forget_holder("g-0")
     odd = PartialRollout(0, 0, 7, 0, 0, part_of(DRAFT, 0, 50))  # of another prompt
     assert door.report(odd) == (0, 0, 1)
-    assert door.buffer.outstanding("g-0") == 0
+    assert door.buffer.ledger.outstanding("g-0") == 0
     door.buffer.drop(1, DropReason.POISON)
     pieces = [piece_of(DRAFT, 0, 10, member=member) for member in ((1, 0), (1, 1), (2, 0))]
     assert door.intake.receive("g-1", pieces, NEWEST) == Receipt(unwanted=[1])  # 2 is still to be admitted
@@ -98,13 +98,13 @@ def test_a_piece_that_was_lost_leaves_no_hole_and_the_whole_is_asked_for(door: D
 
 def test_nothing_is_put_together_of_two_drafts(door: Door) -> None:
     door.report(piece_of(DRAFT, 0, 50))
-    door.buffer.forget_holder("g-0")
-    door.buffer.grant("g-2", 2)
+    door.buffer.ledger.forget_holder("g-0")
+    door.buffer.ledger.grant("g-2", 2)
     other = make_draft(1, 120, part_of(DRAFT, 0, 50))
     assert door.report(piece_of(other, 50, 80), "g-2") == (1, 0, 0)
     assert door.report(piece_of(DRAFT, 50, 80), "g-0") == (0, 0, 0)  # it wakes, and holds nothing
-    door.buffer.forget_holder("g-2")
-    door.buffer.grant("g-0", 2)  # which still has its own draft, and goes on with it
+    door.buffer.ledger.forget_holder("g-2")
+    door.buffer.ledger.grant("g-0", 2)  # which still has its own draft, and goes on with it
     assert door.report(piece_of(DRAFT, 80, 90), "g-0") == (0, 1, 0)
     assert door.report(piece_of(DRAFT, 0, 95), "g-0") == (1, 0, 0)
     prefix = door.prefix()
@@ -142,14 +142,14 @@ def test_reports_renew_leases_though_they_bring_no_tokens(door: Door) -> None:
     door.clock.advance(50.0)
     assert door.report(piece_of(DRAFT, 0, 0)) == (0, 0, 0)
     door.clock.advance(50.0)
-    assert door.buffer.expire() == 2  # the other member of group 0, and group 1
-    record = door.buffer.open_record(0)
+    assert len(door.buffer.ledger.expire()) == 2  # the other member of group 0, and group 1
+    record = door.buffer.ledger.open_record(0)
     assert record is not None
     assert record.free_indices == [1]
 
 
 def test_an_attempt_takes_up_what_is_unfinished_as_far_as_it_makes_those_versions_again(door: Door) -> None:
-    door.buffer.forget_holder("g-0")
+    door.buffer.ledger.forget_holder("g-0")
     door.buffer.deliver("g-1", make_scored(1, 0))
     known = {
         (0, 0): piece_of(DRAFT, 0, 120),
@@ -197,9 +197,9 @@ class Storm:
 
     def lease_changes_hands(self) -> None:
         """Who has a draft already may go on with it, though another has held the lease meanwhile."""
-        self._door.buffer.forget_holder(self.holder)
+        self._door.buffer.ledger.forget_holder(self.holder)
         self.holder = "g-2" if self.holder == "g-0" else "g-0"
-        self._door.buffer.grant(self.holder, 2)
+        self._door.buffer.ledger.grant(self.holder, 2)
         sender, self._num_drafts = self.senders[self.holder], self._num_drafts + 1
         if not sender.drafts or self._rng.random() < 0.5:
             sender.begin(self._door.prefix(), 1000 * self._seed + self._num_drafts)

@@ -78,7 +78,7 @@ def test_a_group_goes_from_its_members_to_the_record_of_its_step(buffer, rollout
     recorded = list(read_rollouts_directory(rollouts))
     assert [(r.group.group_id, r.consumed_step, r.drop_reason) for r in recorded] == [(0, 5, None), (1, 5, None)]
     assert_same_group(recorded[1].group, make_group(1))
-    assert buffer.counts()["free_slots"] == 3
+    assert buffer.ledger.counts()["free_slots"] == 3
 
 
 def test_a_group_is_complete_with_its_last_member_and_ordered_by_sample_index(rollouts):
@@ -86,9 +86,9 @@ def test_a_group_is_complete_with_its_last_member_and_ordered_by_sample_index(ro
     admit(buffer, 0)
     assert buffer.deliver("g-0", make_scored(0, 2)) is None
     assert buffer.deliver("g-1", make_scored(0, 0)) is None
-    assert buffer.counts()["finished"] == 0
+    assert buffer.ledger.counts()["finished"] == 0
     assert_same_group(buffer.deliver("g-0", make_scored(0, 1)), make_group(0, 3))
-    assert buffer.counts()["finished"] == 1
+    assert buffer.ledger.counts()["finished"] == 1
 
 
 def test_of_two_copies_the_first_counts_whatever_the_second_holds(buffer):
@@ -107,7 +107,7 @@ def test_a_member_that_cannot_be_of_the_group_changes_nothing(buffer):
     stranger = replace(make_scored(0, 0), rollout=replace(make_scored(1, 0).rollout, group_id=0))
     with pytest.raises(LedgerError, match="sample 0 of group 0 answers another prompt, 1"):
         buffer.deliver("g-0", stranger)
-    assert buffer.is_wanted(0, 0)
+    assert buffer.ledger.is_wanted(0, 0)
     deliver(buffer, 0)
 
 
@@ -127,8 +127,8 @@ def test_a_dropped_group_is_recorded_with_the_members_that_had_arrived(buffer, r
     admit(buffer, 0, 1, 2)
     deliver(buffer, 0)
     buffer.deliver("g-0", make_scored(1, 1, verdict=Verdict.VERIFIER_ERROR))
-    buffer.grant("g-0", 2)
-    buffer.forget_holder("g-0")
+    buffer.ledger.grant("g-0", 2)
+    buffer.ledger.forget_holder("g-0")
     for group_id, reason in ((0, DropReason.NO_SPREAD), (1, DropReason.VERIFIER_ERROR), (2, DropReason.CANCELLED)):
         buffer.drop(group_id, reason)
     buffer.segments.seal()
@@ -139,7 +139,7 @@ def test_a_dropped_group_is_recorded_with_the_members_that_had_arrived(buffer, r
         ("cancelled", 0, 1),
     ]
     assert recorded[2].group.prompt.reference == "#### 2"
-    assert buffer.counts()["free_slots"] == 4
+    assert buffer.ledger.counts()["free_slots"] == 4
 
 
 def test_what_is_taken_is_not_dropped(buffer):
@@ -155,7 +155,7 @@ def test_an_aborted_rollout_is_never_delivered(buffer):
     admit(buffer, 0)
     with pytest.raises(LedgerError, match="g-0 delivered the aborted rollout 0:1"):
         buffer.deliver("g-0", make_scored(0, 1, finish_reason=FinishReason.ABORT))
-    assert buffer.grant("g-0", 2).sample_indices == (0, 1)
+    assert buffer.ledger.grant("g-0", 2).sample_indices == (0, 1)
 
 
 def test_groups_are_consumed_once_for_the_step_they_were_taken_for_and_before_their_release(buffer):
@@ -184,9 +184,9 @@ def test_a_checkpoint_carries_finished_prefetched_and_half_assembled_groups(buff
     assert [path.name for path in tmp_path.glob("*.h5")] == ["buffered.h5"]
 
     restored = restore(tmp_path, rollouts, state)
-    assert restored.counts()["released"] == 2
-    assert restored.counts()["in_flight"] == 1
-    lease = restored.grant("g-9", 4)
+    assert restored.ledger.counts()["released"] == 2
+    assert restored.ledger.counts()["in_flight"] == 1
+    lease = restored.ledger.grant("g-9", 4)
     assert (lease.group_id, lease.sample_indices) == (3, (0,))
     assert_same_group(restored.deliver("g-9", make_scored(3, 0)), make_group(3))
     for mine, theirs in zip(restored.take(2, step=1), (make_group(2), make_group(3)), strict=True):
@@ -210,7 +210,7 @@ def test_a_prefetched_batch_is_trained_once_over_a_restart(buffer, rollouts, tmp
     restored.consume(batch, step=1, trained_version=1, applied=True)
     restored.release([0, 1])
     restored.segments.seal()
-    restored._ledger.conservation()
+    restored.ledger.conservation()
     assert [r.group.group_id for r in read_rollouts_directory(rollouts)] == [0, 1]
     assert [r.group.group_id for r in read_rollouts_directory(rollouts / "lost_attempt_1")] == [0, 1]
 
@@ -230,7 +230,7 @@ def test_what_is_resolved_while_a_checkpoint_is_written_belongs_to_the_time_afte
     restored = restore(tmp_path, rollouts, state)
     assert [r.group.group_id for r in read_rollouts_directory(rollouts)] == [0]
     assert_same_group(restored.take(1, step=0)[0], make_group(1))
-    assert restored.grant("g-9", 4).group_id == 2
+    assert restored.ledger.grant("g-9", 4).group_id == 2
 
 
 def test_a_checkpoint_is_refused_while_a_trained_batch_is_not_recorded(buffer, tmp_path):

@@ -202,7 +202,7 @@ class AuditedRun:
     def _drop_restored(self) -> None:
         """As RolloutSink.restored."""
         for resolved in self.replay.restored:
-            if resolved.drop_reason is None and self.buffer.is_open(resolved.group.group_id):
+            if resolved.drop_reason is None and self.buffer.ledger.is_open(resolved.group.group_id):
                 self._look_at(resolved.group.group_id, resolved.group.members)
 
     def _deliver_again(self) -> None:
@@ -212,7 +212,7 @@ class AuditedRun:
             self._deliver(scored)
 
     def _close(self) -> None:
-        for group_id in self.buffer.open_groups():
+        for group_id in self.buffer.ledger.open_groups():
             self.buffer.drop(group_id, DropReason.CANCELLED)
         self.buffer.segments.seal_all()
         self.layout.summary.write_text("{}")
@@ -235,23 +235,25 @@ class AuditedRun:
     def _sample(self) -> None:
         self._deliver_again()
         self.buffer.readmit(self.live)
-        while self.buffer.has_slot:
+        while self.buffer.ledger.has_slot:
             prompt = self.prompts.draw()
             size = 2 + (7 * prompt.prompt_id + self.live) % 4 if self.config.curriculum.max_group_size != "off" else 0
             self.buffer.admit(prompt, self.live, size)
         if self.config.curriculum.goes_by_memory:
             self._durable()  # as LeaseDispatcher
-        while (lease := self.buffer.grant("g-0", 100)) is not None:
+        while (lease := self.buffer.ledger.grant("g-0", 100)) is not None:
             self.held += [(lease.group_id, index) for index in lease.sample_indices]
-        self.held = [(group_id, index) for group_id, index in self.held if self.buffer.is_wanted(group_id, index)]
+        self.held = [
+            (group_id, index) for group_id, index in self.held if self.buffer.ledger.is_wanted(group_id, index)
+        ]
         self._moment()
         for group_id, index in self.random.sample(self.held, min(len(self.held), 3)):
-            if self.buffer.is_wanted(group_id, index):  # it was not dropped meanwhile
+            if self.buffer.ledger.is_wanted(group_id, index):  # it was not dropped meanwhile
                 self._deliver(self._rollout(group_id, index))
             self._moment()
 
     def _rollout(self, group_id: int, index: int) -> ScoredRollout:
-        record = self.buffer._ledger.group(group_id)
+        record = self.buffer.ledger.group(group_id)
         length = self.random.randint(1, 9)
         first = min(record.admitted_version, self.live)
         versions = sorted(self.random.randint(first, self.live) for _ in range(length))
@@ -274,7 +276,7 @@ class AuditedRun:
     def _deliver(self, scored: ScoredRollout) -> None:
         """As RolloutSink.receive."""
         group_id, index = scored.rollout.group_id, scored.rollout.sample_index
-        if not self.buffer.is_wanted(group_id, index):
+        if not self.buffer.ledger.is_wanted(group_id, index):
             return
         group = self.buffer.deliver("g-0", scored)
         self.outbox.append((self.journal.num_added, scored))

@@ -300,7 +300,7 @@ class SmallRing:
         self.saving = FakeCheckpoints(self.weight_sync)
         self.stop = asyncio.Event()
         self.guard = StepGuard(config.guard)
-        self.guarding = Guarding(self.guard, self.buffer, config.admission, file=guard_file)
+        self.guarding = Guarding(self.guard, self.ledger, config.admission, file=guard_file)
         self.loop = TrainLoop(
             config, self.buffer, link, self.weight_sync, FlopCost(1.0, 0.0),
             step=0, version=0, wake=self.generate, guarding=self.guarding,

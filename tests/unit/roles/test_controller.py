@@ -94,12 +94,12 @@ async def test_a_generator_that_connects_again_has_lost_nothing(stand: Stand) ->
     """One of its channels had failed; its process goes on with what it samples."""
     stand.buffer.admit(prompt(0), 0)
     await stand.processes.greet("generator-0", hello("0.0.0-first"))
-    lease = stand.buffer.grant("generator-0", 2)
+    lease = stand.buffer.ledger.grant("generator-0", 2)
     await stand.processes.beat("generator-0", Heartbeat("running", "", 3, 8, {"tokens_unreported": 70.0}))
     assert await stand.processes.greet("generator-0", hello("0.0.0-second"))
     totals = stand.state.totals
-    assert (totals.tokens_lost, totals.leases_regranted, stand.buffer.outstanding("generator-0")) == (0, 0, 0)
-    record = stand.buffer.open_record(lease.group_id)
+    assert (totals.tokens_lost, totals.leases_regranted, stand.buffer.ledger.outstanding("generator-0")) == (0, 0, 0)
+    record = stand.buffer.ledger.open_record(lease.group_id)
     assert record.attempts == 1
     assert all(member.is_free for member in record.members)
 
@@ -124,10 +124,10 @@ async def test_a_lease_on_its_way_to_one_that_leaves_is_nobodys_fault(stand: Sta
     """It is granted again; only of one that died the prompt may be the cause."""
     stand.buffer.admit(prompt(0), 0)
     await stand.processes.greet("generator-0", hello("0.0.0-first"))
-    lease = stand.buffer.grant("generator-0", 2)
+    lease = stand.buffer.ledger.grant("generator-0", 2)
     await stand.processes.beat("generator-0", Heartbeat(state_of_it, "", 3, 0, {}))
     assert await stand.fall_silent()
-    record = stand.buffer.open_record(lease.group_id)
+    record = stand.buffer.ledger.open_record(lease.group_id)
     assert all(member.is_free for member in record.members)
     assert stand.state.totals.leases_regranted == 1
     assert {member.lost_leases for member in record.members} == {int(state_of_it == "running")}

@@ -111,7 +111,7 @@ class Desk:
         for group_id in group_ids:
             assert self.buffer.admit(prompt(group_id), step) == group_id
             for index in (0, 1):
-                self.buffer.grant("somebody", 1)
+                self.buffer.ledger.grant("somebody", 1)
                 self.buffer.deliver("somebody", scored(group_id, index))
         groups = self.buffer.take(len(group_ids), step)
         assert groups is not None
@@ -536,7 +536,7 @@ def test_what_was_sampled_before_the_run_started_over_is_not_gone_on_from(
     buffer = make_buffer(config, tmp_path / "new")
     context = RoleContext("controller", 0, 1, 2, None, "third", layout, config, "")
     _restore(context, None, 0, buffer, CountedPrompts(1))  # type: ignore[arg-type]
-    prefix = buffer.open_record(0).members[0].prefix
+    prefix = buffer.ledger.open_record(0).members[0].prefix
     assert (0 if prefix is None else len(prefix.token_ids)) == num_tokens
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_ring import make_buffer, prompt, scored, small_config
+from small_ring import make_ledger, prompt, scored, small_config
 
 from rlhpc.base.ownership import Fence, take_over
 from rlhpc.base.patience import DISK_PATIENCE_S, LONGEST_PAUSE_S, Patience, patiently_aside
@@ -127,7 +127,7 @@ def partials(place: Place) -> Writer:
 def status(place: Place) -> Writer:
     config = small_config()
     registry = ProcessRegistry("hash", 10.0, lambda: 0.0)
-    board = StatusBoard(place.layout, config, registry, make_buffer(config, place.layout.rollouts), place.fence)
+    board = StatusBoard(place.layout, config, registry, make_ledger(config), place.fence)
     written = [0]
 
     def write() -> None:

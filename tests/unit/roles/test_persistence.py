@@ -322,11 +322,11 @@ class Controller:
         ledger = make_ledger(ManualClock(), sampling=lambda _: SamplingParams(max_tokens=200))
         self.buffer = make_buffer(small_config(), root, ledger)
         self.buffer.admit(make_prompt(0), 4)
-        self.buffer.grant("generator-0", 2)
+        self.buffer.ledger.grant("generator-0", 2)
         self.leases, self.num_commits = MemoryServer(LEASES), 0
         self.generator = self.leases.connect("generator-0")
         self.keeping = PartialKeeping(
-            PartialIntake(self.buffer, 200),
+            PartialIntake(self.buffer.ledger, 200),
             PartialLog(self.directory, 1),
             self.leases,
             DiskLane("partials"),
@@ -414,9 +414,9 @@ async def test_an_odd_report_is_refused_and_told_once(
 async def test_a_report_of_weights_that_do_not_count_changes_nothing(
     it: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    it.buffer.forget_holder("generator-0")
+    it.buffer.ledger.forget_holder("generator-0")
     await it.keeping.receive("generator-0", replace(report_of(piece_of(DRAFT, 0, 50)), timeline=3))
-    assert it.buffer.outstanding("generator-0") == 0
+    assert it.buffer.ledger.outstanding("generator-0") == 0
     assert it.num_commits == 0
     assert not caplog.records
 

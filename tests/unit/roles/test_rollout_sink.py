@@ -29,9 +29,9 @@ class Door:
         self.buffer = make_buffer(config, directory)
         rules = RewardShaping(shaping or ShapingConfig())
         self.sink = RolloutSink(self.buffer, ErrorGate(max_error_share), config.admission, rules)
-        while self.buffer.has_slot:
-            self.buffer.admit(prompt(self.buffer.counts()["admitted"]), 0)
-        while self.buffer.grant("generator-0", 2) is not None:
+        while self.buffer.ledger.has_slot:
+            self.buffer.admit(prompt(self.buffer.ledger.counts()["admitted"]), 0)
+        while self.buffer.ledger.grant("generator-0", 2) is not None:
             pass
 
     def bring(self, group_id: int, *rewards: float) -> list[bool]:
@@ -55,13 +55,13 @@ def test_a_group_with_spread_is_kept_and_only_its_last_member_changes_anything(d
     stats = door.sink.drain()
     assert [group.group_id for group in stats.groups] == [0]
     assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (6, 0, {})
-    assert door.buffer.counts()["finished"] == 1
+    assert door.buffer.ledger.counts()["finished"] == 1
 
 
 def test_a_long_reference_is_kept_once_for_a_group(door: Door) -> None:
     """Every rollout brings its own copy along: two megabytes of tests would be kept 64 times."""
     long = "assert " * 200
-    record = door.buffer.open_record(0)
+    record = door.buffer.ledger.open_record(0)
     assert record is not None
     record.prompt = replace(record.prompt, reference=long)
     for sample_index, reward in enumerate((0.0, 1.0)):
@@ -74,9 +74,9 @@ def test_a_long_reference_is_kept_once_for_a_group(door: Door) -> None:
 
 
 def test_a_group_without_spread_frees_its_slot_at_once_and_is_recorded(door: Door) -> None:
-    assert not door.buffer.has_slot
+    assert not door.buffer.ledger.has_slot
     assert door.bring(0, 1.0, 1.0) == [False, True]
-    assert door.buffer.has_slot
+    assert door.buffer.ledger.has_slot
     assert door.buffer.segments.num_pending == 1
     stats = door.sink.drain()
     assert stats.num_dropped == {"no_spread": 1}
@@ -87,7 +87,7 @@ def test_a_group_without_spread_frees_its_slot_at_once_and_is_recorded(door: Doo
 def test_a_verifier_error_drops_the_group_and_is_never_a_reward_of_zero(door: Door) -> None:
     door.bring(0, 1.0)
     assert door.sink.receive("generator-0", scored(0, 1, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="hung"))
-    assert door.buffer.counts()["dropped_verifier_error"] == 1
+    assert door.buffer.ledger.counts()["dropped_verifier_error"] == 1
     assert door.sink.drain().groups == []
     assert door.fail(1)
     assert door.bring(1, 0.0, 1.0) == [False, False]  # the rest of that group comes too late
@@ -136,7 +136,7 @@ def test_without_active_sampling_groups_without_spread_are_trained_on(tmp_path: 
     door = Door(tmp_path, active_sampling=False, max_groups_without_spread=2)
     for group_id in range(5):
         door.bring(group_id, 0.0, 0.0)
-    assert door.buffer.counts()["finished"] == 5
+    assert door.buffer.ledger.counts()["finished"] == 5
     stats = door.sink.drain()
     assert (stats.num_zero_variance, stats.num_dropped) == (5, {})
 
@@ -153,7 +153,7 @@ def test_dropping_what_is_resolved_already_does_nothing(door: Door) -> None:
     door.bring(0, 1.0, 1.0)
     door.sink.drop(0, DropReason.POISON)
     assert door.sink.drain().num_dropped == {"no_spread": 1}
-    door.buffer._ledger.conservation()
+    door.buffer.ledger.conservation()
 
 
 def test_groups_from_the_journal_count_as_if_they_had_arrived_and_are_judged_if_they_were_not(door: Door) -> None:
@@ -168,8 +168,8 @@ def test_groups_from_the_journal_count_as_if_they_had_arrived_and_are_judged_if_
     assert [group.group_id for group in stats.groups] == [0, 1, 2]
     assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (0, 2, {"no_spread": 2})
     assert stats.shaped_rewards == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]  # of the same members as all other rewards
-    assert door.buffer.counts()["dropped_no_spread"] == 2
-    assert not door.buffer.is_open(1)
+    assert door.buffer.ledger.counts()["dropped_no_spread"] == 2
+    assert not door.buffer.ledger.is_open(1)
 
 
 def test_a_checkpoint_counts_what_came_in_since_the_last_step_and_the_next_step_counts_it_once(door: Door) -> None:
@@ -191,12 +191,12 @@ def test_in_a_deterministic_run_a_rollout_of_other_weights_is_not_taken(tmp_path
     later = scored(0, 0)
     later.rollout.versions[-1] = 1
     assert not strict.receive("generator-1", later)
-    assert door.buffer.is_wanted(0, 0)
+    assert door.buffer.ledger.is_wanted(0, 0)
     later.rollout.versions[:] = 1
     with pytest.raises(LedgerError, match=r"sample 0 of group 0, admitted under version 0, .* by versions \[1\]"):
         strict.receive("generator-0", later)
     strict.receive("generator-0", scored(0, 0))
-    assert not door.buffer.is_wanted(0, 0)
+    assert not door.buffer.ledger.is_wanted(0, 0)
 
 
 class Judged:
@@ -213,9 +213,9 @@ class Judged:
 
     def fail(self, failure: str, prompt_id: int = 7, detail: str = "killed") -> None:
         group_id = self.admit(prompt_id)
-        assert self.buffer.poisoned() == []
+        assert self.buffer.ledger.poisoned() == []
         self.bring(group_id, 0, prompt_id, Verdict.VERIFIER_ERROR, detail, failure)
-        assert not self.buffer.is_open(group_id)
+        assert not self.buffer.ledger.is_open(group_id)
 
     def succeed(self, prompt_id: int = 7) -> None:
         group_id = self.admit(prompt_id)
@@ -243,10 +243,10 @@ def test_a_prompt_whose_completions_kill_reward_workers_is_quarantined_after_so_
     for _ in range(3):
         judged.fail(failure)
     refused = judged.admit()
-    assert judged.buffer.poisoned() == [refused]
-    assert judged.buffer.grant("generator-0", 2) is None
+    assert judged.buffer.ledger.poisoned() == [refused]
+    assert judged.buffer.ledger.grant("generator-0", 2) is None
     judged.sink.refuse(refused)
-    assert judged.buffer.poisoned() == []
+    assert judged.buffer.ledger.poisoned() == []
     assert judged.gate.document() == {
         "causes": {failure: 5, "quarantined": 1},
         "latest": "record 7: 3 reward workers died judging it, the last: killed",
@@ -270,7 +270,7 @@ def test_leases_that_expired_so_often_are_told_from_a_quarantine(
     """Nobody has died of it: the next epoch samples it again."""
     judged = Judged(tmp_path)
     group_id = judged.admit()
-    for member in judged.buffer.open_record(group_id).members:
+    for member in judged.buffer.ledger.open_record(group_id).members:
         member.lost_leases = 3
     judged.sink.refuse(group_id)
     words = "record 7: 3 leases of one of its samples expired or ended with a death"

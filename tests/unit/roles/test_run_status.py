@@ -96,7 +96,7 @@ async def recorded_ring(
             saved or Totals(), saved.steps if saved is not None else 0, 0,
         )  # fmt: skip
         registry = ProcessRegistry(context.config_hash, 15.0, clock)
-        board = StatusBoard(layout, config, registry, buffer)
+        board = StatusBoard(layout, config, registry, buffer.ledger)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
         recorder = RunRecorder(
             context, state, board.figures, registry, ring.weight_sync, sink, DiskLane("metrics"), channels=(),

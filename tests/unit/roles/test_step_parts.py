@@ -318,7 +318,7 @@ class Stand:
             self.buffer.admit(prompt(group_id), 0)
 
     def finish(self, *group_ids: int) -> None:
-        while self.buffer.grant("somebody", 2) is not None:
+        while self.buffer.ledger.grant("somebody", 2) is not None:
             pass
         for group_id in group_ids:
             for index in (0, 1):
