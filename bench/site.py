@@ -82,7 +82,7 @@ def for_the_site(text: str) -> str:
 
 def page_of_commands() -> str:
     """What `rlhpc COMMAND --help` prints, of every command."""
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "90"
     (below,) = (action for action in command_parser()._actions if isinstance(action, argparse._SubParsersAction))
     parts = ["# Commands", "", "What `rlhpc COMMAND --help` prints."]
     for name, parser in below.choices.items():
