@@ -9,7 +9,6 @@ import pytest
 
 from rlhpc.protocol.errors import EngineError
 from rlhpc.protocol.types import (
-    Rollout,
     RolloutRequest,
     WeightManifest,
 )
@@ -63,35 +62,6 @@ async def test_an_engine_that_drains_lets_whoever_has_begun_end_with_the_weights
     await update
     assert set((await begun).versions.tolist()) == {1}
     assert set((await late).versions.tolist()) == {2}
-
-
-@pytest.mark.parametrize("ending", ["abort", "cancel"])
-async def test_who_leaves_a_batch_or_does_not_wait_for_it_keeps_nobody_from_the_next_one(ending: str) -> None:
-    engine = ScriptedEngine(Script(max_num_seqs=2, stop_probability=0, static_batches=True))
-    running = [asyncio.create_task(engine.generate(request(index))) for index in range(3)]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert engine.statistics().num_running == 2
-    await engine.abort(request(2).request_id)  # it waits for the next batch
-    for index in range(2):
-        if ending == "abort":
-            await engine.abort(request(index).request_id)
-        else:
-            running[index].cancel()
-    *_, waited = await asyncio.gather(*running, return_exceptions=True)
-    assert isinstance(waited, Rollout)
-    assert len(waited.token_ids) == 0
-    next_batch = await asyncio.gather(*(engine.generate(request(index)) for index in (3, 4)))
-    assert all(len(rollout.token_ids) for rollout in next_batch)
-    await engine.close()
-
-
-async def test_a_token_takes_the_longer_the_more_are_decoded_with_it() -> None:
-    loop = asyncio.get_running_loop()
-    engine = ScriptedEngine(Script(stop_probability=0, sample_s=0.002))
-    began = loop.time()
-    await asyncio.gather(*(engine.generate(request(index, max_tokens=3)) for index in range(10)))
-    assert loop.time() - began >= 3 * 10 * 0.002
 
 
 async def test_the_vocabulary_is_that_of_the_models_config(tmp_path: Path) -> None:

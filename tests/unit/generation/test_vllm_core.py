@@ -97,32 +97,15 @@ def core_of(thread: CoreThread) -> CountingCore:
     return core
 
 
-async def sample(
-    thread: CoreThread, request_id: str, num_tokens: int, search: StopSearch | None = None
-) -> FinishedSample:
+async def sample(thread: CoreThread, request_id: str, num_tokens: int) -> FinishedSample:
     prompt = {"prompt_token_ids": [1, 2], "cache_salt": ""}
-    async for output in thread.generate(prompt, num_tokens, request_id, search=search):
+    async for output in thread.generate(prompt, num_tokens, request_id):
         return output
     raise AssertionError("no output")
 
 
 def numbers(token_ids: Sequence[int]) -> str:
     return "".join(f"{token_id}." for token_id in token_ids)
-
-
-async def test_a_stop_string_ends_a_request_with_the_token_that_completes_it(thread: CoreThread) -> None:
-    stop = "03."  # comes every hundred steps
-    running = [asyncio.create_task(sample(thread, f"r{n}", 300, StopSearch(numbers, [stop]))) for n in range(20)]
-    for output in await asyncio.gather(*running):
-        (completion,) = output.outputs
-        assert completion.finish_reason == "stop"
-        assert numbers(completion.token_ids).endswith(stop)
-        assert numbers(completion.token_ids).count(stop) == 1
-        assert completion.logprobs.logprobs == [-0.5 * step for step in completion.token_ids]
-    at_the_end = await sample(thread, "last", 1, StopSearch(numbers, ["."]))
-    assert at_the_end.outputs[0].finish_reason == "stop"
-    assert (await sample(thread, "none", 5, StopSearch(numbers, ["x"]))).outputs[0].finish_reason == "length"
-    assert not core_of(thread).requests
 
 
 async def test_of_a_step_with_several_tokens_those_behind_a_stop_string_are_dropped() -> None:

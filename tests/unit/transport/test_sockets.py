@@ -80,22 +80,6 @@ def test_a_loss_before_the_first_message_is_counted_too():
     assert book.lost == 3
 
 
-def test_a_restarted_peer_begins_anew_and_its_old_incarnation_is_fenced():
-    book = PeerBook()
-    old, new = opened(incarnation="first"), opened(incarnation="second")
-    hear(book, old, 0)
-    hear(book, old, 2)
-    hear(book, new, 0)
-    assert book.find("generator-0").routing_id == new
-    with pytest.raises(ProtocolError, match="a newer one has replaced it"):
-        hear(book, old, 3)
-    with pytest.raises(ProtocolError, match="a newer one has replaced it"):
-        hear(book, opened(incarnation="first"), 0)  # the zombie opens its channel again
-    hear(book, new, 1)
-    assert book.lost == 1  # counted for good
-    assert book.names == {"generator-0"}
-
-
 def test_an_incarnation_without_order_takes_over_and_does_not_unfence_the_earlier():
     book = PeerBook()
     for incarnation in ("2.0.0-a", "x"):
