@@ -9,3 +9,4 @@ from launch.api import start as start
 from launch.api import submit as submit
 
 __version__: str
+__all__ = ["Run", "check", "compare", "evaluate", "export", "run", "start", "submit"]
