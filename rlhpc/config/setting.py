@@ -194,7 +194,7 @@ def _can_be_found(texts: tuple[str, ...]) -> tuple[str, ...]:
 StopStrings = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_can_be_found)]
 
 
-# -------------------------------------------------------------------------------------- keys that have no effect
+# -------------------------------------------------------------------------------------- effects and rules of a file
 
 
 def _idle_keys(config: Config) -> Faults:

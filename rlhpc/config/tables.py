@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 AGENT = "agent"  # as data.environment: a program of the user's own that samples over HTTP
 
 
-# ---------------------------------------------------------------------------------------------- what most runs have
-
-
 class RunConfig(Section):
     """[run]: identity and length."""
 
@@ -533,11 +530,6 @@ class TransportConfig(Section):
     def heartbeat_s(self) -> float:
         """Interval of heartbeats: one late heartbeat must not count as a death, nor a few."""
         return min(1.0, self.dead_after_s / 15)
-
-
-# ---------------------------------------------------------------------------------------------------------- config data
-#
-# The tables [data] of a run file.
 
 
 WHOLE_RECORD = "*"  # as reference_field

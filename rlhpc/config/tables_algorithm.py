@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from rlhpc.config.rules import Config
 
 
-# ---------------------------------------------------------------------------------------------------- config curriculum
-#
-# The table [curriculum] of a run file, and its rules; see tables.py.  Loads without torch.
-
-
 Ascending = Annotated[tuple[float, ...], Field(strict=False)]  # a run file has lists
 
 
@@ -114,11 +109,6 @@ class CurriculumConfig(Section):
             )
 
 
-# --------------------------------------------------------------------------------------------------------- config guard
-#
-# [guard]: what follows when training leaves its bounds; see tables.py.  Loads without torch.
-
-
 class GuardConfig(Section):
     """[guard]: what follows when the figures of optimiser steps leave their bounds."""
 
@@ -152,9 +142,6 @@ class GuardConfig(Section):
         """`min_entropy`: below `max_entropy`."""
         if self.min_entropy >= self.max_entropy:
             yield f"{key.min_entropy} is not below max_entropy={self.max_entropy:g}"
-
-
-# ----------------------------------------------------------------------------------------------------- config algorithm
 
 
 ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from rlhpc.config.rules import Config
 
 
-# ------------------------------------------------------------------------------------------------ reward functions
-
-
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 
 
@@ -183,11 +180,6 @@ class CompositeConfig(Section):
             yield f"{key} has no effect: no dataset has the task {name!r}; legal: leave it out, or data.task={name!r}"
 
 
-# --------------------------------------------------------------------------------------------------------- config agent
-#
-# [agent]: programs of the user's own that sample over HTTP (docs/environments.md).  Loads without torch.
-
-
 class AgentConfig(Section):
     """[agent]: who speaks to the policy in datasets with data.environment = "agent"."""
 
@@ -229,11 +221,6 @@ class AgentConfig(Section):
                 f"{key.turn_timeout_s} is not below {key.admission.lease_deadline_s}: a rollout whose agent is silent "
                 "would be sampled a second time"
             )
-
-
-# --------------------------------------------------------------------------------------------------- config environment
-#
-# [environment]: dialogues of several turns (docs/environments.md).  Loads without torch.
 
 
 LIBRARIES = ("gymnasium", "verifiers")  # environments of other packages, each with an extra of its name
@@ -316,11 +303,6 @@ class EnvironmentConfig(Section):
             yield (
                 f"{key.max_turn_tokens} is above {key.generation.max_completion_tokens}, which holds the whole dialogue"
             )
-
-
-# ---------------------------------------------------------------------------------------------------- config evaluation
-#
-# The table [evaluation] of a run file, and its rules; see tables.py.  Loads without torch.
 
 
 class EvaluationConfig(Section):
@@ -423,11 +405,6 @@ def sizes_of_sets(samples: int) -> list[int]:
     """Every k for which pass@k is told of so many samples of a prompt: 1, 2, 4, … and all of them."""
     powers = [1 << exponent for exponent in range(samples.bit_length())]
     return sorted({*powers, samples})
-
-
-# --------------------------------------------------------------------------------------------------------- config judge
-#
-# [judge]: the model that the task llm_judge asks (docs/rewards.md).  Loads without torch.
 
 
 TASK = "llm_judge"
@@ -546,9 +523,6 @@ class JudgeConfig(Section):
                 f"{key.rewards.workers_per_replica} workers a turn every {turn_s:g} s; legal: every {longest_s:g} s or "
                 f"more often, half of {key.timeout_s}, or 0 for no limit"
             )
-
-
-# ------------------------------------------------------------------------------------------------------- config sandbox
 
 
 Language = Literal["python", "cpp"]
