@@ -2,7 +2,7 @@
 
     groups finished ──▶ samples, rows, in a thread ──▶ BatchRows to every rank ──▶ … batch taken ──▶ TrainBatch
 
-A step that begins with a part of its batch (step_parts.py) gets the rows of that, and later those of the other groups.
+A step that begins with a part of its batch (train_loop.py) gets the rows of that, and later those of the other groups.
 Input: RolloutGroup.  Output: MadeBatch.  What is made ahead is a guess: which groups a step trains is decided when its
 batch is taken, by the ledger, and their staleness is checked then.  If the ledger decides otherwise, rows are made and
 sent again under a new number, and the old ones are never trained.  Rows are a pure function of groups and step, so that

@@ -16,7 +16,7 @@ test holds this table true):
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
     CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
 
-The train loop waits for the trainer's answers besides (trainer_link.py), for weights to be live before it saves, and
+The train loop waits for the trainer's answers besides (batches.py), for weights to be live before it saves, and
 for metrics that are steps behind.  Whatever touches the disk while they run is done in the lanes of persistence.py.
 """
 
